@@ -106,7 +106,7 @@ def read_report(folder: Path | str) -> Report:
 
     Raises UserError if there is none, or if another version of Crucible wrote it.
     """
-    from pipeline.report.render import load_report
+    from pipeline.report.files import load_report
 
     return load_report(Path(folder))
 

@@ -211,7 +211,7 @@ class Client:
 
     def report(self, job_id: str) -> Report:
         """The report of a job that has succeeded."""
-        from pipeline.report.render import report_from_json
+        from pipeline.report.files import report_from_json
 
         return report_from_json(
             self._ask("GET", _path("reports", job_id)).content,

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.common import RESNET50, Row, publish, takes_no_arguments
 from pipeline.measurement.measure import cpu_flags
 from pipeline.plan.recipes import VNNI_FLAGS
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from pipeline.results.report import BenchmarkReport, Report
 
 RATIO_WITH_VNNI, RATIO_WITHOUT = 5.0, 3.3  # what was reached by hand on two hosts, rounded down

@@ -33,7 +33,7 @@ from rich.table import Table
 from benchmarks.common import DIGITS, RESULTS, ROOT, Row, argument_parser
 from pipeline.host.gpu import find_gpus
 from pipeline.measurement.measure import environment, monotonic
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from pipeline.results.report import Report
 
 SAMPLES = {"calibration": 64, "selection": 64, "validation": 64}

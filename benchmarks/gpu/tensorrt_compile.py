@@ -33,7 +33,7 @@ from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.measurement.measure import environment, monotonic
 from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import CandidateConfig, load_plan
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from pipeline.results.precision_audit import reformats, time_by_precision
 from pipeline.results.report import BenchmarkReport, Candidate, Report
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.core import Frozen, Profile, TensorSpec
 from pipeline.errors import PlanError
-from pipeline.report.drawing import WIDTH_INCHES, svg
-from pipeline.report.figures import COLOURS
+from pipeline.report.figures import COLOURS, WIDTH_INCHES, svg
 from pipeline.results.report import Bound, LatencyRow
 
 if TYPE_CHECKING:

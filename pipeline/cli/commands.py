@@ -94,7 +94,7 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
     data.validation=NEW.npz.
     """
     from pipeline.compiler.remeasure import validate_again
-    from pipeline.report.render import load_report
+    from pipeline.report.files import load_report
 
     engine, compiled = delivered_engine(result), load_report(result)
     with _runner(as_json, compiled.plan.name) as runner:
@@ -141,7 +141,7 @@ def bench(
     each batch instead. Where the compile's host was too busy to tell how fast the engine is, and
     this run can tell, the report in DIR is completed.
     """
-    from pipeline.report.render import load_report
+    from pipeline.report.files import load_report
 
     engine, compiled = delivered_engine(result), load_report(result)
     plan = config.override_plan(compiled.plan, overrides)

@@ -22,7 +22,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from pipeline.benchmark.batch_sweep import Sweep, tail_name
@@ -30,18 +30,19 @@ from pipeline.compiler.decision import level_s
 from pipeline.core import KeptNode, Refusal
 from pipeline.execution.stage_runner import StageEvent
 from pipeline.formatting import shape_text
-from pipeline.measurement.measure import Clock, Interval, monotonic
+from pipeline.measurement.measure import Clock, monotonic
 from pipeline.report.performance_summary import (
     Summary,
     bound_text,
     gpu_lines,
+    interval_text,
     limit_cells,
     peaks_text,
     ratio_text,
     summary_lines,
     summary_rows,
 )
-from pipeline.report.sections import ablation_outcome
+from pipeline.report.tables import Column, Table, ablation_outcome, cosine_text, left, right
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import forced_share, percent_text, time_by_precision
 from pipeline.results.report import (
@@ -55,9 +56,9 @@ from pipeline.results.report import (
 )
 
 PLAIN_WIDTH = 130
-LIFE_S = 30.0  # how often a long stage says that it is alive where there are no bars
-WORTH_SAYING_S = 3.0  # a shorter estimate is over before it is read
-LEAST_SHARE = 0.1  # of the time, for a precision to be shown
+LIFE_S = 30.0  # how often a long stage prints a line where there are no bars
+MIN_ESTIMATE_S = 3.0  # a shorter estimate is over before it is read
+MIN_SHARE = 0.1  # of the time, for a precision to be shown
 VERDICT_STYLE = {
     "accepted": "bold green",
     "keep": "bold cyan",
@@ -68,7 +69,7 @@ VERDICT_STYLE = {
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """rich would end the process with exit code 1, which is said of errors."""
+        """Raise, where rich would end the process with exit code 1, the code of errors."""
         raise BrokenPipeError
 
 
@@ -76,20 +77,18 @@ def console(stderr: bool = False) -> Console:
     """A console as wide as the terminal; wide enough for a table of candidates where there is
     none.
     """
-    found = _Console(stderr=stderr, emoji=False)  # `metric:a:b` is a name
-    return (
-        found
-        if found.is_terminal or "COLUMNS" in os.environ
-        else _Console(stderr=stderr, emoji=False, width=PLAIN_WIDTH)
-    )
+    terminal = _Console(stderr=stderr, emoji=False)  # `metric:a:b` is a name
+    if terminal.is_terminal or "COLUMNS" in os.environ:
+        return terminal
+    return _Console(stderr=stderr, emoji=False, width=PLAIN_WIDTH)
 
 
 class StageProgress:
     """Shows stages as they run: bars with elapsed and expected time on a terminal; elsewhere one
     line per finished stage.
 
-    There, a stage that takes long also says every `every_s` that it is alive, even while its
-    library is silent.
+    There, a stage that takes long also prints a line every `every_s`, even while its library is
+    silent.
     """
 
     def __init__(
@@ -113,9 +112,8 @@ class StageProgress:
         self._bars = Progress(*columns, console=console, transient=True, refresh_per_second=5)
         self._tasks: dict[str, TaskID] = {}  # bars of the stages that run, by name
         self._every_s, self._clock = every_s, clock
-        self._running: dict[
-            str, tuple[float, StageEvent]
-        ] = {}  # by name: when it started, and its last event
+        # By name: when the stage started, and its last event.
+        self._running: dict[str, tuple[float, StageEvent]] = {}
         self._lock = threading.RLock()  # stages may run side by side
         self._left = threading.Event()
 
@@ -209,7 +207,7 @@ def expectation(elapsed_s: float, estimate_s: float | None) -> str:
     """`about 40 s left`, or `usually 68 s` of a stage that takes longer this time; empty where
     nothing is known, or it takes no time.
     """
-    if estimate_s is None or estimate_s < WORTH_SAYING_S:
+    if estimate_s is None or estimate_s < MIN_ESTIMATE_S:
         return ""
     left_s = estimate_s - elapsed_s
     return f"about {_span(left_s)} left" if left_s >= 1 else f"usually {_span(estimate_s)}"
@@ -231,9 +229,13 @@ def _line(name: str, event: StageEvent) -> str:
     return f"  [red]failed[/]            {name}"
 
 
+# -- reports
+# ------------------------------------------------------------------------------
+
+
 def print_compiled(console: Console, report: Report, html_file: Path) -> None:
-    """What `crucible compile` ends with: its candidates, what held each, the verdict, and where the
-    whole report is.
+    """Print what `crucible compile` ends with: the candidates, what limits each, the verdict, and
+    the path of the whole report.
     """
     console.print(candidate_table(report))
     for line in stopped_lines(report):
@@ -249,10 +251,8 @@ def print_compiled(console: Console, report: Report, html_file: Path) -> None:
 def verdict_lines(report: Report) -> list[str]:
     """The verdict with its reasons and next steps, for a rich console."""
     style = VERDICT_STYLE[report.verdict]
-    lines = [
-        f"[{style}]{report.verdict.upper()}[/]"
-        + (f"  {escape(report.title_of(report.winner))}" if report.winner else "")
-    ]
+    winner = f"  {escape(report.title_of(report.winner))}" if report.winner else ""
+    lines = [f"[{style}]{report.verdict.upper()}[/]{winner}"]
     lines += [f"  {escape(reason)}" for reason in report.reasons]
     best = report.benchmark_delivered
     if best and (bound := best.rows[0].bound):
@@ -272,151 +272,23 @@ def verdict_lines(report: Report) -> list[str]:
 
 def stopped_lines(report: Report) -> list[str]:
     """Which engines ran in few processes, and why, for a rich console."""
-    measured = (report.baseline, *report.baselines, *(each.benchmark for each in report.candidates))
     return [
-        f"  {escape(report.title_of(each.label))}: {escape(each.stopped)}"
-        for each in measured
-        if each and each.stopped
+        f"  {escape(report.title_of(benchmark.label))}: {escape(benchmark.stopped)}"
+        for benchmark in _benchmarks(report, report.candidates)
+        if benchmark.stopped
     ]
 
 
-def candidate_table(report: Report) -> Table:
-    """Candidates against the baseline, fastest first."""
-    table = Table(title=f"{report.name}: candidates", title_justify="left")
-    for heading in ("candidate", "state", "drop", "cosine"):
-        table.add_column(
-            heading,
-            justify="left" if heading in ("candidate", "state") else "right",
-            no_wrap=heading == "candidate",
-        )
-    sizes = report.baseline.rows[0].sizes if report.baseline and report.baseline.rows else {}
-    at = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    table.add_column(f"median ({at})" if at else "median", justify="right")
-    table.add_column("times baseline (95 %)", justify="right")
-    if any(candidate.layers for candidate in report.candidates):
-        table.add_column("really ran")
-    for baseline in (report.baseline, *report.baselines):
-        if baseline is not None:
-            row = baseline.rows[0]
-            style = "bold" if baseline.label == report.winner else None
-            table.add_row(
-                escape(baseline.label),
-                "baseline",
-                "",
-                "",
-                median_text(row),
-                ratio_text(row, baseline.stopped),
-                style=style,
-            )
-    for candidate in sorted(report.candidates, key=level_s):
-        table.add_row(
-            *_candidate_cells(candidate), style="bold" if candidate.label == report.winner else None
-        )
-    return table
-
-
-def ablation_table(found: Ablation) -> Table:
-    """Each switch of the placement reversed."""
-    table = Table(title=f"switches reversed: {escape(found.label)}", title_justify="left")
-    for heading in ("switch", "drop", "change", "times before (95 %)", "outcome"):
-        table.add_column(heading, justify="left" if heading in ("switch", "outcome") else "right")
-    for row in found.rows:
-        drop, change = (
-            "" if value is None else f"{value:+.4f}" for value in (row.drop, row.drop_change)
-        )
-        table.add_row(
-            f"{row.switch} {'on' if row.after else 'off'}",
-            drop,
-            change,
-            interval_text(row.ratio),
-            escape(ablation_outcome(row)),
-        )
-    return table
-
-
-def ran_text(table: LayerTable, kept: Sequence[KeptNode] = ()) -> str:
-    """`int8 43 %, fp16 11 %`: the precisions that take a good part of the time; what moves data is
-    in the report.
-
-    Where the conversion left nodes in fp32, what they take is told too: `fp16 90 %, nodes in fp32
-    4.0 %`.
-    """
-    shares = [
-        (name, share)
-        for name, share in time_by_precision(table).items()
-        if name != "none" and share >= LEAST_SHARE
-    ]
-    texts = [
-        f"{'not known' if name == 'unknown' else name} {percent_text(share)}"
-        for name, share in shares
-    ]
-    return ", ".join(
-        [*texts, *([f"nodes in fp32 {percent_text(forced_share(table, kept))}"] if kept else [])]
-    )
-
-
-def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
-    report, benchmark = candidate.selection, candidate.benchmark
-    drop = f"{report.metric.drop:+.4f}" if report and report.metric else ""
-    cosine = (
-        f"{min((o.cosine for o in report.outputs), default=float('nan')):.5f}"
-        if report and report.outputs
-        else ""
-    )
-    row = benchmark.rows[0] if benchmark and benchmark.rows else None
-    known = candidate.state in ("measured", "failed accuracy")
-    state = (
-        candidate.state
-        if known
-        else escape(f"{candidate.state}: {candidate.reason.splitlines()[0][:60]}")
-    )
-    ran = (ran_text(candidate.layers, candidate.kept_fp32),) if candidate.layers else ()
-    ratio = ratio_text(row, benchmark.stopped if benchmark else "")
-    return escape(candidate.title), state, drop, cosine, median_text(row), ratio, *ran
-
-
-def benchmark_table(reports: list[BenchmarkReport]) -> Table:
-    """Every row of every engine: median and percentiles that the number of samples allows."""
-    table = Table()
-    for heading in (
-        "engine",
-        "sizes",
-        "median",
-        "p90",
-        "p99",
-        "samples/s",
-        "times baseline (95 %)",
-    ):
-        table.add_column(
-            heading,
-            justify="left" if heading in ("engine", "sizes") else "right",
-            no_wrap=heading == "engine",
-        )
-    for report in reports:
-        for row in report.rows:
-            sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
-            tail = [
-                (
-                    "-"
-                    if (value := row.end_to_end.percentile_or_absent(percent)) is None
-                    else duration(value)
-                )
-                for percent in (90, 99)
-            ]
-            table.add_row(
-                escape(report.label),
-                sizes,
-                median_text(row),
-                *tail,
-                f"{row.throughput_per_s:,.0f}",
-                ratio_text(row, report.stopped),
-            )
-    return table
+def _benchmarks(report: Report, candidates: Iterable[Candidate]) -> list[BenchmarkReport]:
+    """Every benchmark, those of the baselines first."""
+    benchmarks = [report.baseline, *report.baselines]
+    benchmarks += [candidate.benchmark for candidate in candidates]
+    return [benchmark for benchmark in benchmarks if benchmark is not None]
 
 
 def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> None:
-    """The table of limits; where nothing binds any row that is known, as before a CPU's peaks were
-    measured, its rates and one line.
+    """Print the table of limits; if nothing is known to bind any row, as before a CPU's peaks were
+    measured, only its rates and one line.
     """
     bounds = [row.bound for _, row in rows if row.bound]
     if not bounds:
@@ -432,104 +304,33 @@ def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> No
 
 
 def print_latency(console: Console, report: Report) -> None:
-    """The latencies of a report: of the baselines and of all candidates that were measured."""
-    found = (
-        report.baseline,
-        *report.baselines,
-        *(candidate.benchmark for candidate in report.candidates),
-    )
-    measured = [
-        each.model_copy(update={"label": report.title_of(each.label)})
-        for each in found
-        if each is not None
+    """Print the latencies of a report: of the baselines and of all candidates with a benchmark."""
+    benchmarks = [
+        benchmark.model_copy(update={"label": report.title_of(benchmark.label)})
+        for benchmark in _benchmarks(report, report.candidates)
     ]
-    console.print(benchmark_table(measured))
-    print_limits(console, [(each.label, row) for each in measured for row in each.rows])
-
-
-def limits_table(rows: Iterable[tuple[str, LatencyRow]], known: bool = True) -> Table:
-    """What binds each row, by the label of its engine; only the rates where that is not known."""
-    headings = (
-        "engine",
-        "sizes",
-        "GFLOP/s",
-        "GB/s",
-        *(("arithmetic", "memory", "bound by", "next") if known else ()),
-    )
-    table = Table(
-        title="what binds each row" if known else "of the source graph", title_justify="left"
-    )
-    for heading in headings:
-        table.add_column(
-            heading,
-            justify="right" if heading in ("GFLOP/s", "GB/s", "arithmetic", "memory") else "left",
-            no_wrap=heading == "engine",
-        )
-    for label, row in rows:
-        *figures, _, step = limit_cells(row)
-        table.add_row(
-            *(escape(label), shape_text(row.sizes), *figures, escape(step))[: len(headings)]
-        )
-    return table
+    console.print(benchmark_table(benchmarks))
+    rows = [(benchmark.label, row) for benchmark in benchmarks for row in benchmark.rows]
+    print_limits(console, rows)
 
 
 def first_rows(report: Report) -> list[tuple[str, LatencyRow]]:
     """Every measured engine at the first shape, baselines first."""
-    candidates = (candidate.benchmark for candidate in sorted(report.candidates, key=level_s))
-    return [
-        (report.title_of(found.label), found.rows[0])
-        for found in (report.baseline, *report.baselines, *candidates)
-        if found
-    ]
+    benchmarks = _benchmarks(report, sorted(report.candidates, key=level_s))
+    return [(report.title_of(benchmark.label), benchmark.rows[0]) for benchmark in benchmarks]
 
 
-def summary_table(found: Summary) -> Table:
-    """The times of every region of one row."""
-    table = Table(title=f"{escape(found.label)} at {shape_text(found.sizes)}", title_justify="left")
-    for heading in ("", "min", "max", "mean", "median", "p90", "p95", "p99"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for cells in summary_rows(found):
-        table.add_row(*cells)
-    return table
-
-
-def summary_notes(found: Summary, row: LatencyRow, run: Benchmarks) -> list[str]:
-    """What stands under the table of times, for a rich console: sums, what binds the row, the GPU,
+def summary_notes(summary: Summary, row: LatencyRow, run: Benchmarks) -> list[str]:
+    """The lines under the table of times, for a rich console: sums, what binds the row, the GPU,
     warnings.
     """
-    lines = [
-        escape(line)
-        for line in (
-            *summary_lines(found),
-            *([bound_text(row.bound)] if row.bound else []),
-            *map(peaks_text, run.peaks),
-        )
-    ]
-    lines += [escape(line) for line in gpu_lines(run.gpu_use)]
-    return lines + [f"[yellow]warning:[/] {escape(text)}" for text in found.warnings]
-
-
-def sweep_table(sweep: Sweep) -> Table:
-    """Every batch of a sweep, the best in bold."""
-    others = ", ".join(f"{name} {size}" for name, size in sweep.others.items())
-    table = Table(
-        title=f"{escape(sweep.label)}{f' at {others}' if others else ''}", title_justify="left"
-    )
-    tails = () if sweep.percentile == 50 else (tail_name(sweep),)
-    for heading in (sweep.symbol, "median", *tails, "samples/s", "bound by"):
-        table.add_column(heading, justify="left" if heading == "bound by" else "right")
-    for point in sweep.points:
-        tail = [duration(point.tail_s)] * len(tails)
-        bound = point.bound.kind if point.bound else ""
-        cells = (
-            str(point.batch),
-            duration(point.median_s),
-            *tail,
-            f"{point.samples_per_s:,.0f}",
-            bound,
-        )
-        table.add_row(*cells, style="bold" if point.batch == sweep.best else None)
-    return table
+    lines = [*summary_lines(summary)]
+    if row.bound:
+        lines.append(bound_text(row.bound))
+    lines += [peaks_text(peaks) for peaks in run.peaks]
+    lines += gpu_lines(run.gpu_use)
+    warnings = [f"[yellow]warning:[/] {escape(text)}" for text in summary.warnings]
+    return [escape(line) for line in lines] + warnings
 
 
 def validation_lines(report: ValidationReport) -> list[str]:
@@ -548,20 +349,44 @@ def validation_lines(report: ValidationReport) -> list[str]:
     on = f"on {report.samples} {report.role} samples"
     if report.sizes:
         profiles = 1 + max(check.profile for check in report.sizes)
-        on += f", and at {len(report.sizes)} other sizes: " + escape(
-            "; ".join(check.in_words(profiles) for check in report.sizes)
-        )
-    return [
-        *lines,
-        (
-            f"[bold green]passed[/] {on}"
-            if report.passed
-            else f"[bold red]failed[/] {on}: " + escape("; ".join(report.failures))
-        ),
-    ]
+        checks = "; ".join(check.in_words(profiles) for check in report.sizes)
+        on += f", and at {len(report.sizes)} other sizes: {escape(checks)}"
+    if report.passed:
+        return [*lines, f"[bold green]passed[/] {on}"]
+    return [*lines, f"[bold red]failed[/] {on}: {escape('; '.join(report.failures))}"]
 
 
-def refusal_table(refusals: tuple[Refusal, ...]) -> Table:
+# -- tables
+# ------------------------------------------------------------------------------
+
+
+ENGINE = Column("engine", wrap=False)
+LIMIT_COLUMNS = (
+    ENGINE,
+    *left("sizes"),
+    *right("GFLOP/s", "GB/s", "arithmetic", "memory"),
+    *left("bound by", "next"),
+)
+RATES = 4  # the columns that need no peak
+
+
+def rich_table(table: Table) -> RichTable:
+    """Render a table for a rich console. Its texts are not markup."""
+    rendered = RichTable(title=escape(table.title) or None, title_justify="left")
+    for column in table.columns:
+        rendered.add_column(escape(column.title), justify=column.align, no_wrap=not column.wrap)
+    for index, row in enumerate(table.rows):
+        style = "bold" if index == table.emphasised else None
+        rendered.add_row(*map(escape, row), style=style)
+    return rendered
+
+
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> RichTable:
+    """Texts in columns."""
+    return rich_table(Table(left(*headings), tuple(tuple(row) for row in rows)))
+
+
+def refusal_table(refusals: tuple[Refusal, ...]) -> RichTable:
     """Every node that a backend refuses."""
     rows = [
         (refusal.node, refusal.operator, str(refusal.opset), refusal.reason, refusal.remedy)
@@ -570,22 +395,162 @@ def refusal_table(refusals: tuple[Refusal, ...]) -> Table:
     return plain_table(("node", "operator", "opset", "reason", "remedy"), rows)
 
 
-def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Texts in columns."""
-    table = Table(*headings)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
+def candidate_table(report: Report) -> RichTable:
+    """Candidates against the baseline, fastest first."""
+    sizes = report.baseline.rows[0].sizes if report.baseline and report.baseline.rows else {}
+    columns = (
+        Column("candidate", wrap=False),
+        *left("state"),
+        *right("drop", "cosine", f"median ({shape_text(sizes)})" if sizes else "median"),
+        *right("times baseline (95 %)"),
+        *left("really ran"),
+    )
+    labels: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    for baseline in (report.baseline, *report.baselines):
+        if baseline is not None:
+            labels.append(baseline.label)
+            rows.append(_baseline_cells(baseline))
+    for candidate in sorted(report.candidates, key=level_s):
+        labels.append(candidate.label)
+        rows.append(_candidate_cells(candidate))
+    if not any(candidate.layers for candidate in report.candidates):
+        columns = columns[:-1]
+        rows = [row[:-1] for row in rows]
+    emphasised = labels.index(report.winner) if report.winner in labels else None
+    return rich_table(Table(columns, tuple(rows), f"{report.name}: candidates", emphasised))
 
 
-def median_text(row: LatencyRow | None) -> str:
+def _baseline_cells(baseline: BenchmarkReport) -> tuple[str, ...]:
+    row = baseline.rows[0]
+    ratio = ratio_text(row, baseline.stopped)
+    return baseline.label, "baseline", "", "", median_text(row), ratio, ""
+
+
+def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
+    selection, benchmark = candidate.selection, candidate.benchmark
+    row = benchmark.rows[0] if benchmark and benchmark.rows else None
+    state: str = candidate.state
+    if state not in ("measured", "failed accuracy"):
+        state = f"{state}: {candidate.reason.splitlines()[0][:60]}"
     return (
-        duration(row.end_to_end.median_s) + ("" if row.end_to_end.stable else " ~") if row else ""
+        candidate.title,
+        state,
+        f"{selection.metric.drop:+.4f}" if selection and selection.metric else "",
+        cosine_text(selection),
+        median_text(row),
+        ratio_text(row, benchmark.stopped if benchmark else ""),
+        ran_text(candidate.layers, candidate.kept_fp32) if candidate.layers else "",
     )
 
 
-def interval_text(ratio: Interval | None) -> str:
-    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
+def ran_text(table: LayerTable, kept_nodes: Sequence[KeptNode] = ()) -> str:
+    """`int8 43 %, fp16 11 %`: the precisions that take a good part of the time. Layers that only
+    move data are in the report.
+
+    With nodes that the conversion left in fp32, also their share: `fp16 90 %, nodes in fp32 4.0 %`.
+    """
+    texts = []
+    for name, share in time_by_precision(table).items():
+        if name != "none" and share >= MIN_SHARE:
+            precision = "not known" if name == "unknown" else name
+            texts.append(f"{precision} {percent_text(share)}")
+    if kept_nodes:
+        texts.append(f"nodes in fp32 {percent_text(forced_share(table, kept_nodes))}")
+    return ", ".join(texts)
+
+
+def ablation_table(ablation: Ablation) -> RichTable:
+    """Each switch of the placement reversed."""
+    columns = (
+        *left("switch"),
+        *right("drop", "change", "times before (95 %)"),
+        *left("outcome"),
+    )
+    rows = tuple(
+        (
+            f"{row.switch} {'on' if row.after else 'off'}",
+            "" if row.drop is None else f"{row.drop:+.4f}",
+            "" if row.drop_change is None else f"{row.drop_change:+.4f}",
+            interval_text(row.ratio),
+            ablation_outcome(row),
+        )
+        for row in ablation.rows
+    )
+    return rich_table(Table(columns, rows, f"switches reversed: {ablation.label}"))
+
+
+def benchmark_table(reports: Sequence[BenchmarkReport]) -> RichTable:
+    """Every row of every engine: median and percentiles that the number of samples allows."""
+    columns = (
+        ENGINE,
+        *left("sizes"),
+        *right("median", "p90", "p99", "samples/s", "times baseline (95 %)"),
+    )
+    rows = tuple(
+        (
+            report.label,
+            shape_text(row.sizes) if row.sizes else "",
+            median_text(row),
+            _tail_text(row, 90),
+            _tail_text(row, 99),
+            f"{row.throughput_per_s:,.0f}",
+            ratio_text(row, report.stopped),
+        )
+        for report in reports
+        for row in report.rows
+    )
+    return rich_table(Table(columns, rows))
+
+
+def _tail_text(row: LatencyRow, percent: float) -> str:
+    value = row.end_to_end.percentile_or_absent(percent)
+    return "-" if value is None else duration(value)
+
+
+def limits_table(rows: Iterable[tuple[str, LatencyRow]], known: bool = True) -> RichTable:
+    """What binds each row, by the label of its engine; only the rates where that is not known."""
+    columns = LIMIT_COLUMNS if known else LIMIT_COLUMNS[:RATES]
+    title = "what binds each row" if known else "of the source graph"
+    cells = tuple(_limit_cells(label, row)[: len(columns)] for label, row in rows)
+    return rich_table(Table(columns, cells, title))
+
+
+def _limit_cells(label: str, row: LatencyRow) -> tuple[str, ...]:
+    *figures, _, next_step = limit_cells(row)
+    return (label, shape_text(row.sizes), *figures, next_step)
+
+
+def summary_table(summary: Summary) -> RichTable:
+    """The times of every region of one row."""
+    columns = (*left(""), *right("min", "max", "mean", "median", "p90", "p95", "p99"))
+    title = f"{summary.label} at {shape_text(summary.sizes)}"
+    return rich_table(Table(columns, summary_rows(summary), title))
+
+
+def sweep_table(sweep: Sweep) -> RichTable:
+    """Every batch of a sweep, the best in bold."""
+    has_tail = sweep.percentile != 50
+    tail = right(tail_name(sweep)) if has_tail else ()
+    columns = (*right(sweep.symbol, "median"), *tail, *right("samples/s"), *left("bound by"))
+    rows = []
+    for point in sweep.points:
+        times = [duration(point.median_s)]
+        if has_tail:
+            times.append(duration(point.tail_s))
+        bound = point.bound.kind if point.bound else ""
+        rows.append((str(point.batch), *times, f"{point.samples_per_s:,.0f}", bound))
+    batches = [point.batch for point in sweep.points]
+    emphasised = batches.index(sweep.best) if sweep.best in batches else None
+    title = f"{sweep.label} at {shape_text(sweep.others)}" if sweep.others else sweep.label
+    return rich_table(Table(columns, tuple(rows), title, emphasised))
+
+
+def median_text(row: LatencyRow | None) -> str:
+    if row is None:
+        return ""
+    median = duration(row.end_to_end.median_s)
+    return median if row.end_to_end.stable else f"{median} ~"
 
 
 def duration(seconds: float) -> str:

@@ -60,7 +60,7 @@ from pipeline.plan.schema import DataConfig, GeneratedData, Plan
 from pipeline.plan.source import code_digest
 from pipeline.quantization.existing_qdq import given_precision
 from pipeline.report.bundle import deliver_engine, withdraw_engine
-from pipeline.report.render import write_report
+from pipeline.report.files import write_report
 from pipeline.results.report import (
     Ablation,
     BenchmarkFailure,

@@ -1,11 +1,18 @@
-"""The report's figures: each is first a value (what it shows), then a drawing."""
+"""The report's figures: SVG by matplotlib, without a display. Text stays text: it can be read
+aloud, searched and copied.
+
+Each figure is first a value that holds what it shows, then a drawing.
+"""
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,15 +20,26 @@ import numpy as np
 from pipeline.core import Precision
 from pipeline.formatting import shape_text
 from pipeline.measurement.measure import thinned
-from pipeline.report.drawing import INK, MUTED, Plot, key_of, new_figure, short, svg
-from pipeline.report.outline import Entry, entries, shapes
+from pipeline.report.tables import (
+    LARGEST_ERROR,
+    LAYER_ERRORS,
+    Entry,
+    entries,
+    is_kept,
+    kept_patterns,
+    operator_names,
+    ranked_rescues,
+    shapes,
+)
 from pipeline.results.precision_audit import time_by_precision
-from pipeline.results.report import MetricResult, Report
+from pipeline.results.report import MetricResult, NodeRanking, Report, Rescue
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+INK, MUTED, GRID = "#1f2933", "#5f6b7a", "#dfe4ea"
+WIDTH_INCHES = 8.6
 COLOURS = {
     "winner": "#0b7a4b",
     "baseline": "#6b7280",
@@ -33,7 +51,7 @@ MARKERS = {
     "baseline": "s",
     "candidate": "o",
     "failed accuracy": "X",
-}  # told apart without colour too
+}  # kinds differ without colour too
 SHADES = ("#b3bdc9", "#2f6fb5", "#0b7a4b")
 PRECISION_COLOURS = {
     Precision.FP32: "#1f2933",
@@ -47,33 +65,45 @@ PRECISION_COLOURS = {
     "unknown": "#b42318",
 }
 PRECISION_NAMES = {"integer": "sizes and indices", "none": "moves data", "unknown": "not known"}
-LEAST_NAMED = 0.12  # share of the time; smaller parts of a bar have no room for their number
-DOTS = 200  # raw values drawn per engine; the box is of all of them
-OPERATORS_SHOWN = 14
+MIN_LABELLED_SHARE = 0.12  # share of the time; smaller parts of a bar have no room for their number
+MAX_DOTS = 200  # raw values drawn per engine; the box is of all of them
+MAX_OPERATORS = 14
+OWN, ACCUMULATED, KEPT = "#b42318", "#b3bdc9", "#0b7a4b"
+MAX_NODES_DRAWN = 24
+MAX_ERROR_DRAWN = (
+    LARGEST_ERROR  # an error of 1 leaves nothing of a tensor; what overflows has no end
+)
+MIN_ERROR_DRAWN = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One figure of a report."""
+
+    section: str  # its key
+    name: str  # unique in a report, fit for a file name
+    caption: str
+    svg: str  # the <svg> element
 
 
 def plots(report: Report) -> tuple[Plot, ...]:
-    """Every figure that this report has values for. Draws nothing yet."""
+    """Draw every figure that this report has values for."""
     lines = entries(report)
-    found = [
+    candidates = [
         _pareto(report, lines),
         *(_latency(lines, sizes) for sizes in shapes(report)),
         _precisions(lines),
         _operators(report),
     ]
-    return tuple(plot for plot in found if plot is not None)
+    layer_errors = [
+        _layer_errors(number, rescue, ranking, kept_patterns(report, rescue))
+        for number, (rescue, ranking) in enumerate(ranked_rescues(report), start=1)
+    ]
+    return (*(plot for plot in candidates if plot is not None), *layer_errors)
 
 
-def _plot(
-    section: str, name: str, caption: str, data: NamedTuple, draw: Callable[..., Figure]
-) -> Plot:
-    return Plot(
-        section,
-        name,
-        caption,
-        key_of(Path(__file__), data),
-        partial(svg, name, partial(draw, data)),
-    )
+def _plot(section: str, name: str, caption: str, draw: Callable[[], Figure]) -> Plot:
+    return Plot(section, name, caption, svg(name, draw))
 
 
 # -- accuracy against latency
@@ -100,15 +130,10 @@ def _pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
     if not shapes(report):
         return None
     first = shapes(report)[0]
-    metrics = [
-        item.selection.metric
-        for item in report.candidates
-        if item.selection and item.selection.metric
-    ]
-    metric = metrics[0] if metrics else None
-    points = tuple(
-        point for entry in lines if (point := _point(report, entry, first, metric)) is not None
-    )
+    selections = [candidate.selection for candidate in report.candidates if candidate.selection]
+    metric = next((selection.metric for selection in selections if selection.metric), None)
+    candidates = [_point(report, entry, first, metric) for entry in lines]
+    points = tuple(point for point in candidates if point is not None)
     if len(points) < 2:
         return None
     front = _front(points)
@@ -119,13 +144,13 @@ def _pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
         xlabel=f"median latency at {shape_text(first)}, ms (lower is better)",
         ylabel=f"{metric.name if metric else 'smallest cosine'} (higher is better)",
     )
+    bars = "; bars are the 95 % intervals of the drop" if metric else ""
+    numbers = ", ".join(str(point.number) for point in front)
     caption = (
-        "Accuracy against latency. Numbers are those of the"
-        f" table{'; bars are the 95 % intervals of the drop' if metric else ''}. The line is the"
-        f" Pareto front ({', '.join(str(p.number) for p in front)}): nothing else is as fast and as"
-        " accurate."
+        f"Accuracy against latency. Numbers are those of the table{bars}. The line is the Pareto"
+        f" front ({numbers}): nothing else is as fast and as accurate."
     )
-    return _plot("candidates", "pareto", caption, data, _draw_pareto)
+    return _plot("candidates", "pareto", caption, partial(_draw_pareto, data))
 
 
 def _point(
@@ -135,35 +160,28 @@ def _point(
     if row is None:
         return None
     x, kind = row.end_to_end.median_s * 1e3, _kind(entry)
-    if (
-        entry.candidate is None
-    ):  # the first baseline is the reference itself; further ones are not validated
-        is_reference = report.baseline is not None and entry.label == report.baseline.label
-        return (
-            _Point(x, metric.reference if metric else 1.0, entry.number, kind, None)
-            if is_reference
-            else None
-        )
+    if entry.candidate is None:
+        # The first baseline is the reference itself; further ones are not validated.
+        if report.baseline is None or entry.label != report.baseline.label:
+            return None
+        return _Point(x, metric.reference if metric else 1.0, entry.number, kind, None)
     selection = entry.candidate.selection
     if selection is None:
         return None
     if selection.metric is not None:
         drop, reference = selection.metric.interval, selection.metric.reference
-        return _Point(
-            x,
-            selection.metric.candidate,
-            entry.number,
-            kind,
-            (reference - drop.high, reference - drop.low),
-        )
-    cosines = [error.cosine for error in selection.outputs]
-    return _Point(x, min(cosines), entry.number, kind, None) if cosines and metric is None else None
+        bar = (reference - drop.high, reference - drop.low)
+        return _Point(x, selection.metric.candidate, entry.number, kind, bar)
+    if metric is not None or not selection.outputs:
+        return None
+    cosine = min(error.cosine for error in selection.outputs)
+    return _Point(x, cosine, entry.number, kind, None)
 
 
 def _front(points: tuple[_Point, ...]) -> tuple[_Point, ...]:
     """The points that no other point beats on both axes, from fast to slow."""
     front: list[_Point] = []
-    for point in sorted(points, key=lambda p: (p.x, -p.y)):
+    for point in sorted(points, key=lambda point: (point.x, -point.y)):
         if not front or point.y > front[-1].y:
             front.append(point)
     return tuple(front)
@@ -185,8 +203,8 @@ def _draw_pareto(data: _Pareto) -> Figure:
             color=red,
         )
     axes.plot(
-        [p.x for p in data.front],
-        [p.y for p in data.front],
+        [point.x for point in data.front],
+        [point.y for point in data.front],
         drawstyle="steps-post",
         color=MUTED,
         linewidth=1.2,
@@ -228,14 +246,12 @@ def _number(axes: Axes, points: tuple[_Point, ...]) -> None:
     corners = ((7, 5), (7, -13), (-14, 5), (-14, -13))
     axes.margins(y=0.12)
     ys = [point.y for point in points]
+    height = max(ys) - min(ys) or 1.0
     crowd: list[_Point] = []
     for point in sorted(points):
-        near = (
-            crowd
-            and point.x < 1.08 * crowd[-1].x
-            and abs(point.y - crowd[-1].y) < 0.06 * (max(ys) - min(ys) or 1)
-        )
-        crowd = [*crowd, point] if near else [point]
+        if crowd and not _is_close(point, crowd[-1], height):
+            crowd = []
+        crowd.append(point)
         offset = corners[(len(crowd) - 1) % len(corners)]
         axes.annotate(
             str(point.number),
@@ -245,6 +261,11 @@ def _number(axes: Axes, points: tuple[_Point, ...]) -> None:
             fontsize=10,
             fontweight="bold",
         )
+
+
+def _is_close(point: _Point, other: _Point, height: float) -> bool:
+    """Return True if the numbers of two points would overlap."""
+    return point.x < 1.08 * other.x and abs(point.y - other.y) < 0.06 * height
 
 
 # -- latency
@@ -258,47 +279,35 @@ class _Spread(NamedTuple):
     dots: tuple[float, ...]  # ms
 
 
-class _Latency(NamedTuple):
-    spreads: tuple[_Spread, ...]
-
-
 def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
-    spreads = []
+    spreads: list[_Spread] = []
     for entry in lines:
         row = entry.row(sizes)
         if row is None or not row.end_to_end.values_s:
             continue
         ms = np.asarray(row.end_to_end.values_s) * 1e3
         quantiles = tuple(np.percentile(ms, [5, 25, 50, 75, 95]).tolist())
-        spreads.append(
-            _Spread(
-                f"{short(entry.label)}  {entry.number}",
-                _kind(entry),
-                quantiles,
-                thinned(ms.round(5).tolist(), DOTS),
-            )
-        )
+        dots = thinned(ms.round(5).tolist(), MAX_DOTS)
+        spreads.append(_Spread(_axis_label(entry), _kind(entry), quantiles, dots))
     if not spreads:
         return None
     caption = (
-        f"Latency at {shape_text(sizes)}. Each dot is one raw value (at most {DOTS} are drawn); the"
-        " box holds the middle half of all, its line is the median, the whisker reaches from the"
+        f"Latency at {shape_text(sizes)}. Each dot is one raw value (at most {MAX_DOTS} are drawn);"
+        " the box holds the middle half of all, its line is the median, the whisker reaches from the"
         " 5th to the 95th percentile."
     )
-    name = "latency" + "".join(
-        f"-{re.sub('[^A-Za-z0-9]+', '', symbol)}{size}" for symbol, size in sizes.items()
-    )
-    return _plot("latency", name, caption, _Latency(tuple(spreads)), _draw_latency)
+    parts = [re.sub("[^A-Za-z0-9]+", "", symbol) + str(size) for symbol, size in sizes.items()]
+    name = "-".join(["latency", *parts])
+    return _plot("latency", name, caption, partial(_draw_latency, spreads))
 
 
-def _draw_latency(data: _Latency) -> Figure:
-    figure, axes = new_figure(0.8 + 0.4 * len(data.spreads))
-    for place, spread in enumerate(data.spreads):
+def _draw_latency(spreads: Sequence[_Spread]) -> Figure:
+    figure, axes = new_figure(0.8 + 0.4 * len(spreads))
+    for place, spread in enumerate(spreads):
         colour = COLOURS[spread.kind]
         low, first, middle, third, high = spread.quantiles
-        shifts = (
-            np.arange(len(spread.dots)) * 0.618034
-        ) % 1 - 0.5  # golden section: spread evenly, the same every time
+        # The golden section spreads the dots evenly, the same every time.
+        shifts = (np.arange(len(spread.dots)) * 0.618034) % 1 - 0.5
         axes.plot(
             spread.dots,
             place + 0.6 * shifts,
@@ -311,11 +320,10 @@ def _draw_latency(data: _Latency) -> Figure:
         axes.plot([low, high], [place, place], color=colour, linewidth=1.2)
         axes.barh(place, third - first, left=first, height=0.46, color=colour, alpha=0.6)
         axes.plot([middle, middle], [place - 0.3, place + 0.3], color=INK, linewidth=1.8)
-    axes.set_yticks(range(len(data.spreads)), [spread.label for spread in data.spreads])
+    axes.set_yticks(range(len(spreads)), [spread.label for spread in spreads])
     axes.invert_yaxis()
-    _milliseconds(
-        axes, [value for spread in data.spreads for value in (*spread.dots, *spread.quantiles)]
-    )
+    values = chain.from_iterable((*spread.dots, *spread.quantiles) for spread in spreads)
+    _milliseconds(axes, list(values))
     axes.set_xlabel("latency end to end, ms (lower is better)")
     return figure
 
@@ -324,36 +332,32 @@ def _draw_latency(data: _Latency) -> Figure:
 # ------------------------------------------------------------------------------
 
 
-class _Bar(NamedTuple):
+class _PrecisionBar(NamedTuple):
     label: str
     shares: tuple[tuple[str, float], ...]  # in the order of PRECISION_COLOURS
 
 
-class _Precisions(NamedTuple):
-    bars: tuple[_Bar, ...]
-
-
 def _precisions(lines: tuple[Entry, ...]) -> Plot | None:
-    bars = []
+    bars: list[_PrecisionBar] = []
     for entry in lines:
         if entry.candidate is not None and entry.candidate.layers is not None:
             shares = time_by_precision(entry.candidate.layers)
             parts = tuple(
                 (str(name), shares[name]) for name in PRECISION_COLOURS if shares.get(name)
             )
-            bars.append(_Bar(f"{short(entry.label)}  {entry.number}", parts))
+            bars.append(_PrecisionBar(_axis_label(entry), parts))
     if not bars:
         return None
     caption = (
         "What really ran: the share of the time of all layers per precision, each layer timed by"
         " itself."
     )
-    return _plot("layers", "precision", caption, _Precisions(tuple(bars)), _draw_precisions)
+    return _plot("layers", "precision", caption, partial(_draw_precisions, bars))
 
 
-def _draw_precisions(data: _Precisions) -> Figure:
-    figure, axes = new_figure(1.1 + 0.4 * len(data.bars))
-    for place, bar in enumerate(data.bars):
+def _draw_precisions(bars: Sequence[_PrecisionBar]) -> Figure:
+    figure, axes = new_figure(1.1 + 0.4 * len(bars))
+    for place, bar in enumerate(bars):
         left = 0.0
         for name, share in bar.shares:
             axes.barh(
@@ -365,27 +369,27 @@ def _draw_precisions(data: _Precisions) -> Figure:
                 edgecolor="white",
                 linewidth=0.8,
             )
-            if share >= LEAST_NAMED:
-                ink = INK if name in ("none", "integer") else "white"
-                axes.text(
-                    left + share / 2,
-                    place,
-                    f"{name if name in list(Precision) else ''} {100 * share:.0f} %",
-                    ha="center",
-                    va="center",
-                    color=ink,
-                )
+            if share >= MIN_LABELLED_SHARE:
+                _label_share(axes, left + share / 2, place, name, share)
             left += share
-    drawn = {name for bar in data.bars for name, _ in bar.shares}
-    for name in (name for name in PRECISION_COLOURS if name in drawn):
-        axes.barh(0, 0, color=PRECISION_COLOURS[name], label=PRECISION_NAMES.get(name, str(name)))
-    axes.set_yticks(range(len(data.bars)), [bar.label for bar in data.bars])
+    names = {name for bar in bars for name, _ in bar.shares}
+    for name, colour in PRECISION_COLOURS.items():
+        if name in names:
+            axes.barh(0, 0, color=colour, label=PRECISION_NAMES.get(name, str(name)))
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.invert_yaxis()
     axes.set_xlabel("share of the time of all layers")
-    figure.legend(frameon=False, loc="outside upper right", ncols=len(drawn))
+    figure.legend(frameon=False, loc="outside upper right", ncols=len(names))
     return figure
+
+
+def _label_share(axes: Axes, x: float, y: float, name: str, share: float) -> None:
+    ink = INK if name in ("none", "integer") else "white"
+    precision = name if name in list(Precision) else ""
+    text = f"{precision} {100 * share:.0f} %"
+    axes.text(x, y, text, ha="center", va="center", color=ink)
 
 
 # -- operators
@@ -400,27 +404,18 @@ class _Operators(NamedTuple):
 
 def _operators(report: Report) -> Plot | None:
     tables = report.operators[: len(SHADES)]
-    totals = {
-        name: max(table.operators.get(name, 0) for table in tables)
-        for table in tables
-        for name in table.operators
-    }
-    if not totals:
+    operators = operator_names(tables)
+    if not operators:
         return None
-    names = tuple(sorted(totals, key=lambda name: (-totals[name], name))[:OPERATORS_SHOWN])
+    names = operators[:MAX_OPERATORS]
     counts = tuple(tuple(table.operators.get(name, 0) for name in names) for table in tables)
-    hidden = len(totals) - len(names)
+    hidden = len(operators) - len(names)
     rest = f" {hidden} rarer operators are in the table only." if hidden else ""
     data = _Operators(
         tuple(short(name) for name in names), tuple(table.stage for table in tables), counts
     )
-    return _plot(
-        "operators",
-        "operators",
-        f"Operators in the graph after {' and after '.join(data.stages)}.{rest}",
-        data,
-        _draw_operators,
-    )
+    caption = f"Operators in the graph after {' and after '.join(data.stages)}.{rest}"
+    return _plot("operators", "operators", caption, partial(_draw_operators, data))
 
 
 def _draw_operators(data: _Operators) -> Figure:
@@ -442,8 +437,69 @@ def _draw_operators(data: _Operators) -> Figure:
     return figure
 
 
+# -- the errors of layers
+# ------------------------------------------------------------------------------
+
+
+class _LayerError(NamedTuple):
+    name: str
+    own: float
+    accumulated: float
+    kept_fp32: bool
+
+
+def _layer_errors(number: int, rescue: Rescue, ranking: NodeRanking, kept: tuple[str, ...]) -> Plot:
+    worst = ranking.nodes[:MAX_NODES_DRAWN]
+    bars = tuple(
+        _LayerError(short(harm.node), harm.error, harm.accumulated, is_kept(harm, kept))
+        for harm in worst
+    )
+    caption = (
+        f"The worst {len(worst)} of {len(ranking.nodes)} nodes of {rescue.label}, worst first, on"
+        f" {ranking.samples} samples: the error that each makes by itself, and the error that has"
+        " gathered at its output. At 1 nothing of the signal is left."
+    )
+    draw = partial(_draw_layer_errors, bars)
+    return _plot(LAYER_ERRORS, f"{LAYER_ERRORS}-{number}", caption, draw)
+
+
+def _draw_layer_errors(bars: tuple[_LayerError, ...]) -> Figure:
+    from matplotlib.ticker import StrMethodFormatter
+
+    figure, axes = new_figure(1.1 + 0.3 * len(bars))
+    for place, bar in enumerate(bars):
+        for value, shift, colour in (
+            (bar.own, -0.19, KEPT if bar.kept_fp32 else OWN),
+            (bar.accumulated, 0.19, ACCUMULATED),
+        ):
+            axes.barh(
+                place + shift,
+                min(max(value, MIN_ERROR_DRAWN), MAX_ERROR_DRAWN),
+                height=0.36,
+                color=colour,
+            )
+    axes.axvline(1.0, color=MUTED, linestyle="--", linewidth=1)
+    labels = {OWN: "own error", KEPT: "own error, kept in fp32 at last", ACCUMULATED: "accumulated"}
+    colours = {KEPT if bar.kept_fp32 else OWN for bar in bars} | {ACCUMULATED}
+    for colour, label in labels.items():
+        if colour in colours:
+            axes.barh(0, 0, color=colour, label=label)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.set_xlim(MIN_ERROR_DRAWN, MAX_ERROR_DRAWN)
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars], color=INK)
+    axes.invert_yaxis()
+    axes.set_xlabel("error relative to the norm (lower is better)")
+    figure.legend(frameon=False, loc="outside upper right", ncols=3)
+    return figure
+
+
 # -- drawing
 # ------------------------------------------------------------------------------
+
+
+def _axis_label(entry: Entry) -> str:
+    return f"{short(entry.label)}  {entry.number}"
 
 
 def _kind(entry: Entry) -> str:
@@ -460,9 +516,58 @@ def _milliseconds(axes: Axes, values: list[float]) -> None:
         axes.set_xlim(left=0)
         return
     axes.set_xscale("log")
-    few, many = (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
-    axes.xaxis.set_major_locator(
-        LogLocator(base=10, subs=many if max(values) < 20 * min(values) else few)
-    )
+    is_narrow = max(values) < 20 * min(values)
+    ticks = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if is_narrow else (1.0, 2.0, 5.0)
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=ticks))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def short(text: str, limit: int = 44) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _style() -> AbstractContextManager[None]:
+    import matplotlib
+
+    settings: dict[str, object] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "crucible",  # equal values give equal ids
+        "text.parse_math": False,  # labels are untrusted: `$` is a dollar
+        "font.size": 9.5,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": MUTED,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": GRID,
+        "grid.linewidth": 0.7,
+        "xtick.color": MUTED,
+        "ytick.color": INK,
+    }
+    context: AbstractContextManager[None] = matplotlib.rc_context(settings)
+    return context
+
+
+def new_figure(height: float) -> tuple[Figure, Axes]:
+    """A figure of the page's width, without pyplot: no display, no global state."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_INCHES, max(height, 1.8)), layout="constrained")
+    return figure, figure.subplots()
+
+
+def svg(name: str, draw: Callable[[], Figure]) -> str:
+    """The `<svg>` element; its ids carry the figure's name, for all figures share the ids of one
+    page.
+    """
+    buffer = io.StringIO()
+    with _style():
+        metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        draw().savefig(buffer, format="svg", metadata=metadata, transparent=True)
+    text = buffer.getvalue()
+    return re.sub(
+        r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name.lower()}-", text[text.index("<svg") :]
+    )

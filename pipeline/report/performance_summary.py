@@ -12,32 +12,19 @@ from pipeline.core import Frozen, Profile
 from pipeline.formatting import number_text, shape_text, time_text
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
-from pipeline.measurement.measure import Samples
+from pipeline.measurement.measure import Interval, Samples
 from pipeline.results.precision_audit import percent_text
 from pipeline.results.report import Bound, LatencyRow
 
 TAILS = (50, 90, 95, 99)
-LEAST_WARMUP_S, LEAST_S = 0.2, 3.0
-MOST_VARIATION = 0.01  # of the compute times: standard deviation over mean, as trtexec warns
-# of the compute time, which on an idle stream never is shorter than the enqueue: the GPU waits for
-# the host
+MIN_WARMUP_S, MIN_WALLTIME_S = 0.2, 3.0
+MAX_VARIATION = 0.01  # of the compute times: standard deviation over mean, as trtexec warns
+# Of the compute time. On an idle stream that is never shorter than the enqueue, so above this share
+# the GPU waits for the host.
 ENQUEUE_SHARE = 0.8
-IDENTITY_SHARE, IDENTITY_S = (
-    0.02,
-    10e-6,
-    # latency may differ from the sum of its phases by either: reading a clock between them takes
-    # time too
-)
-
-LIMITS_HEADER = (
-    ">GFLOP/s",
-    ">GB/s",
-    ">of peak arithmetic",
-    ">of peak memory",
-    "bound by",
-    "why",
-    "next",
-)
+# The latency may differ from the sum of its phases by either of these, for reading a clock between
+# the phases takes time too.
+IDENTITY_SHARE, IDENTITY_S = 0.02, 10e-6
 
 
 def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
@@ -47,10 +34,15 @@ def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
     if row is None:
         return ""
     if row.ratio:
-        return f"{row.ratio.value:.2f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
+        return interval_text(row.ratio)
     if stopped:
         return "stopped early"
     return "not measurable" if row.ratio_missing else ""
+
+
+def interval_text(ratio: Interval | None) -> str:
+    """`9.28 (8.9 to 9.7)`; empty without a ratio."""
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
 
 
 # -- what binds a row
@@ -58,7 +50,7 @@ def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
 
 
 def limit_cells(row: LatencyRow) -> tuple[str, ...]:
-    """One row under LIMITS_HEADER."""
+    """One row under `tables.LIMIT_COLUMNS`."""
     flops, rate = _rates(row)
     bound = row.bound
     if bound is None:
@@ -81,26 +73,21 @@ def limit_cells(row: LatencyRow) -> tuple[str, ...]:
 
 def bound_text(bound: Bound) -> str:
     """`bound by compute: computing takes ...; next: ...`."""
-    told = "what binds it is unknown" if bound.kind == "unknown" else f"bound by {bound.kind}"
-    return f"{told}: {bound.why}; next: {bound.next_step}"
+    kind = "what binds it is unknown" if bound.kind == "unknown" else f"bound by {bound.kind}"
+    return f"{kind}: {bound.why}; next: {bound.next_step}"
 
 
 def peaks_text(peaks: Peaks) -> str:
     """`AMD EPYC, 2 threads: fp32 92.1, int8 264 GFLOP/s; memory 21.3 GB/s (measured
     2026-01-31)`.
     """
-    rates = ", ".join(
-        f"{precision} {number_text(rate / 1e9)}" for precision, rate in peaks.flops_per_s.items()
-    )
-    memory = (
-        f"memory {number_text(peaks.bytes_per_s / 1e9)} GB/s"
-        if peaks.bytes_per_s
-        else "memory not known"
-    )
-    return (
-        f"{peaks.device}: {f'{rates} GFLOP/s' if rates else 'arithmetic not known'}; {memory}"
-        f" ({peaks.source})"
-    )
+    arithmetic, memory = "arithmetic not known", "memory not known"
+    if peaks.flops_per_s:
+        rates = [f"{name} {number_text(rate / 1e9)}" for name, rate in peaks.flops_per_s.items()]
+        arithmetic = f"{', '.join(rates)} GFLOP/s"
+    if peaks.bytes_per_s:
+        memory = f"memory {number_text(peaks.bytes_per_s / 1e9)} GB/s"
+    return f"{peaks.device}: {arithmetic}; {memory} ({peaks.source})"
 
 
 def _rates(row: LatencyRow) -> tuple[str, str]:
@@ -203,8 +190,8 @@ def _warnings(
     row: LatencyRow, walltime_s: float, off_s: float, profiles: Sequence[Profile]
 ) -> Iterator[str]:
     on_gpu, compute = row.compute.clock == "device", np.asarray(row.compute.values_s)
-    if sum(row.end_to_end.warmup_s) < LEAST_WARMUP_S or walltime_s < LEAST_S:
-        shortest = f"at least {LEAST_WARMUP_S:g} s and {LEAST_S:g} s"
+    if sum(row.end_to_end.warmup_s) < MIN_WARMUP_S or walltime_s < MIN_WALLTIME_S:
+        shortest = f"at least {MIN_WARMUP_S:g} s and {MIN_WALLTIME_S:g} s"
         yield (
             f"warmed up and measured for {sum(row.end_to_end.warmup_s):.2f} s and {walltime_s:.2f}"
             f" s, expected {shortest}: a longer run says more"
@@ -215,7 +202,7 @@ def _warnings(
             " off; something else ran between them"
         )
     variation = float(compute.std() / compute.mean()) if compute.mean() else 0.0
-    if variation > MOST_VARIATION:
+    if variation > MAX_VARIATION:
         advice = (
             "lock the clocks (nvidia-smi -lgc) and wait by spinning"
             if on_gpu
@@ -223,7 +210,7 @@ def _warnings(
         )
         yield (
             f"the compute times vary by {100 * variation:.1f} % (standard deviation), over"
-            f" {100 * MOST_VARIATION:g} %: {advice}"
+            f" {100 * MAX_VARIATION:g} %: {advice}"
         )
     if row.enqueue and row.enqueue.median_s > ENQUEUE_SHARE * row.compute.median_s:
         enqueue, computing = time_text(row.enqueue.median_s), time_text(row.compute.median_s)
@@ -251,66 +238,54 @@ def _adds_up(row: LatencyRow, off_s: float) -> bool:
     )
 
 
-def summary_rows(found: Summary) -> tuple[tuple[str, ...], ...]:
+def summary_rows(summary: Summary) -> tuple[tuple[str, ...], ...]:
     """Name, then min, max, mean, median, p90, p95, p99 of every region."""
     regions = {
-        "latency": found.latency,
-        "end to end, host": found.end_to_end,
-        "enqueue": found.enqueue,
+        "latency": summary.latency,
+        "end to end, host": summary.end_to_end,
+        "enqueue": summary.enqueue,
+        "upload (H2D)": summary.upload,
+        "compute": summary.compute,
+        "download (D2H)": summary.download,
     }
-    regions |= {
-        "upload (H2D)": found.upload,
-        "compute": found.compute,
-        "download (D2H)": found.download,
-    }
-    return tuple(
-        (name, *("-" if value is None else time_text(value) for _, value in stats))
-        for name, stats in regions.items()
-        if stats
-    )
+    return tuple((name, *_stats_cells(stats)) for name, stats in regions.items() if stats)
 
 
-def summary_lines(found: Summary) -> tuple[str, ...]:
-    """All that stands beside the table of times."""
+def _stats_cells(stats: Stats) -> Iterator[str]:
+    for _, value in stats:
+        yield "-" if value is None else time_text(value)
+
+
+def summary_lines(summary: Summary) -> tuple[str, ...]:
+    """The lines beside the table of times."""
     phases = " + ".join(
-        time_text(part.mean) for part in (found.upload, found.compute, found.download)
-    )
-    kept = (
-        f"off by {time_text(abs(found.identity_off_s))}, allowed {100 * IDENTITY_SHARE:g} % or"
-        f" {time_text(IDENTITY_S)}"
+        time_text(part.mean) for part in (summary.upload, summary.compute, summary.download)
     )
     return (
-        (
-            f"throughput: {number_text(found.queries_per_s)} queries/s ({found.queries:,} in"
-            f" {found.walltime_s:.3f} s of host walltime); {number_text(found.samples_per_s)}"
-            " samples/s at the median"
-        ),
-        (
-            f"compute: {found.compute_s:.3f} s in {found.timed_queries:,} further queries, whose"
-            " phases were timed"
-        ),
-        (
-            f"mean latency {time_text(found.latency.mean)} = upload + compute + download = {phases}"
-            f" ({kept})"
-        ),
-        f"warm-up: {found.warmup_runs:,} queries, {found.warmup_s:.2f} s",
+        f"throughput: {number_text(summary.queries_per_s)} queries/s ({summary.queries:,} in"
+        f" {summary.walltime_s:.3f} s of host walltime); {number_text(summary.samples_per_s)}"
+        " samples/s at the median",
+        f"compute: {summary.compute_s:.3f} s in {summary.timed_queries:,} further queries, whose"
+        " phases were timed",
+        f"mean latency {time_text(summary.latency.mean)} = upload + compute + download = {phases}"
+        f" (off by {time_text(abs(summary.identity_off_s))}, allowed {100 * IDENTITY_SHARE:g} % or"
+        f" {time_text(IDENTITY_S)})",
+        f"warm-up: {summary.warmup_runs:,} queries, {summary.warmup_s:.2f} s",
     )
 
 
 def gpu_lines(use: GpuUse | None) -> tuple[str, ...]:
-    """What the GPU did meanwhile; nothing without one."""
+    """The GPU's clocks, power and load during the run; nothing without a GPU."""
     if use is None:
         return ()
-    told = {
+    spans = {
         "SM clock": (use.sm_clock_mhz, "MHz"),
         "memory clock": (use.memory_clock_mhz, "MHz"),
         "power": (use.power_w, "W"),
-    }
-    told |= {
         "temperature": (use.temperature_c, "C"),
         "busy": (use.busy_percent, "% (a kernel ran; not how full the GPU was)"),
     }
-    known = [f"{name} {_span_text(span)} {unit}" for name, (span, unit) in told.items() if span]
+    known = [f"{name} {_span_text(span)} {unit}" for name, (span, unit) in spans.items() if span]
     others = ", ".join(map(str, use.other_processes)) or "none"
     return (
         f"GPU, seen {use.samples} times: {', '.join(known) or 'nothing told'}",
@@ -319,8 +294,6 @@ def gpu_lines(use: GpuUse | None) -> tuple[str, ...]:
 
 
 def _span_text(span: Span) -> str:
-    return (
-        f"{span.median:.0f} ({span.least:.0f} to {span.most:.0f})"
-        if span.least != span.most
-        else f"{span.median:.0f}"
-    )
+    if span.least == span.most:
+        return f"{span.median:.0f}"
+    return f"{span.median:.0f} ({span.least:.0f} to {span.most:.0f})"

@@ -410,7 +410,7 @@ def print_report(target: str, url: str | None, as_json: bool) -> None:
     """`crucible report`, of a job on a service."""
     from rich.markdown import Markdown
 
-    from pipeline.report.render import markdown
+    from pipeline.report.markdown import markdown
     from service.client import place_of
 
     where, job_id = place_of(target, url)

@@ -82,7 +82,8 @@ def report(
     """
     from rich.markdown import Markdown
 
-    from pipeline.report.render import load_report, markdown, write_report
+    from pipeline.report.files import load_report, write_report
+    from pipeline.report.markdown import markdown
     from service.client import is_remote
 
     folder = Path(result)

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from pipeline.core import Frozen
 from pipeline.measurement.measure import Interval, Samples
-from pipeline.report.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
+from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME
 from pipeline.results.report import (
     BenchmarkReport,
     Candidate,

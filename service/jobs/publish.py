@@ -27,7 +27,7 @@ from pipeline.execution.store import (
 )
 from pipeline.host.replace_folder import Exchange, exchange_names, replace_folder
 from pipeline.report.bundle import ENGINE_FILE, check_engine, read_engine
-from pipeline.report.render import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
+from pipeline.report.files import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
 from pipeline.results.report import Report
 from service import logs
 from service.jobs.redact import scrub_file

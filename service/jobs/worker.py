@@ -131,7 +131,7 @@ def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> R
     """
     from pipeline.compiler.remeasure import report_again
     from pipeline.report.bundle import load_engine
-    from pipeline.report.render import load_report
+    from pipeline.report.files import load_report
 
     old = load_report(compiled)
     plain = old.model_copy(

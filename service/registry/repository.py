@@ -24,7 +24,7 @@ from pipeline.errors import DamagedError, ModelError
 from pipeline.execution.store import Manifest, read_manifest, sync
 from pipeline.host.replace_folder import replace_folder
 from pipeline.report.bundle import ENGINE_FILE, check_engine, read_engine
-from pipeline.report.render import JSON_NAME
+from pipeline.report.files import JSON_NAME
 from service import logs
 from service.errors import Conflict, NotFound
 from service.jobs.publish import ENGINE, check_form, published_engine

@@ -25,7 +25,7 @@ from pipeline.core import Engine
 from pipeline.execution.store import Key, Store
 from pipeline.host.replace_folder import Exchange, exchange_names
 from pipeline.report.bundle import deliver_engine, load_engine, withdraw_engine
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from service.jobs.publish import publish
 from service.storage.layout import Folders
 from tests.builders.report import sample_report

@@ -21,7 +21,7 @@ import pytest
 
 from pipeline.core import CalibrationTable, OnnxModel
 from pipeline.execution.store import MANIFEST
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from pipeline.results.report import Report
 from tests.builders.cli import Result, environment
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.execution.store import MANIFEST
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from tests.builders.sensitivity import write_broken_task
 from tests.integration.robust import (
     assert_same,

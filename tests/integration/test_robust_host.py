@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from tests.builders.cli import CANDIDATES, crucible, write_task
 from tests.integration.robust import (
     assert_same,

@@ -23,7 +23,7 @@ from pipeline.errors import DataError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
-from pipeline.report.render import markdown
+from pipeline.report.markdown import markdown
 from pipeline.results.report import Report
 from tests.builders.cli import FEATURES, answers, crucible, write_task
 from tests.builders.halves import run_here

@@ -18,8 +18,9 @@ from pipeline.compiler.ablation import (
 )
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
 from pipeline.measurement.measure import Interval, Samples
-from pipeline.report.render import load_report, markdown, write_report
-from pipeline.report.sections import sections
+from pipeline.report.files import load_report, write_report
+from pipeline.report.markdown import markdown
+from pipeline.report.tables import sections
 from pipeline.results.report import Ablation, AblationRow, Candidate, State
 from tests.builders.report import EVIL, benchmark, latency_row, sample_report, selection
 

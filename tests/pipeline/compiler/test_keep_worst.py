@@ -18,7 +18,7 @@ from pipeline.errors import UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
-from pipeline.report.render import markdown
+from pipeline.report.markdown import markdown
 from pipeline.results.report import Report
 from tests.builders.halves import Halves, run_here
 from tests.builders.sensitivity import write_broken_task

@@ -15,7 +15,9 @@ from pipeline.core import KeptNode, Precision
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
-from pipeline.report.render import load_report, markdown, page, write_report
+from pipeline.report.files import load_report, write_report
+from pipeline.report.html import page
+from pipeline.report.markdown import markdown
 from pipeline.results.precision_audit import forced_share, mislabelled, precision_notes
 from pipeline.results.report import Report
 from tests.builders.cli import overflowing_task

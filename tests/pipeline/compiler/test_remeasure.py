@@ -13,7 +13,8 @@ from pipeline.core import Precision, Recipe
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
-from pipeline.report.render import all_sections, load_report, write_report
+from pipeline.report.files import load_report, write_report
+from pipeline.report.tables import sections
 from pipeline.results.report import Ablation, AblationRow, Benchmarks, Candidate, Report, Step
 from pipeline.stages.benchmark import ENOUGH_RUNS
 from pipeline.stages.benchmark import benchmark as measure
@@ -139,7 +140,7 @@ def test_it_is_written_read_and_printed_as_every_report(tmp_path: Path) -> None:
     report = renewed(sample_report())
     write_report(report, tmp_path)
     assert load_report(tmp_path).reasons == report.reasons
-    (latency,) = (section for section in all_sections(report) if section.key == "latency")
+    (latency,) = (section for section in sections(report) if section.key == "latency")
     assert {len(table.rows) for table in latency.tables} == {3}
     assert "Measured 2026-05-05" in latency.paragraphs[1]
     shown = console()

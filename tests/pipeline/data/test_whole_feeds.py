@@ -21,7 +21,7 @@ from pipeline.data.samples import (
     open_set,
 )
 from pipeline.errors import DataError
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from tests.builders.cli import crucible
 from tests.builders.lstm import tagger_samples, write_tagger_task
 

@@ -11,7 +11,6 @@ from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.measure import Samples
 from pipeline.report.performance_summary import (
-    LIMITS_HEADER,
     gpu_lines,
     limit_cells,
     peaks_text,
@@ -20,6 +19,7 @@ from pipeline.report.performance_summary import (
     summary_of,
     summary_rows,
 )
+from pipeline.report.tables import LIMIT_COLUMNS
 from pipeline.results.report import LatencyRow, Totals
 
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=64)})
@@ -152,7 +152,7 @@ def test_rows_in_words() -> None:
     assert limit_cells(row)[:2] == ("60.0", "5.00")
     bound = row.model_copy(update={"bound": bound_of(row, Precision.FP32, PEAKS)})
     assert limit_cells(bound)[:5] == ("60.0", "5.00", "60 % (fp32)", "25 %", "compute")
-    assert len(limit_cells(bound)) == len(limit_cells(row)) == len(LIMITS_HEADER)
+    assert len(limit_cells(bound)) == len(limit_cells(row)) == len(LIMIT_COLUMNS)
     assert (
         peaks_text(PEAKS)
         == "EPYC, 2 threads: fp32 100 GFLOP/s; memory 20.0 GB/s (measured 2026-11-21)"

@@ -16,7 +16,7 @@ from pipeline.core import Engine
 from pipeline.execution.store import Key, Store
 from pipeline.plan.schema import ModelConfig, Plan
 from pipeline.report.bundle import deliver_engine
-from pipeline.report.render import HTML_NAME, JSON_NAME, MARKDOWN_NAME
+from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME
 from pipeline.results.report import Report
 from service.devices.leases import Clock, Leases, utc_now
 from service.devices.policy import Devices

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pipeline.cli.terminal import StageProgress
 from pipeline.report.bundle import load_engine
-from pipeline.report.render import JSON_NAME
+from pipeline.report.files import JSON_NAME
 from service.cli.progress import stage_of
 from service.client import Client, Event, RemoteError, Upload
 from service.storage.layout import Folders

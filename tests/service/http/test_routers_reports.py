@@ -14,7 +14,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline.errors import DamagedError
-from pipeline.report.render import load_report, page
+from pipeline.report.files import load_report
+from pipeline.report.html import page
 from service.http.routers.reports import FORMS, preferred
 from service.submission.tar import size_of_tar, tar
 from tests.builders.report import EVIL
@@ -118,7 +119,7 @@ def test_a_node_named_as_a_script_does_nothing(tmp_path: Path) -> None:
         layered = report.model_copy(
             update={"reasons": (f"node '{evil}' lost accuracy", EVIL), "name": evil}
         )
-        (folder / "report.html").write_text(page(layered, lambda plot: "<svg/>"))
+        (folder / "report.html").write_text(page(layered, ()))
         (folder / "sha256.json").unlink()
         answer = await desk.client.get(f"/reports/{job['id']}", headers={"Accept": "text/html"})
         assert "&lt;script&gt;alert(1)&lt;/script&gt;" in answer.text

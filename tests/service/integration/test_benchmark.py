@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.plan.schema import ModelConfig, Plan
 from pipeline.report.bundle import load_engine
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from service.jobs.queue import WORKER
 from service.jobs.worker import CONTENDED
 from tests.service.builders.app import Desk, at_desk, opened_desk

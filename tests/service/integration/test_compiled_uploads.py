@@ -16,7 +16,7 @@ import pytest
 import yaml
 from numpy.typing import NDArray
 
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from pipeline.results.report import Report
 from service.http.routers.reports import PAGE_POLICY
 from service.jobs.queue import WORKER

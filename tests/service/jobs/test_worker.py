@@ -24,7 +24,7 @@ from pipeline.execution.stage_runner import Run, Runner, StageEvent
 from pipeline.execution.store import MANIFEST, Store
 from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
 from pipeline.plan.source import source_from_config
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report
 from pipeline.stages.benchmark import benchmark
 from service.jobs.messages import (

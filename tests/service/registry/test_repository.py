@@ -12,7 +12,7 @@ from pipeline.core import Engine, Precision, TensorSpec
 from pipeline.errors import DamagedError
 from pipeline.plan.schema import ModelConfig, Plan
 from pipeline.report.bundle import load_engine
-from pipeline.report.render import load_report
+from pipeline.report.files import load_report
 from service.errors import Conflict, NotFound
 from service.jobs.store import DamagedRow
 from service.registry.models import DeploymentOptions, Version, prunable

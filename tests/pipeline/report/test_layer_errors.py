@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import CalibrationMethod
-from pipeline.report.render import load_report, markdown, write_report
-from pipeline.report.sensitivity import error_text, plots, section, table
+from pipeline.report.figures import plots
+from pipeline.report.files import load_report, write_report
+from pipeline.report.markdown import markdown
+from pipeline.report.tables import LAYER_ERRORS, error_text, layer_error_table, layer_errors
 from pipeline.results.report import NodeHarm, NodeRanking, Report, RescueStep
 from pipeline.stages.sensitivity import MOST_ERROR
 from tests.builders.report import EVIL, proven_report
@@ -51,8 +53,8 @@ def told(state: str = "measured") -> Report:
 
 
 def test_the_worst_ten_nodes_are_told_with_what_was_kept_at_last() -> None:
-    (found,) = section(told()).tables
-    assert found.header[0] == "of 30 nodes of tensorrt fp16 flags"
+    (found,) = layer_errors(told()).tables
+    assert found.headings[0] == "of 30 nodes of tensorrt fp16 flags"
     assert len(found.rows) == 10
     assert found.rows[0] == (
         EVIL,
@@ -67,7 +69,7 @@ def test_the_worst_ten_nodes_are_told_with_what_was_kept_at_last() -> None:
 
 
 def test_nothing_is_called_kept_where_no_engine_passed() -> None:
-    (found,) = section(told("failed accuracy")).tables
+    (found,) = layer_errors(told("failed accuracy")).tables
     assert {row[-1] for row in found.rows} == {""}
 
 
@@ -101,22 +103,23 @@ def test_the_section_and_its_figure_stand_behind_the_rescue_and_the_report_reads
         for text in ("own error, kept in fp32 at last", "accumulated", "/layer.9/MatMul", "0.001")
     )
     assert "mathdefault" not in drawn
-    assert "The worst 24 of 30 nodes" in plots(report)[0].caption
+    (plot,) = (plot for plot in plots(report) if plot.section == LAYER_ERRORS)
+    assert "The worst 24 of 30 nodes" in plot.caption
 
 
 def test_without_a_ranking_there_is_no_section_and_no_figure() -> None:
-    assert section(proven_report()).tables == ()
-    assert plots(proven_report()) == ()
+    assert layer_errors(proven_report()).tables == ()
+    assert all(plot.section != LAYER_ERRORS for plot in plots(proven_report()))
     assert "Which layers hurt" not in markdown(proven_report())
 
 
 def test_the_example_of_the_docs_is_what_the_ranking_says(tmp_path: Path) -> None:
     recipe = ONNXRUNTIME.model_copy(update={"method": CalibrationMethod.MINMAX})
-    found = table(
+    found = layer_error_table(
         recipe.label,
         ranked(tmp_path, write_broken_task(tmp_path, "stretched"), recipe),
         ("broken",),
     )
     text = (Path(__file__).parents[3] / "docs" / "accuracy.md").read_text()
-    for row in (tuple(name.removeprefix(">") for name in found.header), *found.rows):
+    for row in (found.headings, *found.rows):
         assert f"| {' | '.join(row)} |".replace("|  |", "| |") in text

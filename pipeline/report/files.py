@@ -1,0 +1,113 @@
+"""A report as files: report.json for machines, report.md for a terminal or a pull request,
+report.html for people, and each figure as a file of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.errors import UserError
+from pipeline.report.figures import plots
+from pipeline.report.html import page
+from pipeline.report.markdown import markdown
+from pipeline.results.report import SCHEMA_VERSION, Report, ReportFiles
+
+JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
+FIGURES = "figures"  # the folder of the figures
+
+
+def write_report(report: Report, folder: Path) -> ReportFiles:
+    """Write all files, each atomically. The JSON comes last: if it is there, the others are
+    complete.
+    """
+    (folder / FIGURES).mkdir(parents=True, exist_ok=True)
+    files = ReportFiles(
+        folder=folder,
+        json_file=folder / JSON_NAME,
+        markdown_file=folder / MARKDOWN_NAME,
+        html_file=folder / HTML_NAME,
+    )
+    figures = plots(report)
+    for plot in figures:
+        _write(folder / FIGURES / f"{plot.name}.svg", plot.svg)
+    _write(files.html_file, page(report, figures))
+    _write(files.markdown_file, markdown(report))
+    _write(files.json_file, report.model_dump_json(indent=1))
+    return files
+
+
+def load_report(path: Path) -> Report:
+    """Read the report of a folder, or its report.json. Raises UserError if there is none or another
+    version wrote it.
+    """
+    file = path / JSON_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(
+            f"no report at '{file}'",
+            "give the folder that `crucible compile` named, or the report.json in it",
+        )
+    return report_from_json(file.read_bytes(), str(file), file.parent)
+
+
+def report_from_json(text: bytes, where: str, folder: Path) -> Report:
+    """Parse a report.json. `where` names it in messages; `folder` holds its engines. Raises
+    UserError if it is not a report or another version wrote it.
+    """
+    try:
+        document = json.loads(text)
+        version = document["schema_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"'{where}' is not a report: {error}",
+            "give the report.json that `crucible compile` wrote",
+        ) from error
+    if version != SCHEMA_VERSION:
+        raise UserError(
+            f"'{where}' has schema version {version}, this Crucible reads {SCHEMA_VERSION}",
+            "compile again with this version",
+        )
+    _set_roots(document, folder)
+    try:
+        return Report.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        raise UserError(
+            f"'{where}' does not fit the schema: {error}",
+            "compile again; docs/report.schema.json is the schema",
+        ) from error
+
+
+def _set_roots(document: dict[str, Any], folder: Path) -> None:
+    """Set the folder of each engine, which is no part of an artifact's content."""
+    candidates = document.get("candidates")
+    for candidate in candidates if isinstance(candidates, list) else ():
+        if isinstance(candidate, dict) and isinstance(candidate.get("engine"), dict):
+            candidate["engine"]["root"] = str(folder)
+    if isinstance(document.get("delivered"), dict):
+        document["delivered"]["root"] = str(folder)
+
+
+def schema() -> str:
+    """The JSON schema of report.json, as published in docs/report.schema.json."""
+    return json.dumps(Report.model_json_schema(mode="serialization"), indent=1) + "\n"
+
+
+def _write(file: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(file)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).unlink()
+        raise

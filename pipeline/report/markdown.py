@@ -1,0 +1,71 @@
+"""A report as GitHub-flavoured Markdown, without figures."""
+
+from __future__ import annotations
+
+import html
+
+from pipeline.report.tables import Section, Table, headline, sections
+from pipeline.results.report import Report
+
+SPECIAL = "\\|*`[]~"  # characters that are markup
+
+
+def markdown(report: Report) -> str:
+    """Render the whole report."""
+    lines = [
+        f"# {_escape(report.name or 'Report')}: {report.verdict}",
+        "",
+        f"**{_escape(headline(report))}**",
+        "",
+    ]
+    if report.reasons:
+        lines += ["Why:", "", *_list_lines(report.reasons)]
+    if report.next_steps:
+        lines += ["Next:", "", *_list_lines(report.next_steps)]
+    if report.nearest_miss:
+        lines += [f"Nearest miss: {_escape(report.title_of(report.nearest_miss))}", ""]
+    for section in sections(report):
+        lines += _section_lines(section)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section_lines(section: Section) -> list[str]:
+    lines = [f"## {section.title}", ""]
+    for paragraph in section.paragraphs:
+        lines += [_escape(paragraph), ""]
+    if section.items:
+        lines += _list_lines(section.items)
+    if section.code:
+        lines += [f"    {line}" for line in section.code.splitlines()]
+        lines.append("")
+    for table in section.tables:
+        if table.rows and table.title:
+            lines += [f"{_escape(table.title)}:", ""]
+        lines += [*table_lines(table), ""]
+    return lines
+
+
+def _list_lines(items: tuple[str, ...]) -> list[str]:
+    return [*(f"- {_escape(item)}" for item in items), ""]
+
+
+def table_lines(table: Table) -> list[str]:
+    """Render one table without its title; nothing for a table without rows."""
+    if not table.rows:
+        return []
+    lines = [
+        [_escape(column.title) for column in table.columns],
+        ["---:" if column.align == "right" else "---" for column in table.columns],
+    ]
+    for index, row in enumerate(table.rows):
+        cells = [_escape(cell) for cell in row]
+        if index == table.emphasised:
+            cells = [f"**{cell}**" if cell else "" for cell in cells]
+        lines.append(cells)
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+def _escape(text: str) -> str:
+    """Plain text for Markdown: nothing in it is markup."""
+    escaped = html.escape(" ".join(text.split()), quote=False)
+    return "".join(f"\\{char}" if char in SPECIAL else char for char in escaped)

@@ -1,0 +1,106 @@
+"""Reports as files: they are complete, and can be read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.report.files import load_report, schema, write_report
+from pipeline.results.report import Report
+from tests.builders.report import proven_report
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_three_files_are_written_and_the_json_reads_back_equal(
+    report: Report, tmp_path: Path
+) -> None:
+    files = write_report(report, tmp_path / "out")
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    assert written == {"report.json", "report.md", "report.html", "figures"}
+    assert load_report(files.folder).model_dump() == report.model_dump()
+    assert load_report(files.json_file).verdict == "accepted"
+
+
+def test_every_figure_is_also_a_file_of_its_own(report: Report, tmp_path: Path) -> None:
+    write_report(report, tmp_path)
+    again = report.model_copy(update={"operators": report.operators[:1]})
+    before = {file.name: file.read_text() for file in (tmp_path / "figures").iterdir()}
+    write_report(again, tmp_path)
+    after = {file.name: file.read_text() for file in (tmp_path / "figures").iterdir()}
+    assert {name for name in after if after[name] != before[name]} == {"operators.svg"}
+    written = (tmp_path / "report.html").read_text()
+    assert written.count("<svg") == len(after) == 4
+    assert all(text in written for text in after.values())
+
+
+def test_precision_per_engine_is_drawn_in_a_figure_of_its_own(tmp_path: Path) -> None:
+    written = write_report(proven_report(), tmp_path).html_file.read_text()
+    assert written.count("<svg") == 5
+    drawn = (tmp_path / "figures" / "precision.svg").read_text()
+    assert all(text in drawn for text in ("int8 94 %", "fp16 96 %", "fp32 100 %", "moves data"))
+    assert load_report(tmp_path).candidates[0].layers == proven_report().candidates[0].layers
+
+
+def test_a_rejected_report_without_winner_validation_or_figures_is_written_whole(
+    report: Report, tmp_path: Path
+) -> None:
+    nothing = {
+        "winner": None,
+        "ratio": None,
+        "validation": None,
+        "baseline": None,
+        "baselines": (),
+        "steps": (),
+        "operators": (),
+    }
+    bare = tuple(
+        item.model_copy(update={"benchmark": None, "selection": None, "engine": None})
+        for item in report.candidates
+    )
+    told = {
+        "verdict": "rejected",
+        "reasons": ("no candidate came through",),
+        "nearest_miss": "openvino bf16",
+        "candidates": bare,
+    }
+    files = write_report(report.model_copy(update={**nothing, **told}), tmp_path)
+    text = files.html_file.read_text()
+    assert "Nearest miss: openvino bf16" in text
+    assert 'class="banner rejected"' in text
+    assert "<svg" not in text
+
+
+def test_the_published_schema_is_in_step_and_a_report_fits_it(report: Report) -> None:
+    published = (ROOT / "docs" / "report.schema.json").read_text()
+    assert published == schema(), (
+        "write it again: python -c 'from pipeline.report.files import schema; print(schema(),"
+        ' end="")\' > docs/report.schema.json'
+    )
+    jsonschema.validate(json.loads(report.model_dump_json()), json.loads(published))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no report at"),
+        ("{", "is not a report"),
+        ("[]", "is not a report"),
+        ('{"name": "x"}', "is not a report"),
+        ('{"schema_version": 99}', "schema version 99, this Crucible reads 1"),
+        ('{"schema_version": 1, "name": "x"}', "does not fit the schema"),
+        ('{"schema_version": 1, "candidates": 3}', "does not fit the schema"),
+    ],
+)
+def test_a_file_that_is_no_report_is_named(content: str | None, said: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "report.json").write_text(content)
+    with pytest.raises(UserError) as raised:
+        load_report(tmp_path)
+    assert said in raised.value.message
+    assert str(tmp_path) in raised.value.message
+    assert raised.value.next_step

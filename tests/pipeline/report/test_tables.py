@@ -1,0 +1,200 @@
+"""The tables of a report, numbered alike, and the same in the report and in a terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.benchmark.roofline import bound_of, with_bounds
+from pipeline.cli.terminal import (
+    candidate_table,
+    console,
+    first_rows,
+    limits_table,
+    print_limits,
+    verdict_lines,
+)
+from pipeline.core import Precision
+from pipeline.host.gpu import Peaks
+from pipeline.host.gpu_monitor import GpuUse
+from pipeline.report.html import page
+from pipeline.report.markdown import markdown
+from pipeline.report.tables import _grouped, entries, left, right, sections
+from pipeline.results.report import Report
+from tests.builders.report import proven_report, sample_report
+
+
+def test_entries_are_numbered_from_fast_to_slow_with_the_unmeasured_last(report: Report) -> None:
+    lines = entries(report)
+    assert [line.number for line in lines] == list(range(1, 11))
+    assert lines[0].part == "winner"
+    assert [line.state for line in lines[-2:]] == ["refused", "built"]
+    assert {line.label for line in lines if line.part == "baseline"} == {
+        "pytorch eager fp32",
+        "pytorch traced fp32",
+    }
+
+
+def test_percentiles_are_absent_without_enough_values(report: Report) -> None:
+    rows = {
+        row[1]: row
+        for section in sections(report)
+        if section.key == "candidates"
+        for row in section.tables[0].rows
+    }
+    headings = (
+        next(section for section in sections(report) if section.key == "candidates")
+        .tables[0]
+        .headings
+    )
+    p90, p99 = headings.index("p90"), headings.index("p99")
+    assert rows["openvino int8 nncf u8s8"][p99] != "-"
+    assert rows["openvino fp32"][p99] == "-"  # 400 values
+    assert rows["openvino fp32"][p90] != "-"
+
+
+def test_every_row_has_as_many_cells_as_its_table_has_columns(report: Report) -> None:
+    tables = [table for section in sections(report) for table in section.tables]
+    assert {len(row) - len(table.columns) for table in tables for row in table.rows} == {0}
+
+
+def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:
+    section = next(section for section in sections(proven_report()) if section.key == "layers")
+    shares, fused, *slowest = section.tables
+    assert shares.columns == (
+        *left("#", "engine"),
+        *right("fp32", "fp16", "int8", "reformats", "not known", "layers", "of them reformats"),
+    )
+    assert shares.rows == (
+        ("1", "tensorrt int8 implicit entropy", "-", "-", "94 %", "6.1 %", "-", "24", "2"),
+        ("2", "tensorrt fp16 flags", "-", "96 %", "-", "3.8 %", "-", "27", "4"),
+        ("5", "tensorrt rescued fp16 flags", "99.9 %", "-", "-", "0.1 %", "-", "24", "1"),
+    )
+    assert shares.emphasised == 0
+    assert fused.rows[1][2] == "Conv + Relu in one kernel: 9; Conv + Add + Relu in one kernel: 8"
+    assert all(table.folded for table in slowest)
+    assert [
+        table.title for table in slowest
+    ] == [  # of the winner, and of what is called by a wrong name
+        "The 15 slowest layers of tensorrt int8 implicit entropy",
+        "The 15 slowest layers of tensorrt rescued fp16 flags",
+    ]
+    assert slowest[1].rows[0][1:5] == (
+        "12 %",
+        "fp32",
+        "tactic",
+        "/layer4/layer4.1/conv2/Conv, /layer4/layer4.1/Add, /layer4/layer4.1/relu_1/Relu",
+    )
+
+
+def test_a_mislabelled_candidate_says_what_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    report = proven_report()
+    assert "called fp16, but its heavy layers run 0 % fp16, 100 % fp32" in markdown(report)
+    console().print(candidate_table(report))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "mislabelled" in shown
+    assert "int8 94 %" in shown
+    assert "really ran" not in str(
+        [column.header for column in candidate_table(sample_report()).columns]
+    )
+
+
+def test_a_rescue_is_told_step_by_step() -> None:
+    section = next(section for section in sections(proven_report()) if section.key == "rescue")
+    assert section.paragraphs == ("tensorrt fp16 flags: keep /fc/Gemm in fp32",)
+    assert section.tables[0].rows == (
+        (
+            "tensorrt fp16 flags",
+            "opt shape moved to min",
+            "tensorrt rescued fp16 flags",
+            "mislabelled",
+        ),
+        ("tensorrt fp16 flags", "worst nodes kept in fp32", "-", "not tried"),
+    )
+    assert "  rescue of tensorrt fp16 flags: keep /fc/Gemm in fp32" in verdict_lines(
+        proven_report()
+    )
+
+
+def bounded(report: Report) -> Report:
+    """The report as a host gives it whose fp32 peak is known, with moved bytes for the baseline
+    only.
+    """
+    peaks = Peaks(
+        device="EPYC, 2 threads",
+        source="measured 2026-11-21",
+        flops_per_s={Precision.FP32: 1e12},
+        bytes_per_s=50e9,
+    )
+    assert report.baseline
+    rows = tuple(row.model_copy(update={"bytes_per_s": 4e9}) for row in report.baseline.rows)
+    baseline = with_bounds(report.baseline.model_copy(update={"rows": rows}), Precision.FP32, peaks)
+    candidates = tuple(
+        (
+            each.model_copy(
+                update={"benchmark": with_bounds(each.benchmark, each.recipe.precision, peaks)}
+            )
+            if each.benchmark
+            else each
+        )
+        for each in report.candidates
+    )
+    use = GpuUse(uuid="GPU-1", samples=3, other_processes=(4711,))
+    return report.model_copy(
+        update={"baseline": baseline, "candidates": candidates, "peaks": (peaks,), "gpu_use": use}
+    )
+
+
+def test_what_binds_each_row_is_told_in_every_form(
+    report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = bounded(report)
+    for text in (markdown(made), page(made)):
+        assert "What binds each row" in text
+        assert (
+            "Peaks of EPYC, 2 threads: fp32 1,000 GFLOP/s; memory 50.0 GB/s (measured 2026-11-21)."
+            in text
+        )
+        assert "61 % (fp32)" in text, "8.2 GFLOP in 13.4 ms"
+        assert "try int8, or a smaller model" in text
+        assert "other processes on the GPU: 4711" in text
+    (limits,) = (section for section in sections(made) if section.key == "limits")
+    measured = [entry for entry in entries(made) if entry.benchmark]
+    assert [len(table.rows) for table in limits.tables] == [len(measured)] * 2
+    console().print(limits_table(first_rows(made)))
+    told = [line for line in capsys.readouterr().out.splitlines() if "pytorch eager fp32" in line]
+    assert all(each in told[0] for each in ("612", "4.00", "61 % (fp32)", "8.0 %", "compute"))
+    assert any("what binds it is unknown" in line for line in verdict_lines(made)), (
+        "the winner's bytes are not known"
+    )
+
+
+def test_rates_are_printed_also_where_no_peak_is_known(
+    report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.baseline
+    row = report.baseline.rows[0].model_copy(update={"bytes_per_s": 4e9})
+    print_limits(
+        console(), [("fast", row.model_copy(update={"bound": bound_of(row, Precision.FP32, None)}))]
+    )
+    told = capsys.readouterr().out
+    (line,) = (line for line in told.splitlines() if "fast" in line)
+    assert "612" in line
+    assert "4.00" in line
+    assert (
+        "what binds each row is not known: measure them once: `crucible doctor --measure`" in told
+    )
+    assert "of peak" not in told
+
+
+def test_a_report_without_verdicts_on_rows_has_no_such_section(report: Report) -> None:
+    assert all(section.key != "limits" for section in sections(report))
+
+
+def test_a_note_of_the_graph_itself_names_no_engine() -> None:
+    notes = [
+        ("", "said of all"),
+        ("openvino int8", "said of all"),
+        ("openvino int8", "said of one"),
+        ("openvino int8", "said of one"),
+    ]
+    assert _grouped(notes) == ("said of all", "said of one (openvino int8)")
