@@ -2,9 +2,12 @@
 
 Activations are quantised per tensor, weights per output channel. With s the scale:
 
-    signed    s = max|x| / 127                q = round_half_even(clip(x / s, -128, 127))     zero point 0
-    unsigned  s = (high - low) / 255          q = round_half_even(x / s) + z, to 0..255       low <= 0 <= high, z = round_half_even(-low / s)
-    7 bits    s = max|w| / 63                 q = round_half_even(clip(w / s, -64, 63))       zero point 0
+    signed    s = max|x| / 127          q = round_half_even(clip(x / s, -128, 127))
+    unsigned  s = (high - low) / 255    q = round_half_even(x / s) + z, clipped to 0..255
+    7 bits    s = max|w| / 63           q = round_half_even(clip(w / s, -64, 63))
+
+The zero point is 0, but for unsigned values: there low <= 0 <= high, and
+z = round_half_even(-low / s).
 
 Seven bits are for x86 CPUs without VNNI: their dot product adds two products of u8 and s8 in 16
 bits, which 2 * 255 * 127 overflows and 2 * 255 * 64 does not.

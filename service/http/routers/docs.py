@@ -16,9 +16,12 @@ POLICY = {
     "X-Content-Type-Options": "nosniff",
 }
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; color: #1c2024; background: #fff }
-h2 { margin-top: 2.5rem; border-top: 1px solid #d0d5da; padding-top: 1rem } code, pre { font: 14px/1.45 ui-monospace, monospace }
-pre { background: #f3f5f7; padding: .8rem; overflow-x: auto } td, th { text-align: left; vertical-align: top; padding: .15rem 1rem .15rem 0 }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem;
+       color: #1c2024; background: #fff }
+h2 { margin-top: 2.5rem; border-top: 1px solid #d0d5da; padding-top: 1rem }
+code, pre { font: 14px/1.45 ui-monospace, monospace }
+pre { background: #f3f5f7; padding: .8rem; overflow-x: auto }
+td, th { text-align: left; vertical-align: top; padding: .15rem 1rem .15rem 0 }
 """
 
 

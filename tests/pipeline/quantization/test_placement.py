@@ -298,7 +298,8 @@ def test_onnx_runtime_is_given_8_bits_for_all_readers_of_a_product_or_for_none()
 STEM = """
 <ir_version: 9, opset_import: ["" : 20]>
 net (uint8[N, 8, 8, 3] x) => (float[N, 5] y)
-<float[1, 3, 1, 1] mean, float[1, 3, 1, 1] std, float[4, 3, 3, 3] w1, float[4, 3, 3, 3] w2, float[4, 4, 3, 3] w3, float[4, 5] w4>
+<float[1, 3, 1, 1] mean, float[1, 3, 1, 1] std, float[4, 3, 3, 3] w1, float[4, 3, 3, 3] w2,
+  float[4, 4, 3, 3] w3, float[4, 5] w4>
 {
     [cast] f = Cast <to = 1> (x)
     [nchw] t = Transpose <perm = [0, 3, 1, 2]> (f)
