@@ -1,4 +1,4 @@
-"""Writes Q/DQ pairs into a graph: `quantization.py` says where, and does the arithmetic."""
+"""Writes Q/DQ pairs into a graph: `placement.py` says where, `arithmetic.py` quantises."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from onnx import numpy_helper
 
 from pipeline.core import TensorRange
 from pipeline.onnx_graph.graph import graphs_of
-from pipeline.quantization.placement import (
+from pipeline.quantization.arithmetic import (
     Affine,
-    Sites,
-    WeightSite,
     bias_floor,
     bias_of,
     signed_activation,
     unsigned_activation,
     weight,
 )
+from pipeline.quantization.placement import Sites, WeightSite
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,143 +1,14 @@
-"""int8: the arithmetic, and where Q/DQ pairs go. Pure; `qdq.py` writes the result into a graph.
-
-Activations are quantised per tensor, weights per output channel. With s the scale:
-
-    signed    s = max|x| / 127          q = round_half_even(clip(x / s, -128, 127))
-    unsigned  s = (high - low) / 255    q = round_half_even(x / s) + z, clipped to 0..255
-    7 bits    s = max|w| / 63           q = round_half_even(clip(w / s, -64, 63))
-
-The zero point is 0, but for unsigned values: there low <= 0 <= high, and
-z = round_half_even(-low / s).
-
-Seven bits are for x86 CPUs without VNNI: their dot product adds two products of u8 and s8 in 16
-bits, which 2 * 255 * 127 overflows and 2 * 255 * 64 does not.
-"""
+"""Where Q/DQ pairs go in a graph. Pure; `insert_qdq.py` writes them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from pipeline.core import Placement
-
-Array = NDArray[Any]
-Integers = NDArray[np.integer[Any]]
-Scale = NDArray[np.float32]
-
-# --- arithmetic ---
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """x = (q - zero_point) * scale; `axis` is that of the channels, None per tensor."""
-
-    scale: Scale  # [] or [channels]
-    zero_point: Integers  # of the quantised dtype, shaped like scale
-    axis: int | None = None
-    least: int = -128
-    most: int = 127
-
-    def quantize(self, values: Array) -> Integers:
-        rounded = np.rint(
-            values.astype(np.float32) / self._along(self.scale, values)
-        ) + self._along(self.zero_point, values)  # half to even
-        return np.asarray(
-            np.clip(rounded.astype(np.float64), self.least, self.most).astype(self.zero_point.dtype)
-        )
-
-    def dequantize(self, values: Integers) -> Scale:
-        return np.asarray(
-            (values.astype(np.float32) - self._along(self.zero_point, values))
-            * self._along(self.scale, values),
-            np.float32,
-        )
-
-    def _along(self, parameter: Array, values: Array) -> Scale:
-        """Float32, shaped to meet `values` at the channels."""
-        shape = (
-            parameter.shape
-            if self.axis is None
-            else [-1 if dim == self.axis else 1 for dim in range(values.ndim)]
-        )
-        return parameter.reshape(shape).astype(np.float32)
-
-
-def signed_activation(low: float, high: float, half: bool = False) -> Affine:
-    """Symmetric int8 for values in [low, high]; `half` as in `weight`."""
-    return Affine(_scale(np.asarray(max(abs(low), abs(high)) / 127), half), np.zeros((), np.int8))
-
-
-def unsigned_activation(low: float, high: float) -> Affine:
-    """Asymmetric uint8 for values in [low, high], widened to hold zero, which padding and Relu need
-    exactly.
-    """
-    low, high = min(low, 0.0), max(high, 0.0)
-    scale = _scale(np.asarray((high - low) / 255), half=False)
-    return Affine(
-        scale,
-        np.asarray(np.clip(np.rint(-low / scale.astype(np.float64)), 0, 255), np.uint8),
-        least=0,
-        most=255,
-    )
-
-
-def weight(
-    values: Array,
-    axis: int | None,
-    bits: int = 8,
-    half: bool = False,
-    floor: NDArray[np.float64] | None = None,
-) -> Affine:
-    """Symmetric int8 per channel of `axis` (None: per tensor), no scale below `floor`.
-
-    `half` rounds the scales to float16, for a graph that will hold them in it: the weights are then
-    quantised by the scale that is used.
-    """
-    most = 2 ** (bits - 1) - 1
-    others = None if axis is None else tuple(dim for dim in range(values.ndim) if dim != axis)
-    scale = np.abs(values.astype(np.float64)).max(axis=others) / most
-    scale = _scale(
-        scale if floor is None else np.maximum(scale, floor if axis is not None else floor.max()),
-        half,
-    )
-    return Affine(scale, np.zeros(scale.shape, np.int8), axis, -most - 1, most)
-
-
-def bias_floor(bias: Array, activation: Affine) -> NDArray[np.float64]:
-    """The smallest weight scales at which int32 holds this bias: a channel of near-zero weights
-    would overflow it.
-    """
-    return np.abs(bias.astype(np.float64)) / (activation.scale.astype(np.float64) * (2**31 - 1024))
-
-
-def bias_of(activation: Affine, weights: Affine) -> Affine:
-    """int32 for a bias that is added to the accumulator of activation times weights."""
-    scale = np.atleast_1d(np.asarray(activation.scale * weights.scale, np.float32))
-    return Affine(
-        scale,
-        np.zeros(scale.shape, np.int32),
-        0 if weights.axis is not None else None,
-        -(2**31),
-        2**31 - 1,
-    )
-
-
-def _scale(values: NDArray[np.float64], half: bool) -> Scale:
-    """Float32, never zero or infinite; a tensor of zeros gets scale 1 and stays zeros."""
-    smallest = (
-        2.0**-24 if half else float(np.finfo(np.float32).tiny)
-    )  # float16 reaches into its denormals
-    safe = np.where(values == 0, 1.0, np.clip(values, smallest, 65504.0 if half else None))
-    return np.asarray(safe.astype(np.float16) if half else safe, np.float32)
-
-
-# --- placement ---
 
 
 @dataclass(frozen=True, slots=True)
