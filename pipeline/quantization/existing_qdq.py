@@ -51,12 +51,11 @@ def constants_of(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     replace.
     """
     inputs = {value.name for value in graph.input}
-    constants = {
-        tensor.name: tensor
-        for inner in graphs_of(graph)
-        for tensor in inner.initializer
-        if tensor.name not in inputs
-    }
+    constants: dict[str, onnx.TensorProto] = {}
+    for inner in graphs_of(graph):
+        for tensor in inner.initializer:
+            if tensor.name not in inputs:
+                constants[tensor.name] = tensor
     for node in _nodes(graph):
         if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
             constants[node.output[0]] = node.attribute[0].t

@@ -77,6 +77,7 @@ DTYPES_BY_ATTRIBUTE: dict[str, type[np.generic]] = {
 }
 """Of a Constant node whose value is no tensor."""
 
+SUBGRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
@@ -333,7 +334,7 @@ def _ports(
     """
     if node.op_type in NEEDS_FP32 | QUANTIZERS or node.domain not in DEFAULT_DOMAINS:
         return NO_PORTS
-    if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute):
+    if any(attribute.type in SUBGRAPHS for attribute in node.attribute):
         return NO_PORTS
     if not onnx.defs.has(node.op_type, opset, ""):
         return NO_PORTS

@@ -223,14 +223,14 @@ def place(
     if not rules.first_layer:
         fp32_nodes |= up_to_first_layer(wiring)
     operators: list[onnx.NodeProto] = []
-    unseen: list[str] = []
+    nodes_without_range: list[str] = []
     for node in wiring.nodes:
         if node.name in fp32_nodes or not _is_wanted(node, rules, wiring):
             continue
         if ranges.issuperset(site.tensor for site in _inputs(node, wiring)):
             operators.append(node)
         else:
-            unseen.append(node.name)
+            nodes_without_range.append(node.name)
     names = frozenset(node.name for node in operators)
     scope = _Scope(
         wiring, tuple(operators), names, fp32_nodes, ranges, ranges.difference(wiring.outputs)
@@ -247,7 +247,7 @@ def place(
         for node in operators
         if wiring.is_weighted(node)
     ]
-    return Sites(tuple(activations), tuple(weights), same_scale, tuple(unseen))
+    return Sites(tuple(activations), tuple(weights), same_scale, tuple(nodes_without_range))
 
 
 def _is_wanted(node: onnx.NodeProto, rules: Placement, wiring: Wiring) -> bool:

@@ -157,12 +157,12 @@ class _Drawer:
 
     def __init__(self, exact: onnx.GraphProto, lossy: onnx.GraphProto) -> None:
         self.exact = exact
-        self.real = {node.name: node for node in exact.node}
+        self.exact_nodes = {node.name: node for node in exact.node}
         self.makers = {
             name: (node, index) for node in lossy.node for index, name in enumerate(node.output)
         }
         self.constants = {tensor.name: tensor for tensor in lossy.initializer}
-        self.drawn: dict[str, str] = {"": ""}
+        self.sources: dict[str, str] = {"": ""}  # beside the model, by name in the lossy graph
         self.nodes: list[onnx.NodeProto] = []
 
     def draw(self, node: onnx.NodeProto) -> None:
@@ -178,9 +178,9 @@ class _Drawer:
         """The tensor beside the model that holds the exact values as `name` of the lossy graph
         would hold them; drawn once.
         """
-        if name not in self.drawn:
-            self.drawn[name] = self._source_of(name)
-        return self.drawn[name]
+        if name not in self.sources:
+            self.sources[name] = self._source_of(name)
+        return self.sources[name]
 
     def _source_of(self, name: str) -> str:
         if name in self.constants:
@@ -191,8 +191,8 @@ class _Drawer:
         if name not in self.makers:  # an input of the model
             return name
         node, index = self.makers[name]
-        if node.name in self.real:
-            return str(self.real[node.name].output[index])
+        if node.name in self.exact_nodes:
+            return str(self.exact_nodes[node.name].output[index])
         self.draw(node)
         return _beside(name)
 

@@ -67,9 +67,11 @@ def lint(graph: onnx.GraphProto, backend: str) -> tuple[Finding, ...]:
     if not any(node.op_type in QDQ for node in graph.node):
         return ()
     view = View(graph)
-    return tuple(
-        finding for rule, backends in RULES.items() if backend in backends for finding in rule(view)
-    )
+    findings: list[Finding] = []
+    for rule, backends in RULES.items():
+        if backend in backends:
+            findings += rule(view)
+    return tuple(findings)
 
 
 def finding_notes(findings: tuple[Finding, ...], backend: str) -> tuple[Note, ...]:
