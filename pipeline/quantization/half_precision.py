@@ -269,8 +269,8 @@ NO_PORTS = _Ports()
 
 
 def lower(proto: onnx.ModelProto, precision: Precision, fp32_nodes: frozenset[str]) -> None:
-    """Make all nodes but `fp32_nodes`, and those that have no such kernel, compute in `precision`. In
-    place; node names must be unique.
+    """Make all nodes but `fp32_nodes`, and those that have no such kernel, compute in `precision`.
+    In place; node names must be unique.
     """
     graph = proto.graph
     types = _types(proto)
