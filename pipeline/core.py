@@ -404,10 +404,10 @@ class Recipe(Frozen):
             parts.append(f"{'+' if self.smooth_quant else '-'}smooth_quant")
         if kept := self.keep_fp32:  # a digest tells one long list from another
             digest = hashlib.sha256("\n".join(kept).encode()).hexdigest()
-            parts.append(
-                "keep"
-                f" {','.join(kept) if len(kept) <= 2 else f'{kept[0]} and {len(kept) - 1} more ({digest[:6]})'}"
-            )
+            names = ",".join(kept)
+            if len(kept) > 2:
+                names = f"{kept[0]} and {len(kept) - 1} more ({digest[:6]})"
+            parts.append(f"keep {names}")
         if self.compute_capability:
             parts.append(f"sm_{self.compute_capability.replace('.', '')}")
         parts += [

@@ -9,9 +9,11 @@
     ├── HostError              this machine cannot do it                       exit code 1
     │   ├── BackendUnavailable backend.unavailable  a library or device is missing
     │   ├── DiskFull           host.disk_full
-    │   ├── ChildDied          host.child_died      a child process ended by a signal, or out of time
+    │   ├── ChildDied          host.child_died      a child process ended by a signal, or
+    │   │                                           out of time
     │   │   ├── ChildKilled                         it was killed, or ran out of memory
-    │   │   └── LoadCrashed                         it died as it loaded an engine that was just built
+    │   │   └── LoadCrashed                         it died as it loaded an engine that was just
+    │   │                                           built
     │   ├── StoreError         host.store           the store cannot be used
     │   └── DamagedError       host.damaged         a file that Crucible wrote has changed since
     └── InternalError          our bug                                         exit code 3

@@ -1,9 +1,13 @@
 """What all requests share: the home with its lock and database, keys, jobs, their runner, and how
 far the server's own life is.
 
-async with opened(settings, metrics, WORKER, probe, spans) as service:     a second server on the same home is refused
-    await service.started                                                  this host is known, jobs run: /readyz says so
-    await service.stop()                                                   streams end, jobs are queued again; harmless if repeated
+async with opened(settings, metrics, WORKER, probe, spans) as service:
+    await service.started
+    await service.stop()
+
+opened      refuses a second server on the same home
+started     this host is known, jobs run: /readyz says so
+stop        streams end, jobs are queued again; harmless if repeated
 """
 
 from __future__ import annotations

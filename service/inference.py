@@ -1,9 +1,10 @@
 """What every wire asks of the models that are served, and what it gets: HTTP, the Open Inference
 Protocol and gRPC speak to `Serving` alone.
 
-    answer = await serving.infer(InferRequest(caller, "resnet50", {"image": array}))      answer.outputs, answer.timing
+    answer = await serving.infer(InferRequest(caller, "resnet50", {"image": array}))
 
-Arrays are in the engine's own dtypes; bfloat16 is `ml_dtypes.bfloat16`.
+The answer has `outputs` and `timing`. Arrays are in the engine's own dtypes;
+bfloat16 is `ml_dtypes.bfloat16`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """`crucible serve`: the application behind a socket, from its first request to an orderly end.
 
-SIGTERM or Ctrl-C:  /readyz says 503 at once, event streams end with `server-restarting`, jobs are queued again,
-                    models answer for LINGER_S more, and then what waits                                          up to shutdown_s - HTTP_S
-                    then no connection is taken any more, and answers under way may finish                         up to HTTP_S
+SIGTERM or Ctrl-C:  /readyz says 503 at once, event streams end with `server-restarting`, jobs are
+                    queued again,
+                    models answer for LINGER_S more, and then what waits: up to shutdown_s - HTTP_S,
+                    then no connection is taken any more, and answers under way may finish: up to
+                    HTTP_S
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Split scikit-learn's handwritten digits into four disjoint sets, write them as .npz, and write
 the manifest.
 
-Run from the repository's root, after `make test` has installed scikit-learn:  python calibration_data/digits/make_data.py
+Run from the repository's root, after `make test` has installed scikit-learn:
+
+    python calibration_data/digits/make_data.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """TensorRT's timing cache as an artifact of its own, and the GPU to itself while it is filled.
 
-    home()/timing/<key>/cache.bin     what TensorRT serialized (trtexec --timingCacheFile reads it too)
-                        target.json   for which target, how often a kernel was timed, and the sha256 of cache.bin
-    home()/locks/gpu-<uuid>.lock      held while an engine is built: two of our builds on one GPU take turns
+    home()/timing/<key>/cache.bin     what TensorRT serialized (trtexec --timingCacheFile reads it
+                                      too)
+                        target.json   for which target, how often a kernel was timed, and the sha256
+                                      of cache.bin
+    home()/locks/gpu-<uuid>.lock      held while an engine is built: two of our builds on one GPU
+                                      take turns
 
 A build looks its kernels up and times only those that are not there (ResNet-18 in fp16 on an H200:
 24 s cold, 0.6 s with it). A time taken while another process computes, or while others take the

@@ -7,7 +7,8 @@ At the opt size of all else, for every profile:
 
     whole       a full batch
     padded      its first half, filled up with zeros
-    loud        its first half beside rows that are 64 times as large: a scale taken over the whole batch moves
+    loud        its first half beside rows that are 64 times as large: a scale taken over the whole
+                batch moves
     alone       single rows, in the smallest batch
 
 A row must get the same answer in all four, within a tolerance by precision, because kernels differ

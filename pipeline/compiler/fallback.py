@@ -1,10 +1,13 @@
 """What is tried for an engine of low precision that fails its accuracy, when it ends, what it
 tells. Pure.
 
-    1  fp32 without TF32: if that fails too, low precision is not the cause, and it ends. For int8 only where there is an fp32 engine anyway
-    2  fp16, bf16: the profiles' opt shape moved to min, then to max: a builder that tunes for it chooses other kernels
+    1  fp32 without TF32: if that fails too, low precision is not the cause, and it ends. For int8
+       only where there is an fp32 engine anyway
+    2  fp16, bf16: the profiles' opt shape moved to min, then to max: a builder that tunes for it
+       chooses other kernels
     3  int8 with `method: auto`: ranges by entropy, min-max and percentile
-    4  the worst nodes kept in fp32, as few as may help, then twice as many each time; in int8 of the nearest miss
+    4  the worst nodes kept in fp32, as few as may help, then twice as many each time; in int8 of
+       the nearest miss
     5  fp16: bf16, the range of fp32 in 16 bits
     at last the advice
 
@@ -190,9 +193,9 @@ def with_nodes_kept(
 ) -> tuple[Attempt | Skipped, ...]:
     """The worst nodes in fp32, as few as may help, then more, in at most `builds` engines."""
     if not ranking.nodes:
-        why = (
-            ranking.failure
-            or f"none overflows, loses precision by itself or is delicate, on {ranking.samples} samples"
+        why = ranking.failure or (
+            "none overflows, loses precision by itself or is delicate, on"
+            f" {ranking.samples} samples"
         )
         return (Skipped(KEEP, why),)
     attempts = []

@@ -5,9 +5,12 @@ A set is opened once, in one streaming pass that checks every value and digests 
 then small, picklable and streams its batches with bounded memory. Batches never cross files,
 because each file may hold another shape.
 
-    'x', array.ndim == len(spec.shape)       axis 0 holds the samples and becomes the model's batch axis
-    'x', array.ndim == len(spec.shape) + 1   each row is a whole input of a model without batch axis; one sample per batch
-    '0/x', '1/x', ...                        each array is a whole input, by the number of its sample; shapes may differ
+    'x', array.ndim == len(spec.shape)       axis 0 holds the samples and becomes the model's batch
+                                             axis
+    'x', array.ndim == len(spec.shape) + 1   each row is a whole input of a model without batch
+                                             axis; one sample per batch
+    '0/x', '1/x', ...                        each array is a whole input, by the number of its
+                                             sample; shapes may differ
 
 In the last two forms a sample is a whole feed: nothing is joined to a batch.
 """

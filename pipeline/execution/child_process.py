@@ -2,7 +2,8 @@
 kill.
 
     value = call_in_child(function, argument, name="export", log=path)     one call, one answer
-    child = Child(function, argument, name="bench")                        a conversation: child.send, child.receive
+    child = Child(function, argument, name="bench")                        a conversation:
+                                                                           child.send, child.receive
 
 Each child is a fresh interpreter in a session of its own, so that a crash, a memory blow-up, or a
 library's global state stays there, and so that stopping it stops all that it started. It dies with

@@ -1,7 +1,8 @@
 """The content-addressed store: every artifact is made once, published whole, and found again by
 what it was made from.
 
-    <root>/artifacts/<stage>/<key>/     the files of one artifact, and artifact.json (value, provenance, sha256 of each file and of all that)
+    <root>/artifacts/<stage>/<key>/     the files of one artifact, and artifact.json (value,
+                                        provenance, sha256 of each file and of all that)
     <root>/locks/<key>.lock             held while an artifact is made
     <root>/tmp/<key>/                   where it is made; renamed into place when complete
 

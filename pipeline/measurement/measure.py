@@ -383,8 +383,9 @@ def student_quantile(degrees: int) -> float:
 # ------------------------------------------------------------------------------
 
 SPEED_FLAGS = frozenset(
-    """avx avx2 fma f16c avx_vnni avx_vnni_int8 avx_ne_convert avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx512_fp16 avx10
-    amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimddp asimdhp bf16 i8mm sve sve2 sme""".split()  # noqa: SIM905
+    """avx avx2 fma f16c avx_vnni avx_vnni_int8 avx_ne_convert avx512f avx512bw avx512vl avx512_vnni
+    avx512_bf16 avx512_fp16 avx10 amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimddp asimdhp bf16
+    i8mm sve sve2 sme""".split()  # noqa: SIM905
 )
 """CPU flags, as Linux spells them, for which the libraries have kernels of their own (x86, then
 Arm).

@@ -333,8 +333,8 @@ def _per_element(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> fl
 SOFTMAX_FLOPS = 5
 MOST_SIZES = 64  # elements of a tensor that can hold sizes
 SIZE_OPERATORS = frozenset(
-    """Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Max Min Mod Mul Neg Range ReduceProd Reshape Slice Squeeze Sub
-    Unsqueeze Where""".split()  # noqa: SIM905
+    """Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Max Min
+    Mod Mul Neg Range ReduceProd Reshape Slice Squeeze Sub Unsqueeze Where""".split()  # noqa: SIM905
 )
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 PER_ELEMENT = {  # operations per output element where it is not 1; rough
@@ -353,8 +353,9 @@ PER_ELEMENT = {  # operations per output element where it is not 1; rough
 }
 VIEWS = frozenset("Constant Flatten Identity Reshape Shape Size Squeeze Unsqueeze Dropout".split())  # noqa: SIM905
 MOVERS = frozenset(
-    """Cast CastLike Compress Concat ConstantOfShape DepthToSpace EyeLike Expand Gather GatherElements GatherND NonZero OneHot Pad Range
-    ScatterElements ScatterND Slice SpaceToDepth Split Tile Transpose Trilu Unique Where""".split()  # noqa: SIM905
+    """Cast CastLike Compress Concat ConstantOfShape DepthToSpace EyeLike Expand Gather
+    GatherElements GatherND NonZero OneHot Pad Range ScatterElements ScatterND Slice SpaceToDepth
+    Split Tile Transpose Trilu Unique Where""".split()  # noqa: SIM905
 )
 RULES: dict[str, Rule] = {
     "Attention": _attention,

@@ -51,18 +51,16 @@ def constants_of(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     replace.
     """
     inputs = {value.name for value in graph.input}
-    constants = {
-        tensor.name: tensor
-        for inner in graphs_of(graph)
-        for tensor in inner.initializer
-        if tensor.name not in inputs
-    }
+    constants: dict[str, onnx.TensorProto] = {}
+    for inner in graphs_of(graph):
+        for tensor in inner.initializer:
+            if tensor.name not in inputs:
+                constants[tensor.name] = tensor
     for node in _nodes(graph):
         if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
             constants[node.output[0]] = node.attribute[0].t
-        elif (
-            node.op_type == "Identity" and node.input[0] in constants
-        ):  # the TorchScript exporter shares equal constants so
+        # the TorchScript exporter shares equal constants by Identity
+        elif node.op_type == "Identity" and node.input[0] in constants:
             constants[node.output[0]] = constants[node.input[0]]
     return constants
 
@@ -73,18 +71,11 @@ def quantised_type(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProt
     """
     if len(node.input) > 2 and node.input[2] in constants:
         return int(constants[node.input[2]].data_type)
-    attribute = next(
-        (
-            int(each.i)
-            for each in node.attribute
-            if each.name == "output_dtype" and node.op_type == QDQ[0]
-        ),
-        0,
-    )
-    weight = constants.get(node.input[0]) if node.op_type == QDQ[1] else None
-    return attribute or (
-        int(weight.data_type) if weight is not None else int(onnx.TensorProto.UINT8)
-    )
+    if node.op_type == QDQ[0]:
+        integers = {attribute.name: int(attribute.i) for attribute in node.attribute}
+        return integers.get("output_dtype") or int(onnx.TensorProto.UINT8)
+    weight = constants.get(node.input[0])
+    return int(onnx.TensorProto.UINT8 if weight is None else weight.data_type)
 
 
 def scales_of(graph: onnx.GraphProto) -> dict[Key, list[str]]:
@@ -93,15 +84,16 @@ def scales_of(graph: onnx.GraphProto) -> dict[Key, list[str]]:
     The Q of a constant is left out: folding it keeps the weight's DQ, and with it the scale.
     """
     constants = constants_of(graph)
-    found: dict[Key, list[str]] = defaultdict(list)
+    tensors: dict[Key, list[str]] = defaultdict(list)
     for node in _nodes(graph):
-        if node.op_type in QDQ and not (
-            node.op_type == QDQ[0] and is_constant(node.input[0], graph, constants)
-        ):
-            found[node.op_type, "", b"", b""].append(node.input[0])
-            if all(name in constants for name in node.input[1:3] if name):
-                found[_key(node, constants)].append(node.input[0])
-    return found
+        if node.op_type not in QDQ:
+            continue
+        if node.op_type == QDQ[0] and is_constant(node.input[0], graph, constants):
+            continue
+        tensors[node.op_type, "", b"", b""].append(node.input[0])
+        if all(name in constants for name in node.input[1:3] if name):
+            tensors[_key(node, constants)].append(node.input[0])
+    return tensors
 
 
 def scales_by_node(graph: onnx.GraphProto) -> dict[str, Scale]:
@@ -119,53 +111,50 @@ def is_constant(
 ) -> bool:
     """Whether a tensor is computed from constants only."""
     makers = {output: node for node in graph.node for output in node.output}
-    open_, seen = [name], set()
-    while open_:
-        current = open_.pop()
-        if current in constants or current in seen or not current:
+    stack = [name]
+    visits: set[str] = set()
+    while stack:
+        current = stack.pop()
+        if current in constants or current in visits or not current:
             continue
-        seen.add(current)
+        visits.add(current)
         if current not in makers or not makers[current].input:
             return False
-        open_ += makers[current].input
+        stack += makers[current].input
     return True
 
 
 def lost_scales(before: onnx.GraphProto, after: onnx.GraphProto) -> str:
     """Which Q/DQ, or their scales, `after` lacks; empty if it has them all."""
-    was, has = scales_of(before), scales_of(after)
-    for (operator, dtype, scale, _), tensors in was.items():
-        missing = len(tensors) - len(has.get((operator, dtype, scale, _), ()))
+    scales = scales_of(after)
+    for key, tensors in scales_of(before).items():
+        missing = len(tensors) - len(scales.get(key, ()))
         if missing > 0:
-            shown = f" of scale {_shown(scale)}" if scale else ""
-            named = ", ".join(tensors[:NAMED]) + (", ..." if len(tensors) > NAMED else "")
-            return (
-                f"{missing} of {len(tensors)} {operator}{shown} were lost, which stood at {named}"
-            )
+            operator, _, scale, _ = key
+            description = f"{operator} of scale {_scale_text(scale)}" if scale else operator
+            names = ", ".join(tensors[:NAMED])
+            if len(tensors) > NAMED:
+                names += ", ..."
+            return f"{missing} of {len(tensors)} {description} were lost, which stood at {names}"
     return ""
 
 
 def _key(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> Key:
     scale = np.asarray(numpy_helper.to_array(constants[node.input[1]]), np.float64)
-    zero = (
-        numpy_helper.to_array(constants[node.input[2]])
-        if len(node.input) > 2 and node.input[2] in constants
-        else np.zeros(())
-    )
-    zeros = np.asarray(zero, np.float64)
-    return (
-        node.op_type,
-        type_name(quantised_type(node, constants)),
-        scale.tobytes(),
-        zeros.tobytes() if zeros.any() else b"",
-    )
+    zero_point = b""  # that of zeros is the same as none
+    if len(node.input) > 2 and node.input[2] in constants:
+        zeros = np.asarray(numpy_helper.to_array(constants[node.input[2]]), np.float64)
+        if zeros.any():
+            zero_point = zeros.tobytes()
+    dtype = type_name(quantised_type(node, constants))
+    return node.op_type, dtype, scale.tobytes(), zero_point
 
 
-def _shown(scale: bytes) -> str:
+def _scale_text(scale: bytes) -> str:
     values = np.frombuffer(scale, np.float64)
-    return (
-        f"{values[0]:.6g}" if values.size == 1 else f"{values[0]:.6g} ... ({values.size} channels)"
-    )
+    if values.size == 1:
+        return f"{values[0]:.6g}"
+    return f"{values[0]:.6g} ... ({values.size} channels)"
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

@@ -9,7 +9,7 @@ nodes kept overflows.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -69,6 +69,15 @@ RANDOM = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "Random
 NEEDS_FP32 = POSITIONS | SUMS_OF_SQUARES | TYPED_BY_ATTRIBUTE | RANDOM
 """Their values need more bits, or overflow inside the operator, or their dtype is an attribute."""
 
+DTYPES_BY_ATTRIBUTE: dict[str, type[np.generic]] = {
+    "value_float": np.float32,
+    "value_floats": np.float32,
+    "value_int": np.int64,
+    "value_ints": np.int64,
+}
+"""Of a Constant node whose value is no tensor."""
+
+SUBGRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
@@ -78,12 +87,8 @@ def raise_opset(proto: onnx.ModelProto, least: int) -> onnx.ModelProto:
         return proto
     try:
         return convert_version(proto, least)
-    except (
-        ConvertError,
-        EncodeError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # EncodeError: over 2 GiB
+    # EncodeError: over 2 GiB
+    except (ConvertError, EncodeError, RuntimeError, ValueError) as error:
         raise UnsupportedError(
             f"this precision needs opset {least}, the model has {opset_of(proto)} and cannot be"
             f" raised: {error}",
@@ -122,22 +127,12 @@ def _constant(node: onnx.NodeProto) -> NDArray[np.generic] | None:
         return None
     attribute = node.attribute[0]
     if attribute.name == "value":
-        return (
-            numpy_helper.to_array(attribute.t)
-            if attribute.t.data_type != onnx.TensorProto.STRING
-            else None
-        )
-    dtypes = {
-        "value_float": np.float32,
-        "value_floats": np.float32,
-        "value_int": np.int64,
-        "value_ints": np.int64,
-    }
-    return (
-        np.asarray(onnx.helper.get_attribute_value(attribute), dtypes[attribute.name])
-        if attribute.name in dtypes
-        else None
-    )
+        is_text = attribute.t.data_type == onnx.TensorProto.STRING
+        return None if is_text else numpy_helper.to_array(attribute.t)
+    dtype = DTYPES_BY_ATTRIBUTE.get(attribute.name)
+    if dtype is None:
+        return None
+    return np.asarray(onnx.helper.get_attribute_value(attribute), dtype)
 
 
 # --- which nodes stay in fp32 ---
@@ -149,39 +144,48 @@ def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> di
     A bias that fp16 cannot hold breaks nothing where the result, which it is added to, is rounded
     by more than is lost of it.
     """
-    outside = {
-        name: f"values up to {seen.largest:.3g}"
-        for name, seen in bounds.items()
-        if not _fits(seen.largest)
+    problems = {
+        name: f"values up to {bound.largest:.3g}"
+        for name, bound in bounds.items()
+        if not _fits(bound.largest)
     }
     errors: dict[str, float] = {}
     for tensor in graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
             largest = float(np.abs(numpy_helper.to_array(tensor)).max(initial=0.0))
-            with np.errstate(over="ignore"):
-                error = abs(float(np.float16(largest)) - largest)
+            error = _rounding_error(largest)
             if error > 0.01 * largest:
-                outside[tensor.name], errors[tensor.name] = f"constants up to {largest:.3g}", error
-    reasons = {}
+                problems[tensor.name] = f"constants up to {largest:.3g}"
+                errors[tensor.name] = error
+    reasons: dict[str, str] = {}
     for node in graph.node:
         if node.op_type in QUANTIZERS:
             continue
-        rounding = ROUNDING_FP16 * max(
-            (bounds[name].largest for name in node.output if name in bounds), default=0.0
-        )
-        beta = next(
-            (abs(attribute.f) for attribute in node.attribute if attribute.name == "beta"), 1.0
-        )  # of Gemm: what its bias is multiplied by
-        is_unseen = (
-            node.op_type in BIASED
-            and len(node.input) > 2
-            and errors.get(node.input[2], np.inf) * beta <= rounding
-        )
-        judged = (*node.input[: 2 if is_unseen else None], *node.output)
-        strange = next((name for name in judged if name in outside), None)
-        if strange is not None:
-            reasons[node.name] = f"{outside[strange]} in '{strange}'"
+        inputs = list(node.input)
+        if _hides_error_of_bias(node, bounds, errors):
+            del inputs[2:]
+        name = next((name for name in (*inputs, *node.output) if name in problems), None)
+        if name is not None:
+            reasons[node.name] = f"{problems[name]} in '{name}'"
     return reasons
+
+
+def _rounding_error(value: float) -> float:
+    """By how much fp16 misses a value; infinite above its largest."""
+    with np.errstate(over="ignore"):
+        return abs(float(np.float16(value)) - value)
+
+
+def _hides_error_of_bias(
+    node: onnx.NodeProto, bounds: Mapping[str, Bounds], errors: Mapping[str, float]
+) -> bool:
+    """Whether rounding the result loses more than rounding the bias does."""
+    if node.op_type not in BIASED or len(node.input) < 3:
+        return False
+    largest = max((bounds[name].largest for name in node.output if name in bounds), default=0.0)
+    factors = {attribute.name: abs(attribute.f) for attribute in node.attribute}
+    beta = factors.get("beta", 1.0)  # of Gemm: what its bias is multiplied by
+    return bool(errors.get(node.input[2], np.inf) * beta <= ROUNDING_FP16 * largest)
 
 
 def overflow_notes(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> list[Note]:
@@ -196,17 +200,13 @@ def fp32_notes(graph: onnx.GraphProto, reasons: Mapping[str, str], cause: str) -
     if not reasons:
         return []
     kinds = Counter(node.op_type for node in graph.node if node.name in reasons)
-    named = "; ".join(f"'{name}': {why}" for name, why in list(reasons.items())[:NAMED]) + (
-        "; ..." if len(reasons) > NAMED else ""
-    )
-    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return [
-        Note(
-            stage="convert",
-            text=f"{nodes_text(len(reasons))} in fp32 ({counted}), {cause}: {named}",
-            level="info",
-        )
-    ]
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    examples = [f"'{name}': {reason}" for name, reason in list(reasons.items())[:NAMED]]
+    if len(reasons) > NAMED:
+        examples.append("...")
+    nodes = nodes_text(len(reasons))
+    text = f"{nodes} in fp32 ({counts}), {cause}: {'; '.join(examples)}"
+    return [Note(stage="convert", text=text, level="info")]
 
 
 def kept_in_fp32(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> tuple[KeptNode, ...]:
@@ -214,9 +214,10 @@ def kept_in_fp32(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> tuple[Ke
 
     A node that reads a DequantizeLinear is none of them: it may run in 8 bits.
     """
-    quantised = {
-        name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.output
-    }
+    quantised: set[str] = set()
+    for node in graph.node:
+        if node.op_type == "DequantizeLinear":
+            quantised.update(node.output)
     return tuple(
         KeptNode(
             node=node.name,
@@ -242,15 +243,15 @@ def _from_shapes(graph: onnx.GraphProto) -> set[str]:
     """Nodes that compute from shapes and constants only: sizes and positions, for which 11 bits are
     too few.
     """
-    known = {tensor.name for tensor in graph.initializer} | {""}
-    found = set()
+    tensors = {tensor.name for tensor in graph.initializer} | {""}
+    nodes: set[str] = set()
     for node in graph.node:
-        if node.op_type in ("Shape", "Size") or (
-            node.op_type not in QUANTIZERS and node.input and known.issuperset(node.input)
-        ):
-            known.update(node.output)
-            found.add(node.name)
-    return found
+        reads_only_them = len(node.input) > 0 and tensors.issuperset(node.input)
+        is_computed = reads_only_them and node.op_type not in QUANTIZERS
+        if is_computed or node.op_type in ("Shape", "Size"):
+            tensors.update(node.output)
+            nodes.add(node.name)
+    return nodes
 
 
 # --- the rewrite ---
@@ -260,39 +261,43 @@ def _from_shapes(graph: onnx.GraphProto) -> set[str]:
 class _Ports:
     """Which inputs and outputs of a node change their dtype."""
 
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
 
 
-def lower(proto: onnx.ModelProto, precision: Precision, kept: frozenset[str]) -> None:
-    """Make all nodes but `kept`, and those that have no such kernel, compute in `precision`. In
-    place; node names must be unique.
+NO_PORTS = _Ports()
+
+
+def lower(proto: onnx.ModelProto, precision: Precision, fp32_nodes: frozenset[str]) -> None:
+    """Make all nodes but `fp32_nodes`, and those that have no such kernel, compute in `precision`.
+    In place; node names must be unique.
     """
+    graph = proto.graph
     types = _types(proto)
-    kept |= _from_shapes(proto.graph)
-    ports = {
-        node.name: _ports(node, types, precision, opset_of(proto))
-        for node in proto.graph.node
-        if node.name not in kept
-    }
-    ports = _with_quantizers(
-        proto.graph,
-        types,
-        {name: port for name, port in ports.items() if port.inputs or port.outputs},
-    )
-    recurrent = _low_recurrent(proto.graph, types, ports, LOW[precision])
-    _Rewriter(proto.graph, precision, ports).run()
-    add_initial_states(proto.graph, recurrent, LOW[precision])
+    fp32_nodes |= _from_shapes(graph)
+    ports: dict[str, _Ports] = {}
+    for node in graph.node:
+        if node.name not in fp32_nodes:
+            port = _ports(node, types, precision, opset_of(proto))
+            if port != NO_PORTS:
+                ports[node.name] = port
+    ports |= _quantizer_ports(graph, types, ports)
+    recurrent = _low_recurrent(graph, types, ports, LOW[precision])
+    _Rewriter(graph, precision, ports).run()
+    add_initial_states(graph, recurrent, LOW[precision])
 
 
 def _low_recurrent(
     graph: onnx.GraphProto, types: Mapping[str, int], ports: Mapping[str, _Ports], low: int
 ) -> frozenset[str]:
-    """Names of the recurrent nodes that read a low X, whether it is cast or given so."""
-    recurrent = [node for node in graph.node if is_recurrent(node)]
-    cast = {node.name for node in recurrent if node.name in ports and 0 in ports[node.name].inputs}
-    given = {node.name for node in recurrent if types.get(node.input[0]) == low}
-    return frozenset(cast | given)
+    """Names of the recurrent nodes that read a low X, by a Cast or as the graph has it."""
+    names: set[str] = set()
+    for node in graph.node:
+        if is_recurrent(node):
+            becomes_low = 0 in ports.get(node.name, NO_PORTS).inputs
+            if becomes_low or types.get(node.input[0]) == low:
+                names.add(node.name)
+    return frozenset(names)
 
 
 def _types(proto: onnx.ModelProto) -> dict[str, int]:
@@ -327,14 +332,14 @@ def _ports(
     """What of a node can be low, by the type constraints of its operator; nothing where any type is
     unknown.
     """
-    nothing = _Ports((), ())
-    special = node.op_type in NEEDS_FP32 | QUANTIZERS or any(
-        a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute
-    )
-    if special or node.domain not in DEFAULT_DOMAINS or not onnx.defs.has(node.op_type, opset, ""):
-        return nothing
+    if node.op_type in NEEDS_FP32 | QUANTIZERS or node.domain not in DEFAULT_DOMAINS:
+        return NO_PORTS
+    if any(attribute.type in SUBGRAPHS for attribute in node.attribute):
+        return NO_PORTS
+    if not onnx.defs.has(node.op_type, opset, ""):
+        return NO_PORTS
     if not all(types.get(name) for name in (*node.input, *node.output) if name):
-        return nothing
+        return NO_PORTS
     schema = onnx.defs.get_schema(node.op_type, opset, "")
     allowed = {
         constraint.type_param_str: constraint.allowed_type_strs
@@ -343,66 +348,88 @@ def _ports(
     low = f"tensor({'float16' if precision is Precision.FP16 else 'bfloat16'})"
 
     def movable(
-        names: list[str], formals: list[onnx.defs.OpSchema.FormalParameter]
+        names: Sequence[str], formals: Sequence[onnx.defs.OpSchema.FormalParameter]
     ) -> tuple[int, ...]:
-        kinds = [
-            allowed.get(formals[min(i, len(formals) - 1)].type_str, []) for i in range(len(names))
-        ]
-        return tuple(
-            i
-            for i, name in enumerate(names)
-            if types.get(name) == TensorProto.FLOAT and low in kinds[i]
-        )
+        indices: list[int] = []
+        for index, name in enumerate(names):
+            formal = formals[min(index, len(formals) - 1)]  # the last one may stand for several
+            if types.get(name) == TensorProto.FLOAT and low in allowed.get(formal.type_str, []):
+                indices.append(index)
+        return tuple(indices)
 
-    inputs, outputs = (
-        movable(list(node.input), list(schema.inputs)),
-        movable(list(node.output), list(schema.outputs)),
-    )
-    if (
-        node.op_type == "LayerNormalization"
-    ):  # its second and third outputs have the dtype of stash_type
-        outputs = outputs[:1]
-    return _Ports(inputs, outputs)
+    outputs = movable(node.output, schema.outputs)
+    if node.op_type == "LayerNormalization":
+        outputs = outputs[:1]  # the second and third have the dtype of stash_type
+    return _Ports(movable(node.input, schema.inputs), outputs)
 
 
-def _with_quantizers(
-    graph: onnx.GraphProto, types: Mapping[str, int], ports: dict[str, _Ports]
+def _quantizer_ports(
+    graph: onnx.GraphProto, types: Mapping[str, int], ports: Mapping[str, _Ports]
 ) -> dict[str, _Ports]:
     """Q takes the dtype of what makes its input, DQ that of its readers: so no Cast parts them from
     the operators they belong to.
 
     The Q of a weight takes that of its DQ.
     """
-    low = {
-        node.output[i]
-        for node in graph.node
-        if node.name in ports
-        for i in ports[node.name].outputs
-    }
-    read = {value.name: False for value in graph.output}
-    for inner in graphs_of(graph):
-        for node in inner.node:
-            for index, name in enumerate(node.input):
-                is_low = inner is graph and node.name in ports and index in ports[node.name].inputs
-                read[name] = read.get(name, True) and is_low
-    quantizers = {}
+    read_high = _names_read_high(graph, ports) | {value.name for value in graph.output}
+    read_only_low = _names_read_low(graph, ports) - read_high
+    quantizers: dict[str, _Ports] = {}
     for node in graph.node:
-        if (
-            node.op_type == "DequantizeLinear"
-            and read.get(node.output[0], False)
-            and types.get(node.input[1]) == TensorProto.FLOAT
-        ):
-            quantizers[node.name] = _Ports((1,), (0,))
+        if node.op_type != "DequantizeLinear":
+            continue
+        has_float_scale = types.get(node.input[1]) == TensorProto.FLOAT
+        if has_float_scale and node.output[0] in read_only_low:
+            quantizers[node.name] = _Ports(inputs=(1,), outputs=(0,))
+    low_tensors = _names_made_low(graph, ports)
+    low_weights = _constants_quantised_low(graph, frozenset(quantizers))
+    for node in graph.node:
+        if node.op_type != "QuantizeLinear":
+            continue
+        if node.input[0] in low_tensors or node.output[0] in low_weights:
+            quantizers[node.name] = _Ports(inputs=(0, 1))
+    return quantizers
+
+
+def _constants_quantised_low(graph: onnx.GraphProto, low_dqs: frozenset[str]) -> set[str]:
+    """The results of each Q of a constant that nothing but low DQs read."""
     constants = {
         tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT
     }
-    high = {name for node in graph.node if node.name not in quantizers for name in node.input}
+    other_reads: set[str] = set()
     for node in graph.node:
-        if node.op_type == "QuantizeLinear" and (
-            node.input[0] in low or (node.input[0] in constants and node.output[0] not in high)
-        ):
-            quantizers[node.name] = _Ports((0, 1), ())
-    return ports | quantizers
+        if node.name not in low_dqs:
+            other_reads.update(node.input)
+    return {
+        node.output[0]
+        for node in graph.node
+        if node.op_type == "QuantizeLinear" and node.input[0] in constants
+    } - other_reads
+
+
+def _names_read_low(graph: onnx.GraphProto, ports: Mapping[str, _Ports]) -> set[str]:
+    """The tensors that low inputs read."""
+    names: set[str] = set()
+    for node in graph.node:
+        names.update(node.input[index] for index in ports.get(node.name, NO_PORTS).inputs)
+    return names
+
+
+def _names_read_high(graph: onnx.GraphProto, ports: Mapping[str, _Ports]) -> set[str]:
+    """The tensors that other inputs read; all of a subgraph's are such."""
+    names: set[str] = set()
+    for inner in graphs_of(graph):
+        for node in inner.node:
+            port = ports.get(node.name, NO_PORTS) if inner is graph else NO_PORTS
+            names.update(name for index, name in enumerate(node.input) if index not in port.inputs)
+    return names
+
+
+def _names_made_low(graph: onnx.GraphProto, ports: Mapping[str, _Ports]) -> set[str]:
+    """The tensors that low outputs make."""
+    names: set[str] = set()
+    for node in graph.node:
+        names.update(node.output[index] for index in ports.get(node.name, NO_PORTS).outputs)
+    return names
 
 
 class _Rewriter:
@@ -414,51 +441,28 @@ class _Rewriter:
         self, graph: onnx.GraphProto, precision: Precision, ports: Mapping[str, _Ports]
     ) -> None:
         self.graph, self.precision, self.ports = graph, precision, ports
-        self.taken = {
-            name
-            for inner in graphs_of(graph)
-            for node in inner.node
-            for name in (*node.input, *node.output)
-        }
-        self.taken |= {tensor.name for tensor in graph.initializer}
         self.names: dict[str, str] = {}
-        self.made_low = {
-            node.output[i]
-            for node in graph.node
-            if node.name in ports
-            for i in ports[node.name].outputs
-        }
-        self.read_low = {
-            node.input[i]
-            for node in graph.node
-            if node.name in ports
-            for i in ports[node.name].inputs
-        }
-        self.read_high = self._read_high()
-
-    def _read_high(self) -> set[str]:
-        names = {value.name for inner in graphs_of(self.graph) for value in inner.output}
-        for inner in graphs_of(self.graph):
+        self.taken = {tensor.name for tensor in graph.initializer}
+        self.made_low = _names_made_low(graph, ports)
+        self.read_low = _names_read_low(graph, ports)
+        self.read_high = _names_read_high(graph, ports)
+        for inner in graphs_of(graph):
+            self.read_high.update(value.name for value in inner.output)
             for node in inner.node:
-                moved = (
-                    self.ports[node.name].inputs
-                    if inner is self.graph and node.name in self.ports
-                    else ()
-                )
-                names |= {name for index, name in enumerate(node.input) if index not in moved}
-        return names
+                self.taken.update(node.input, node.output)
 
     def run(self) -> None:
         self._convert_constants()
         nodes = [cast for value in self.graph.input for cast in self._casts(value.name)]
         for node in self.graph.node:
-            made = list(node.output)
-            port = self.ports.get(node.name, _Ports((), ()))
-            for names, moved in ((node.input, port.inputs), (node.output, port.outputs)):
-                for index in moved:
-                    names[index] = self.low_name(names[index])
+            outputs = list(node.output)
+            port = self.ports.get(node.name, NO_PORTS)
+            for index in port.inputs:
+                node.input[index] = self.low_name(node.input[index])
+            for index in port.outputs:
+                node.output[index] = self.low_name(node.output[index])
             nodes.append(node)
-            nodes += [cast for name in made for cast in self._casts(name)]
+            nodes += [cast for name in outputs for cast in self._casts(name)]
         del self.graph.node[:]
         self.graph.node.extend(nodes)
         self._convert_value_info()
@@ -474,24 +478,15 @@ class _Rewriter:
         return self.names[name]
 
     def _casts(self, name: str) -> list[onnx.NodeProto]:
-        low = self.low_name(name) if name in self.made_low or name in self.read_low else ""
-        if name in self.made_low and name in self.read_high:
-            return [
-                onnx.helper.make_node(
-                    "Cast", [low], [name], name=f"{name}_to_fp32", to=TensorProto.FLOAT
-                )
-            ]
-        if name not in self.made_low and name in self.read_low:
-            return [
-                onnx.helper.make_node(
-                    "Cast",
-                    [name],
-                    [low],
-                    name=f"{name}_to_{self.precision}",
-                    to=LOW[self.precision],
-                )
-            ]
-        return []
+        """The Cast behind a tensor that is made in one form and read in the other, if it is."""
+        if name in self.made_low:
+            if name not in self.read_high:
+                return []
+            return [_cast(self.low_name(name), name, f"{name}_to_fp32", TensorProto.FLOAT)]
+        if name not in self.read_low:
+            return []
+        cast_name = f"{name}_to_{self.precision}"
+        return [_cast(name, self.low_name(name), cast_name, LOW[self.precision])]
 
     def _convert_constants(self) -> None:
         """Low copies of the constants that low nodes read; the fp32 ones go where nothing else
@@ -518,14 +513,16 @@ class _Rewriter:
             if value.name in self.made_low:
                 low = self.graph.value_info.add()
                 low.CopyFrom(value)
-                low.name, low.type.tensor_type.elem_type = (
-                    self.low_name(value.name),
-                    LOW[self.precision],
-                )
-        made = {name for node in self.graph.node for name in node.output}
-        stay = [value for value in self.graph.value_info if value.name in made]
+                low.name = self.low_name(value.name)
+                low.type.tensor_type.elem_type = LOW[self.precision]
+        outputs = {name for node in self.graph.node for name in node.output}
+        values = [value for value in self.graph.value_info if value.name in outputs]
         del self.graph.value_info[:]
-        self.graph.value_info.extend(stay)
+        self.graph.value_info.extend(values)
+
+
+def _cast(source: str, target: str, name: str, dtype: int) -> onnx.NodeProto:
+    return onnx.helper.make_node("Cast", [source], [target], name=name, to=dtype)
 
 
 def _narrow(values: NDArray[np.generic], precision: Precision) -> NDArray[np.generic]:

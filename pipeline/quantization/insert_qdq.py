@@ -1,4 +1,4 @@
-"""Writes Q/DQ pairs into a graph: `placement.py` says where, and does the arithmetic."""
+"""Writes Q/DQ pairs into a graph: `placement.py` says where, `arithmetic.py` quantises."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from onnx import numpy_helper
 
 from pipeline.core import TensorRange
 from pipeline.onnx_graph.graph import graphs_of
-from pipeline.quantization.placement import (
+from pipeline.quantization.arithmetic import (
     Affine,
-    Sites,
-    WeightSite,
     bias_floor,
     bias_of,
     signed_activation,
     unsigned_activation,
     weight,
 )
+from pipeline.quantization.placement import Sites, WeightSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,8 @@ def insert_qdq(
     """Make the nodes at `sites` read quantised values: one pair per activation, one integer copy
     per weight. In place.
     """
-    writer = _Writer(
-        proto.graph,
-        {tensor: ranges[sites.same_scale.get(tensor, tensor)] for tensor in sites.tensors},
-        scheme,
-    )
+    site_ranges = {tensor: ranges[sites.same_scale.get(tensor, tensor)] for tensor in sites.tensors}
+    writer = _Writer(proto.graph, site_ranges, scheme)
     nodes = {node.name: node for node in proto.graph.node}
     for site in sites.activations:
         nodes[site.node].input[site.index] = writer.activation(site.tensor)
@@ -73,62 +69,52 @@ class _Writer:
         self.graph, self.ranges, self.scheme = graph, ranges, scheme
         self.constants = {tensor.name: tensor for tensor in graph.initializer}
         self.new: dict[str, list[onnx.NodeProto]] = defaultdict(list)
-        self.done: dict[tuple[str, int], str] = {}
-        self.taken = {
-            name for node in graph.node for name in (*node.input, *node.output, node.name)
-        } | set(self.constants)
+        self.copies: dict[tuple[str, int], str] = {}  # by tensor and axis; -1: none
+        self.taken = set(self.constants)
+        for node in graph.node:
+            self.taken.update(node.input, node.output, [node.name])
 
     def activation(self, tensor: str) -> str:
         """The dequantised copy of an activation, made once."""
         key = (tensor, -1)
-        if key not in self.done:
+        if key not in self.copies:
             scale, zero = self.parameters(tensor, self.affine(tensor))
-            quantised, self.done[key] = self.fresh(f"{tensor}_q"), self.fresh(f"{tensor}_dq")
+            q, dq = self.fresh(f"{tensor}_q"), self.fresh(f"{tensor}_dq")
             self.new[tensor] += [
-                onnx.helper.make_node(
-                    "QuantizeLinear", [tensor, scale, zero], [quantised], name=quantised
-                ),
-                onnx.helper.make_node(
-                    "DequantizeLinear",
-                    [quantised, scale, zero],
-                    [self.done[key]],
-                    name=self.done[key],
-                ),
+                onnx.helper.make_node("QuantizeLinear", [tensor, scale, zero], [q], name=q),
+                onnx.helper.make_node("DequantizeLinear", [q, scale, zero], [dq], name=dq),
             ]
-        return self.done[key]
+            self.copies[key] = dq
+        return self.copies[key]
 
     def affine(self, tensor: str) -> Affine:
-        seen = self.ranges[tensor]
-        return (
-            unsigned_activation(seen.low, seen.high)
-            if self.scheme.unsigned
-            else signed_activation(seen.low, seen.high, self.scheme.half_scales)
-        )
+        bounds = self.ranges[tensor]
+        if self.scheme.unsigned:
+            return unsigned_activation(bounds.low, bounds.high)
+        return signed_activation(bounds.low, bounds.high, self.scheme.half_scales)
 
     def weight(self, node: onnx.NodeProto, site: WeightSite) -> None:
         values = numpy_helper.to_array(self.constants[site.tensor])
-        bias = numpy_helper.to_array(self.constants[site.bias]) if site.bias else None
-        floor = None if bias is None else bias_floor(bias, self.affine(site.activation))
-        affine = weight(
-            values,
-            site.axis if site.axis >= 0 else None,
-            self.scheme.weight_bits,
-            self.scheme.half_scales,
-            floor,
-        )
+        axis = site.axis if site.axis >= 0 else None
+        bits, half = self.scheme.weight_bits, self.scheme.half_scales
         key = (site.tensor, site.axis)
-        if key not in self.done or bias is not None:  # with an integer bias the scale depends on it
-            self.done[key] = self.constant_pair(site.tensor, affine, affine.quantize(values))
-        node.input[site.index] = self.done[key]
-        if bias is not None:
-            integer = bias_of(self.affine(site.activation), affine)
+        if site.bias:  # the scale depends on it, so the copy is this node's own
+            bias = numpy_helper.to_array(self.constants[site.bias])
+            activation = self.affine(site.activation)
+            affine = weight(values, axis, bits, half, bias_floor(bias, activation))
+            self.copies[key] = self.constant_pair(site.tensor, affine, affine.quantize(values))
+            integer = bias_of(activation, affine)
             node.input[2] = self.constant_pair(site.bias, integer, integer.quantize(bias))
+        elif key not in self.copies:
+            affine = weight(values, axis, bits, half)
+            self.copies[key] = self.constant_pair(site.tensor, affine, affine.quantize(values))
+        node.input[site.index] = self.copies[key]
 
-    def constant_pair(self, tensor: str, affine: Affine, quantised: NDArray[np.generic]) -> str:
+    def constant_pair(self, tensor: str, affine: Affine, integers: NDArray[np.generic]) -> str:
         """An integer initializer and the node that makes floats of it."""
         name, output = self.fresh(f"{tensor}_q"), self.fresh(f"{tensor}_dq")
         scale, zero = self.parameters(tensor, affine)
-        self.graph.initializer.append(numpy_helper.from_array(quantised, name))
+        self.graph.initializer.append(numpy_helper.from_array(integers, name))
         axis = {} if affine.axis is None else {"axis": affine.axis}
         self.new[""].append(
             onnx.helper.make_node(
@@ -138,14 +124,11 @@ class _Writer:
         return output
 
     def parameters(self, tensor: str, affine: Affine) -> tuple[str, str]:
-        names = self.fresh(f"{tensor}_scale"), self.fresh(f"{tensor}_zero_point")
-        self.graph.initializer.extend(
-            [
-                numpy_helper.from_array(affine.scale, names[0]),
-                numpy_helper.from_array(affine.zero_point, names[1]),
-            ]
-        )
-        return names
+        """New initializers for a scale and a zero point, by name."""
+        scale, zero_point = self.fresh(f"{tensor}_scale"), self.fresh(f"{tensor}_zero_point")
+        self.graph.initializer.append(numpy_helper.from_array(affine.scale, scale))
+        self.graph.initializer.append(numpy_helper.from_array(affine.zero_point, zero_point))
+        return scale, zero_point
 
     def fresh(self, name: str) -> str:
         unique = name
@@ -156,7 +139,7 @@ class _Writer:
 
     def finish(self) -> None:
         """Sort the new nodes in, and drop the float weights that nothing reads any more."""
-        ordered = [*self.new.pop("", [])]
+        ordered = self.new.pop("", [])
         for value in self.graph.input:
             ordered += self.new.pop(value.name, [])
         for node in self.graph.node:
@@ -170,10 +153,11 @@ class _Writer:
 
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Remove initializers that no node and no output reads. In place."""
-    read = {name for inner in graphs_of(graph) for node in inner.node for name in node.input}
-    read |= {value.name for inner in graphs_of(graph) for value in inner.output} | {
-        value.name for value in graph.input
-    }
+    names = {value.name for value in graph.input}
+    for inner in graphs_of(graph):
+        names.update(value.name for value in inner.output)
+        for node in inner.node:
+            names.update(node.input)
     for index in reversed(range(len(graph.initializer))):
-        if graph.initializer[index].name not in read:
+        if graph.initializer[index].name not in names:
             del graph.initializer[index]

@@ -36,12 +36,13 @@ def linear_layers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
     """
     weights = float_weights(graph)
     constants = {tensor.name for tensor in graph.initializer}
-    found = [
-        node
-        for node in graph.node
-        if node.op_type in ("MatMul", "Gemm") and len(constants.intersection(node.input[:2])) == 1
-    ]
-    return {node.name: node for node in found if weights.keys() & set(node.input[:2])}
+    layers: dict[str, onnx.NodeProto] = {}
+    for node in graph.node:
+        if node.op_type in ("MatMul", "Gemm"):
+            factors = constants.intersection(node.input[:2])
+            if len(factors) == 1 and factors <= weights.keys():
+                layers[node.name] = node
+    return layers
 
 
 def check_unquantised(graph: onnx.GraphProto) -> None:
@@ -56,11 +57,11 @@ def check_unquantised(graph: onnx.GraphProto) -> None:
 def check_changed(bits: Mapping[str, int], recipe: Recipe) -> None:
     """UnsupportedError unless some weight has the bits that the recipe is called by."""
     if bits_of(recipe) not in bits.values():
-        said = (
+        message = (
             f"no linear layer can hold its weights in {bits_of(recipe)} bits, so {recipe.precision}"
             " weight-only would only be its name"
         )
-        raise UnsupportedError(said, "choose another precision, or keep fewer nodes in fp32")
+        raise UnsupportedError(message, "choose another precision, or keep fewer nodes in fp32")
 
 
 def bits_of(recipe: Recipe) -> int:
@@ -79,8 +80,8 @@ def weights_note(source: onnx.GraphProto, bits: Mapping[str, int], before: int, 
     linear = linear_layers(source)
     counts = Counter(bits[name] for name in linear if name in bits)
     parts = [
-        f"{count} of {len(linear)} linear layers hold their weights in {each} bits"
-        for each, count in sorted(counts.items())
+        f"{count} of {len(linear)} linear layers hold their weights in {width} bits"
+        for width, count in sorted(counts.items())
     ]
     others = Counter(
         (node.op_type, bits[node.name])
@@ -88,14 +89,15 @@ def weights_note(source: onnx.GraphProto, bits: Mapping[str, int], before: int, 
         if node.name in bits and node.name not in linear
     )
     parts += [
-        f"so do {count} {operator}, in {each} bits"
-        for (operator, each), count in sorted(others.items())
+        f"so do {count} {operator}, in {width} bits"
+        for (operator, width), count in sorted(others.items())
     ]
-    if left := [name for name in linear if name not in bits]:
-        parts.append(
-            f"as they were: {', '.join(left[:NAMED])}"
-            + (f" and {len(left) - NAMED} more" if len(left) > NAMED else "")
-        )
+    float_layers = [name for name in linear if name not in bits]
+    if float_layers:
+        names = ", ".join(float_layers[:NAMED])
+        if len(float_layers) > NAMED:
+            names += f" and {len(float_layers) - NAMED} more"
+        parts.append(f"as they were: {names}")
     parts.append(
         f"all constants together: {before / MIB:.1f} MiB before, {after / MIB:.1f} MiB after"
     )

@@ -1,141 +1,14 @@
-"""int8: the arithmetic, and where Q/DQ pairs go. Pure; `insert_qdq.py` writes the result into a
-graph.
-
-Activations are quantised per tensor, weights per output channel. With s the scale:
-
-    signed    s = max|x| / 127                q = round_half_even(clip(x / s, -128, 127))     zero point 0
-    unsigned  s = (high - low) / 255          q = round_half_even(x / s) + z, to 0..255       low <= 0 <= high, z = round_half_even(-low / s)
-    7 bits    s = max|w| / 63                 q = round_half_even(clip(w / s, -64, 63))       zero point 0
-
-Seven bits are for x86 CPUs without VNNI: their dot product adds two products of u8 and s8 in 16
-bits, which 2 * 255 * 127 overflows and 2 * 255 * 64 does not.
-"""
+"""Where Q/DQ pairs go in a graph. Pure; `insert_qdq.py` writes them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from pipeline.core import Placement
-
-Array = NDArray[Any]
-Integers = NDArray[np.integer[Any]]
-Scale = NDArray[np.float32]
-
-# --- arithmetic ---
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """x = (q - zero_point) * scale; `axis` is that of the channels, None per tensor."""
-
-    scale: Scale  # [] or [channels]
-    zero_point: Integers  # of the quantised dtype, shaped like scale
-    axis: int | None = None
-    least: int = -128
-    most: int = 127
-
-    def quantize(self, values: Array) -> Integers:
-        rounded = np.rint(
-            values.astype(np.float32) / self._along(self.scale, values)
-        ) + self._along(self.zero_point, values)  # half to even
-        return np.asarray(
-            np.clip(rounded.astype(np.float64), self.least, self.most).astype(self.zero_point.dtype)
-        )
-
-    def dequantize(self, values: Integers) -> Scale:
-        return np.asarray(
-            (values.astype(np.float32) - self._along(self.zero_point, values))
-            * self._along(self.scale, values),
-            np.float32,
-        )
-
-    def _along(self, parameter: Array, values: Array) -> Scale:
-        """Float32, shaped to meet `values` at the channels."""
-        shape = (
-            parameter.shape
-            if self.axis is None
-            else [-1 if dim == self.axis else 1 for dim in range(values.ndim)]
-        )
-        return parameter.reshape(shape).astype(np.float32)
-
-
-def signed_activation(low: float, high: float, half: bool = False) -> Affine:
-    """Symmetric int8 for values in [low, high]; `half` as in `weight`."""
-    return Affine(_scale(np.asarray(max(abs(low), abs(high)) / 127), half), np.zeros((), np.int8))
-
-
-def unsigned_activation(low: float, high: float) -> Affine:
-    """Asymmetric uint8 for values in [low, high], widened to hold zero, which padding and Relu need
-    exactly.
-    """
-    low, high = min(low, 0.0), max(high, 0.0)
-    scale = _scale(np.asarray((high - low) / 255), half=False)
-    return Affine(
-        scale,
-        np.asarray(np.clip(np.rint(-low / scale.astype(np.float64)), 0, 255), np.uint8),
-        least=0,
-        most=255,
-    )
-
-
-def weight(
-    values: Array,
-    axis: int | None,
-    bits: int = 8,
-    half: bool = False,
-    floor: NDArray[np.float64] | None = None,
-) -> Affine:
-    """Symmetric int8 per channel of `axis` (None: per tensor), no scale below `floor`.
-
-    `half` rounds the scales to float16, for a graph that will hold them in it: the weights are then
-    quantised by the scale that is used.
-    """
-    most = 2 ** (bits - 1) - 1
-    others = None if axis is None else tuple(dim for dim in range(values.ndim) if dim != axis)
-    scale = np.abs(values.astype(np.float64)).max(axis=others) / most
-    scale = _scale(
-        scale if floor is None else np.maximum(scale, floor if axis is not None else floor.max()),
-        half,
-    )
-    return Affine(scale, np.zeros(scale.shape, np.int8), axis, -most - 1, most)
-
-
-def bias_floor(bias: Array, activation: Affine) -> NDArray[np.float64]:
-    """The smallest weight scales at which int32 holds this bias: a channel of near-zero weights
-    would overflow it.
-    """
-    return np.abs(bias.astype(np.float64)) / (activation.scale.astype(np.float64) * (2**31 - 1024))
-
-
-def bias_of(activation: Affine, weights: Affine) -> Affine:
-    """int32 for a bias that is added to the accumulator of activation times weights."""
-    scale = np.atleast_1d(np.asarray(activation.scale * weights.scale, np.float32))
-    return Affine(
-        scale,
-        np.zeros(scale.shape, np.int32),
-        0 if weights.axis is not None else None,
-        -(2**31),
-        2**31 - 1,
-    )
-
-
-def _scale(values: NDArray[np.float64], half: bool) -> Scale:
-    """Float32, never zero or infinite; a tensor of zeros gets scale 1 and stays zeros."""
-    smallest = (
-        2.0**-24 if half else float(np.finfo(np.float32).tiny)
-    )  # float16 reaches into its denormals
-    safe = np.where(values == 0, 1.0, np.clip(values, smallest, 65504.0 if half else None))
-    return np.asarray(safe.astype(np.float16) if half else safe, np.float32)
-
-
-# --- placement ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +64,7 @@ TO_NEXT_LAYER = RESHAPES | {
     "ReduceMean",
     "Dropout",
 }
+QUANTIZABLE_READERS = TO_NEXT_LAYER | WEIGHTED
 SAME_SCALE = RESHAPES | {"MaxPool"}
 MOVES_BYTES = SAME_SCALE | {"Concat", "AveragePool"}
 INT8_KERNELS = SAME_SCALE | {
@@ -269,7 +143,7 @@ class Wiring:
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.nodes = list(graph.node)
-        self.order = {node.name: place for place, node in enumerate(self.nodes)}
+        self.order = {node.name: index for index, node in enumerate(self.nodes)}
         self.makers = {name: node for node in self.nodes for name in node.output}
         self.constants = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
         for value in graph.input:  # an initializer that the caller may replace is no constant
@@ -292,6 +166,10 @@ class Wiring:
     def is_activation(self, name: str) -> bool:
         return bool(name) and name not in self.constants
 
+    def activations(self, node: onnx.NodeProto) -> list[str]:
+        """The inputs of a node that are no constants."""
+        return [name for name in node.input if self.is_activation(name)]
+
     def is_weighted(self, node: onnx.NodeProto) -> bool:
         return node.op_type in WEIGHTED and self.weight_index(node) is not None
 
@@ -302,7 +180,7 @@ class Wiring:
         maker = self.makers.get(name)
         if maker is None or name in self.outputs or len(self.readers[name]) != 1:
             return None
-        activations = [each for each in maker.input if self.is_activation(each)]
+        activations = self.activations(maker)
         if maker.op_type in EPILOGUE and len(activations) == 1:
             return self.weighted_behind(activations[0])
         return maker if self.is_weighted(maker) else None
@@ -311,69 +189,87 @@ class Wiring:
         """Whether a weighted operator follows, with nothing but activations, pooling and reshaping
         in between.
         """
-        return any(
-            self.is_weighted(n) or (n.op_type in TO_NEXT_LAYER and self.feeds_weighted(n))
-            for n in self.after(node)
-        )
+        for reader in self.after(node):
+            if self.is_weighted(reader):
+                return True
+            if reader.op_type in TO_NEXT_LAYER and self.feeds_weighted(reader):
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """What every step of one placement looks at."""
+
+    wiring: Wiring
+    operators: tuple[onnx.NodeProto, ...]  # the ones to quantise, in graph order
+    operator_names: frozenset[str]
+    fp32_nodes: frozenset[str]  # names of the nodes to leave alone
+    ranges: frozenset[str]  # float activations with a known range
+    inner: frozenset[str]  # those of them that are no output of the model
 
 
 def place(
     graph: onnx.GraphProto,
     rules: Placement,
-    ranged: frozenset[str],
-    kept: frozenset[str],
+    ranges: frozenset[str],
+    fp32_nodes: frozenset[str],
     kernels: Kernels,
 ) -> Sites:
-    """Where Q/DQ pairs go. `ranged` = float activations with a known range, `kept` = nodes to leave
-    alone.
+    """Where Q/DQ pairs go. `ranges` = float activations with a known range, `fp32_nodes` = nodes to
+    leave alone.
     """
     wiring = Wiring(graph)
-    kept = kept if rules.first_layer else kept | up_to_first_layer(wiring)
-    wanted = [
-        node for node in wiring.nodes if node.name not in kept and _is_wanted(node, rules, wiring)
-    ]
-    unseen = [
-        node
-        for node in wanted
-        if not all(name in ranged for name in node.input[:2] if wiring.is_activation(name))
-    ]
-    chosen = [node for node in wanted if node not in unseen]
-    names, inner = {node.name for node in chosen}, ranged - wiring.outputs
-    sites: list[ActivationSite] = []
-    for node in chosen:
-        residual = kernels.add_in_conv and node.op_type == "Add"
-        sites += _residual(node, names, wiring, inner, kept) if residual else _inputs(node, wiring)
+    if not rules.first_layer:
+        fp32_nodes |= up_to_first_layer(wiring)
+    operators: list[onnx.NodeProto] = []
+    nodes_without_range: list[str] = []
+    for node in wiring.nodes:
+        if node.name in fp32_nodes or not _is_wanted(node, rules, wiring):
+            continue
+        if ranges.issuperset(site.tensor for site in _inputs(node, wiring)):
+            operators.append(node)
+        else:
+            nodes_without_range.append(node.name)
+    names = frozenset(node.name for node in operators)
+    scope = _Scope(
+        wiring, tuple(operators), names, fp32_nodes, ranges, ranges.difference(wiring.outputs)
+    )
+    sites = _operator_sites(scope, kernels)
     same_scale: dict[str, str] = {}
     if kernels.integer_io:
-        more, same_scale = _between(chosen, {site.tensor for site in sites}, wiring, ranged, kept)
-        sites += more
-    activations = tuple(sorted(set(sites), key=lambda site: (wiring.order[site.node], site.index)))
-    weighted = [
-        node for node in chosen if node.op_type != "Add" and wiring.weight_index(node) is not None
+        region = Int8Region(scope, {site.tensor for site in sites})
+        sites += region.sites()
+        same_scale = region.shared_scales()
+    activations = sorted(set(sites), key=lambda site: (wiring.order[site.node], site.index))
+    weights = [
+        _weight(node, wiring, rules, kernels.integer_io)
+        for node in operators
+        if wiring.is_weighted(node)
     ]
-    weights = tuple(_weight(node, wiring, rules, kernels.integer_io) for node in weighted)
-    return Sites(activations, weights, same_scale, tuple(node.name for node in unseen))
+    return Sites(tuple(activations), tuple(weights), same_scale, tuple(nodes_without_range))
 
 
 def _is_wanted(node: onnx.NodeProto, rules: Placement, wiring: Wiring) -> bool:
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Conv", "Gemm", "MatMul", "Add"):
+    if node.domain not in ("", "ai.onnx"):
         return False
     if node.op_type == "Add":
         return rules.residual_add and is_residual_add(node, wiring)
+    if node.op_type not in WEIGHTED:
+        return False
     index = wiring.weight_index(node)
     if index is None:
-        return (
-            rules.matmul_activations
-            and node.op_type == "MatMul"
-            and all(map(wiring.is_activation, node.input))
-        )
-    if not (rules.conv if node.op_type == "Conv" else rules.matmul_weight):
-        return False
+        return _is_activation_product(node, wiring) and rules.matmul_activations
     if node.op_type == "Conv" and index != 1:
         return False
-    return wiring.is_activation(node.input[1 - index]) and (
-        rules.last_layer or not is_classifier(node, wiring)
-    )
+    is_allowed = rules.conv if node.op_type == "Conv" else rules.matmul_weight
+    if not is_allowed or not wiring.is_activation(node.input[1 - index]):
+        return False
+    return rules.last_layer or not is_classifier(node, wiring)
+
+
+def _is_activation_product(node: onnx.NodeProto, wiring: Wiring) -> bool:
+    return node.op_type == "MatMul" and all(map(wiring.is_activation, node.input))
 
 
 def is_residual_add(node: onnx.NodeProto, wiring: Wiring) -> bool:
@@ -387,7 +283,9 @@ def up_to_first_layer(wiring: Wiring) -> frozenset[str]:
     """The weighted operators that read an input of the model, with what moves and scales it before
     them; empty where there is no such operator.
     """
-    inputs, before, first = set(wiring.inputs), set[str](), set[str]()
+    inputs = set(wiring.inputs)
+    before: set[str] = set()
+    first: set[str] = set()
     for node in wiring.nodes:  # in the order in which they run
         if wiring.is_weighted(node):
             if inputs.intersection(node.input[:2]):
@@ -395,15 +293,18 @@ def up_to_first_layer(wiring: Wiring) -> frozenset[str]:
         elif _passes_input(node, inputs, wiring):
             inputs.update(node.output)
             before.add(node.name)
-    return frozenset(first | before if first else ())
+    if not first:
+        return frozenset()
+    return frozenset(first | before)
 
 
 def _passes_input(node: onnx.NodeProto, inputs: set[str], wiring: Wiring) -> bool:
-    if node.op_type in SCALES_INPUT | {"Concat"}:
-        activations = [name for name in node.input if wiring.is_activation(name)]
-        return inputs.issuperset(activations) and (
-            len(activations) == 1 or node.op_type == "Concat"
-        )
+    """Whether a node only moves, scales or joins what comes from the model's inputs."""
+    if node.op_type == "Concat":
+        return inputs.issuperset(wiring.activations(node))
+    if node.op_type in SCALES_INPUT:
+        activations = wiring.activations(node)
+        return len(activations) == 1 and activations[0] in inputs
     return node.op_type in MOVES_INPUT and node.input[0] in inputs
 
 
@@ -414,25 +315,51 @@ def is_classifier(node: onnx.NodeProto, wiring: Wiring) -> bool:
     if wiring.outputs.intersection(node.output):
         return True
     return any(
-        _is_answering(after, wiring) and is_classifier(after, wiring)
-        for after in wiring.after(node)
+        _is_answering(reader, wiring) and is_classifier(reader, wiring)
+        for reader in wiring.after(node)
     )
 
 
 def _is_answering(node: onnx.NodeProto, wiring: Wiring) -> bool:
-    scalar_like = sum(map(wiring.is_activation, node.input)) == 1 or node.op_type not in (
-        "Add",
-        "Mul",
-    )
-    return node.op_type in AFTER_CLASSIFIER and scalar_like
+    """Whether a node may lie between the classifier and the output; it joins no other branch."""
+    if node.op_type in ("Add", "Mul"):
+        return len(wiring.activations(node)) == 1
+    return node.op_type in AFTER_CLASSIFIER
+
+
+# --- what an operator reads ---
+
+
+def _operator_sites(scope: _Scope, kernels: Kernels) -> list[ActivationSite]:
+    """What the quantised operators read, whatever lies between them."""
+    sites: list[ActivationSite] = []
+    for node in scope.operators:
+        if node.op_type == "Add" and kernels.add_in_conv:
+            sites += _residual_sites(node, scope)
+        else:
+            sites += _inputs(node, scope.wiring)
+    return sites
 
 
 def _inputs(node: onnx.NodeProto, wiring: Wiring) -> list[ActivationSite]:
+    """The activations that an operator multiplies or adds, without the bias."""
     return [
-        ActivationSite(node.name, i, name)
-        for i, name in enumerate(node.input[:2])
+        ActivationSite(node.name, index, name)
+        for index, name in enumerate(node.input[:2])
         if wiring.is_activation(name)
     ]
+
+
+def _sites_among(node: onnx.NodeProto, tensors: Set[str]) -> list[ActivationSite]:
+    """The inputs of a node that are among these tensors."""
+    return [
+        ActivationSite(node.name, index, name)
+        for index, name in enumerate(node.input)
+        if name in tensors
+    ]
+
+
+# --- a residual Add in the kernel of a weighted operator ---
 
 
 def fused_input(add: onnx.NodeProto, wiring: Wiring) -> tuple[str, str] | None:
@@ -441,159 +368,214 @@ def fused_input(add: onnx.NodeProto, wiring: Wiring) -> tuple[str, str] | None:
 
     Of two such inputs it is the later in the graph.
     """
-    made = {
-        name: maker.name
-        for name in add.input
-        if (maker := wiring.weighted_behind(name)) is not None
-    }
-    return max(made.items(), key=lambda item: wiring.order[item[1]], default=None)
+    operators: dict[str, str] = {}
+    for name in add.input:
+        operator = wiring.weighted_behind(name)
+        if operator is not None:
+            operators[name] = operator.name
+    return max(operators.items(), key=lambda item: wiring.order[item[1]], default=None)
 
 
-def _residual(
-    add: onnx.NodeProto,
-    chosen: set[str],
-    wiring: Wiring,
-    inner: frozenset[str],
-    kept: frozenset[str],
-) -> list[ActivationSite]:
+def _residual_sites(add: onnx.NodeProto, scope: _Scope) -> list[ActivationSite]:
     """What a residual Add reads in 8 bits, and who reads its sum so, where a weighted operator adds
     it in its own kernel.
 
     That kernel reads the residual and writes the sum in 8 bits, so a sum that no quantised operator
     reads is quantised too. A weighted operator that is not quantised itself adds floats.
     """
-    fused = fused_input(add, wiring)
+    fused = fused_input(add, scope.wiring)
     if fused is None:
-        return _inputs(add, wiring)
-    if fused[1] not in chosen:
+        return _inputs(add, scope.wiring)
+    fused_tensor, weighted_operator = fused
+    if weighted_operator not in scope.operator_names:
         return []
-    total = _result(add, wiring, kept)
-    readers = [node for node in wiring.readers[total] if node.op_type not in SHAPE_ONLY]
-    able = total in inner and all(
-        node.op_type in TO_NEXT_LAYER | WEIGHTED and node.name not in kept for node in readers
+    sites = [site for site in _inputs(add, scope.wiring) if site.tensor != fused_tensor]
+    total = _result(add, scope)
+    if _needs_own_pair(total, scope):
+        for reader in scope.wiring.readers[total]:
+            if reader.op_type not in SHAPE_ONLY:
+                sites += _sites_among(reader, {total})
+    return sites
+
+
+def _needs_own_pair(total: str, scope: _Scope) -> bool:
+    """Whether a sum is quantised although no quantised operator reads it."""
+    if total not in scope.inner or not _has_only_quantizable_readers(total, scope):
+        return False
+    return not _is_read_in_8_bits(total, scope)
+
+
+def _has_only_quantizable_readers(name: str, scope: _Scope) -> bool:
+    """Whether all that read the values of a tensor can read 8 bits."""
+    return all(
+        node.op_type in QUANTIZABLE_READERS and node.name not in scope.fp32_nodes
+        for node in scope.wiring.readers[name]
+        if node.op_type not in SHAPE_ONLY
     )
-    forced = readers if able and not _reaches(total, chosen, wiring) else []
-    sum_sites = [
-        ActivationSite(node.name, index, name)
-        for node in forced
-        for index, name in enumerate(node.input)
-        if name == total
-    ]
-    return [site for site in _inputs(add, wiring) if site.tensor != fused[0]] + sum_sites
 
 
-def _reaches(name: str, chosen: set[str], wiring: Wiring) -> bool:
+def _is_read_in_8_bits(name: str, scope: _Scope) -> bool:
     """Whether a quantised operator reads this tensor, directly or behind what a Q moves through."""
-    return any(
-        n.name in chosen or (n.op_type in SAME_SCALE and _reaches(n.output[0], chosen, wiring))
-        for n in wiring.readers[name]
-    )
+    for node in scope.wiring.readers[name]:
+        if node.name in scope.operator_names:
+            return True
+        if node.op_type in SAME_SCALE and _is_read_in_8_bits(node.output[0], scope):
+            return True
+    return False
+
+
+# --- weights ---
 
 
 def _weight(node: onnx.NodeProto, wiring: Wiring, rules: Placement, integer_io: bool) -> WeightSite:
     index = wiring.weight_index(node)
     assert index is not None
-    flags = {attribute.name: attribute for attribute in node.attribute}
+    axis = _output_axis(node, index, wiring) if rules.per_channel else -1
+    bias = _integer_bias(node, index, wiring) if integer_io else ""
+    activation = node.input[1 - index] if bias else ""
+    return WeightSite(node.name, index, node.input[index], axis, bias, activation)
+
+
+def _output_axis(node: onnx.NodeProto, index: int, wiring: Wiring) -> int:
+    """The axis of a weight, input `index` of the node, that holds the output channels."""
     if node.op_type == "Conv":
-        axis = 0
-    elif node.op_type == "Gemm":
-        transposed = (
-            bool(flags["transB" if index else "transA"].i)
-            if ("transB" if index else "transA") in flags
-            else False
-        )
-        axis = int(not transposed) if index else int(transposed)
-    else:
-        axis = len(wiring.constants[node.input[index]]) - (1 if index else 2)
-    bias = node.input[2] if len(node.input) > 2 and node.op_type in ("Conv", "Gemm") else ""
-    whole = node.op_type == "Conv" or (
-        index == 1 and ("beta" not in flags or flags["beta"].f == 1.0)
-    )
-    if not (integer_io and whole and len(wiring.constants.get(bias, ())) == 1):
-        bias = ""
-    return WeightSite(
-        node.name,
-        index,
-        node.input[index],
-        axis if rules.per_channel else -1,
-        bias,
-        node.input[1 - index] if bias else "",
-    )
+        return 0
+    if node.op_type == "Gemm":
+        integers = {attribute.name: attribute.i for attribute in node.attribute}
+        if index == 1:
+            return 0 if integers.get("transB") else 1
+        return 1 if integers.get("transA") else 0
+    rank = len(wiring.constants[node.input[index]])
+    return rank - 1 if index == 1 else rank - 2
 
 
-def _between(
-    chosen: list[onnx.NodeProto],
-    quantised: set[str],
-    wiring: Wiring,
-    ranged: frozenset[str],
-    kept: frozenset[str],
-) -> tuple[list[ActivationSite], dict[str, str]]:
-    """What ONNX Runtime should also read in 8 bits: results of quantised operators, and all between
-    two of them.
+def _integer_bias(node: onnx.NodeProto, index: int, wiring: Wiring) -> str:
+    """The bias that an int8 kernel adds to its int32 accumulator; empty where it cannot."""
+    if node.op_type not in ("Conv", "Gemm") or len(node.input) < 3:
+        return ""
+    bias = str(node.input[2])
+    if len(wiring.constants.get(bias, ())) != 1:
+        return ""
+    if node.op_type == "Gemm":
+        floats = {attribute.name: attribute.f for attribute in node.attribute}
+        if index != 1 or floats.get("beta", 1.0) != 1.0:
+            return ""
+    return bias
 
-    A matrix product gives floats as well, but not to a Relu or Clip: with one behind it that no Q
-    follows, it runs in fp32.
+
+# --- what lies between quantised operators ---
+
+
+class Int8Region:
+    """The tensors that ONNX Runtime keeps in 8 bits, from one quantised operator to the next.
+
+    Its kernels take and give 8 bits, so a pair stands on both sides of each. Both Conv are
+    quantised here:
+
+        x - conv1 - c -+- Sigmoid - s -+
+                       +---------------+- Mul - m -+- conv2 - y
+                                                   +- MaxPool - p - Abs - z
+
+        seed             x, m    the operators read them
+                         c       the result of conv1
+        grow_forward     p       MaxPool moves the bytes of m
+        grow_backward    c, s    Mul gives m in 8 bits if it reads 8 bits
     """
-    inner = ranged - wiring.outputs
-    giving = [
-        node
-        for node in chosen
-        if node.op_type in ("Conv", "Add") or _relu_after(node, wiring) is not None
-    ]
-    results = {_result(node, wiring, kept) for node in giving} & inner
-    tensors = quantised | results
-    able = [node for node in wiring.nodes if node.op_type in INT8_KERNELS and node.name not in kept]
-    # what only moves bytes goes on in 8 bits; in floats, each Concat would dequantise all its
-    # inputs again
-    for node in able:
-        if (
-            node.op_type in MOVES_BYTES
-            and tensors.issuperset(_data(node))
-            and node.output[0] in inner
-        ):
-            tensors.add(node.output[0])
-    for node in reversed(able):
-        if node.output[0] in tensors and ranged.issuperset(_data(node)):
-            tensors.update(_data(node))
-    kernels = {
-        node.name: _data(node)
-        for node in able
-        if tensors.issuperset([*_data(node), node.output[0]])
-    }
-    products = (
-        {node.output[0] for node in chosen} & tensors & inner
-    )  # a kernel gives 8 bits to all its readers or to none
-    held = (
-        results | products | {node.output[0] for node in able if node.name in kernels}
-    )  # their float form is never made
-    sites = [
-        ActivationSite(node.name, index, name)
-        for node in wiring.nodes
-        for index, name in enumerate(node.input)
-        if node.name not in kept and (name in held or name in kernels.get(node.name, ()))
-    ]
-    same_scale: dict[str, str] = {}
-    for node in able:
-        if node.op_type in SAME_SCALE and node.name in kernels:
-            same_scale[node.output[0]] = same_scale.get(node.input[0], node.input[0])
-    return sites, same_scale
+
+    def __init__(self, scope: _Scope, operator_inputs: Set[str]) -> None:
+        self.scope = scope
+        self.nodes = [
+            node
+            for node in scope.wiring.nodes
+            if node.op_type in INT8_KERNELS and node.name not in scope.fp32_nodes
+        ]
+        self.results: set[str] = set()  # of quantised operators that give 8 bits
+        self.tensors: set[str] = set()
+        self.seed(operator_inputs)
+        self.grow_forward()
+        self.grow_backward()
+        self.kernels = [
+            node for node in self.nodes if self.tensors.issuperset([*_data(node), node.output[0]])
+        ]
+
+    def seed(self, operator_inputs: Set[str]) -> None:
+        """What the quantised operators read, and what they give.
+
+        A matrix product gives floats as well, but not to a Relu or Clip: with one behind it that no
+        Q follows, it runs in fp32.
+        """
+        for node in self.scope.operators:
+            has_relu = _relu_after(node, self.scope.wiring) is not None
+            if has_relu or node.op_type in ("Conv", "Add"):
+                self.results.add(_result(node, self.scope))
+        self.results &= self.scope.inner
+        self.tensors.update(operator_inputs, self.results)
+
+    def grow_forward(self) -> None:
+        """What only moves bytes goes on in 8 bits; in floats, each Concat would dequantise all its
+        inputs again.
+        """
+        for node in self.nodes:
+            moves_8_bits = node.op_type in MOVES_BYTES and self.tensors.issuperset(_data(node))
+            if moves_8_bits and node.output[0] in self.scope.inner:
+                self.tensors.add(node.output[0])
+
+    def grow_backward(self) -> None:
+        """A kernel that gives 8 bits reads 8 bits."""
+        for node in reversed(self.nodes):
+            if node.output[0] in self.tensors and self.scope.ranges.issuperset(_data(node)):
+                self.tensors.update(_data(node))
+
+    def sites(self) -> list[ActivationSite]:
+        """Who reads 8 bits: the kernels of the region, and all readers of what has no float
+        form.
+        """
+        integers = self._without_float_form()
+        kernel_inputs = {node.name: set(_data(node)) for node in self.kernels}
+        sites: list[ActivationSite] = []
+        for node in self.scope.wiring.nodes:
+            if node.name not in self.scope.fp32_nodes:
+                sites += _sites_among(node, integers)
+                sites += _sites_among(node, kernel_inputs.get(node.name, set()))
+        return sites
+
+    def _without_float_form(self) -> set[str]:
+        """The results of kernels: a kernel gives 8 bits to all its readers or to none."""
+        products = {node.output[0] for node in self.scope.operators}
+        products &= self.tensors & self.scope.inner
+        return self.results | products | {node.output[0] for node in self.kernels}
+
+    def shared_scales(self) -> dict[str, str]:
+        """Each result of a kernel that keeps the values of its input, and the tensor whose range it
+        takes.
+        """
+        sources: dict[str, str] = {}
+        for node in self.kernels:
+            if node.op_type in SAME_SCALE:
+                sources[node.output[0]] = sources.get(node.input[0], node.input[0])
+        return sources
 
 
 def _data(node: onnx.NodeProto) -> list[str]:
     """The inputs of an operator of INT8_KERNELS that hold data, not shapes."""
-    return list(node.input[:1] if node.op_type in SAME_SCALE | {"Resize"} else node.input)
+    if node.op_type == "Resize" or node.op_type in SAME_SCALE:
+        return list(node.input[:1])
+    return list(node.input)
 
 
-def _result(node: onnx.NodeProto, wiring: Wiring, kept: frozenset[str]) -> str:
+def _result(node: onnx.NodeProto, scope: _Scope) -> str:
     """The tensor that leaves the kernel of this node: behind the Relu or Clip that fuses into
     it.
     """
-    relu = _relu_after(node, wiring)
-    return str(node.output[0] if relu is None or relu.name in kept else relu.output[0])
+    relu = _relu_after(node, scope.wiring)
+    if relu is None or relu.name in scope.fp32_nodes:
+        return str(node.output[0])
+    return str(relu.output[0])
 
 
 def _relu_after(node: onnx.NodeProto, wiring: Wiring) -> onnx.NodeProto | None:
     """The Relu or Clip that alone reads what this node makes."""
     readers = wiring.readers[node.output[0]]
-    alone = len(readers) == 1 and node.output[0] not in wiring.outputs
-    return readers[0] if alone and readers[0].op_type in FUSED_AFTER else None
+    if len(readers) != 1 or node.output[0] in wiring.outputs:
+        return None
+    return readers[0] if readers[0].op_type in FUSED_AFTER else None

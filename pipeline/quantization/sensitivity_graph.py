@@ -39,9 +39,8 @@ class Shadow:
     node: str
     operator: str
     tensors: tuple[str, ...]  # what it reads and writes, in the model
-    outputs: tuple[
-        tuple[str, str, str], ...
-    ]  # each in the model, beside it, and in the lossy graph
+    # each output in the model, beside it, and in the lossy graph
+    outputs: tuple[tuple[str, str, str], ...]
 
 
 def source_as_converted(source: onnx.ModelProto, low: onnx.ModelProto) -> onnx.ModelProto:
@@ -61,36 +60,31 @@ def add_shadows(
 
     An 8-bit node that only moves bytes has no shadow: it loses what was lost before it.
     """
-    quantised = {
-        name
-        for node in low.graph.node
-        if node.op_type == "DequantizeLinear"
-        for name in node.output
-    }
+    quantised: set[str] = set()
+    for node in low.graph.node:
+        if node.op_type == "DequantizeLinear":
+            quantised.update(node.output)
     names = {node.name for node in low.graph.node if _is_low(node, quantised, halves)}
     round_16_bits(low, halves)
-    makers = {node.name: node for node in exact.graph.node}
+    exact_nodes = {node.name: node for node in exact.graph.node}
     drawer = _Drawer(exact.graph, low.graph)
-    shadows = []
+    shadows: list[Shadow] = []
     for node in low.graph.node:
-        if node.name in names and node.name in makers:
+        if node.name in names and node.name in exact_nodes:
             drawer.draw(node)
-            real = makers[node.name]
-            outputs = tuple(
-                (ours, _beside(theirs), theirs)
-                for ours, theirs in zip(real.output, node.output, strict=True)
-                if ours
-            )
-            shadows.append(
-                Shadow(
-                    node.name,
-                    node.op_type,
-                    tuple(filter(None, (*real.input, *real.output))),
-                    outputs,
-                )
-            )
+            shadows.append(_shadow(exact_nodes[node.name], node))
     drawer.finish()
     return tuple(shadows)
+
+
+def _shadow(exact: onnx.NodeProto, low: onnx.NodeProto) -> Shadow:
+    tensors = tuple(name for name in (*exact.input, *exact.output) if name)
+    outputs = tuple(
+        (exact_name, _beside(low_name), low_name)
+        for exact_name, low_name in zip(exact.output, low.output, strict=True)
+        if exact_name
+    )
+    return Shadow(low.name, low.op_type, tensors, outputs)
 
 
 def tensors_of_16_bits(proto: onnx.ModelProto) -> dict[str, int]:
@@ -118,17 +112,13 @@ def lift(proto: onnx.ModelProto) -> None:
     graph = proto.graph
     for tensor in graph.initializer:
         if tensor.data_type in SIXTEEN_BITS:
-            tensor.CopyFrom(
-                numpy_helper.from_array(
-                    numpy_helper.to_array(tensor).astype(np.float32), tensor.name
-                )
-            )
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     for node in graph.node:
-        for attribute in node.attribute if node.op_type == "Cast" else ():
-            if (
-                attribute.name == "to" and attribute.i in SIXTEEN_BITS
-            ):  # `saturate` may stand before it
-                attribute.i = FLOAT
+        if node.op_type == "Cast":
+            for attribute in node.attribute:  # `saturate` may stand before `to`
+                if attribute.name == "to" and attribute.i in SIXTEEN_BITS:
+                    attribute.i = FLOAT
     for value in (*graph.input, *graph.output):
         if value.type.tensor_type.elem_type in SIXTEEN_BITS:
             value.type.tensor_type.elem_type = FLOAT
@@ -142,10 +132,10 @@ def round_16_bits(proto: onnx.ModelProto, halves: Mapping[str, int]) -> None:
     lift(proto)
     nodes = []
     for node in proto.graph.node:
-        made = [name for name in node.output if name in halves]
+        low_outputs = [name for name in node.output if name in halves]
         node.output[:] = [f"{name}/unrounded" if name in halves else name for name in node.output]
         nodes.append(node)
-        for name in made:
+        for name in low_outputs:
             nodes.append(_cast(f"{name}/unrounded", f"{name}/16_bits", halves[name]))
             nodes.append(_cast(f"{name}/16_bits", name, FLOAT))
     del proto.graph.node[:]
@@ -167,12 +157,12 @@ class _Drawer:
 
     def __init__(self, exact: onnx.GraphProto, lossy: onnx.GraphProto) -> None:
         self.exact = exact
-        self.real = {node.name: node for node in exact.node}
+        self.exact_nodes = {node.name: node for node in exact.node}
         self.makers = {
             name: (node, index) for node in lossy.node for index, name in enumerate(node.output)
         }
         self.constants = {tensor.name: tensor for tensor in lossy.initializer}
-        self.drawn: dict[str, str] = {"": ""}
+        self.sources: dict[str, str] = {"": ""}  # beside the model, by name in the lossy graph
         self.nodes: list[onnx.NodeProto] = []
 
     def draw(self, node: onnx.NodeProto) -> None:
@@ -188,9 +178,9 @@ class _Drawer:
         """The tensor beside the model that holds the exact values as `name` of the lossy graph
         would hold them; drawn once.
         """
-        if name not in self.drawn:
-            self.drawn[name] = self._source_of(name)
-        return self.drawn[name]
+        if name not in self.sources:
+            self.sources[name] = self._source_of(name)
+        return self.sources[name]
 
     def _source_of(self, name: str) -> str:
         if name in self.constants:
@@ -201,8 +191,8 @@ class _Drawer:
         if name not in self.makers:  # an input of the model
             return name
         node, index = self.makers[name]
-        if node.name in self.real:
-            return str(self.real[node.name].output[index])
+        if node.name in self.exact_nodes:
+            return str(self.exact_nodes[node.name].output[index])
         self.draw(node)
         return _beside(name)
 

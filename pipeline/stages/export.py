@@ -160,10 +160,8 @@ class _Case:
 
     @property
     def where(self) -> str:
-        return (
-            f"at {', '.join(f'{symbol}={size}' for symbol, size in self.sizes.items()) or 'the fixed shapes'},"
-            f" on {self.kind}"
-        )
+        sizes = ", ".join(f"{symbol}={size}" for symbol, size in self.sizes.items())
+        return f"at {sizes or 'the fixed shapes'}, on {self.kind}"
 
 
 def _cases(

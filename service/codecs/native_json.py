@@ -1,7 +1,9 @@
 """Crucible's own JSON, for convenience.
 
-{"inputs": {"image": [[...]]}, "outputs": ["scores"], "timeout_s": 1.0}        outputs and timeout_s may be missing
+{"inputs": {"image": [[...]]}, "outputs": ["scores"], "timeout_s": 1.0}
 {"model": ..., "version": 1, "device": ..., "outputs": {"scores": [[...]]}, "timing": {...}}
+
+`outputs` and `timeout_s` of a request may be missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Requests and answers of the Open Inference Protocol v2, in JSON and with its binary tensor data
 extension:
 
-JSON header | bytes of tensor | bytes of tensor | ...        Inference-Header-Content-Length: bytes of the header
+JSON header | bytes of tensor | bytes of tensor | ...        Inference-Header-Content-Length: bytes
+                                                             of the header
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Who may use which device when. Pure: a value in, a value out.
 
     build     one at a time on a device: kernels are timed while an engine is built
-    measure   nothing else of ours on the device: neither builds nor other measuring, and no serving, or else the result is `contended`
-    serve     at once and any number, held while an engine loads or has requests. A lease to measure waits for quiet, up to its patience, and is
+    measure   nothing else of ours on the device: neither builds nor other measuring, and no
+              serving, or else the result is `contended`
+    serve     at once and any number, held while an engine loads or has requests. A lease to measure
+              waits for quiet, up to its patience, and is
               contended if it is not quiet then, or not any longer before it is given back: serving
               never waits
 

@@ -2,7 +2,8 @@
 socket that both hold.
 
     server -> child   Start, once; Granted, for each Wants; Returned, for each Returns
-    child -> server   Stage ...; Wants before it measures, Returns after it; Finished or Failed, last
+    child -> server   Stage ...; Wants before it measures, Returns after it; Finished or Failed,
+                      last
 
 The child runs what strangers sent, so the server believes none of it: a line that is too long, no
 JSON, of another form, or one too many is BadMessage, and ends the child. Finished says nothing but

@@ -2,10 +2,13 @@
 who waits for it.
 
     runner = JobRunner(settings, job_store, leases)
-    await runner.start()                             goes on with what an earlier server left, after killing what is left of its children
-    job, is_new = await runner.submit(job, once)     home/uploads/<job.id>/plan.json lies there already (Folders.save_plan)
+    await runner.start()                             goes on with what an earlier server left, after
+                                                     killing what is left of its children
+    job, is_new = await runner.submit(job, once)     home/uploads/<job.id>/plan.json lies there
+                                                     already (Folders.save_plan)
     await runner.cancel(job_id, owner)               its processes are gone within 5 s
-    await runner.retry(job_id, owner)                a new job that goes on from what the old one stored
+    await runner.retry(job_id, owner)                a new job that goes on from what the old one
+                                                     stored
     await runner.stop()                              ends all children and queues their jobs again
 
 To follow a job: take `changed = runner.changed(job_id)` first, then read `job_store.events(job_id,

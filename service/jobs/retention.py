@@ -2,9 +2,11 @@
 `collect` removes.
 
     jobs         ended longer than `retention_days` ago, with upload, work and report
-    folders      uploads that became no job, a day after the last byte; work and reports of no job, after `retention_days`
+    folders      uploads that became no job, a day after the last byte; work and reports of no job,
+                 after `retention_days`
                  but not one whose report proves a version of a model that is kept
-    artifacts    of the store: not used for `retention_days`, and for as long as a job may take, so that none that runs loses what it found
+    artifacts    of the store: not used for `retention_days`, and for as long as a job may take, so
+                 that none that runs loses what it found
 
 What has not ended is kept, however old. A job whose row is damaged is kept: whoever mends it will
 want the files.

@@ -1,9 +1,11 @@
 """Jobs in the database: each change is one transaction, which writes the event and the job after
 it, so that neither is without the other.
 
-    job, is_new = store.add(job, now, once)      the job, or the one that an equal request already made
+    job, is_new = store.add(job, now, once)      the job, or the one that an equal request already
+                                                 made
     job, seq = store.append(job.id, event, now)  what happened, and the job after it
-    store.events(job.id, after=seq)              for clients; `seq` rises over all jobs and is never used twice
+    store.events(job.id, after=seq)              for clients; `seq` rises over all jobs and is never
+                                                 used twice
 
 Events carry a kind and data for clients: "stage", or the state which the job came to. What a row's
 JSON no longer tells is logged by the job's id and left out; it does not keep the others from being

@@ -1,9 +1,10 @@
 """A process that does what would hold up the server's event loop: `python -m
 service.offload.worker`, spoken to over its stdin and stdout.
 
-A request and its answer are each   8 bytes: length of the head | 8 bytes: length of the body | head, JSON | body
-It ends when its stdin does, so it does not outlive the server. What it decodes comes from strangers: a decoder that crashes takes
-only this process along.
+A request and its answer are each   8 bytes: length of the head | 8 bytes: length of the body |
+                                    head, JSON | body
+It ends when its stdin does, so it does not outlive the server. What it decodes comes from
+strangers: a decoder that crashes takes only this process along.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
     queue = offer(queue, waiting)              a request has come
     queue = drop(queue, number)                its client has gone
-    queue, batch = take(queue, now, idle)      some worker has room: what it is to run; None: nothing yet
-    deadline(queue)                            when `take` gives something although nothing more comes
+    queue, batch = take(queue, now, idle)      some worker has room: what it is to run; None:
+                                               nothing yet
+    deadline(queue)                            when `take` gives something although nothing more
+                                               comes
 
 Requests of one kind run together, in the order of their coming. A batch is closed when no more rows
 fit, when its first request has waited `max_delay_s`, or at once where a worker is idle. Of several

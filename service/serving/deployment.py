@@ -1,9 +1,12 @@
 """One loaded version of a model: its queue, its batches, its workers.
 
-deployment = await Deployment.start(spec, work, figures)     ready: every worker has loaded the engine and warmed up
+deployment = await Deployment.start(spec, work, figures)     ready: every worker has loaded the
+                                                             engine and warmed up
 answer = await deployment.infer(request)                     cancelling it drops what still waits
-await deployment.drain()                                     takes nothing new, and answers what it has
-await deployment.close()                                     ends the workers; what still waits is Unavailable
+await deployment.drain()                                     takes nothing new, and answers what it
+                                                             has
+await deployment.close()                                     ends the workers; what still waits is
+                                                             Unavailable
 """
 
 from __future__ import annotations

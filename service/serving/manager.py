@@ -1,8 +1,10 @@
 """All models that are served: the protocol `Serving` of inference.py, and what changes it.
 
-    await deployments.start()                              what was deployed when the server ended is loaded again
+    await deployments.start()                              what was deployed when the server ended
+                                                           is loaded again
     await deployments.deploy(caller, "resnet50", options)  ready when this returns
-    await deployments.promote(caller, "resnet50", asked)   the next version: loaded, then current, then the old one is drained
+    await deployments.promote(caller, "resnet50", asked)   the next version: loaded, then current,
+                                                           then the old one is drained
     await deployments.rollback(caller, "resnet50")
     await deployments.unload(caller, "resnet50")
 

@@ -1,6 +1,7 @@
 """Whether a request's inputs are what an engine takes, and with which others they may run.
 
-    fit = Fitting(engine, batch, max_batch).fit(inputs)     Unprocessable with what was expected and what came
+    fit = Fitting(engine, batch, max_batch).fit(inputs)     Unprocessable with what was expected and
+                                                            what came
 
 What fitted once is known by its dtypes and shapes, so that all further requests of that kind cost
 about a microsecond.

@@ -3,7 +3,8 @@ and ended.
 
     worker = await Worker.start(order)      ready: the engine is loaded and warm
     worker.run(task)                        task.then is called with what came of it, always once
-    await worker.broken()                   until it is of no use any more; what it had is lost by then
+    await worker.broken()                   until it is of no use any more; what it had is lost by
+                                            then
     await worker.end()                      kills it
 
 A slot is used again only after the worker has answered for it: a request that nobody waits for any

@@ -2,7 +2,8 @@
 each, over a socket that both hold.
 
     server -> worker   Load, once; Run, for each batch, with the descriptors of buffers that are new
-    worker -> server   Ready, or Failed as its last; for each Run: Done, Short (the outputs need more room: it is sent again) or Refused
+    worker -> server   Ready, or Failed as its last; for each Run: Done, Short (the outputs need
+                       more room: it is sent again) or Refused
 
 The socket keeps the packets apart (SOCK_SEQPACKET). A worker runs a model that a stranger sent, so
 the server believes nothing of it: what is no message, or not a possible answer to what was asked,

@@ -1,6 +1,7 @@
 """The database: one SQLite file, many readers, one writer at a time, migrated step by step.
 
-    with database.write() as rows: rows.execute(...)      one transaction; whole or not at all, on the disk when it returns
+    with database.write() as rows: rows.execute(...)      one transaction; whole or not at all, on
+                                                          the disk when it returns
     with database.read() as rows: rows.execute(...)
 
 Times in it are UTC in ISO 8601. `MIGRATIONS[n]` leads from version n to n + 1; the version lies in
@@ -22,32 +23,35 @@ BUSY_S = 10.0  # how long a write waits for another process, such as `crucible k
 MIGRATIONS: tuple[str, ...] = (
     """
     CREATE TABLE keys (
-        prefix TEXT PRIMARY KEY, sha256 TEXT NOT NULL, name TEXT NOT NULL, owner TEXT NOT NULL, scopes TEXT NOT NULL,
-        created TEXT NOT NULL, revoked TEXT
+        prefix TEXT PRIMARY KEY, sha256 TEXT NOT NULL, name TEXT NOT NULL, owner TEXT NOT NULL,
+        scopes TEXT NOT NULL, created TEXT NOT NULL, revoked TEXT
     ) STRICT;
     CREATE TABLE jobs (
-        id TEXT PRIMARY KEY, owner TEXT NOT NULL, identity TEXT NOT NULL, state TEXT NOT NULL, created TEXT NOT NULL, job TEXT NOT NULL
+        id TEXT PRIMARY KEY, owner TEXT NOT NULL, identity TEXT NOT NULL, state TEXT NOT NULL,
+        created TEXT NOT NULL, job TEXT NOT NULL
     ) STRICT;
     CREATE INDEX jobs_by_identity ON jobs (owner, identity);
     CREATE INDEX jobs_by_state ON jobs (state, id);
     CREATE TABLE events (
-        seq INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
         at TEXT NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
     ) STRICT;
     CREATE INDEX events_by_job ON events (job_id, seq);
     CREATE TABLE requests (
-        owner TEXT NOT NULL, idempotency_key TEXT NOT NULL, digest TEXT NOT NULL, job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+        owner TEXT NOT NULL, idempotency_key TEXT NOT NULL, digest TEXT NOT NULL,
+        job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
         created TEXT NOT NULL, PRIMARY KEY (owner, idempotency_key)
     ) STRICT;
     """,
     """
     CREATE TABLE models (
-        name TEXT PRIMARY KEY, owner TEXT NOT NULL, current INTEGER NOT NULL, latest INTEGER NOT NULL,
-        deployed INTEGER NOT NULL DEFAULT 0, deployment TEXT
+        name TEXT PRIMARY KEY, owner TEXT NOT NULL, current INTEGER NOT NULL,
+        latest INTEGER NOT NULL, deployed INTEGER NOT NULL DEFAULT 0, deployment TEXT
     ) STRICT;
     CREATE TABLE versions (
-        model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE, version INTEGER NOT NULL, job_id TEXT NOT NULL, before INTEGER,
-        about TEXT NOT NULL, PRIMARY KEY (model, version)
+        model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE, version INTEGER NOT NULL,
+        job_id TEXT NOT NULL, before INTEGER, about TEXT NOT NULL, PRIMARY KEY (model, version)
     ) STRICT;
     """,
     "ALTER TABLE versions ADD COLUMN memory_bytes INTEGER",

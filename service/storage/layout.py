@@ -1,8 +1,10 @@
 """Where the files of jobs lie under the service's home.
 
-home/uploads/<job>/     what the client sent, and plan.json: the plan over those files. Written by the server before the job is added
+home/uploads/<job>/     what the client sent, and plan.json: the plan over those files. Written by
+                        the server before the job is added
 home/uploads/<job>/compiled/    of a benchmark: the report and the engine that are measured again
-home/jobs/<job>/        the child's work: log, home/ (its CRUCIBLE_HOME), tmp/, out/ (the report before it is verified)
+home/jobs/<job>/        the child's work: log, home/ (its CRUCIBLE_HOME), tmp/, out/ (the report
+                        before it is verified)
 home/reports/<job>/     the report and the engine, published by the server
 home/models/<name>/<version>/   the engine of a promoted version
 home/serving/           logs and temporary files of the processes that serve

@@ -1,4 +1,6 @@
-"""An attention as torch.export writes it out, and what it answers; one whose queries, keys and values come out of one product."""
+"""An attention as torch.export writes it out, and what it answers; one whose queries, keys and
+values come out of one product.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ LEAST = np.finfo(np.float32).min
 def written_out(
     hides: float = LEAST, computed: bool = False, dtype: type[np.floating[Any]] = np.float32
 ) -> onnx.ModelProto:
-    """scaled_dot_product_attention: b 2, t 4, h 3, d 5. The mask adds `hides` where a token is not `seen`; `computed`: by a product, not a Where."""
+    """scaled_dot_product_attention: b 2, t 4, h 3, d 5. The mask adds `hides` where a token
+    is not `seen`; `computed`: by a product, not a Where.
+    """
     node, scale, of = (
         helper.make_node,
         dtype(5**-0.25),
@@ -111,7 +115,8 @@ def packed(
     turned: bool = True,
     window: int = 5,
 ) -> onnx.ModelProto:
-    """One attention of any batch and 5 tokens; `form`: "rows" as timm writes it, "tokens" as nn.MultiheadAttention; `turned`: rows come first.
+    """One attention of any batch and 5 tokens; `form`: "rows" as timm writes it, "tokens" as
+    nn.MultiheadAttention; `turned`: rows come first.
 
     In windows of other than 5 tokens rows and tokens are grouped anew.
     """
@@ -153,7 +158,8 @@ def packed(
     if not by_tokens:
         after = "c = Transpose<perm = [0, 2, 1, 3]>(a)  y = Reshape(c, back)"
     elif turned:
-        after = """c = Transpose<perm = [2, 0, 1, 3]>(a)  c2 = Reshape(c, flat)  g = Gemm<transB = 1>(c2, wo, bo)  g3 = Reshape(g, tokens)
+        after = """c = Transpose<perm = [2, 0, 1, 3]>(a)  c2 = Reshape(c, flat)
+            g = Gemm<transB = 1>(c2, wo, bo)  g3 = Reshape(g, tokens)
             y = Transpose<perm = [1, 0, 2]>(g3)"""
     else:
         after = "c = Transpose<perm = [2, 0, 1, 3]>(a)  y = Reshape(c, tokens)"
@@ -179,7 +185,8 @@ def packed(
         f"""<ir_version: 8, opset_import: ["" : 18]> g (float[{shape}] x) => (float[{shape}] y)
     <{written}, {scalars}, float scale = {{0.5}}> {{
         {x}  {product}  {apart}  {chosen}
-        {KEYS[keys]}  qs = Mul(q, scale)  s = MatMul(qs, kt)  soft = Softmax<axis = -1>(s)  a = MatMul(soft, v)  {after}
+        {KEYS[keys]}  qs = Mul(q, scale)  s = MatMul(qs, kt)  soft = Softmax<axis = -1>(s)
+          a = MatMul(soft, v)  {after}
     }}"""
     )
     random = np.random.default_rng(0)

@@ -31,7 +31,8 @@ BF16 = Recipe(backend="tensorrt", precision=Precision.BF16)
 RESIDUAL = """
 <ir_version: 9, opset_import: ["" : 20]>
 net (float[N, 3, 8, 8] x) => (float[N, 5] y)
-<float[4, 3, 3, 3] w1, float[4] b1, float[4, 4, 3, 3] w2, float[4] b2, float[4, 4, 3, 3] w4, float[4, 5] w3, float[5] b3>
+<float[4, 3, 3, 3] w1, float[4] b1, float[4, 4, 3, 3] w2, float[4] b2, float[4, 4, 3, 3] w4,
+  float[4, 5] w3, float[5] b3>
 {
     [conv1] c1 = Conv <pads = [1, 1, 1, 1]> (x, w1, b1)
     [relu1] r1 = Relu (c1)
@@ -48,7 +49,8 @@ net (float[N, 3, 8, 8] x) => (float[N, 5] y)
 DOWNSAMPLE = """
 <ir_version: 9, opset_import: ["" : 20]>
 net (float[N, 3, 8, 8] x) => (float[N, 5] y)
-<float[4, 3, 3, 3] w1, float[4] b1, float[6, 4, 3, 3] w2, float[6, 6, 3, 3] w3, float[6, 4, 1, 1] w4, float[6, 6, 3, 3] w5, float[6, 6, 3, 3] w6,
+<float[4, 3, 3, 3] w1, float[4] b1, float[6, 4, 3, 3] w2, float[6, 6, 3, 3] w3,
+  float[6, 4, 1, 1] w4, float[6, 6, 3, 3] w5, float[6, 6, 3, 3] w6,
  float[6, 5] w7>
 {
     [stem] c = Conv <pads = [1, 1, 1, 1]> (x, w1, b1)

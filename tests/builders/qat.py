@@ -104,11 +104,15 @@ def trained(folder: Path) -> Path:
     return folder / "qat.safetensors"
 
 
-CONSTANTS = """float s = {0.02}, float t = {0.03}, int8 z = {0}, uint8 u = {128}, uint8 u0 = {0}, float one = {0.004}, int8[4] wz = {0, 0, 0, 0},
- float[4] ws = {0.01, 0.02, 0.01, 0.02}, float[4, 4, 3, 3] w, float[4, 4, 3, 3] v, float[4, 5] f, float[4] b,
- int32[4] bi = {100, -200, 300, 0}, int32[4] bz = {0, 0, 0, 0}, float[4] bs = {0.0002, 0.0004, 0.0002, 0.0004}"""
+CONSTANTS = """float s = {0.02}, float t = {0.03},
+  int8 z = {0}, uint8 u = {128}, uint8 u0 = {0}, float one = {0.004}, int8[4] wz = {0, 0, 0, 0},
+ float[4] ws = {0.01, 0.02, 0.01, 0.02}, float[4, 4, 3, 3] w, float[4, 4, 3, 3] v, float[4, 5] f,
+   float[4] b,
+ int32[4] bi = {100, -200, 300, 0}, int32[4] bz = {0, 0, 0, 0},
+   float[4] bs = {0.0002, 0.0004, 0.0002, 0.0004}"""
 
-WEIGHTS = """[wq] wi = QuantizeLinear<axis = 0>(w, ws, wz)  [wdq] wd = DequantizeLinear<axis = 0>(wi, ws, wz)
+WEIGHTS = """[wq] wi = QuantizeLinear<axis = 0>(w, ws, wz)
+  [wdq] wd = DequantizeLinear<axis = 0>(wi, ws, wz)
  [vq] vi = QuantizeLinear<axis = 0>(v, ws, wz)  [vdq] vd = DequantizeLinear<axis = 0>(vi, ws, wz)"""
 
 INPUT = "[q] xq = QuantizeLinear(x, s, z)  [dq] xd = DequantizeLinear(xq, s, z)"
@@ -130,10 +134,13 @@ SAME = "pads = [1, 1, 1, 1]"
 PLAIN = f"{INPUT} {WEIGHTS} [conv] c = Conv<{SAME}>(xd, wd) [relu] y = Relu(c)"
 """A convolution as TensorRT likes it."""
 
-NORMED = f"""{INPUT} {WEIGHTS} [conv] c = Conv<{SAME}>(xd, wd) [undo] d = Div(c, gain) [bias] e = Add(d, shift)
+NORMED = f"""{INPUT} {WEIGHTS} [conv] c = Conv<{SAME}>(xd, wd) [undo] d = Div(c, gain)
+  [bias] e = Add(d, shift)
  [norm] n = BatchNormalization<epsilon = 0.0>(e, gamma, beta, mean, variance) [relu] y = Relu(n)"""
-GAINS = """, float[1, 4, 1, 1] gain = {1.5, 2.0, 0.5, 4.0}, float[1, 4, 1, 1] shift = {1.0, 2.0, 3.0, 4.0}, float[4] gamma = {3.0, 2.0, 1.0, 4.0},
- float[4] beta = {0.5, 0.25, 0.0, 1.0}, float[4] mean = {0.5, 1.0, 1.5, 2.0}, float[4] variance = {4.0, 1.0, 4.0, 1.0}"""
+GAINS = """, float[1, 4, 1, 1] gain = {1.5, 2.0, 0.5, 4.0},
+  float[1, 4, 1, 1] shift = {1.0, 2.0, 3.0, 4.0}, float[4] gamma = {3.0, 2.0, 1.0, 4.0},
+ float[4] beta = {0.5, 0.25, 0.0, 1.0}, float[4] mean = {0.5, 1.0, 1.5, 2.0},
+   float[4] variance = {4.0, 1.0, 4.0, 1.0}"""
 """What torch.ao's ConvBn leaves: the weights were multiplied with gamma / sqrt(variance), so the
 result is divided by it, and normalised.
 """

@@ -30,9 +30,12 @@ root=$1 view=$2 home=$3 volume=$4 key=$5 user=$6; shift 6
 mount --bind "$root" "$view" && mount -o remount,bind,ro "$view"
 mount -t proc proc "$view/proc"
 mount -t tmpfs -o mode=755 tmpfs "$view/dev"
-mknod -m 666 "$view/dev/null" c 1 3; mknod -m 666 "$view/dev/zero" c 1 5; mknod -m 666 "$view/dev/urandom" c 1 9
+mknod -m 666 "$view/dev/null" c 1 3
+mknod -m 666 "$view/dev/zero" c 1 5
+mknod -m 666 "$view/dev/urandom" c 1 9
 mkdir "$view/dev/shm" && mount -t tmpfs -o size=1m,mode=1777 tmpfs "$view/dev/shm"
-mount -t tmpfs -o mode=755 tmpfs "$view/run" && touch "$view/run/admin.key" && mount --bind -o ro "$key" "$view/run/admin.key"
+mount -t tmpfs -o mode=755 tmpfs "$view/run" && touch "$view/run/admin.key" \\
+  && mount --bind -o ro "$key" "$view/run/admin.key"
 mount --bind "$home" "$view$volume"
 exec chroot --userspec="$user" --groups= "$view" /usr/bin/env -i "$@"
 """

@@ -29,7 +29,8 @@ class Layer(torch.nn.Module):
         self.norm, self.second = torch.nn.LayerNorm({WIDTH}), torch.nn.LayerNorm({WIDTH})
 
     def forward(self, x, seen):
-        apart = [each(x).unflatten(-1, ({HEADS}, -1)).transpose(1, 2) for each in (self.query, self.key, self.value)]
+        projections = (self.query, self.key, self.value)
+        apart = [each(x).unflatten(-1, ({HEADS}, -1)).transpose(1, 2) for each in projections]
         attended = torch.nn.functional.scaled_dot_product_attention(*apart, attn_mask=seen)
         x = self.norm(x + self.out(attended.transpose(1, 2).flatten(2)))
         return self.second(x + self.last(torch.nn.functional.gelu(x)))

@@ -48,8 +48,10 @@ from tests.gpu.plugin import GpuTests, Obstacle
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: x")
-    gpus = Gpus(devices=(Gpu(name="NVIDIA H200", compute_capability="9.0", driver="580", memory_bytes=1),) * {count})
-    config.pluginmanager.register(GpuTests(gpus, Path("{file}"), lambda found: Obstacle("{reason}", "10.6.0")))
+    gpu = Gpu(name="NVIDIA H200", compute_capability="9.0", driver="580", memory_bytes=1)
+    gpus = Gpus(devices=(gpu,) * {count})
+    obstacle = Obstacle("{reason}", "10.6.0")
+    config.pluginmanager.register(GpuTests(gpus, Path("{file}"), lambda found: obstacle))
 """
 
 

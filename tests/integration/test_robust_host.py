@@ -186,7 +186,8 @@ def make(folder):
     (folder / "file").touch()
     return Artifact(root=folder, file="file")
 
-print(Store(root, lambda text: print("waits", flush=True)).get(Key("wait", 1, ()), Artifact, make).reused)
+store = Store(root, lambda text: print("waits", flush=True))
+print(store.get(Key("wait", 1, ()), Artifact, make).reused)
 """
 
 

@@ -2,7 +2,8 @@
 reference, and the baselines eager, traced and compile.
 
     eager     the module as its user has it, in inference mode
-    traced    torch.jit.trace at opt, frozen, optimize_for_inference (folds batch norms, picks oneDNN layouts)
+    traced    torch.jit.trace at opt, frozen, optimize_for_inference (folds batch norms, picks
+              oneDNN layouts)
     compile   torch.compile (inductor) in the recipe's mode; it is compiled when it is built, and
               every process that loads it gets inductor's cache
 

@@ -295,10 +295,12 @@ def check_program(program: torch.export.ExportedProgram, source: ModelSource) ->
     """
     names = program.graph_signature.user_inputs
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.name in names}
-    taken = [
-        f"{str(values[name].dtype).removeprefix('torch.')}[{', '.join(map(str, values[name].shape))}]"
-        for name in names
-    ]
+
+    def described(name: str) -> str:
+        dtype = str(values[name].dtype).removeprefix("torch.")
+        return f"{dtype}[{', '.join(map(str, values[name].shape))}]"
+
+    taken = [described(name) for name in names]
     advice = (
         f"'{source.path}' takes {'; '.join(taken)}: correct model.inputs, or export it again with"
         " these dimensions dynamic"

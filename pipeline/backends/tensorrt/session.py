@@ -1,9 +1,11 @@
 """Runs TensorRT engines: weights once per engine, a stream and memory per session, a CUDA graph per
 shape.
 
-    bind          host arrays to page-locked memory; arrays on the GPU are kept until they are copied
+    bind          host arrays to page-locked memory; arrays on the GPU are kept until they are
+                  copied
     upload        to the device, to addresses that stay the same, since graphs are captured on them
-    execute       first run of a shape: plain; second: on a context of its own, which is then captured; from the third on: one launch
+    execute       first run of a shape: plain; second: on a context of its own, which is then
+                  captured; from the third on: one launch
     download      to page-locked memory
     synchronize
     fetch         arrays of the caller's own

@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from pipeline.quantization.existing_qdq import QDQ
+from pipeline.quantization.existing_qdq import QDQ, Scale
 from pipeline.quantization.insert_qdq import drop_unread
 from pipeline.quantization.lint.qdq_view import (
     Pair,
@@ -40,13 +41,14 @@ def mend(proto: onnx.ModelProto, backend: str, rules: Collection[str] = ()) -> C
 
     Returns how often each was applied. Node names must be unique.
     """
-    done: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for rule, (fix, backends) in FIXES.items():
-        while backend in backends and (not rules or rule in rules) and fix(View(proto.graph)):
-            done[rule] += 1
+        is_wanted = not rules or rule in rules
+        while backend in backends and is_wanted and fix(View(proto.graph)):
+            counts[rule] += 1
     drop_unread(proto.graph)
     del proto.graph.value_info[:]  # types that were true before
-    return done
+    return counts
 
 
 def fold_norm(view: View) -> bool:
@@ -71,53 +73,46 @@ def fold_weight(view: View) -> bool:
     """The Q of a constant weight is computed now, as ONNX defines it."""
     for dq in view.weights.values():
         q = view.makers.get(dq.input[0])
-        scale = view.scale(q) if q is not None else None
-        if (
-            q is None
-            or scale is None
-            or q.input[0] not in view.constants
-            or view.dtype(q) not in ("int8", "uint8")
-        ):
+        if q is None or q.input[0] not in view.constants:
             continue
-        values = numpy_helper.to_array(view.constants[q.input[0]]).astype(np.float32)
-        axis = next((int(each.i) for each in q.attribute if each.name == "axis"), 1)
-        shape = (
-            [-1 if place == axis % values.ndim else 1 for place in range(values.ndim)]
-            if scale.size > 1
-            else []
-        )
-        rounded = np.rint(values / scale.astype(np.float32).reshape(shape)) + view.zero(q).reshape(
-            shape if view.zero(q).size > 1 else []
-        )
-        limits = np.iinfo(view.dtype(q))
-        view.graph.initializer.append(
-            numpy_helper.from_array(
-                np.clip(rounded, limits.min, limits.max).astype(view.dtype(q)), q.output[0]
-            )
-        )
-        _remove(view, [q])
-        return True
+        scale = view.scale(q)
+        if scale is not None and view.dtype(q) in ("int8", "uint8"):
+            integers = _integers_of(view, q, scale)
+            view.graph.initializer.append(numpy_helper.from_array(integers, q.output[0]))
+            _remove(view, [q])
+            return True
     return False
+
+
+def _integers_of(view: View, q: onnx.NodeProto, scale: Scale) -> NDArray[np.generic]:
+    """What a Q makes of its constant."""
+    values = numpy_helper.to_array(view.constants[q.input[0]]).astype(np.float32)
+    attributes = {attribute.name: int(attribute.i) for attribute in q.attribute}
+    zero = view.zero(q)
+    channels: list[int] = []
+    if scale.size > 1:
+        axis = attributes.get("axis", 1) % values.ndim
+        channels = [-1 if dim == axis else 1 for dim in range(values.ndim)]
+    steps = np.rint(values / scale.astype(np.float32).reshape(channels))
+    rounded = steps + zero.reshape(channels if zero.size > 1 else [])
+    limits = np.iinfo(view.dtype(q))
+    return np.asarray(np.clip(rounded, limits.min, limits.max), view.dtype(q))
 
 
 def fold_bias(view: View) -> bool:
     """A quantised bias becomes the floats that it stands for."""
     for node in view.weighted():
         dq = view.weights.get(node.input[2]) if len(node.input) > 2 else None
-        weight, scale = (
-            (None, None) if dq is None else (view.constants.get(dq.input[0]), view.scale(dq))
-        )
-        if weight is None or scale is None:
+        if dq is None:
+            continue
+        bias, scale = view.constants.get(dq.input[0]), view.scale(dq)
+        if bias is None or scale is None:
             continue
         name = _fresh(view, f"{node.name}_bias")
-        integers = numpy_helper.to_array(weight).astype(np.float32)
-        view.graph.initializer.append(
-            numpy_helper.from_array(
-                np.asarray(integers * scale.astype(np.float32), np.float32), name
-            )
-        )
+        integers = numpy_helper.to_array(bias).astype(np.float32)
+        floats = np.asarray(integers * scale.astype(np.float32), np.float32)
+        view.graph.initializer.append(numpy_helper.from_array(floats, name))
         node.input[2] = name
-        assert dq is not None
         if len(view.readers[dq.output[0]]) == 1:
             _remove(view, [dq])
         return True
@@ -128,15 +123,14 @@ def to_signed(view: View) -> bool:
     """uint8 with zero point 128 becomes int8 with zero point 0, for all Q and DQ at once, since
     they share tensors.
     """
-    mine = [
+    quantizers = [
         node
         for node in view.graph.node
-        if node.op_type in QDQ and view.dtype(node) == "uint8" and (view.zero(node) == 128).all()
+        if _is_shifted(view, node) and len(node.input) > 2 and _shares_with_equals(view, node)
     ]
-    mine = [node for node in mine if len(node.input) > 2 and _whole(view, node)]
-    if not mine:
+    if not quantizers:
         return False
-    for node in mine:
+    for node in quantizers:
         zero = _fresh(view, f"{node.name}_zero")
         view.graph.initializer.append(
             numpy_helper.from_array(np.zeros(view.zero(node).shape, np.int8), zero)
@@ -144,11 +138,8 @@ def to_signed(view: View) -> bool:
         weight = view.constants.get(node.input[0]) if node.op_type == QDQ[1] else None
         if weight is not None:
             name = _fresh(view, f"{node.input[0]}_signed")
-            view.graph.initializer.append(
-                numpy_helper.from_array(
-                    (numpy_helper.to_array(weight).astype(np.int16) - 128).astype(np.int8), name
-                )
-            )
+            integers = (numpy_helper.to_array(weight).astype(np.int16) - 128).astype(np.int8)
+            view.graph.initializer.append(numpy_helper.from_array(integers, name))
             node.input[0] = name
         node.input[2] = zero
     return True
@@ -158,32 +149,42 @@ def to_unsigned(view: View) -> bool:
     """Where several operators read one, int8 activations become uint8 with 128 added to the zero
     point, all at once; weights stay int8.
     """
-    mine = [
+    pairs = [
         pair
         for pair in view.pairs.values()
         if view.dtype(pair.q) == "int8" == view.dtype(pair.dq) and only_pairs(view, pair)
     ]
-    if not any(len(view.readers[pair.dq.output[0]]) > 1 for pair in mine):
+    if not any(len(view.readers[pair.dq.output[0]]) > 1 for pair in pairs):
         return False
-    for node in {id(node): node for pair in mine for node in (pair.q, pair.dq)}.values():
+    quantizers: dict[int, onnx.NodeProto] = {}  # pairs may share their Q
+    for pair in pairs:
+        quantizers |= {id(pair.q): pair.q, id(pair.dq): pair.dq}
+    for node in quantizers.values():
         name = _fresh(view, f"{node.name}_zero")
         view.graph.initializer.append(
             numpy_helper.from_array((view.zero(node) + 128).astype(np.uint8), name)
         )
         del node.input[2:]
         node.input.append(name)
-    return bool(mine)
+    return True
 
 
-def _whole(view: View, node: onnx.NodeProto) -> bool:
+def _is_shifted(view: View, node: onnx.NodeProto) -> bool:
+    """Whether this is a Q or DQ of uint8 with zero point 128."""
+    if node.op_type not in QDQ or view.dtype(node) != "uint8":
+        return False
+    return bool((view.zero(node) == 128).all())
+
+
+def _shares_with_equals(view: View, node: onnx.NodeProto) -> bool:
     """Whether all that share the integers of this Q or DQ are Q and DQ of the same kind."""
     name = node.output[0] if node.op_type == QDQ[0] else node.input[0]
-    around = [*view.readers[name], *([view.makers[name]] if name in view.makers else [])]
-    alike = all(
-        each.op_type in QDQ and view.dtype(each) == "uint8" and (view.zero(each) == 128).all()
-        for each in around
-    )
-    return alike and name not in view.outputs and (name in view.constants or name in view.makers)
+    neighbours = list(view.readers[name])
+    if name in view.makers:
+        neighbours.append(view.makers[name])
+    elif name not in view.constants:
+        return False
+    return name not in view.outputs and all(_is_shifted(view, other) for other in neighbours)
 
 
 def pass_relu(view: View) -> bool:
@@ -206,10 +207,9 @@ def drop_repeated(view: View) -> bool:
     for name, pair in view.pairs.items():
         if repeated(view, pair) is not None and name not in view.outputs:
             for node in view.readers[name]:
-                node.input[:] = [pair.q.input[0] if each == name else each for each in node.input]
-            _remove(
-                view, [pair.dq, *([pair.q] if len(view.readers[pair.q.output[0]]) == 1 else [])]
-            )
+                _replace_input(node, name, pair.q.input[0])
+            is_only_reader = len(view.readers[pair.q.output[0]]) == 1
+            _remove(view, [pair.dq, pair.q] if is_only_reader else [pair.dq])
             return True
     return False
 
@@ -219,9 +219,7 @@ def share_q(view: View) -> bool:
     for first, *others in equal_quantizers(view):
         for other in others:
             for node in view.readers[other.output[0]]:
-                node.input[:] = [
-                    first.output[0] if each == other.output[0] else each for each in node.input
-                ]
+                _replace_input(node, other.output[0], first.output[0])
         if not any(view.outputs.intersection(other.output) for other in others):
             _remove(view, others)
             return True
@@ -245,11 +243,10 @@ def repeat_behind(view: View) -> bool:
     """
     for node in view.weighted():
         for index, name in enumerate(node.input[:2]):
-            pair = (
-                moved_pair(view, name)
-                if name not in view.pairs and any(each in view.weights for each in node.input[:2])
-                else None
-            )
+            has_weight = any(factor in view.weights for factor in node.input[:2])
+            if name in view.pairs or not has_weight:
+                continue
+            pair = moved_pair(view, name)
             if pair is not None:
                 _add_pair(view, node, index, pair)
                 return True
@@ -274,52 +271,56 @@ are applied.
 
 
 def _fresh(view: View, name: str) -> str:
-    taken = {
-        each for node in view.graph.node for each in (*node.input, *node.output, node.name)
-    } | {tensor.name for tensor in view.graph.initializer}
-    while name in taken:
+    """The name, with underscores added until nothing else has it."""
+    names = {tensor.name for tensor in view.graph.initializer}
+    for node in view.graph.node:
+        names.update(node.input, node.output, [node.name])
+    while name in names:
         name += "_"
     return name
+
+
+def _replace_input(node: onnx.NodeProto, old: str, new: str) -> None:
+    node.input[:] = [new if name == old else name for name in node.input]
 
 
 def _add_pair(view: View, node: onnx.NodeProto, index: int, pair: Pair) -> None:
     """An input of a node quantised as by `pair`."""
     name, parameters = node.input[index], list(pair.q.input[1:])
-    quantised, dequantised = _fresh(view, f"{name}_q"), _fresh(view, f"{name}_dq")
-    node.input[index] = dequantised
-    place = [each.name for each in view.graph.node].index(node.name)
-    view.graph.node.insert(
-        place,
-        onnx.helper.make_node(QDQ[1], [quantised, *parameters], [dequantised], name=dequantised),
+    q, dq = _fresh(view, f"{name}_q"), _fresh(view, f"{name}_dq")
+    node.input[index] = dq
+    position = [other.name for other in view.graph.node].index(node.name)
+    new_nodes = (
+        onnx.helper.make_node(QDQ[0], [name, *parameters], [q], name=q),
+        onnx.helper.make_node(QDQ[1], [q, *parameters], [dq], name=dq),
     )
-    view.graph.node.insert(
-        place, onnx.helper.make_node(QDQ[0], [name, *parameters], [quantised], name=quantised)
-    )
+    for new in reversed(new_nodes):
+        view.graph.node.insert(position, new)
 
 
 def _remove(view: View, nodes: list[onnx.NodeProto]) -> None:
     names = {node.name for node in nodes}
-    stay = [node for node in view.graph.node if node.name not in names]
+    others = [node for node in view.graph.node if node.name not in names]
     del view.graph.node[:]
-    view.graph.node.extend(stay)
+    view.graph.node.extend(others)
 
 
 def _in_order(view: View, nodes: list[onnx.NodeProto]) -> None:
     """Put these nodes, in this order, where the last of them stood."""
     names = [node.name for node in nodes]
-    copies = [onnx.NodeProto() for _ in nodes]
-    for copy, node in zip(copies, nodes, strict=True):
-        copy.CopyFrom(node)
-    last = max(place for place, node in enumerate(view.graph.node) if node.name in names)
-    ordered = [
-        node
-        for place, node in enumerate(view.graph.node)
-        if node.name not in names or place == last
-    ]
-    place = next(place for place, node in enumerate(ordered) if node.name in names)
-    ordered[place : place + 1] = copies
-    whole = [onnx.NodeProto() for _ in ordered]
-    for copy, node in zip(whole, ordered, strict=True):
-        copy.CopyFrom(node)
+    last = max(index for index, node in enumerate(view.graph.node) if node.name in names)
+    ordered: list[onnx.NodeProto] = []
+    for index, node in enumerate(view.graph.node):
+        if index == last:
+            ordered += map(_copy, nodes)
+        elif node.name not in names:
+            ordered.append(_copy(node))
     del view.graph.node[:]
-    view.graph.node.extend(whole)
+    view.graph.node.extend(ordered)
+
+
+def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
+    """A node that stays when the graph's list of nodes is emptied."""
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    return copy

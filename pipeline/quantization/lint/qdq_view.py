@@ -65,11 +65,11 @@ class View:
         bare.initializer.extend(
             onnx.TensorProto(name=name, dims=self.dims(dq)) for name, dq in self.weights.items()
         )
-        hidden = {node.name for pair in self.pairs.values() for node in (pair.q, pair.dq)} | {
-            dq.name for dq in self.weights.values()
-        }
+        quantizers = {dq.name for dq in self.weights.values()}
+        for pair in self.pairs.values():
+            quantizers.update((pair.q.name, pair.dq.name))
         for node in self.graph.node:
-            if node.name not in hidden and node.op_type != "Constant":
+            if node.name not in quantizers and node.op_type != "Constant":
                 copy = bare.node.add()
                 copy.CopyFrom(node)
                 copy.input[:] = [self.before(name) for name in node.input]
@@ -104,27 +104,22 @@ class View:
         return None if tensor is None else np.asarray(numpy_helper.to_array(tensor), np.float64)
 
     def zero(self, node: onnx.NodeProto) -> Scale:
-        tensor = self.constants.get(node.input[2]) if len(node.input) > 2 else None
-        return (
-            np.zeros(())
-            if tensor is None
-            else np.asarray(numpy_helper.to_array(tensor), np.float64)
-        )
+        """The zero point of a Q or DQ; 0 if it has none or computes it."""
+        if len(node.input) < 3 or node.input[2] not in self.constants:
+            return np.zeros(())
+        return self.value(node.input[2])
 
     def dtype(self, node: onnx.NodeProto) -> str:
         return type_name(quantised_type(node, self.constants))
 
     def same(self, one: onnx.NodeProto, other: onnx.NodeProto) -> bool:
         """Whether two Q or DQ quantise alike."""
-        scales = self.scale(one), self.scale(other)
-        known = (
-            scales[0] is not None and scales[1] is not None and np.array_equal(scales[0], scales[1])
-        )
-        return (
-            known
-            and np.array_equal(self.zero(one), self.zero(other))
-            and self.dtype(one) == self.dtype(other)
-        )
+        scale, other_scale = self.scale(one), self.scale(other)
+        if scale is None or other_scale is None or not np.array_equal(scale, other_scale):
+            return False
+        if not np.array_equal(self.zero(one), self.zero(other)):
+            return False
+        return self.dtype(one) == self.dtype(other)
 
     def weighted(self) -> Iterator[onnx.NodeProto]:
         """Conv, Gemm and MatMul of the graph with its pairs, in order."""
@@ -148,19 +143,16 @@ def can_pass(view: View, pair: Pair, follower: onnx.NodeProto) -> bool:
 
     A Relu, like what moves values, commutes with rounding to a grid that holds zero.
     """
-    alone = (
-        view.readers[pair.q.input[0]] == [pair.q]
-        and view.readers[pair.q.output[0]] == [pair.dq]
-        and view.readers[pair.dq.output[0]] == [follower]
+    has_other_readers = (
+        view.readers[pair.q.input[0]] != [pair.q]
+        or view.readers[pair.q.output[0]] != [pair.dq]
+        or view.readers[pair.dq.output[0]] != [follower]
+        or pair.dq.output[0] in view.outputs
     )
+    if follower.op_type != "Relu" or has_other_readers:
+        return False
     scale = view.scale(pair.q)
-    return (
-        follower.op_type == "Relu"
-        and alone
-        and scale is not None
-        and scale.size == 1
-        and not view.outputs.intersection(pair.dq.output)
-    )
+    return scale is not None and scale.size == 1
 
 
 def relus_in_floats(view: View) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto, Pair]]:
@@ -169,27 +161,23 @@ def relus_in_floats(view: View) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto
     """
     for node in view.weighted():
         readers = view.readers[node.output[0]]
-        relu = (
-            readers[0]
-            if len(readers) == 1
-            and readers[0].op_type in FUSED_AFTER
-            and node.output[0] not in view.outputs
-            else None
-        )
-        pairs = (
-            view.pairs_on(relu.output[0])
-            if relu is not None and node.op_type == "Conv" and view.quantised(node)
-            else []
-        )
-        scale = view.scale(pairs[0].q) if pairs else None
-        lowest = -128 if pairs and view.dtype(pairs[0].q) == "int8" else 0
-        if (
-            relu is not None
-            and scale is not None
-            and scale.size == 1
-            and (view.zero(pairs[0].q) != lowest).any()
-        ):
-            yield node, relu, pairs[0]
+        if node.op_type != "Conv" or not view.quantised(node) or node.output[0] in view.outputs:
+            continue
+        if len(readers) != 1 or readers[0].op_type not in FUSED_AFTER:
+            continue
+        relu = readers[0]
+        pair = next(iter(view.pairs_on(relu.output[0])), None)
+        if pair is not None and _reaches_below_zero(view, pair):
+            yield node, relu, pair
+
+
+def _reaches_below_zero(view: View, pair: Pair) -> bool:
+    """Whether the lowest integer of a pair of one scale stands for less than zero."""
+    scale = view.scale(pair.q)
+    lowest = -128 if view.dtype(pair.q) == "int8" else 0
+    if scale is None or scale.size != 1:
+        return False
+    return bool((view.zero(pair.q) != lowest).any())
 
 
 def can_precede(view: View, relu: onnx.NodeProto, pair: Pair) -> bool:
@@ -215,12 +203,10 @@ def norms_behind(view: View, node: onnx.NodeProto) -> list[onnx.NodeProto]:
     name = node.output[0]
     while len(view.readers[name]) == 1 and name not in view.outputs:
         reader = view.readers[name][0]
-        others = [each for each in reader.input if each != name]
-        if (
-            reader.op_type not in NORMS
-            or not all(each in view.constants for each in others)
-            or reader.input[0] != name
-        ):
+        others = [other for other in reader.input if other != name]
+        if reader.op_type not in NORMS or reader.input[0] != name:
+            break
+        if not all(other in view.constants for other in others):
             break
         chain.append(reader)
         name = reader.output[0]
@@ -231,19 +217,23 @@ def folded_bias(view: View, node: onnx.NodeProto) -> Scale | None:
     """The bias of a quantised convolution with the batch norm behind it folded in; None if there is
     no norm, or it changes the weights too.
     """
-    chain = norms_behind(view, node)
-    given = node.input[2] if len(node.input) > 2 else ""
-    known = not given or given in view.constants
-    if (
-        node.op_type != "Conv"
-        or not known
-        or not view.quantised(node)
-        or not any(each.op_type == "BatchNormalization" for each in chain)
-    ):
+    if node.op_type != "Conv" or not view.quantised(node):
         return None
-    channels = view.dims(view.weights[node.input[1]])[0]
-    line = _as_line(view, chain, view.value(given) if given else np.zeros(channels))
-    return line[1] if line is not None and np.allclose(line[0], 1.0, rtol=0, atol=CANCELS) else None
+    chain = norms_behind(view, node)
+    if not any(norm.op_type == "BatchNormalization" for norm in chain):
+        return None
+    bias_name = node.input[2] if len(node.input) > 2 else ""
+    if not bias_name:
+        bias = np.zeros(view.dims(view.weights[node.input[1]])[0])
+    elif bias_name in view.constants:
+        bias = view.value(bias_name)
+    else:
+        return None
+    line = _as_line(view, chain, bias)
+    if line is None:
+        return None
+    factor, summand = line
+    return summand if np.allclose(factor, 1.0, rtol=0, atol=CANCELS) else None
 
 
 def _as_line(view: View, chain: list[onnx.NodeProto], bias: Scale) -> tuple[Scale, Scale] | None:
@@ -255,10 +245,8 @@ def _as_line(view: View, chain: list[onnx.NodeProto], bias: Scale) -> tuple[Scal
         values = [view.value(name) for name in node.input[1:]]
         if node.op_type == "BatchNormalization":
             gamma, beta, mean, variance = values
-            epsilon = next(
-                (attribute.f for attribute in node.attribute if attribute.name == "epsilon"), 1e-5
-            )
-            gain = gamma / np.sqrt(variance + epsilon)
+            floats = {attribute.name: attribute.f for attribute in node.attribute}
+            gain = gamma / np.sqrt(variance + floats.get("epsilon", 1e-5))
             factor, summand = factor * gain, (summand - mean) * gain + beta
             continue
         if values[0].size > 1 and values[0].shape[-3:] != (bias.size, 1, 1):
@@ -287,10 +275,12 @@ def _moved(view: View, name: str) -> str:
     """The tensor whose values were moved, maybe several times, to make this one; empty if none
     were.
     """
-    moved = ""
-    while (maker := view.makers.get(moved or name)) is not None and maker.op_type in SAME_SCALE:
-        moved = maker.input[0]
-    return moved
+    source = ""
+    maker = view.makers.get(name)
+    while maker is not None and maker.op_type in SAME_SCALE:
+        source = maker.input[0]
+        maker = view.makers.get(source or name)
+    return source
 
 
 def moved_pair(view: View, name: str) -> Pair | None:

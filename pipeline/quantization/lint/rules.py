@@ -67,19 +67,21 @@ def lint(graph: onnx.GraphProto, backend: str) -> tuple[Finding, ...]:
     if not any(node.op_type in QDQ for node in graph.node):
         return ()
     view = View(graph)
-    return tuple(
-        finding for rule, backends in RULES.items() if backend in backends for finding in rule(view)
-    )
+    findings: list[Finding] = []
+    for rule, backends in RULES.items():
+        if backend in backends:
+            findings += rule(view)
+    return tuple(findings)
 
 
 def finding_notes(findings: tuple[Finding, ...], backend: str) -> tuple[Note, ...]:
     """One warning per rule that is breached, with the command that tells more."""
     notes = []
     for rule in dict.fromkeys(finding.rule for finding in findings):
-        its = [finding for finding in findings if finding.rule == rule]
-        more = f", and {len(its) - 1} more" if len(its) > 1 else ""
+        first, *others = (finding for finding in findings if finding.rule == rule)
+        more = f", and {len(others)} more" if others else ""
         text = (
-            f"{rule}: {its[0].why} ({', '.join(its[0].nodes)}{more}): {its[0].cost}; `crucible lint"
+            f"{rule}: {first.why} ({', '.join(first.nodes)}{more}): {first.cost}; `crucible lint"
             f" MODEL --backend {backend}` lists all"
         )
         notes.append(Note(stage="lint", text=text))
@@ -91,23 +93,21 @@ def saturation_notes(graph: onnx.GraphProto) -> tuple[Note, ...]:
     Node names must be unique.
     """
     view = View(graph)
-    wide = [
-        dq.name
-        for node in view.weighted()
-        for name in node.input[:2]
-        if (dq := view.weights.get(name)) and _reach(view, dq) > MOST_IN_7_BITS
-    ]
-    more = f", and {len(wide) - 1} more" if len(wide) > 1 else ""
-    return (
-        (
-            Note(
-                stage="lint",
-                text=f"weights of more than 7 bits ({wide[0]}{more}): their products {SATURATES}",
-            ),
-        )
-        if wide
-        else ()
-    )
+    names: list[str] = []
+    for node in view.weighted():
+        for dq in _weights_of(view, node):
+            if _reach(view, dq) > MOST_IN_7_BITS:
+                names.append(dq.name)
+    if not names:
+        return ()
+    more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+    text = f"weights of more than 7 bits ({names[0]}{more}): their products {SATURATES}"
+    return (Note(stage="lint", text=text),)
+
+
+def _weights_of(view: View, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """The DQs of constants that a weighted operator multiplies by."""
+    return [view.weights[name] for name in node.input[:2] if name in view.weights]
 
 
 def _reach(view: View, dq: onnx.NodeProto) -> float:
@@ -116,17 +116,13 @@ def _reach(view: View, dq: onnx.NodeProto) -> float:
     if weight is None or scale is None:
         return 0.0
     values = numpy_helper.to_array(weight).astype(np.float64)
-    axis = (
-        next((each.i for each in dq.attribute if each.name == "axis"), 1) if scale.size > 1 else 0
-    )
+    integers = {attribute.name: attribute.i for attribute in dq.attribute}
+    axis = integers.get("axis", 1) if scale.size > 1 else 0
     if scale.size not in (1, *values.shape[axis:][:1]):
         return 0.0  # in blocks
-    channels = [-1 if each == axis else 1 for each in range(max(values.ndim, 1))]
-    steps = (
-        values - zero.reshape(channels)
-        if weight.name == dq.input[0]
-        else values / scale.reshape(channels)
-    )
+    channels = [-1 if dim == axis else 1 for dim in range(max(values.ndim, 1))]
+    is_integer = weight.name == dq.input[0]
+    steps = values - zero.reshape(channels) if is_integer else values / scale.reshape(channels)
     return float(np.abs(steps).max(initial=0.0))
 
 
@@ -136,17 +132,14 @@ def _reach(view: View, dq: onnx.NodeProto) -> float:
 def bad_scale(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
         scale = view.scale(node) if node.op_type in QDQ else None
-        if scale is not None and not (
-            np.isfinite(scale).all() and (scale >= np.finfo(np.float32).tiny).all()
-        ):
-            why = (
-                "a scale is"
-                f" {scale[~(scale >= np.finfo(np.float32).tiny) | ~np.isfinite(scale)].flat[0]:.3g}"
-            )
+        if scale is None:
+            continue
+        is_usable = np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny)
+        if not is_usable.all():
             yield Finding(
                 rule="bad-scale",
                 nodes=(node.name,),
-                why=why,
+                why=f"a scale is {scale[~is_usable].flat[0]:.3g}",
                 cost="all values of the channel become 0 or NaN",
             )
 
@@ -154,10 +147,10 @@ def bad_scale(view: View) -> Iterator[Finding]:
 def small_scale(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
         scale = view.scale(node) if node.op_type == QDQ[1] else None
-        if (
-            scale is not None
-            and ((scale < SMALLEST_FP16) & (scale >= np.finfo(np.float32).tiny)).any()
-        ):
+        if scale is None:
+            continue
+        is_denormal = (scale < SMALLEST_FP16) & (scale >= np.finfo(np.float32).tiny)
+        if is_denormal.any():
             cost = (
                 "beside operators in fp16 the scale is rounded to fp16, which has few bits left"
                 " there"
@@ -189,7 +182,7 @@ def zero_point(view: View) -> Iterator[Finding]:
 
 def per_tensor_weight(view: View) -> Iterator[Finding]:
     for node in view.weighted():
-        for dq in (view.weights[name] for name in node.input[:2] if name in view.weights):
+        for dq in _weights_of(view, node):
             scale = view.scale(dq)
             if scale is not None and scale.size == 1 and max(view.dims(dq), default=1) > 1:
                 cost = (
@@ -252,7 +245,8 @@ def float_input(view: View) -> Iterator[Finding]:
 
 def pair_before_mover(view: View) -> Iterator[Finding]:
     for node, name in _unquantised_inputs(view):
-        if (pair := moved_pair(view, name)) is not None:
+        pair = moved_pair(view, name)
+        if pair is not None:
             nodes, between = (node.name, pair.dq.name), view.makers[name].op_type
             cost = (
                 "ONNX Runtime looks for the pair right before the operator, and runs it in floats"
@@ -284,16 +278,10 @@ def float_result(view: View) -> Iterator[Finding]:
         readers = view.readers[name]
         if len(readers) == 1 and readers[0].op_type in FUSED_AFTER:
             name = readers[0].output[0]
-        unfolded = any(
-            each.op_type == "BatchNormalization" for each in norms_behind(view, node)
-        )  # a finding of its own
-        if (
-            node.op_type == "Conv"
-            and view.quantised(node)
-            and not unfolded
-            and name not in view.outputs
-            and not view.pairs_on(name)
-        ):
+        if _is_normed(view, node):  # a finding of its own
+            continue
+        is_float = name not in view.outputs and not view.pairs_on(name)
+        if is_float and node.op_type == "Conv" and view.quantised(node):
             cost = (
                 "ONNX Runtime's int8 convolution gives 8 bits; without, it runs in floats, often"
                 " slower than the fp32 model"
@@ -304,6 +292,11 @@ def float_result(view: View) -> Iterator[Finding]:
                 why="its result is not quantised",
                 cost=cost,
             )
+
+
+def _is_normed(view: View, node: onnx.NodeProto) -> bool:
+    """Whether a batch norm stands behind an operator."""
+    return any(norm.op_type == "BatchNormalization" for norm in norms_behind(view, node))
 
 
 def signed_relu(view: View) -> Iterator[Finding]:
@@ -341,9 +334,10 @@ def signed_shared(view: View) -> Iterator[Finding]:
 
 def clip_between(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
-        if node.op_type == QDQ[0] and (
-            clips := [each for each in view.readers[node.output[0]] if each.op_type == "Clip"]
-        ):
+        if node.op_type != QDQ[0]:
+            continue
+        clips = [reader for reader in view.readers[node.output[0]] if reader.op_type == "Clip"]
+        if clips:
             cost = (
                 "no backend knows the pattern, and what stands around it runs in floats; train with"
                 " limits of the whole dtype"
@@ -358,9 +352,10 @@ def clip_between(view: View) -> Iterator[Finding]:
 
 def lone_q(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
-        if node.op_type == QDQ[0] and not any(
-            each.op_type in (QDQ[1], "Clip") for each in view.readers[node.output[0]]
-        ):
+        if node.op_type != QDQ[0]:
+            continue
+        operators = {reader.op_type for reader in view.readers[node.output[0]]}
+        if operators.isdisjoint((QDQ[1], "Clip")):
             yield Finding(
                 rule="lone-q",
                 nodes=(node.name,),
@@ -375,49 +370,47 @@ def lone_q(view: View) -> Iterator[Finding]:
 def between_fused(view: View) -> Iterator[Finding]:
     for node in view.weighted():
         for pair in view.pairs_on(node.output[0]):
-            follows = [
-                each
-                for each in view.readers[pair.dq.output[0]]
-                if each.op_type in FUSED_AFTER | {"BatchNormalization"}
+            followers = [
+                reader
+                for reader in view.readers[pair.dq.output[0]]
+                if reader.op_type in FUSED_AFTER | {"BatchNormalization"}
             ]
-            if follows:
+            if followers:
                 why = (
-                    f"a pair stands between it and the {follows[0].op_type} that belongs into its"
+                    f"a pair stands between it and the {followers[0].op_type} that belongs into its"
                     " kernel"
                 )
                 cost = "two kernels in the place of one, and a value more in memory"
-                nodes = (node.name, pair.q.name, follows[0].name)
+                nodes = (node.name, pair.q.name, followers[0].name)
                 yield Finding(
                     rule="between-fused",
                     nodes=nodes,
                     why=why,
                     cost=cost,
-                    fixable=can_pass(view, pair, follows[0]),
+                    fixable=can_pass(view, pair, followers[0]),
                 )
 
 
 def norm_after(view: View) -> Iterator[Finding]:
     for node in view.weighted():
-        chain = norms_behind(view, node)
-        if view.quantised(node) and any(each.op_type == "BatchNormalization" for each in chain):
+        if view.quantised(node) and _is_normed(view, node):
+            chain = norms_behind(view, node)
             why = (
-                f"{', '.join(each.op_type for each in chain)} on its result: a batch norm that"
+                f"{', '.join(norm.op_type for norm in chain)} on its result: a batch norm that"
                 " training with Q/DQ left unfolded"
             )
             cost = "nothing fuses over it, so that ONNX Runtime runs the convolution in floats"
-            nodes, exact = (
-                (node.name, *(each.name for each in chain)),
-                folded_bias(view, node) is not None,
-            )
-            yield Finding(rule="norm-after", nodes=nodes, why=why, cost=cost, fixable=exact)
+            nodes = (node.name, *(norm.name for norm in chain))
+            is_exact = folded_bias(view, node) is not None
+            yield Finding(rule="norm-after", nodes=nodes, why=why, cost=cost, fixable=is_exact)
 
 
 def residual_both(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
         if node.op_type != "Add" or not all(name in view.pairs for name in node.input):
             continue
-        bare = next(each for each in view.floats.nodes if each.name == node.name)
-        fused = fused_input(bare, view.floats) if is_residual_add(bare, view.floats) else None
+        add = next(other for other in view.floats.nodes if other.name == node.name)
+        fused = fused_input(add, view.floats) if is_residual_add(add, view.floats) else None
         if fused is not None:
             why = (
                 f"both inputs of a residual Add are quantised, and '{fused[1]}' adds in its own"
@@ -432,15 +425,13 @@ def residual_both(view: View) -> Iterator[Finding]:
 
 def residual_one(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
-        held = [name in view.pairs for name in node.input]
-        bare = next((each for each in view.floats.nodes if each.name == node.name), None)
-        if (
-            node.op_type == "Add"
-            and any(held)
-            and not all(held)
-            and bare is not None
-            and is_residual_add(bare, view.floats)
-        ):
+        if node.op_type != "Add":
+            continue
+        has_pair = [name in view.pairs for name in node.input]
+        add = next((other for other in view.floats.nodes if other.name == node.name), None)
+        if add is None or all(has_pair) or not any(has_pair):
+            continue
+        if is_residual_add(add, view.floats):
             cost = "the Add runs in floats, and what comes from 8 bits is converted for it and back"
             yield Finding(
                 rule="residual-one",
@@ -493,13 +484,12 @@ def quantised_bias(view: View) -> Iterator[Finding]:
 
 
 def rest_in_fp32(view: View) -> Iterator[Finding]:
-    if any(
+    takes_floats = any(
         value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT for value in view.graph.input
-    ) and not any(
-        node.op_type == "Cast"
-        and onnx.helper.get_node_attr_value(node, "to") == onnx.TensorProto.FLOAT16
-        for node in view.graph.node
-    ):
+    )
+    casts = [node for node in view.graph.node if node.op_type == "Cast"]
+    targets = [onnx.helper.get_node_attr_value(node, "to") for node in casts]
+    if takes_floats and onnx.TensorProto.FLOAT16 not in targets:
         cost = (
             "strongly typed, such a graph ran slower than plain fp16 (ResNet-50, H200); `crucible"
             " compile` lowers the rest to fp16"
@@ -512,12 +502,14 @@ def rest_in_fp32(view: View) -> Iterator[Finding]:
 
 def concat_scales(view: View) -> Iterator[Finding]:
     for node in view.graph.node:
-        held = [view.pairs[name].dq for name in node.input if name in view.pairs]
-        if node.op_type == "Concat" and held and not all(view.same(held[0], each) for each in held):
+        if node.op_type != "Concat":
+            continue
+        branches = [view.pairs[name].dq for name in node.input if name in view.pairs]
+        if not all(view.same(branches[0], branch) for branch in branches):
             cost = "each branch is converted to one scale before they can be joined"
             yield Finding(
                 rule="concat-scales",
-                nodes=(node.name, *(each.name for each in held)),
+                nodes=(node.name, *(branch.name for branch in branches)),
                 why="its branches have different scales",
                 cost=cost,
             )
@@ -541,7 +533,8 @@ def moved_scales(view: View) -> Iterator[Finding]:
 
 def duplicate_pair(view: View) -> Iterator[Finding]:
     for name, pair in view.pairs.items():
-        if (before := repeated(view, pair)) is not None:
+        before = repeated(view, pair)
+        if before is not None:
             why = "quantises again what was quantised with the same scale"
             yield Finding(
                 rule="duplicate-pair",
@@ -602,10 +595,8 @@ RULES: dict[Rule, tuple[str, ...]] = {
     rest_in_fp32: TENSORRT,
     concat_scales: EVERYWHERE,
     moved_scales: EVERYWHERE,
-    duplicate_pair: (
-        "openvino",
-        *TENSORRT,
-    ),  # ONNX Runtime wants one on each side of what moves values
+    # ONNX Runtime wants one on each side of what moves values
+    duplicate_pair: ("openvino", *TENSORRT),
     split_q: EVERYWHERE,
     weight_in_floats: EVERYWHERE,
 }

@@ -180,7 +180,9 @@ import torch
 class Recurrent(torch.nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.body = getattr(torch.nn, kind)(16, 32, num_layers=2, batch_first=True, bidirectional=True)
+        self.body = getattr(torch.nn, kind)(
+            16, 32, num_layers=2, batch_first=True, bidirectional=True
+        )
         self.head = torch.nn.Linear(64, 8)
 
     def forward(self, x, h0=None, c0=None):

@@ -39,7 +39,8 @@ import sys
 import pipeline.benchmark.interleaved
 from pipeline.backends import backend
 backend("onnxruntime")
-print([name for name in ("openvino.backend", "pytorch.backend", "tensorrt.backend", "tensorrt.rtx") if f"pipeline.backends.{name}" in sys.modules])"""
+others = ("openvino.backend", "pytorch.backend", "tensorrt.backend", "tensorrt.rtx")
+print([name for name in others if f"pipeline.backends.{name}" in sys.modules])"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

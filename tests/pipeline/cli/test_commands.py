@@ -166,7 +166,7 @@ def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(
         assert "have changed since this engine was compiled" in done.err
 
 
-def test_an_engine_over_its_budget_is_rejected_with_exit_code_2_and_none_of_an_earlier_compile_stays(
+def test_an_engine_over_its_budget_is_rejected_with_exit_code_2_and_no_earlier_engine_stays(
     compiled: tuple[Path, Path], tmp_path: Path
 ) -> None:
     shutil.copytree(compiled[0] / "out", tmp_path / "crucible-out" / "tiny")

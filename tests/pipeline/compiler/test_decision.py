@@ -427,9 +427,7 @@ def chosen(*candidates: Candidate) -> str:
     return winner.label
 
 
-def test_of_two_that_cannot_be_told_apart_in_speed_the_more_accurate_is_chosen_and_the_report_says_why() -> (
-    None
-):
+def test_of_two_equally_fast_engines_the_more_accurate_is_chosen_and_the_report_says_why() -> None:
     assert chosen(FASTEST, AS_FAST) == "as fast"
     decision = decide([FASTEST, AS_FAST], AS_FAST, validation(0.0))
     assert (

@@ -261,7 +261,7 @@ def test_a_method_that_mends_it_is_named_and_in_vain_all_are() -> None:
     )
 
 
-def test_of_several_int8_engines_of_a_backend_the_nearest_miss_is_rescued_and_none_beside_one_that_passed() -> (
+def test_the_nearest_miss_of_several_int8_engines_is_rescued_and_none_beside_one_that_passed() -> (
     None
 ):
     far, near = (

@@ -51,9 +51,7 @@ def test_a_node_that_was_left_in_fp32_excuses_no_other() -> None:
     )  # left in fp32, and yet not run so
 
 
-def test_an_engine_of_which_every_heavy_layer_was_left_in_fp32_is_no_false_label_but_a_warning() -> (
-    None
-):
+def test_an_engine_whose_heavy_layers_all_stay_in_fp32_is_no_false_label_but_a_warning() -> None:
     full = table(layer("fp32", nodes=("up",)), layer("fp16", 0.25, heavy=False))
     assert mislabelled(Precision.FP16, full, forced=[LARGE]) == ""
     (note,) = precision_notes(full, Precision.FP16, forced=[LARGE])

@@ -223,8 +223,11 @@ def test_peak_memory_is_of_the_process_itself() -> None:
     script = f"""
 import subprocess, sys
 large = b"x" * 400_000_000
-child = "import sys; sys.path[:0] = {sys.path!r}; from pipeline.measurement.measure import peak_memory_bytes; print(peak_memory_bytes())"
-print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout)
+child = '''import sys; sys.path[:0] = {sys.path!r}
+from pipeline.measurement.measure import peak_memory_bytes
+print(peak_memory_bytes())'''
+command = [sys.executable, "-c", child]
+print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 """
     printed = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -101,9 +101,11 @@ def test_a_mask_that_is_computed_keeps_its_guard_against_nan() -> None:
 
 def test_what_does_not_look_like_attention_stays() -> None:
     graph = helper.make_graph(
-        [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Softmax", ["r"], ["y"])], "plain",
-        [helper.make_tensor_value_info("x", 1, [1, 4])], [helper.make_tensor_value_info("y", 1, [1, 4])],
-    )  # fmt: skip
+        [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Softmax", ["r"], ["y"])],
+        "plain",
+        [helper.make_tensor_value_info("x", 1, [1, 4])],
+        [helper.make_tensor_value_info("y", 1, [1, 4])],
+    )
     assert (
         plain_attention(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]))
         is None

@@ -16,7 +16,8 @@ from onnx import numpy_helper
 from pipeline.onnx_graph.attention import plain_attention
 from pipeline.onnx_graph.attention_masks import HIDDEN
 
-GUARDED = """s{n} = MatMul(q, k)  t{n} = Add(s{n}, {mask})  p{n} = Softmax<axis = -1>(t{n})  l{n} = IsNaN(p{n})
+GUARDED = """s{n} = MatMul(q, k)  t{n} = Add(s{n}, {mask})  p{n} = Softmax<axis = -1>(t{n})
+  l{n} = IsNaN(p{n})
     w{n} = Where(l{n}, zero, p{n})  y{n} = MatMul(w{n}, v)"""
 CAUSAL = np.tril(np.full((4, 4), fill_value=True))
 
@@ -38,7 +39,8 @@ def attention(
     }
     model = onnx.parser.parse_model(
         f"""<ir_version: 9, opset_import: ["" : 18]>
-    g (float[2, 3, 4, 5] q, float[2, 3, 5, 4] k, float[2, 3, 4, 5] v, bool[2, 1, 1, 4] seen) => ({outputs}) {{ {body} }}"""
+    g (float[2, 3, 4, 5] q, float[2, 3, 5, 4] k, float[2, 3, 4, 5] v, bool[2, 1, 1, 4] seen)
+      => ({outputs}) {{ {body} }}"""
     )
     model.graph.initializer.extend(
         numpy_helper.from_array(np.asarray(each), name) for name, each in tensors.items()
@@ -168,15 +170,32 @@ NEVER = "m = Where(seen, zero, never)"
 NEAR = np.array([-9999, -20000, -20000, -20000], np.float32)  # by 10,000 and by 1 are not the same
 
 
-@pytest.mark.parametrize("before", [
-    attention("", {"m": NEAR}),
-    attention(NEVER, uses="shown = Not(l)", outputs="float[2, 3, 4, 5] y, bool[2, 3, 4, 4] shown"),
-    attention(NEVER, uses="shown = Identity(t)", outputs="float[2, 3, 4, 5] y, float[2, 3, 4, 4] shown"),
-    attention(NEVER, uses="p2 = Softmax<axis = -1>(t)  y2 = MatMul(p2, v)", outputs="float[2, 3, 4, 5] y, float[2, 3, 4, 5] y2"),
-    attention("m = Where(some, zero, never)", {"some": np.array(0, dtype=bool)}),
-    attention("both = And(column, seen)  m = Where(both, zero, never)  more = Shape(m)", {"column": np.full((1, 1, 4, 1), fill_value=True)},
-              uses="shown = Identity(l)", outputs="float[2, 3, 4, 5] y, bool[2, 3, 4, 4] shown, int64[4] more"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "before",
+    [
+        attention("", {"m": NEAR}),
+        attention(
+            NEVER, uses="shown = Not(l)", outputs="float[2, 3, 4, 5] y, bool[2, 3, 4, 4] shown"
+        ),
+        attention(
+            NEVER,
+            uses="shown = Identity(t)",
+            outputs="float[2, 3, 4, 5] y, float[2, 3, 4, 4] shown",
+        ),
+        attention(
+            NEVER,
+            uses="p2 = Softmax<axis = -1>(t)  y2 = MatMul(p2, v)",
+            outputs="float[2, 3, 4, 5] y, float[2, 3, 4, 5] y2",
+        ),
+        attention("m = Where(some, zero, never)", {"some": np.array(0, dtype=bool)}),
+        attention(
+            "both = And(column, seen)  m = Where(both, zero, never)  more = Shape(m)",
+            {"column": np.full((1, 1, 4, 1), fill_value=True)},
+            uses="shown = Identity(l)",
+            outputs="float[2, 3, 4, 5] y, bool[2, 3, 4, 4] shown, int64[4] more",
+        ),
+    ],
+)
 def test_what_would_answer_otherwise_stays(before: onnx.ModelProto) -> None:
     assert plain_attention(before) is None
 

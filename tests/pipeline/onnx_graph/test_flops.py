@@ -211,8 +211,10 @@ def test_attention_counts_both_products_and_the_softmax(tmp_path: Path, graph: s
 def test_shapes_computed_in_the_graph_are_followed(tmp_path: Path) -> None:
     path = save(
         tmp_path,
-        """g (float[N, 4, 6] x, float[24, 5] w) => (float[?, 5] y) <int64[1] zero = {0}, int64[1] rest = {-1}>
-        { s = Shape(x)  n = Gather(s, zero)  shape = Concat<axis = 0>(n, rest)  flat = Reshape(x, shape)  y = MatMul(flat, w) }""",
+        """g (float[N, 4, 6] x, float[24, 5] w) => (float[?, 5] y)
+          <int64[1] zero = {0}, int64[1] rest = {-1}>
+        { s = Shape(x)  n = Gather(s, zero)  shape = Concat<axis = 0>(n, rest)
+          flat = Reshape(x, shape)  y = MatMul(flat, w) }""",
     )
     assert flops_of(path, {"N": 3}) == 2 * 3 * 24 * 5
     assert node_costs(path, {"N": 3})[3].bytes_written == 0  # a view

@@ -264,7 +264,8 @@ def test_the_digest_covers_graph_and_weights_but_not_the_place(tmp_path: Path) -
 def test_specs_names_dtypes_and_dynamic_dims(tmp_path: Path) -> None:
     save(
         tmp_path,
-        """g (float[batch, ?, 3] x, int64 step, bool[2] flags, bfloat16[?] b) => (float[batch, ?, 3] y, bool[2] f, bfloat16[?] c, int64 s)
+        """g (float[batch, ?, 3] x, int64 step, bool[2] flags, bfloat16[?] b)
+          => (float[batch, ?, 3] y, bool[2] f, bfloat16[?] c, int64 s)
         { y = Relu(x)  f = Not(flags)  c = Identity(b)  s = Identity(step) }""",
     )
     model = onnx_model(tmp_path, "model.onnx")
@@ -402,7 +403,8 @@ def test_operators_are_counted_in_subgraphs_too(tmp_path: Path) -> None:
         tmp_path,
         """g (float[N] x, bool c) => (float[N] y) {
             h = Relu(x)
-            y = If (c) <then_branch = t () => (float[N] a) { a = Relu(h) }, else_branch = e () => (float[N] b) { b = com.example.Twist(h) }>
+            y = If (c) <then_branch = t () => (float[N] a) { a = Relu(h) },
+              else_branch = e () => (float[N] b) { b = com.example.Twist(h) }>
         }""",
     )
     assert operator_histogram(path) == {"Relu": 2, "If": 1, "com.example::Twist": 1}

@@ -114,7 +114,8 @@ def test_nodes_of_one_shape_share_their_zeros(tmp_path: Path) -> None:
 
 
 def test_another_layout_has_its_batch_in_front(tmp_path: Path) -> None:
-    text = """<ir_version: 9, opset_import: ["" : 17]> net (float[N, T, 4] x, float[1, 12, 4] w, float[1, 12, 4] r) => (float[N, T, 1, 4] y)
+    text = """<ir_version: 9, opset_import: ["" : 17]>
+      net (float[N, T, 4] x, float[1, 12, 4] w, float[1, 12, 4] r) => (float[N, T, 1, 4] y)
     { [recurrent] y = GRU <hidden_size = 4, layout = 1> (x, w, r) }"""
     (tmp_path / "out").mkdir()
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")

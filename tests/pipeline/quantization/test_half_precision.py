@@ -91,7 +91,8 @@ def test_without_data_nobody_looked_and_a_note_says_so(tmp_path: Path) -> None:
 
 
 def test_constants_that_fp16_cannot_hold_keep_their_node_in_fp32(tmp_path: Path) -> None:
-    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 4] y) <float eps = {1e-12}, float low = {-3.4e38}>
+    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 4] y)
+      <float eps = {1e-12}, float low = {-3.4e38}>
     { [eps] a = Add (x, eps) [root] b = Sqrt (a) [floor] c = Max (b, low) y = Neg (c) }"""
     _, made, graph = converted(tmp_path, text, FP16, {"x": np.ones((2, 4), np.float32)})
     assert dtypes(graph) == {"eps": TensorProto.FLOAT, "low": TensorProto.FLOAT}
@@ -103,7 +104,8 @@ def test_a_bias_keeps_its_node_in_fp32_only_where_the_result_shows_what_fp16_los
     tmp_path: Path, bias: float, kept: bool
 ) -> None:
     text = f"""<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 2] y)
-    <float[4, 2] w = {{1, 0, 0, 1, 1, 0, 0, 1}}, float[2] b = {{{bias}, 0}}> {{ [gemm] a = Gemm (x, w, b) y = Neg (a) }}"""
+    <float[4, 2] w = {{1, 0, 0, 1, 1, 0, 0, 1}}, float[2] b = {{{bias}, 0}}> {{
+      [gemm] a = Gemm (x, w, b) y = Neg (a) }}"""
     feeds = {"x": np.ones((2, 4), np.float32)}
     model, made, graph = converted(tmp_path, text, FP16, feeds)
     assert dtypes(graph)["b" if kept else "b_fp16"] == (
@@ -114,14 +116,16 @@ def test_a_bias_keeps_its_node_in_fp32_only_where_the_result_shows_what_fp16_los
 
 @pytest.mark.parametrize("node", ["Gemm <beta = 4e7> (x, w, b)", "Gemm (x, b, b)"])
 def test_what_is_more_than_a_small_bias_keeps_its_node_in_fp32(tmp_path: Path, node: str) -> None:
-    text = f"""<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1] x) => (float[N, 1] y) <float[1, 1] w = {{1.0}}, float[1, 1] b = {{2.5e-8}}>
+    text = f"""<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1] x) => (float[N, 1] y)
+      <float[1, 1] w = {{1.0}}, float[1, 1] b = {{2.5e-8}}>
     {{ [gemm] a = {node} y = Neg (a) }}"""
     _, made, _ = converted(tmp_path, text, FP16, {"x": np.ones((2, 1), np.float32)})
     assert "'gemm'" in made.notes[0].text
 
 
 def test_a_bias_that_is_not_small_beside_the_result_keeps_its_node_in_fp32(tmp_path: Path) -> None:
-    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1] x) => (float[N, 1] y) <float[1, 1] w = {1.0}, float[1] b = {2e-8}>
+    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1] x) => (float[N, 1] y)
+      <float[1, 1] w = {1.0}, float[1] b = {2e-8}>
     { [gemm] a = Gemm (x, w, b) [scaled] y = Mul (a, w) }"""
     _, made, _ = converted(tmp_path, text, FP16, {"x": np.full((2, 1), 1e-5, np.float32)})
     assert "'gemm'" in made.notes[0].text
@@ -133,7 +137,8 @@ net (float[N, 4] x, bool flag) => (float[N, 4] y, int64[2] size)
 <float[4, 4] w>
 {
     [outer] a = MatMul (x, w)
-    [branch] b = If (flag) <then_branch = yes () => (float[N, 4] t) { t = Relu (a) }, else_branch = no () => (float[N, 4] e) { e = Neg (a) }>
+    [branch] b = If (flag) <then_branch = yes () => (float[N, 4] t) { t = Relu (a) },
+      else_branch = no () => (float[N, 4] e) { e = Neg (a) }>
     [after] y = MatMul (b, w)
     [shape] s = Shape (a)
     [floats] f = Cast <to = 1> (s)
@@ -155,7 +160,8 @@ def test_subgraphs_and_shape_arithmetic_stay_in_fp32(tmp_path: Path) -> None:
 
 
 def test_inputs_that_an_operator_takes_in_fp32_only_stay(tmp_path: Path) -> None:
-    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1, 4, 4] x) => (float[N, 1, 8, 8] y) <float[4] scales = {1.0, 1.0, 2.0, 2.0}>
+    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1, 4, 4] x)
+      => (float[N, 1, 8, 8] y) <float[4] scales = {1.0, 1.0, 2.0, 2.0}>
     { y = Resize <mode = "nearest"> (x, , scales) }"""
     feeds = {"x": np.random.default_rng(0).standard_normal((2, 1, 4, 4)).astype(np.float32)}
     model, made, graph = converted(tmp_path, text, FP16, feeds)
@@ -181,7 +187,8 @@ def test_bf16_raises_the_opset_and_no_constant_becomes_infinite(tmp_path: Path) 
 FOREIGN = """
 <ir_version: 9, opset_import: ["" : 19]>
 net (float[N, 4] x) => (float[N, 3] y)
-<float[4, 3] w, float s = {0.02}, float[3] t = {0.01, 1e-9, 0.01}, int8 z = {0}, int8[3] k = {0, 0, 0}>
+<float[4, 3] w, float s = {0.02}, float[3] t = {0.01, 1e-9, 0.01}, int8 z = {0},
+  int8[3] k = {0, 0, 0}>
 {
     [act] a = Relu (x)
     [aq] aq = QuantizeLinear (a, s, z)

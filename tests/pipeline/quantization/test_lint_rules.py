@@ -24,9 +24,12 @@ SECOND = (
     f" Conv<{SAME}>(rd, vd)"
 )
 OUT = "float[N, 5] y"
-RESIDUAL = f"""{CONV} [relu] r = Relu(c) [q2] rq = QuantizeLinear(r, t, z) [dq2] rd = DequantizeLinear(rq, t, z)
- [conv2] d = Conv<{SAME}>(rd, vd) [q3] eq = QuantizeLinear(d, t, z) [dq3] ed = DequantizeLinear(eq, t, z) [add] a = Add(LEFT, RIGHT)
- [q4] aq = QuantizeLinear(a, t, z) [dq4] ad = DequantizeLinear(aq, t, z) [conv3] e = Conv<{SAME}>(ad, wd) [last] y = Relu(e)"""
+RESIDUAL = f"""{CONV} [relu] r = Relu(c) [q2] rq = QuantizeLinear(r, t, z)
+  [dq2] rd = DequantizeLinear(rq, t, z)
+ [conv2] d = Conv<{SAME}>(rd, vd) [q3] eq = QuantizeLinear(d, t, z)
+   [dq3] ed = DequantizeLinear(eq, t, z) [add] a = Add(LEFT, RIGHT)
+ [q4] aq = QuantizeLinear(a, t, z) [dq4] ad = DequantizeLinear(aq, t, z)
+   [conv3] e = Conv<{SAME}>(ad, wd) [last] y = Relu(e)"""
 BOTH, ONE, RESIDUAL_ONLY = (
     RESIDUAL.replace("LEFT", left).replace("RIGHT", right)
     for left, right in (("ed", "rd"), ("ed", "r"), ("d", "rd"))
@@ -35,39 +38,116 @@ PAIR = "[q2] cq = QuantizeLinear(c, t, z) [dq2] cd = DequantizeLinear(cq, t, z)"
 
 CASES = [
     ("bad-scale", "tensorrt", PLAIN, CONSTANTS.replace("s = {0.02}", "s = {0.0}"), ("q",)),
-    ("bad-scale", "openvino", PLAIN, CONSTANTS.replace("{0.01, 0.02, 0.01, 0.02}", "{0.01, 1e-40, 0.01, 0.02}"), ("wq",)),
+    (
+        "bad-scale",
+        "openvino",
+        PLAIN,
+        CONSTANTS.replace("{0.01, 0.02, 0.01, 0.02}", "{0.01, 1e-40, 0.01, 0.02}"),
+        ("wq",),
+    ),
     ("small-scale", "tensorrt", PLAIN, CONSTANTS.replace("s = {0.02}", "s = {0.00001}"), ("dq",)),
     ("zero-point", "tensorrt", PLAIN.replace("s, z)", "s, u)"), CONSTANTS, ("dq",)),
     ("zero-point", "tensorrt", PLAIN.replace("s, z)", "s, u0)"), CONSTANTS, ("dq",)),
     ("zero-point", "tensorrt_rtx", PLAIN, CONSTANTS.replace("z = {0}", "z = {5}"), ("dq",)),
-    ("per-tensor-weight", "onnxruntime", PLAIN.replace("<axis = 0>", "").replace("ws, wz", "s, z"), CONSTANTS, ("conv", "wdq")),
+    (
+        "per-tensor-weight",
+        "onnxruntime",
+        PLAIN.replace("<axis = 0>", "").replace("ws, wz", "s, z"),
+        CONSTANTS,
+        ("conv", "wdq"),
+    ),
     ("float-weight", "tensorrt", PLAIN.replace("wd) [relu]", "w) [relu]"), CONSTANTS, ("conv",)),
     ("float-input", "openvino", PLAIN.replace("(xd, wd)", "(x, wd)"), CONSTANTS, ("conv",)),
-    ("pair-before-mover", "onnxruntime", PLAIN.replace("[conv] c = Conv<pads = [1, 1, 1, 1]>(xd", "m = Identity(xd) "
-     "[conv] c = Conv<pads = [1, 1, 1, 1]>(m"), CONSTANTS, ("conv", "dq")),
+    (
+        "pair-before-mover",
+        "onnxruntime",
+        PLAIN.replace(
+            "[conv] c = Conv<pads = [1, 1, 1, 1]>(xd",
+            "m = Identity(xd) [conv] c = Conv<pads = [1, 1, 1, 1]>(m",
+        ),
+        CONSTANTS,
+        ("conv", "dq"),
+    ),
     ("float-result", "onnxruntime", f"{CONV} [relu] r = Relu(c) y = Abs(r)", CONSTANTS, ("conv",)),
-    ("signed-relu", "onnxruntime", f"{CONV} [relu] r = Relu(c) {SECOND}", CONSTANTS, ("conv", "relu", "q2")),
+    (
+        "signed-relu",
+        "onnxruntime",
+        f"{CONV} [relu] r = Relu(c) {SECOND}",
+        CONSTANTS,
+        ("conv", "relu", "q2"),
+    ),
     ("signed-shared", "onnxruntime", BOTH, CONSTANTS, ("q2", "conv2", "add")),
-    ("clip-between", "tensorrt", PLAIN.replace("DequantizeLinear(xq", "DequantizeLinear(xc").replace("[dq]", "[clip] xc = Clip(xq, , z) [dq]"),
-     CONSTANTS, ("q", "clip")),
-    ("between-fused", "tensorrt", f"{CONV} {PAIR} [relu] y = Relu(cd)", CONSTANTS, ("conv", "q2", "relu")),
+    (
+        "clip-between",
+        "tensorrt",
+        PLAIN.replace("DequantizeLinear(xq", "DequantizeLinear(xc").replace(
+            "[dq]", "[clip] xc = Clip(xq, , z) [dq]"
+        ),
+        CONSTANTS,
+        ("q", "clip"),
+    ),
+    (
+        "between-fused",
+        "tensorrt",
+        f"{CONV} {PAIR} [relu] y = Relu(cd)",
+        CONSTANTS,
+        ("conv", "q2", "relu"),
+    ),
     ("norm-after", "onnxruntime", NORMED, CONSTANTS + GAINS, ("conv", "undo", "bias", "norm")),
     ("residual-both", "tensorrt", BOTH, CONSTANTS, ("add", "conv2")),
     ("residual-one", "openvino", ONE, CONSTANTS, ("add",)),
-    ("matmul-activations", "tensorrt", f"{INPUT} [q2] q2 = QuantizeLinear(x, t, z) [dq2] d2 = DequantizeLinear(q2, t, z) [mm] y = MatMul(xd, d2)",
-     CONSTANTS, ("mm",)),
-    ("quantised-bias", "tensorrt", PLAIN.replace("(xd, wd)", "(xd, wd, bd)").replace("[conv]", "[bdq] bd = DequantizeLinear<axis = 0>(bi, bs, bz) "
-     "[conv]"), CONSTANTS, ("conv", "bdq")),
-    ("concat-scales", "openvino", f"{CONV} {PAIR} [join] y = Concat<axis = 1>(xd, cd)", CONSTANTS, ("join", "dq", "dq2")),
-    ("moved-scales", "tensorrt", f"{INPUT} [pool] p = MaxPool<kernel_shape = [1, 1]>(xd) [q2] pq = QuantizeLinear(p, t, z) "
-     "[dq2] y = DequantizeLinear(pq, t, z)", CONSTANTS, ("pool", "dq", "q2")),
-    ("duplicate-pair", "tensorrt", f"{INPUT} [pool] p = MaxPool<kernel_shape = [1, 1]>(xd) [q2] pq = QuantizeLinear(p, s, z) "
-     "[dq2] pd = DequantizeLinear(pq, s, z) [relu] y = Relu(pd)", CONSTANTS, ("dq", "q2")),
-    ("split-q", "openvino", f"{INPUT} {WEIGHTS} [q2] x2 = QuantizeLinear(x, s, z) [dq2] d2 = DequantizeLinear(x2, s, z) "
-     f"[conv] c = Conv<{SAME}>(xd, wd) "
-     f"[conv2] d = Conv<{SAME}>(d2, vd) [add] y = Add(c, d)", CONSTANTS, ("q", "q2")),
+    (
+        "matmul-activations",
+        "tensorrt",
+        f"{INPUT} [q2] q2 = QuantizeLinear(x, t, z) [dq2] d2 = DequantizeLinear(q2, t, z) "
+        "[mm] y = MatMul(xd, d2)",
+        CONSTANTS,
+        ("mm",),
+    ),
+    (
+        "quantised-bias",
+        "tensorrt",
+        PLAIN.replace("(xd, wd)", "(xd, wd, bd)").replace(
+            "[conv]", "[bdq] bd = DequantizeLinear<axis = 0>(bi, bs, bz) [conv]"
+        ),
+        CONSTANTS,
+        ("conv", "bdq"),
+    ),
+    (
+        "concat-scales",
+        "openvino",
+        f"{CONV} {PAIR} [join] y = Concat<axis = 1>(xd, cd)",
+        CONSTANTS,
+        ("join", "dq", "dq2"),
+    ),
+    (
+        "moved-scales",
+        "tensorrt",
+        f"{INPUT} [pool] p = MaxPool<kernel_shape = [1, 1]>(xd) [q2] pq = QuantizeLinear(p, t, z) "
+        "[dq2] y = DequantizeLinear(pq, t, z)",
+        CONSTANTS,
+        ("pool", "dq", "q2"),
+    ),
+    (
+        "duplicate-pair",
+        "tensorrt",
+        f"{INPUT} [pool] p = MaxPool<kernel_shape = [1, 1]>(xd) [q2] pq = QuantizeLinear(p, s, z) "
+        "[dq2] pd = DequantizeLinear(pq, s, z) [relu] y = Relu(pd)",
+        CONSTANTS,
+        ("dq", "q2"),
+    ),
+    (
+        "split-q",
+        "openvino",
+        f"{INPUT} {WEIGHTS} [q2] x2 = QuantizeLinear(x, s, z) "
+        "[dq2] d2 = DequantizeLinear(x2, s, z) "
+        f"[conv] c = Conv<{SAME}>(xd, wd) "
+        f"[conv2] d = Conv<{SAME}>(d2, vd) [add] y = Add(c, d)",
+        CONSTANTS,
+        ("q", "q2"),
+    ),
     ("weight-in-floats", "openvino", PLAIN, CONSTANTS, ("wq",)),
-]  # fmt: skip
+]
 
 
 def findings(
@@ -162,16 +242,36 @@ PRODUCT = "[mm] y = MatMul(x, wd)"
     [
         ("[wdq] wd = DequantizeLinear(small, s, z)", SMALL.replace("REACH", "64"), False),
         ("[wdq] wd = DequantizeLinear(small, s, z)", SMALL.replace("REACH", "-65"), True),
-        ("[wdq] wd = DequantizeLinear<axis = 0>(small, ws, wz)", SMALL.replace("REACH", "-65"), True),
-        ("wi = QuantizeLinear(dense, big, z) [wdq] wd = DequantizeLinear(wi, big, z)", DENSE + ", float big = {0.25}", False),
-        ("wi = QuantizeLinear(dense, fine, z) [wdq] wd = DequantizeLinear(wi, fine, z)", DENSE + ", float fine = {0.125}", True),
+        (
+            "[wdq] wd = DequantizeLinear<axis = 0>(small, ws, wz)",
+            SMALL.replace("REACH", "-65"),
+            True,
+        ),
+        (
+            "wi = QuantizeLinear(dense, big, z) [wdq] wd = DequantizeLinear(wi, big, z)",
+            DENSE + ", float big = {0.25}",
+            False,
+        ),
+        (
+            "wi = QuantizeLinear(dense, fine, z) [wdq] wd = DequantizeLinear(wi, fine, z)",
+            DENSE + ", float fine = {0.125}",
+            True,
+        ),
         # the largest values of the channels are 4, 8, 12 and 16
-        ("wi = QuantizeLinear<axis = 0>(dense, cs, wz) [wdq] wd = DequantizeLinear<axis = 0>(wi, cs, wz)",
-         DENSE + ", float[4] cs = {0.1, 0.2, 0.2, 0.2}", True),
-        ("wi = QuantizeLinear<axis = 0>(dense, cs, wz) [wdq] wd = DequantizeLinear<axis = 0>(wi, cs, wz)",
-         DENSE + ", float[4] cs = {0.1, 0.2, 0.2, 0.3}", False),
+        (
+            "wi = QuantizeLinear<axis = 0>(dense, cs, wz) "
+            "[wdq] wd = DequantizeLinear<axis = 0>(wi, cs, wz)",
+            DENSE + ", float[4] cs = {0.1, 0.2, 0.2, 0.2}",
+            True,
+        ),
+        (
+            "wi = QuantizeLinear<axis = 0>(dense, cs, wz) "
+            "[wdq] wd = DequantizeLinear<axis = 0>(wi, cs, wz)",
+            DENSE + ", float[4] cs = {0.1, 0.2, 0.2, 0.3}",
+            False,
+        ),
     ],
-)  # fmt: skip
+)
 def test_weights_that_use_the_eighth_bit_are_named(
     weight: str, constants: str, saturates: bool
 ) -> None:

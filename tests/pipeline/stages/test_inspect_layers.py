@@ -18,7 +18,8 @@ BRANCHES = """
 net (bool c, float[2] x) => (float[2] z)
 {
     y = Relu (x)
-    [choice] z = If <then_branch = yes () => (float[2] a) { [inner] a = Neg (y) }, else_branch = no () => (float[2] b) { b = Abs (y) }> (c)
+    [choice] z = If <then_branch = yes () => (float[2] a) { [inner] a = Neg (y) },
+      else_branch = no () => (float[2] b) { b = Abs (y) }> (c)
 }
 """
 

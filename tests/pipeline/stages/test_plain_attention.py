@@ -156,7 +156,8 @@ def test_what_only_a_simplified_graph_shows_is_rewritten_after_simplification(
 def test_a_model_that_is_plain_already_is_left_alone(tmp_path: Path, out: Path) -> None:
     """In the oldest form that is read, whose initializers are inputs too."""
     proto = onnx.parser.parse_model("""<ir_version: 3, opset_import: ["" : 11]>
-    g (float[N, 4, 5] q, float[N, 5, 4] k, float[N, 4, 5] v, float[1] d) => (float[N, 4, 5] y) <float[1] d = {2.0}>
+    g (float[N, 4, 5] q, float[N, 5, 4] k, float[N, 4, 5] v, float[1] d) => (float[N, 4, 5] y)
+      <float[1] d = {2.0}>
     { s = MatMul(q, k)  t = Div(s, d)  p = Softmax<axis = 2>(t)  y = MatMul(p, v) }""")
     profiles = (Profile.model_validate({"dims": {"N": [1, 2, 4]}}),)
     result = simplify(model_of(tmp_path, proto), profiles, SimplifyConfig(), (), out, silent)
@@ -177,8 +178,10 @@ def test_it_does_not_become_an_operator_of_one_library(tmp_path: Path, out: Path
         for name, order in {"q": [0, 2, 1, 3], "k": [0, 2, 3, 1], "v": [0, 2, 1, 3]}.items()
     )
     graph = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[N, 5, 8] x) => (float[N, 5, 8] y)
-    <{weights}, int64[4] heads = {{0, 0, 2, 4}}, int64[3] back = {{0, 0, 8}}, float scale = {{0.5}}> {{
-        {projections} s = MatMul(q, k)  t = Mul(s, scale)  p = Softmax<axis = -1>(t)  c = MatMul(p, v)
+    <{weights}, int64[4] heads = {{0, 0, 2, 4}}, int64[3] back = {{0, 0, 8}},
+      float scale = {{0.5}}> {{
+        {projections} s = MatMul(q, k)  t = Mul(s, scale)  p = Softmax<axis = -1>(t)
+          c = MatMul(p, v)
         o = Transpose<perm = [0, 2, 1, 3]>(c)  y = Reshape(o, back)
     }}"""
     profiles = (Profile.model_validate({"dims": {"N": [1, 2, 4]}}),)

@@ -50,7 +50,8 @@ SHAPE_ARITHMETIC = """g (float[N, 4, 6] x) => (float[N, 24] y, float[?, ?] z)
 }"""
 
 QUANTIZED = """g (float[N, 4] x) => (float[N, 3] y)
-    <int8[4, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, int8 zero = {0}, float w_scale = {0.1}, float x_scale = {0.02}, float x_scale_2 = {0.02}>
+    <int8[4, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, int8 zero = {0},
+      float w_scale = {0.1}, float x_scale = {0.02}, float x_scale_2 = {0.02}>
 {
     q = QuantizeLinear(x, x_scale, zero)
     d = DequantizeLinear(q, x_scale, zero)
@@ -314,7 +315,8 @@ def test_quantizers_and_their_scales_stay(tmp_path: Path, out: Path) -> None:
 def test_constant_and_passed_through_outputs_and_unused_inputs_stay(
     tmp_path: Path, out: Path
 ) -> None:
-    graph = """g (float[N, 4] x, float[N] unused) => (float[2] c, float[N, 4] y, float[N, 4] same) <float[2] k = {1, 2}>
+    graph = """g (float[N, 4] x, float[N] unused) => (float[2] c, float[N, 4] y, float[N, 4] same)
+      <float[2] k = {1, 2}>
     { c = Mul(k, k)  y = Relu(x)  same = Identity(x) }"""
     source = model_from(tmp_path / "in", graph)
     result = simplify(source, PROFILES, SimplifyConfig(), (), out, silent)
@@ -323,8 +325,10 @@ def test_constant_and_passed_through_outputs_and_unused_inputs_stay(
 
 
 def test_large_expansions_and_random_nodes_are_not_folded(tmp_path: Path, out: Path) -> None:
-    graph = """g (float[N, 4] x) => (float[N, 4] y, float[N, 4] r) <int64[2] size = {1000000, 4}, float[1, 1] one = {1}, int64 i = {3}>
-    { big = Expand(one, size)  row = Gather(big, i)  y = Add(x, row)  noise = RandomNormal<shape = [4], seed = 1.0>()  r = Add(x, noise) }"""
+    graph = """g (float[N, 4] x) => (float[N, 4] y, float[N, 4] r)
+      <int64[2] size = {1000000, 4}, float[1, 1] one = {1}, int64 i = {3}>
+    { big = Expand(one, size)  row = Gather(big, i)  y = Add(x, row)
+      noise = RandomNormal<shape = [4], seed = 1.0>()  r = Add(x, noise) }"""
     source = model_from(tmp_path / "in", graph)
     result = simplify(source, PROFILES, SimplifyConfig(), (), out, silent)
     assert result.path.stat().st_size < 100_000
@@ -357,7 +361,8 @@ def test_a_roll_back_takes_the_external_data_along(tmp_path: Path, out: Path) ->
 
 
 def test_a_linear_layer_on_three_dims_is_not_wrapped_in_reshapes(tmp_path: Path, out: Path) -> None:
-    graph = """g (float[N, M, 3] x) => (float[N, M, 2] y) <float[3, 2] w = {1, 2, 3, 4, 5, 6}, float[2] b = {1, 2}>
+    graph = """g (float[N, M, 3] x) => (float[N, M, 2] y)
+      <float[3, 2] w = {1, 2, 3, 4, 5, 6}, float[2] b = {1, 2}>
     { h = MatMul(x, w)  y = Add(h, b) }"""
     profiles = (
         Profile(dims={"N": DimRange(min=1, opt=2, max=4), "M": DimRange(min=1, opt=3, max=5)}),
@@ -372,7 +377,8 @@ def test_subgraphs_that_use_the_graph_around_them_survive(tmp_path: Path, out: P
     graph = """g (float[N, 4] x, bool c) => (float[N, 4] y) <float k = {2}>
     {
         h = Mul(x, k)
-        y = If (c) <then_branch = t () => (float[N, 4] a) { two = Constant<value_float = 2.0>()  kk = Mul(k, two)  a = Mul(h, kk) },
+        y = If (c) <then_branch = t () => (float[N, 4] a) { two = Constant<value_float = 2.0>()
+          kk = Mul(k, two)  a = Mul(h, kk) },
                     else_branch = e () => (float[N, 4] b) { b = Neg(h) }>
     }"""
     source = model_from(tmp_path / "in", graph)
@@ -382,7 +388,8 @@ def test_subgraphs_that_use_the_graph_around_them_survive(tmp_path: Path, out: P
 
 def test_local_functions_become_plain_operators(tmp_path: Path, out: Path) -> None:
     graph = """g (float[N, 4] x) => (float[N, 4] y) { y = com.example.double(x) }
-    <domain: "com.example", opset_import: ["" : 17]> double (x) => (y) { k = Constant<value_float = 2.0>()  y = Mul(x, k) }"""
+    <domain: "com.example", opset_import: ["" : 17]> double (x) => (y)
+      { k = Constant<value_float = 2.0>()  y = Mul(x, k) }"""
     result = simplify(
         model_from(tmp_path / "in", graph), PROFILES, SimplifyConfig(), (), out, silent
     )

@@ -1,6 +1,8 @@
 """One request over HTTP or gRPC, and how it was refused in words that both wires have.
 
-answer = ask(server, "grpc", Request("slow", [[0.5]], key=key))       answer.code is "" or such as "service.not_found"
+answer = ask(server, "grpc", Request("slow", [[0.5]], key=key))
+
+`answer.code` is "" or such as "service.not_found".
 """
 
 from __future__ import annotations
@@ -147,7 +149,8 @@ def _over_http(server: Server, request: Request) -> Asked:
     }
     if request.gzip:
         body, headers["Content-Encoding"] = gzip.compress(body, 1), "gzip"
-    path = f"/v2/models/{request.model}{f'/versions/{request.version}' if request.version else ''}/infer"
+    version = f"/versions/{request.version}" if request.version else ""
+    path = f"/v2/models/{request.model}{version}/infer"
     answer = httpx.post(f"{server.url}{path}", content=body, headers=headers, timeout=WITHIN_S)
     known = answer.headers.get("X-Request-Id")
     if answer.status_code != 200:

@@ -81,7 +81,8 @@ def test_a_line_that_cannot_be_written_fails_nobodys_work(tmp_path: Path) -> Non
     from service.settings import Settings
     logs.configure(Settings(home={str(tmp_path)!r}))
     logs.get("service.x").info("nobody reads this")
-    with contextlib.suppress(OSError):  # unless PYTHONUNBUFFERED is set, the line is still to be written
+    # unless PYTHONUNBUFFERED is set, the line is still to be written
+    with contextlib.suppress(OSError):
         sys.stderr.close()
     logs.get("service.x").info("nor this")
     sys.stderr = None

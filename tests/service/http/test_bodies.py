@@ -107,11 +107,8 @@ def request(path: str, body: bytes, sized: bool = True) -> bytes:
             f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode()
-        + body
-        + b"\r\n0\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    return head + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
 
 
 def ask(line: socket.socket, sent: bytes, pause_at: int = 0) -> bytes:

@@ -347,13 +347,13 @@ def test_a_request_is_counted_under_its_route_whichever_way_it_takes(tmp_path: P
             await desk.client.post(path, content=npy(X), headers={"Content-Type": NPY})
         text = (await desk.client.get("/metrics")).text
         assert (
-            'crucible_http_requests_total{method="POST",route="/models/{name}/infer",status="404"} 1.0'
-            in text
-        )
+            'crucible_http_requests_total{method="POST",route="/models/{name}/infer",'
+            'status="404"} 1.0'
+        ) in text
         assert (
-            'crucible_http_requests_total{method="POST",route="/models/{name}/infer",status="200"} 2.0'
-            in text
-        )
+            'crucible_http_requests_total{method="POST",route="/models/{name}/infer",'
+            'status="200"} 2.0'
+        ) in text
         assert 'crucible_http_requests_total{method="POST",route="/infer",status="200"} 1.0' in text
 
     at_models(tmp_path, story, ("same_float32",))

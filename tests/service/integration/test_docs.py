@@ -133,8 +133,8 @@ def test_the_readme_shows_commands_of_this_page() -> None:
             command,
         )
         sent = (
-            r"-F ('plan=[^']*'|(plan|calibration|selection|validation)=\S+)|--(plan|calibration|selection|validation)"
-            r" \S+|--profile \S+"
+            r"-F ('plan=[^']*'|(plan|calibration|selection|validation)=\S+)"
+            r"|--(plan|calibration|selection|validation) \S+|--profile \S+"
         )
         return re.sub(rf" (-H @auth|--override|{sent})", "", command)
 

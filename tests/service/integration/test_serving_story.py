@@ -378,7 +378,8 @@ def test_clients_that_go_are_dropped_and_those_that_wait_at_the_end_are_answered
         promoted(web, report)
         told(web.put(f"/models/{NAME}/deployment", json={"max_batch": 4}))
         body = marked(1).tobytes()
-        head = f"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        length = f"Content-Length: {len(body)}"
+        head = f"POST /infer HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode()
         sockets = [socket.create_connection(server.address) for _ in range(200)]
         for each in sockets:
             each.sendall(head + body)

@@ -306,10 +306,12 @@ def test_the_client_and_the_server_live_in_one_process(first: str) -> None:
     from tests.service.builders.serving import DoubleServing
 
     async def told():
-        async with opened_desk(Path(tempfile.mkdtemp()), port=0) as desk, rpc_server(desk.service, None) as rpc:
+        home = Path(tempfile.mkdtemp())
+        async with opened_desk(home, port=0) as desk, rpc_server(desk.service, None) as rpc:
             desk.service.serving = DoubleServing()
             async with tritonclient.grpc.aio.InferenceServerClient(rpc.address) as client:
-                x = tritonclient.grpc.InferInput("x", [1, 2], "FP32").set_data_from_numpy(np.ones((1, 2), np.float32))
+                x = tritonclient.grpc.InferInput("x", [1, 2], "FP32")
+                x.set_data_from_numpy(np.ones((1, 2), np.float32))
                 print((await client.infer("same_float32", [x])).as_numpy("y"))
 
     asyncio.run(told())

@@ -82,7 +82,8 @@ def test_the_worker_is_restricted() -> None:
     says = f"""
 import resource, os
 print(open('/proc/self/status').read())
-print([resource.getrlimit(kind) for kind in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS)])
+kinds = ("CORE", "NOFILE", "FSIZE", "AS")
+print([resource.getrlimit(getattr(resource, "RLIMIT_" + kind)) for kind in kinds])
 print(os.getsid(0) == os.getppid(), os.getsid(0) != {os.getsid(0)})
 """
     with guarded(says) as process:

@@ -42,7 +42,8 @@ INT8 = INT4.model_copy(update={"precision": Precision.INT8})
 LINEAR = """
 <ir_version: 9, opset_import: ["" : 17]>
 net (float[N, 48] x, float[N, 40] z) => (float[N, 40] y, float[40, 40] m)
-<float[48, 64] w1, float[40, 64] w2, float[40] b2, float[64, 40] w3, float[40, 1] b3, float[40, 40] w4, float[40, 40] w5>
+<float[48, 64] w1, float[40, 64] w2, float[40] b2, float[64, 40] w3, float[40, 1] b3,
+  float[40, 40] w4, float[40, 40] w5>
 {
     [up] a = MatMul (x, w1)
     [turned] b = Gemm <transB = 1> (a, w2, b2)
@@ -195,7 +196,8 @@ def test_attention_keeps_its_products_of_activations(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_no_matrix_or_comes_first_is_left(tmp_path: Path) -> None:
-    text = """<ir_version: 9, opset_import: ["" : 17]> net (float[2, 4, 32] x) => (float[2, 4, 8] y, float[2, 4, 32] z)
+    text = """<ir_version: 9, opset_import: ["" : 17]> net (float[2, 4, 32] x)
+      => (float[2, 4, 8] y, float[2, 4, 32] z)
     <float[2, 32, 8] w, float[4, 4] v, float[32, 32] u>
     { [stack] y = MatMul (x, w) [first] a = MatMul (v, x) [plain] z = MatMul (a, u) }"""
     made, graph = compressed(model_from_text(tmp_path / "source", text), INT8, tmp_path / "out")

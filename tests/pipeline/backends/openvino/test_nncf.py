@@ -41,7 +41,8 @@ NARROW = Recipe(
 ENCODER = """
 <ir_version: 9, opset_import: ["" : 17]>
 net (float[N, T, 32] x) => (float[N, T, 32] y)
-<float[32] gain, float[32, 32] wq, float[32, 32] wk, float[32, 32] wv, float[32] gain2, float[32, 64] up, float[64, 32] down>
+<float[32] gain, float[32, 32] wq, float[32, 32] wk, float[32, 32] wv, float[32] gain2,
+  float[32, 64] up, float[64, 32] down>
 {
     [norm] n = LayerNormalization (x, gain)
     [q] q = MatMul (n, wq)
@@ -118,7 +119,8 @@ def test_smooth_quant_saves_what_outliers_would_cost(tmp_path: Path) -> None:
 
 
 def test_smooth_quant_that_finds_nothing_is_refused(tmp_path: Path) -> None:
-    text = """<ir_version: 9, opset_import: ["" : 17]> net (float[N, T, 32] x) => (float[N, T, 32] y) { [relu] y = Relu (x) }"""
+    text = """<ir_version: 9, opset_import: ["" : 17]> net (float[N, T, 32] x)
+      => (float[N, T, 32] y) { [relu] y = Relu (x) }"""
     model = model_from_text(tmp_path / "source", text)
     with pytest.raises(UnsupportedError, match="SmoothQuant found no product"):
         quantised(model, True, tmp_path)

@@ -54,7 +54,8 @@ FP8 = INT8.model_copy(update={"precision": Precision.FP8})
 WIDE = """
 <ir_version: 9, opset_import: ["" : 18]>
 net (float[N, 3, 8, 8] x) => (float[N, 5] y)
-<float[32, 3, 3, 3] w1, float[32] b1, float[32, 32, 3, 3] w2, float[32] b2, float[32, 32, 3, 3] w3, float[32, 5] w4, float big = {1000.0},
+<float[32, 3, 3, 3] w1, float[32] b1, float[32, 32, 3, 3] w2, float[32] b2, float[32, 32, 3, 3] w3,
+  float[32, 5] w4, float big = {1000.0},
  float small = {0.000001}>
 {
     [conv1] c1 = Conv <pads = [1, 1, 1, 1]> (x, w1, b1)
@@ -121,7 +122,8 @@ def test_what_reads_a_mask_is_named() -> None:
 
 @pytest.mark.parametrize("scale", [np.inf, np.nan, 0.0])
 def test_a_scale_that_is_no_number_is_refused_by_name(scale: float) -> None:
-    text = """<ir_version: 9, opset_import: ["" : 19]> net (float[N, 4] x) => (int8[N, 4] y) <float s = {1.0}, int8 z = {0}>
+    text = """<ir_version: 9, opset_import: ["" : 19]> net (float[N, 4] x) => (int8[N, 4] y)
+      <float s = {1.0}, int8 z = {0}>
     { y = QuantizeLinear (x, s, z) }"""
     graph = proto_from_text(text).graph
     check_scales(graph)
@@ -224,7 +226,8 @@ def test_a_graph_in_which_nothing_can_be_quantised_is_refused(tmp_path: Path) ->
 
 @installed
 def test_a_model_with_pairs_of_its_own_is_refused(tmp_path: Path) -> None:
-    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 3, 8, 8] x) => (float[N, 3, 8, 8] y) <float s = {0.1}, int8 z = {0}>
+    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 3, 8, 8] x)
+      => (float[N, 3, 8, 8] y) <float s = {0.1}, int8 z = {0}>
     { q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) y = Relu (d) }"""
     with pytest.raises(UnsupportedError, match="Q/DQ pairs already"):
         quantised(tmp_path, text, INT8)
