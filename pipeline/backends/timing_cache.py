@@ -9,9 +9,9 @@
 
 A build looks its kernels up and times only those that are not there (ResNet-18 in fp16 on an H200:
 24 s cold, 0.6 s with it). A time taken while another process computes, or while others take the
-CPUs that launch it, is wrong for ever, so such a build adds nothing; nor does one where NVML does not
-tell who else computes. A container hides the processes outside of it: there, keep other
-work off the GPU while building.
+CPUs that launch it, is wrong for ever, so such a build adds nothing; nor does one where NVML does
+not tell who else computes. A container hides the processes outside of it: there, keep other work
+off the GPU while building.
 """
 
 from __future__ import annotations

@@ -293,7 +293,8 @@ def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
         return None
     caption = (
         f"Latency at {shape_text(sizes)}. Each dot is one raw value (at most {MAX_DOTS} are drawn);"
-        " the box holds the middle half of all, its line is the median, the whisker reaches from the"
+        " the box holds the middle half of all, its line is the median, the whisker reaches from"
+        " the"
         " 5th to the 95th percentile."
     )
     parts = [re.sub("[^A-Za-z0-9]+", "", symbol) + str(size) for symbol, size in sizes.items()]

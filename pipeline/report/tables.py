@@ -1,5 +1,5 @@
-"""The content of a report as values: sections with sentences and tables, in the order in which people
-read it. markdown.py and html.py render them; cli/terminal.py renders tables of its own.
+"""The content of a report as values: sections with sentences and tables, in the order in which
+people read it. markdown.py and html.py render them; cli/terminal.py renders tables of its own.
 
 Candidates and baselines are numbered once, in `entries`: every table and figure uses these numbers.
 """

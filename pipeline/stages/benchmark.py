@@ -1,4 +1,6 @@
-"""Measure: latency of every engine, interleaved in one race (`interleaved.py`), as rows of a report."""
+"""Measure: latency of every engine, interleaved in one race (`interleaved.py`), as rows of a
+report.
+"""
 
 from __future__ import annotations
 
