@@ -66,7 +66,8 @@ from pipeline.execution.stage_runner import Stage
 from pipeline.execution.store import canonical
 from pipeline.host.gpu import find_gpus
 from pipeline.onnx_graph.attention import attentions
-from pipeline.onnx_graph.graph import draw_feeds, operator_histogram, read_proto
+from pipeline.onnx_graph.feeds import draw_feeds
+from pipeline.onnx_graph.files import operator_histogram, read_proto
 from pipeline.plan.recipes import (
     baseline_recipes,
     default_candidates,

@@ -27,7 +27,7 @@ from pipeline.onnx_graph.activations import (
     rows_per_run,
     with_aliases,
 )
-from pipeline.onnx_graph.graph import external_files, onnx_model, read_proto, write_proto
+from pipeline.onnx_graph.files import external_files, onnx_model, read_proto, write_proto
 from pipeline.quantization.half_precision import DTYPES, LARGEST_FP16, SAFE_FRACTION
 from pipeline.quantization.insert_qdq import holds_qdq
 from pipeline.quantization.sensitivity_graph import (

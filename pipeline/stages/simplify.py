@@ -31,18 +31,17 @@ from pipeline.errors import ChildDied, DiskFull, InternalError, ModelError, Plan
 from pipeline.execution.child_process import call_in_child
 from pipeline.onnx_graph.attention import attentions, plain_attention
 from pipeline.onnx_graph.compare import compare_graphs
-from pipeline.onnx_graph.graph import (
-    changed_interface,
+from pipeline.onnx_graph.feeds import draw_feeds
+from pipeline.onnx_graph.files import (
     copy_model,
-    draw_feeds,
     external_files,
     file_size,
-    graphs_of,
     onnx_model,
     operator_histogram,
     read_proto,
     write_proto,
 )
+from pipeline.onnx_graph.inspect import changed_interface, graphs_of
 from pipeline.plan.schema import SimplifyConfig
 from pipeline.quantization.existing_qdq import (
     QDQ,

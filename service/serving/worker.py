@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pipeline.core import CODE_BACKENDS, Engine, Tensors, dtype_of
 from pipeline.errors import InternalError, UserError
 from pipeline.execution.exit_causes import crucible_error
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.report.bundle import check_engine
 from service.serving.shared_memory import Buffer, layout
 from service.serving.worker_messages import (

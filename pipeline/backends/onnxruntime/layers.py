@@ -36,7 +36,8 @@ from pipeline.backends.base import Session
 from pipeline.backends.checks import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
 from pipeline.core import Precision, Tensors
 from pipeline.errors import InternalError
-from pipeline.onnx_graph.graph import graphs_of, read_proto
+from pipeline.onnx_graph.files import read_proto
+from pipeline.onnx_graph.inspect import graphs_of
 from pipeline.results.layer_table import Layer, LayerTable
 
 if TYPE_CHECKING:

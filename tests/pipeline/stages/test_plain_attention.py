@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from pipeline.core import OnnxModel, Profile, Tensors, silent
 from pipeline.errors import ChildKilled, DiskFull
-from pipeline.onnx_graph.graph import onnx_model, operator_histogram
+from pipeline.onnx_graph.files import onnx_model, operator_histogram
 from pipeline.plan.schema import SimplifyConfig
 from pipeline.stages import simplify as stage
 from pipeline.stages.simplify import simplify
