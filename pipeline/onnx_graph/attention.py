@@ -62,7 +62,7 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
     graph = gs.import_onnx(model)
     before = _wiring(graph)
     Unpacking(graph).run()
-    written = Masks(graph, hide=masks)
+    mask_rewriter = Masks(graph, hide=masks)
     for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
         made = next(
             filter(None, (chain(softmax.inputs[0], *between, "MatMul") for between in SCORED)), []
@@ -71,7 +71,7 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
             continue
         scaled_after(graph, made[-1])
         transposed_once(made[-1])
-        written.write(softmax, made[-1], made[0] if made[0].op == "Add" else None)
+        mask_rewriter.rewrite(softmax, made[-1], made[0] if made[0].op == "Add" else None)
     if _wiring(graph) == before:
         return None
     return exported(graph, model)
