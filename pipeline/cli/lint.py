@@ -22,6 +22,7 @@ from pipeline.errors import InternalError, ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.measurement.measure import Interval
 from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.feeds import feeds_of
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
 from pipeline.plan.recipes import default_candidates, recipe_from_candidate
 from pipeline.plan.schema import Plan
@@ -32,7 +33,6 @@ from pipeline.quantization.lint.fixes import mend
 from pipeline.quantization.lint.rules import EVERYWHERE, Finding, lint
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
-from pipeline.stages.simplify import feeds_of
 
 ALL = "all fixes"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Tensors, TensorSpec, dtype_of
+from pipeline.core import OnnxModel, Point, Profile, Tensors, TensorSpec, dtype_of
+
+POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
 
 def draw_feeds(
@@ -48,3 +50,17 @@ def _draw(
     if dtype.kind in "iub":
         return np.asarray(random.integers(0, 2, shape)).astype(dtype)
     return np.asarray(random.standard_normal(shape)).astype(dtype)
+
+
+def feeds_of(
+    model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Tensors], seen: bool = False
+) -> Iterator[Tensors]:
+    """The feeds on which a changed graph is compared: the samples, then generated inputs at four
+    sizes of every profile; `seen` as draw_feeds takes it.
+    """
+    yield from samples
+    for profile in profiles or (Profile(),):
+        points = [(profile.sizes(point), profile.values_at(point)) for point in POINTS]
+        points.append((profile.odd_sizes(), profile.odd_values()))
+        for seed, (sizes, values) in enumerate(points):
+            yield draw_feeds(model.inputs, sizes, seed, values, seen)
