@@ -141,20 +141,20 @@ def _check_wiring(graph: onnx.GraphProto, path: Path) -> None:
     """ModelError if a node of the main graph, or an output, reads a tensor that nothing before it
     makes.
     """
-    made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    made |= {tensor.values.name for tensor in graph.sparse_initializer} | {""}
+    known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    known |= {tensor.values.name for tensor in graph.sparse_initializer} | {""}
     advice = "the file is damaged or not sorted: export the model again"
     for node in graph.node:
-        missing = [name for name in node.input if name not in made]
+        missing = [name for name in node.input if name not in known]
         if missing:
             raise ModelError(
                 f"node '{node.name}' ({node.op_type}) of '{path}' reads '{missing[0]}', which"
                 " nothing before it makes",
                 advice,
             )
-        made.update(node.output)
+        known.update(node.output)
     for value in graph.output:
-        if value.name not in made:
+        if value.name not in known:
             raise ModelError(f"output '{value.name}' of '{path}' is made by no node", advice)
 
 
@@ -189,24 +189,21 @@ def write_proto(
 def external_files(path: Path) -> tuple[Path, ...]:
     """The files that hold a model's external data, sorted, each once."""
     proto = onnx.ModelProto.FromString(path.read_bytes())
-    return tuple(
-        sorted(
-            {
-                _external_range(t, path)[0]
-                for t in tensors_of(proto)
-                if t.data_location == onnx.TensorProto.EXTERNAL
-            }
-        )
-    )
+    files: set[Path] = set()
+    for tensor in tensors_of(proto):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            file, *_ = _external_range(tensor, path)
+            files.add(file)
+    return tuple(sorted(files))
 
 
 def copy_model(source: Path, target: Path) -> None:
     """Copy a graph file to `target`, and its external data to the same places beside it."""
     shutil.copyfile(source, target)
     for file in external_files(source):
-        place = target.parent / file.relative_to(source.parent.resolve())
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, place)
+        copy = target.parent / file.relative_to(source.parent.resolve())
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def file_size(path: Path) -> int:
@@ -216,11 +213,11 @@ def file_size(path: Path) -> int:
 
 def file_digest(path: Path) -> str:
     """sha256 of the graph file and of all its external data, streamed."""
-    whole = hashlib.sha256()
+    total = hashlib.sha256()
     for file in (path, *external_files(path)):
         with file.open("rb") as stream:
-            whole.update(hashlib.file_digest(stream, "sha256").digest())
-    return whole.hexdigest()
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
 
 
 def operator_histogram(path: Path) -> dict[str, int]:

@@ -48,12 +48,9 @@ def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 def _graphs_within(body: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.GraphProto]:
     for node in body.node:
         for attribute in node.attribute:
-            for inner in (
-                (attribute.g, *attribute.graphs)
-                if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
-                else ()
-            ):
-                yield from graphs_of(inner)
+            if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+                for subgraph in (attribute.g, *attribute.graphs):
+                    yield from graphs_of(subgraph)
 
 
 def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -70,19 +67,18 @@ def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
         for node in body.node
         for attribute in node.attribute
     ]
-    sparse = [each for graph in graphs for each in graph.sparse_initializer]
+    sparse = [tensor for graph in graphs for tensor in graph.sparse_initializer]
     for graph in graphs:
         yield from graph.initializer
     for attribute in attributes:
         if attribute.HasField("t"):
             yield attribute.t
         yield from attribute.tensors
-        sparse += [
-            *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
-            *attribute.sparse_tensors,
-        ]
-    for each in sparse:
-        yield from (each.values, each.indices)
+        if attribute.HasField("sparse_tensor"):
+            sparse.append(attribute.sparse_tensor)
+        sparse += attribute.sparse_tensors
+    for tensor in sparse:
+        yield from (tensor.values, tensor.indices)
 
 
 def bytes_of_tensor(tensor: onnx.TensorProto) -> int:
@@ -124,7 +120,7 @@ def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[s
     nothing.
     """
     names = [node.name for node in graph.node]
-    kept: set[str] = set()
+    matching: set[str] = set()
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
@@ -133,8 +129,8 @@ def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[s
                 f"keep_fp32: no node matches '{pattern}'",
                 f"names of the simplified graph that come near: {', '.join(near)}",
             )
-        kept.update(matches)
-    return frozenset(kept)
+        matching.update(matches)
+    return frozenset(matching)
 
 
 def changed_interface(before: OnnxModel, after: OnnxModel) -> str:
