@@ -29,7 +29,7 @@ from pipeline.measurement.measure import (
     usable_cores,
     warm_up,
 )
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 
 COMPARISONS, BLOCKS, BLOCK_S = 10, 6, 0.25
 ROUNDS, FEW_RUNS = 20, 10

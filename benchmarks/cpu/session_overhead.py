@@ -32,7 +32,7 @@ from pipeline.measurement.measure import (
     usable_cores,
     warm_up,
 )
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 
 ROUNDS, BLOCK_S = 16, 0.5
 MOST_RATIO, MOST_EXTRA_US = 1.03, 20.0

@@ -15,7 +15,7 @@ from pipeline.compiler.context import Job, open_job
 from pipeline.core import OnnxModel, Tensors, TensorSpec
 from pipeline.execution.stage_runner import Runner, StageEvent
 from pipeline.execution.store import Store
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.plan.schema import Plan, home, plan_from_document
 
 HERE = Path(__file__).resolve().parent

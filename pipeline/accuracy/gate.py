@@ -23,7 +23,7 @@ from pydantic import Field
 
 from pipeline.core import Frozen, Point, Profile, Tensors, TensorSpec
 from pipeline.data.samples import Batch, GeneratedPart, SampleSet
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 
 ROWS_PER_SIZE = 256  # of the selection set, which keeps the cost of each other size in bounds
 POINTS: tuple[Point, ...] = ("min", "opt", "max")

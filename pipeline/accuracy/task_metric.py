@@ -37,9 +37,8 @@ from pipeline.results.report import MetricResult
 
 MetricFunction = Callable[[Array, Array | None, Array], object]
 
-RESAMPLES = (
-    200  # of a metric that exists only for a whole set: each calls the user's function twice
-)
+# of a metric that exists only for a complete set: each calls the user's function twice
+RESAMPLES = 200
 ROUNDING = 1e-9  # 3 of 300 is within a max_drop of 0.01 whatever the last bit says
 # the reference must beat each: outputs that have nothing to do with the samples do so in 1 set of
 # 40
@@ -68,17 +67,17 @@ def open_metric(
 def check_labels(options: AccuracyConfig, has_labels: bool) -> None:
     """DataError if the metric needs labels that the set does not have."""
     if options.metric in NEED_LABELS and not has_labels:
-        said = f"accuracy.metric is {options.metric}, but the set has no labels"
         raise DataError(
-            said, "add an array `labels` to each .npz, or set `accuracy.metric: cosine`"
+            f"accuracy.metric is {options.metric}, but the set has no labels",
+            "add an array `labels` to each .npz, or set `accuracy.metric: cosine`",
         )
 
 
 def _load_function(name: str, python_path: Path) -> MetricFunction:
-    module, _, function = name.partition(":")
+    module, _, function_name = name.partition(":")
     sys.path.insert(0, str(python_path))
     try:
-        found = getattr(importlib.import_module(module), function)
+        function = getattr(importlib.import_module(module), function_name)
     except (ImportError, AttributeError) as error:
         next_step = (
             "correct `accuracy.metric`, or set `accuracy.python_path` to the folder its module"
@@ -89,12 +88,12 @@ def _load_function(name: str, python_path: Path) -> MetricFunction:
         ) from error
     finally:
         sys.path.remove(str(python_path))
-    if not callable(found):
+    if not callable(function):
         raise PlanError(
-            f"accuracy.metric '{name}' is a {type(found).__name__}, expected a function",
+            f"accuracy.metric '{name}' is a {type(function).__name__}, expected a function",
             "correct `accuracy.metric`",
         )
-    return found  # type: ignore[no-any-return]  # what the user wrote; its value is checked
+    return function  # type: ignore[no-any-return]  # what the user wrote; its value is checked
 
 
 def _top1(outputs: Array, labels: Array | None, reference: Array) -> Floats:
@@ -137,23 +136,36 @@ class Drawn:
             if not self._fits(output, label):
                 continue
             self.seen += 1
-            place = self._place(output.nbytes)
-            if place is None:
+            index = self._index(output.nbytes)
+            if index is None:
                 continue
-            self.outputs[place : place + 1] = [output.copy()]
+            self.outputs[index : index + 1] = [output.copy()]
             if label is not None:
-                self.labels[place : place + 1] = [label]
+                self.labels[index : index + 1] = [label]
 
     def _fits(self, output: Array, label: Array | None) -> bool:
         """Whether output and label have the shapes of the first ones."""
         like = not self.outputs or output.shape == self.outputs[0].shape
         return like and (label is None or not self.labels or label.shape == self.labels[0].shape)
 
-    def _place(self, size: int) -> int | None:
-        """Reservoir sampling: the place of the newest row; None: it is left out."""
+    def _index(self, size: int) -> int | None:
+        """Reservoir sampling: the index of the newest row; None if it is left out."""
         most = min(MOST_SHUFFLED, max(FEWEST_SHUFFLED, SHUFFLED_BYTES // max(size, 1)))
-        place = self.seen - 1 if self.seen <= most else int(self.random.integers(0, self.seen))
-        return place if place < most else None
+        index = self.seen - 1 if self.seen <= most else int(self.random.integers(0, self.seen))
+        return index if index < most else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffleTest:
+    """How a metric scores the reference's outputs as they are, and shuffled across samples."""
+
+    score: float
+    best_shuffled: float
+    notices_order: bool  # some scores neither stayed nor moved with their outputs
+
+    @property
+    def is_above_chance(self) -> bool:
+        return self.score > self.best_shuffled + ROUNDING
 
 
 @dataclass(slots=True)
@@ -193,7 +205,9 @@ class TaskMetric:
         same outputs shuffled across samples.
         """
         result, failures = self.compared()
-        return result, failures if result is None else [*self._chance(), *failures]
+        if result is None:
+            return None, failures
+        return result, [*self._chance(), *failures]
 
     def compared(self, certain: bool = False) -> tuple[MetricResult | None, list[str]]:
         """The metric and what is wrong with the drop. `certain`: its whole interval must be over
@@ -206,26 +220,22 @@ class TaskMetric:
             return self._judge(_joined(self.reference), _joined(self.candidate))
         candidate, reference = _joined(self.candidate), _joined(self.reference)
         labels = _joined(self.labels) if self.labels else None
-        ours, theirs = (
-            self._call(candidate, labels, reference),
-            self._call(reference, labels, reference),
-        )
-        if ours.ndim == 1 and theirs.ndim == 1:
-            return self._judge(theirs, ours)
+        after = self._call(candidate, labels, reference)
+        before = self._call(reference, labels, reference)
+        if after.ndim == 1 and before.ndim == 1:
+            return self._judge(before, after)
 
         def drop(picks: Array) -> float:
-            picked = None if labels is None else labels[picks]
-            scores = (
-                self._call(outputs[picks], picked, reference[picks])
-                for outputs in (reference, candidate)
-            )
-            before, after = (float(score) for score in scores)
-            return before - after
+            picked_labels = None if labels is None else labels[picks]
+            picked_reference = reference[picks]
+            score_before = self._call(picked_reference, picked_labels, picked_reference)
+            score_after = self._call(candidate[picks], picked_labels, picked_reference)
+            return float(score_before) - float(score_after)
 
-        if not np.isfinite([ours, theirs]).all():
-            return None, [f"metric {self.name} is {ours} where the reference has {theirs}"]
+        if not np.isfinite([after, before]).all():
+            return None, [f"metric {self.name} is {after} where the reference has {before}"]
         return self._verdict(
-            float(theirs), float(ours), bootstrap(drop, len(reference), resamples=RESAMPLES)
+            float(before), float(after), bootstrap(drop, len(reference), resamples=RESAMPLES)
         )
 
     def _call(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
@@ -236,13 +246,13 @@ class TaskMetric:
             " one number; docs/accuracy.md"
         )
         try:
-            found = self.function(outputs, labels, reference)
-            scores = np.asarray(found, dtype=np.float64)
+            value = self.function(outputs, labels, reference)
+            scores = np.asarray(value, dtype=np.float64)
         except (Exception, SystemExit) as error:
             raise DataError(
                 f"metric '{self.name}' failed: {type(error).__name__}: {error}", next_step
             ) from error
-        if found is None:  # numpy takes it for NaN
+        if value is None:  # numpy takes it for NaN
             raise DataError(f"metric '{self.name}' returned None", next_step)
         if scores.shape not in ((), (len(outputs),)):
             raise DataError(
@@ -253,12 +263,12 @@ class TaskMetric:
 
     def _judge(self, reference: Array, candidate: Array) -> tuple[MetricResult | None, list[str]]:
         if candidate.size < 2:
-            said = (
+            message = (
                 f"metric {self.name} has {candidate.size} score for the whole set: output"
                 f" '{self.output}' has no row per sample"
             )
             raise DataError(
-                said, "choose an output whose first axis is the samples with `accuracy.output`"
+                message, "choose an output whose first axis is the samples with `accuracy.output`"
             )
         bad = np.flatnonzero(~np.isfinite(candidate.astype(np.float64)))
         if bad.size:
@@ -268,54 +278,59 @@ class TaskMetric:
             ]
         before, after = reference.astype(np.float64), candidate.astype(np.float64)
         if not np.isfinite(before).all():
-            said = (
+            message = (
                 f"metric {self.name} is not a number on the reference itself: nothing can be judged"
                 " against it"
             )
-            raise DataError(said, "mend the metric, or the labels")
+            raise DataError(message, "mend the metric, or the labels")
         return self._verdict(float(before.mean()), float(after.mean()), _paired_drop(before, after))
 
     def _chance(self) -> list[str]:
-        """What is wrong if the reference does not score above its own outputs shuffled across
-        samples.
+        """Return what is wrong if the reference does not score above its own outputs shuffled
+        across samples.
+
+        Raises PlanError or DataError if the metric cannot tell right answers from wrong ones.
         """
         outputs = np.stack(self.drawn.outputs)
-        labels = np.stack(self.drawn.labels) if self.drawn.labels else None
         if len(outputs) < FEWEST_SHUFFLED:
             return []
-        random, best, sees = np.random.default_rng(0), -np.inf, False
-        own = self._score(outputs, labels, outputs)
-        for _ in range(SHUFFLES):
-            picks = random.permutation(len(outputs))
-            scores = self._score(outputs[picks], labels, outputs)
-            best = max(best, float(scores.mean()))  # a NaN is no better
-            moved = own[picks] if own.ndim else own
-            sees |= not (
-                np.allclose(scores, moved, equal_nan=True)
-                or np.allclose(scores, own, equal_nan=True)
-            )
-        score = float(own.mean())
-        if score > best + ROUNDING:
+        labels = np.stack(self.drawn.labels) if self.drawn.labels else None
+        test = self._shuffle_test(outputs, labels)
+        if test.is_above_chance:
             return []
         figures = (
-            f"{self.name} {score:.4f}, and up to {best:.4f} with its outputs shuffled across the"
-            " samples"
+            f"{self.name} {test.score:.4f}, and up to {test.best_shuffled:.4f} with its outputs"
+            " shuffled across the samples"
         )
-        if sees and labels is not None:
+        if test.notices_order and labels is not None:
             return [f"{AT_CHANCE}: {figures}; a drop from there says nothing"]
-        said = (
+        message = (
             f"metric '{self.name}' cannot tell right answers from wrong ones: the reference scores"
             f" {figures}"
         )
         if self.function is not None:
             raise PlanError(
-                said,
+                message,
                 "compare each sample's output with its own label or reference, higher is better;"
                 " docs/accuracy.md",
             )
         raise DataError(
-            said, "give samples with different answers, or choose another `accuracy.output`"
+            message, "give samples with different answers, or choose another `accuracy.output`"
         )
+
+    def _shuffle_test(self, outputs: Array, labels: Array | None) -> ShuffleTest:
+        """Score the reference's outputs as they are, and SHUFFLES times in another order."""
+        random = np.random.default_rng(0)
+        scores = self._score(outputs, labels, outputs)
+        best_shuffled, notices_order = -np.inf, False
+        for _ in range(SHUFFLES):
+            order = random.permutation(len(outputs))
+            shuffled = self._score(outputs[order], labels, outputs)
+            best_shuffled = max(best_shuffled, float(shuffled.mean()))  # a NaN is no better
+            moved = scores[order] if scores.ndim else scores
+            if not _are_close(shuffled, moved) and not _are_close(shuffled, scores):
+                notices_order = True
+        return ShuffleTest(float(scores.mean()), best_shuffled, notices_order)
 
     def _score(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
         """Shape [samples], or () of a metric for the whole set."""
@@ -344,6 +359,10 @@ class TaskMetric:
             f" {between}), over max_drop {self.max_drop:g}"
         )
         return result, [] if passed else [text]
+
+
+def _are_close(scores: Floats, others: Floats) -> bool:
+    return bool(np.allclose(scores, others, equal_nan=True))
 
 
 def _paired_drop(before: Floats, after: Floats) -> Interval:

@@ -14,14 +14,8 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, Valu
 from onnx.inliner import inline_local_functions
 
 from pipeline.core import OnnxModel, Refusal
-from pipeline.onnx_graph.graph import (
-    DEFAULT_DOMAINS,
-    SMALL_BYTES,
-    bytes_of_tensor,
-    graphs_of,
-    operator_of,
-    read_proto,
-)
+from pipeline.onnx_graph.files import SMALL_BYTES, read_proto
+from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, bytes_of_tensor, graphs_of, operator_of
 
 TryModel = Callable[[bytes], str]
 """Offers a serialised model to a library: its complaint, or an empty string."""

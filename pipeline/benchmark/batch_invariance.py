@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pipeline import backends
 from pipeline.backends.base import Loaded, Session, run_session
 from pipeline.core import Engine, Precision, Profile, Progress, Tensors, TensorSpec, silent
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.serving_inputs import BatchSpec, Padding
 
 # of an output's largest value; kernels of another shape round elsewhere, and in int8 that can move

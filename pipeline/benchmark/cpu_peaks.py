@@ -30,7 +30,7 @@ from pipeline.core import BuildOptions, Engine, Frozen, Precision, Progress, Rec
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware
 from pipeline.measurement.measure import cpu_flags, cpu_name, measure_block, usable_cores
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import home
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import ran_in

@@ -12,14 +12,14 @@ from pipeline.cli.lint import finding_lines, findings_of
 from pipeline.core import Engine, OnnxModel, Profile, Progress, Refusal, Target, TensorSpec, silent
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import call_in_child
-from pipeline.onnx_graph import graph
+from pipeline.onnx_graph.files import file_size, onnx_model, operator_histogram, read_proto
 from pipeline.quantization.existing_qdq import QDQ, given_precision, scales_of
 from pipeline.quantization.lint.rules import EVERYWHERE
 
 
 def read_model(path: Path) -> OnnxModel:
     """An ONNX file's interface."""
-    return graph.onnx_model(path.resolve().parent, path.name)
+    return onnx_model(path.resolve().parent, path.name)
 
 
 def refusals_of(path: Path, backend: str, plugins: Sequence[Path] = ()) -> tuple[Refusal, ...]:
@@ -57,11 +57,11 @@ def find_unsupported(
 def model_lines(path: Path) -> list[str]:
     """An ONNX file on one screen."""
     model = read_model(path)
-    operators = graph.operator_histogram(path)
+    operators = operator_histogram(path)
     counts = ", ".join(f"{name} {count}" for name, count in operators.items())
     return [
         (
-            f"[bold]{escape(str(path))}[/]  opset {model.opset}, {graph.file_size(path) / 1e6:.1f}"
+            f"[bold]{escape(str(path))}[/]  opset {model.opset}, {file_size(path) / 1e6:.1f}"
             f" MB, sha256 {model.digest[:16]}"
         ),
         *_spec_lines("input", model.inputs),
@@ -75,7 +75,7 @@ def quantised_lines(path: Path, backend: str | None = None) -> list[str]:
     """Of a model that brings its own Q/DQ: how much is quantised, and what `crucible lint` finds
     for one backend or for all; nothing of another.
     """
-    proto = graph.read_proto(path)
+    proto = read_proto(path)
     given = given_precision(proto.graph)
     if given is None or backend not in (None, *EVERYWHERE):
         return []

@@ -21,8 +21,9 @@ from pipeline.core import Engine, OnnxModel, Profile, Recipe
 from pipeline.errors import InternalError, ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.measurement.measure import Interval
-from pipeline.onnx_graph import graph
 from pipeline.onnx_graph.compare import open_reference
+from pipeline.onnx_graph.feeds import feeds_of
+from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
 from pipeline.plan.recipes import default_candidates, recipe_from_candidate
 from pipeline.plan.schema import Plan
 from pipeline.plan.source import check_profiles
@@ -32,7 +33,6 @@ from pipeline.quantization.lint.fixes import mend
 from pipeline.quantization.lint.rules import EVERYWHERE, Finding, lint
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
-from pipeline.stages.simplify import feeds_of
 
 ALL = "all fixes"
 
@@ -61,7 +61,7 @@ class Gain:
 
 def read_named(path: Path) -> onnx.ModelProto:
     """An ONNX file, flat, every node with a name; ModelError if it holds no Q/DQ of activations."""
-    proto = flatten(graph.read_proto(path))
+    proto = flatten(read_proto(path))
     if given_precision(proto.graph) is None:
         said = (
             f"'{path}' quantises no activation: lint looks at models that hold QuantizeLinear and"
@@ -90,10 +90,10 @@ def fix_model(path: Path, out: Path, backend: str, profiles: tuple[Profile, ...]
     if out.resolve() == path.resolve():
         raise PlanError(f"--fix would overwrite '{path}'", "name another file")
     proto = read_named(path)
-    model = graph.onnx_model(path.resolve().parent, path.name)
+    model = onnx_model(path.resolve().parent, path.name)
     complete = check_profiles(model.inputs, profiles)
     applied = mend(proto, backend)
-    graph.write_proto(proto, out)
+    write_proto(proto, out)
     difference = largest_difference(model, out, complete)
     if difference > QUANTISED_TOLERANCE:
         out.unlink()
@@ -126,7 +126,7 @@ def measure_fixes(plan: Plan, backend: str, folder: Path, runner: Runner) -> tup
     assert job.source.path is not None
     if job.given is None:
         read_named(job.source.path)  # says so
-    source = graph.onnx_model(job.source.path.parent, job.source.path.name)
+    source = onnx_model(job.source.path.parent, job.source.path.name)
     target = backends.backend(backend).probe()
     (candidate,) = default_candidates({backend: target}, False, job.given)
     recipe = recipe_from_candidate(candidate, target, job.plan, False, job.given)
@@ -156,8 +156,8 @@ def _mended(path: Path, backend: str, folder: Path) -> Iterable[tuple[str, OnnxM
         proto = read_named(path)
         mend(proto, backend, rules)
         name = f"{'-and-'.join(rules)}.onnx"
-        graph.write_proto(proto, folder / name)
-        yield rules[0] if len(rules) == 1 else ALL, graph.onnx_model(folder, name)
+        write_proto(proto, folder / name)
+        yield rules[0] if len(rules) == 1 else ALL, onnx_model(folder, name)
 
 
 def _engine(job: Job, model: OnnxModel, recipe: Recipe, what: str) -> Engine:

@@ -47,7 +47,7 @@ from pipeline.errors import (
 )
 from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.execution.store import canonical
-from pipeline.onnx_graph import graph
+from pipeline.onnx_graph.files import file_size, operator_histogram, read_proto
 from pipeline.plan.recipes import (
     AS_GIVEN,
     baseline_recipes,
@@ -110,8 +110,8 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     check_outputs(plan.accuracy, exported.outputs)
     check_serving(plan.serving, exported.inputs, exported.outputs)
     model = simplify_model(job, exported)
-    job = replace(job, given=given_precision(graph.read_proto(model.path, weights=False).graph))
-    recipes, notes = recipes_of(job, size=graph.file_size(model.path))
+    job = replace(job, given=given_precision(read_proto(model.path, weights=False).graph))
+    recipes, notes = recipes_of(job, size=file_size(model.path))
     reference = build_reference(job, exported)
     expected = reference_outputs(job, reference, job.data.selection)
     checked = check_baselines(job, build_baselines(job, exported), reference, expected)
@@ -617,8 +617,8 @@ def operator_tables(models: Sequence[OnnxModel]) -> tuple[OperatorTable, ...]:
     return tuple(
         OperatorTable(
             stage=stage,
-            operators=graph.operator_histogram(model.path),
-            size_bytes=graph.file_size(model.path),
+            operators=operator_histogram(model.path),
+            size_bytes=file_size(model.path),
         )
         for stage, model in zip(("export", "simplify"), models, strict=True)
     )

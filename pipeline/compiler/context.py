@@ -32,7 +32,7 @@ from pipeline.errors import ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.host.gpu import find_gpus
 from pipeline.measurement.measure import Environment, environment
-from pipeline.onnx_graph import graph
+from pipeline.onnx_graph.files import onnx_model, read_proto
 from pipeline.plan.schema import GeneratedData, Plan
 from pipeline.plan.source import check_profiles, code_digest, source_from_config
 from pipeline.quantization.existing_qdq import given_precision
@@ -136,7 +136,7 @@ def open_job(plan: Plan, runner: Runner) -> Job:
     check_sizes(plan.benchmark.sizes, inputs, complete.profiles)
     check_code(plan)
     given = (
-        given_precision(graph.read_proto(source.path, weights=False).graph)
+        given_precision(read_proto(source.path, weights=False).graph)
         if source.kind == "onnx" and source.path
         else None
     )
@@ -166,7 +166,7 @@ def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:
     """
     if source.kind != "onnx" or source.path is None:
         return source.inputs
-    model = graph.onnx_model(source.path.parent, source.path.name)
+    model = onnx_model(source.path.parent, source.path.name)
     asked, has = (
         [f"{spec.name} {spec.dtype} [{', '.join(map(str, spec.shape))}]" for spec in specs]
         for specs in (source.inputs, model.inputs)

@@ -42,13 +42,15 @@ def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
     for node in graph.node:
         for name in node.input:
             readers[name].append(node)
-    found = []
+    names = []
     for softmax in (node for node in graph.node if node.op_type == "Softmax"):
         after = list(readers[softmax.output[0]])
         for node in after:  # grows
-            after += readers[node.output[0]] if node.op_type in BETWEEN else []
-        found += [softmax.name] if any(node.op_type == "MatMul" for node in after) else []
-    return tuple(found)
+            if node.op_type in BETWEEN:
+                after += readers[node.output[0]]
+        if any(node.op_type == "MatMul" for node in after):
+            names.append(softmax.name)
+    return tuple(names)
 
 
 def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelProto | None:
@@ -62,19 +64,30 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
     graph = gs.import_onnx(model)
     before = _wiring(graph)
     Unpacking(graph).run()
-    written = Masks(graph, hide=masks)
+    mask_rewriter = Masks(graph, hide=masks)
     for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
-        made = next(
-            filter(None, (chain(softmax.inputs[0], *between, "MatMul") for between in SCORED)), []
-        )
-        if not made or any(node.op == "Mul" and number_of(node.inputs[1]) is None for node in made):
+        nodes = _scoring_nodes(softmax)
+        if not nodes:
             continue
-        scaled_after(graph, made[-1])
-        transposed_once(made[-1])
-        written.write(softmax, made[-1], made[0] if made[0].op == "Add" else None)
+        first, product = nodes[0], nodes[-1]
+        scaled_after(graph, product)
+        transposed_once(product)
+        mask_rewriter.rewrite(softmax, product, first if first.op == "Add" else None)
     if _wiring(graph) == before:
         return None
     return exported(graph, model)
+
+
+def _scoring_nodes(softmax: Any) -> list[Any]:
+    """The nodes from a Softmax back to the product of queries and keys, the last first; empty if
+    they have another form, or a scale that is not one number.
+    """
+    for between in SCORED:
+        nodes = chain(softmax.inputs[0], *between, "MatMul")
+        if nodes:
+            scales = [node.inputs[1] for node in nodes if node.op == "Mul"]
+            return [] if any(number_of(scale) is None for scale in scales) else nodes
+    return []
 
 
 def _wiring(graph: Any) -> list[tuple[str, list[str], list[str]]]:
@@ -90,7 +103,7 @@ def scaled_after(graph: Any, scores: Any) -> None:
     """
     import onnx_graphsurgeon as gs
 
-    factors = [factor for tensor in scores.inputs if (factor := _factor(tensor))]
+    factors = [factor for factor in map(_factor, scores.inputs) if factor]
     if len(factors) < len(scores.inputs):
         return
     numbers = [number for _, number in factors]
@@ -123,9 +136,9 @@ def transposed_once(scores: Any) -> None:
     """Keys [b, t, h, d] -> [b, h, t, d] -> [b * h, t, d] -> [b * h, d, t] -> [b, h, d, t]: at
     once.
     """
-    found = chain(scores.inputs[1], "Reshape", "Transpose", "Reshape", "Transpose")
-    if [node.attrs.get("perm") for node in found[1::2]] != [[0, 2, 1], [0, 2, 1, 3]]:
+    nodes = chain(scores.inputs[1], "Reshape", "Transpose", "Reshape", "Transpose")
+    if [node.attrs.get("perm") for node in nodes[1::2]] != [[0, 2, 1], [0, 2, 1, 3]]:
         return
-    last, first = found[0], found[-1]
+    last, first = nodes[0], nodes[-1]
     last.op, last.attrs = "Transpose", {"perm": [0, 2, 3, 1]}
     last.inputs = [first.inputs[0]]

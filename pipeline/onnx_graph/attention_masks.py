@@ -1,13 +1,15 @@
-"""Masks of attention: one row where every query sees the same, numbers that fp16 holds, and no
-guard between Softmax and the product.
+"""Rewrite the masks of attention: one row for all queries, numbers that fp16 holds, no NaN guard.
 
 Exporters guard Softmax against rows that see no token at all, by a Where over all scores. With a
-mask of finite numbers there is nothing to guard against. With one of -inf such rows answer 0: they
-still do where HIDDEN takes its place and the product is multiplied by what each row sees, 0 or 1.
+mask of finite numbers there is nothing to guard against. With a mask of -inf, a row that sees no
+token answers 0. It still does where HIDDEN takes the place of -inf and the product is multiplied,
+row by row, by 1 where a row sees a token and by 0 where it does not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -18,92 +20,112 @@ from pipeline.onnx_graph.graphsurgeon import OURS, chain, constant_of, floats_of
 # added to a score, it makes e to that power 0 in every float type; scores themselves stay far from
 # it
 HIDDEN = -1e4
-AXES_ARE_INPUTS = 18  # the first opset whose ReduceMax takes them so
-# the first opset whose Softmax goes along the last axis if it does not say one; before, along all
+AXES_ARE_INPUTS = 18  # the first opset whose ReduceMax takes its axes as an input
+# the first opset whose Softmax without an axis goes along the last one; before, it goes along all
 # from the second on
 LAST_BY_DEFAULT = 13
 RESHAPED = frozenset({"Unsqueeze", "Reshape", "Identity"})
 
 
+@dataclass(frozen=True, slots=True)
+class InfiniteMask:
+    """A mask of the form Where(condition, 0, -inf) or Where(condition, -inf, 0)."""
+
+    mask: Any
+    condition: Any
+    branches: tuple[Any, Any]
+    numbers: tuple[np.ndarray, np.ndarray]  # of the branches
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.numbers[0].dtype
+
+    @property
+    def shape(self) -> Any:
+        """Of the mask, where it is known and has the rank of the condition; else None."""
+        mask_shape, condition_shape = self.mask.shape, self.condition.shape
+        if mask_shape is None or condition_shape is None:
+            return None
+        return mask_shape if len(mask_shape) == len(condition_shape) else None
+
+
+@dataclass(frozen=True, slots=True)
+class FiniteMask:
+    """A mask of 0 and HIDDEN, and which rows of scores see a token: 1 or 0 per row."""
+
+    mask: Any
+    visible: Any
+
+
 class Masks:
-    """The masks of a graph. Unless it may `hide` otherwise, only what is repeated for every query
-    is left out.
+    """The masks of a graph.
+
+    Without `hide`, the only rewrite is to leave out what is repeated for every query.
     """
 
     def __init__(self, graph: Any, hide: bool) -> None:
         self.graph, self.hide = graph, hide
         self._outputs = {id(tensor) for tensor in graph.outputs}
         self._clipped: dict[str, Any] = {}
-        self._hidden: dict[str, tuple[Any, Any]] = {}
+        self._finite: dict[str, FiniteMask] = {}
 
-    def write(self, softmax: Any, scores: Any, add: Any | None) -> None:
-        """What `add` adds to the scores of a Softmax, if it does, written anew, and no guard after
-        it, where that answers the same.
+    def rewrite(self, softmax: Any, scores: Any, add: Any | None) -> None:
+        """Rewrite the mask that `add` adds to the scores of a Softmax, and remove the guards after
+        it, where the answers stay the same.
+
+        `add` is None where no mask is added.
         """
         if add is not None:
-            self._alike_for_all_queries(add.inputs[1], scores.outputs[0])
+            self._leave_out_queries(add.inputs[1], scores.outputs[0])
         if not self.hide or not self._over_keys(softmax):
             return
-        found = guards(softmax)
-        if add is not None and self._is_between(add, softmax):
-            add.inputs[1] = self._in_reach(add.inputs[1])
-        if add is None or is_finite(add.inputs[1]):
-            without_guards(softmax, found)
-        elif (
-            self._is_between(add, softmax)
-            and self._may_multiply(softmax, found)
-            and (pair := self._finite(add.inputs[1]))
-        ):
-            add.inputs[1], sees = pair
-            for product in [reader for guard in found for reader in guard.outputs[0].outputs]:
-                self._multiply(product, sees)
-            without_guards(softmax, found)
-
-    def _alike_for_all_queries(self, mask: Any, scores: Any) -> None:
-        """Where(And(column, row), two numbers) of a column of nothing but true, expanded or not:
-        Where(row, the same), which the Add repeats.
-        """
-        made = chain(mask, "Where", "And") or chain(mask, "Where", "Expand", "And")
-        if (
-            not made
-            or id(mask) in self._outputs
-            or any(reader.op not in ("Add", "ReduceMax") for reader in mask.outputs)
-        ):
+        if add is None:
+            remove_guards(softmax, guards(softmax))
             return
-        choice, both = made[0], made[-1]
-        values = [constant_of(each) for each in choice.inputs[1:]]
-        if any(value is None or value.size > 1 for value in values) or is_larger(
-            mask.shape, scores.shape
-        ):
+        may_change = self._is_between(add, softmax)
+        if may_change:
+            add.inputs[1] = self._in_reach(add.inputs[1])
+        if is_finite(add.inputs[1]):
+            remove_guards(softmax, guards(softmax))
+        elif may_change:
+            self._replace_infinity(softmax, add)
+
+    def _leave_out_queries(self, mask: Any, scores: Any) -> None:
+        """Where(And(column, row), two numbers) with an all-True column, expanded or not, becomes
+        Where(row, two numbers): the Add repeats it for every query.
+        """
+        nodes = chain(mask, "Where", "And") or chain(mask, "Where", "Expand", "And")
+        if not nodes or id(mask) in self._outputs:
+            return
+        if any(reader.op not in ("Add", "ReduceMax") for reader in mask.outputs):
+            return
+        choice, both = nodes[0], nodes[-1]
+        if not all(is_number(branch) for branch in choice.inputs[1:]):
+            return
+        if is_larger(mask.shape, scores.shape):
             return
         for column, row in (both.inputs, both.inputs[::-1]):
-            if (
-                is_true(column)
-                and column.shape is not None
-                and row.shape
-                and len(row.shape) >= len(column.shape)
-            ):
+            if is_true(column) and has_rank_of(row, column):
                 choice.inputs[0] = row
                 mask.shape = row.shape if mask.shape else None
 
     def _over_keys(self, softmax: Any) -> bool:
-        """Whether it goes along the last axis, by which rows see something or nothing here."""
-        axis, shape = (
-            softmax.attrs.get("axis", -1 if self.graph.opset >= LAST_BY_DEFAULT else 1),
-            softmax.outputs[0].shape,
-        )
+        """Return True if a Softmax goes along the last axis: then a row of scores is a query."""
+        default = -1 if self.graph.opset >= LAST_BY_DEFAULT else 1
+        axis = softmax.attrs.get("axis", default)
+        shape = softmax.outputs[0].shape
         return axis == -1 or bool(shape and axis == len(shape) - 1)
 
     def _is_between(self, add: Any, softmax: Any) -> bool:
-        """Whether nothing else reads the masked scores."""
+        """Return True if nothing but the Softmax reads the masked scores."""
         (masked,) = add.outputs
         return id(masked) not in self._outputs and all(
             reader is softmax for reader in masked.outputs
         )
 
     def _in_reach(self, mask: Any) -> Any:
-        """A mask that adds the smallest number of fp32 adds HIDDEN instead: fp16 holds it, so that
-        scores and Softmax need not stay in fp32.
+        """Return a mask that adds HIDDEN instead of the smallest number of fp32: fp16 holds it, so
+        that scores and Softmax need not stay in fp32.
 
         It holds -inf too, which stays in a Where, as does a mask in bf16, which numpy does not
         know. Constants change if every row sees something.
@@ -111,65 +133,72 @@ class Masks:
         import onnx_graphsurgeon as gs
 
         for choice in chain(mask, "Where"):
-            for place in (1, 2):
-                number = number_of(choice.inputs[place])
+            for index in (1, 2):
+                number = number_of(choice.inputs[index])
                 if number is not None and -np.inf < float(number) < HIDDEN:
-                    hidden = np.full_like(constant_of(choice.inputs[place]), HIDDEN)
-                    choice.inputs[place] = gs.Constant(f"{OURS}{mask.name}/hidden_{place}", hidden)
+                    hidden = np.full_like(constant_of(choice.inputs[index]), HIDDEN)
+                    choice.inputs[index] = gs.Constant(f"{OURS}{mask.name}/hidden_{index}", hidden)
         values = floats_of(mask)
-        if (
-            values is not None
-            and values.size
-            and (values < HIDDEN).any()
-            and (values > HIDDEN / 2).any(-1).all()
-        ):
-            clipped = gs.Constant(
+        if values is None or not values.size or not (values < HIDDEN).any():
+            return mask
+        every_row_sees = (values > HIDDEN / 2).any(-1).all()
+        if not every_row_sees:
+            return mask
+        if mask.name not in self._clipped:
+            self._clipped[mask.name] = gs.Constant(
                 f"{OURS}{mask.name}/hidden", np.maximum(values, values.dtype.type(HIDDEN))
             )
-            return self._clipped.setdefault(mask.name, clipped)
-        return mask
+        return self._clipped[mask.name]
 
-    def _finite(self, mask: Any) -> tuple[Any, Any] | None:
-        """Of Where(seen, 0, -inf) the same with HIDDEN, and what each row sees, 0 or 1. None of
-        another mask.
+    def _replace_infinity(self, softmax: Any, add: Any) -> None:
+        """Add HIDDEN where a mask adds -inf, and multiply the guarded products by what rows see."""
+        guard_nodes = guards(softmax)
+        if not self._may_multiply(softmax, guard_nodes):
+            return
+        match = match_infinite_mask(add.inputs[1])
+        if match is None:
+            return
+        name = match.mask.name
+        if name not in self._finite:
+            self._finite[name] = self._build_finite_mask(match)
+        add.inputs[1] = self._finite[name].mask
+        for product in readers_of(guard.outputs[0] for guard in guard_nodes):
+            self._multiply(product, self._finite[name].visible)
+        remove_guards(softmax, guard_nodes)
+
+    def _build_finite_mask(self, match: InfiniteMask) -> FiniteMask:
+        """Add these nodes to the graph:
+
+        hidden = Where(condition, 0, HIDDEN)   the finite mask; branches swapped as in the match
+        best   = ReduceMax(hidden)             per row: 0 if it sees a token, else HIDDEN
+        blind  = Div(best, HIDDEN)             per row: 0 if it sees a token, else 1
+        sees   = Sub(1, blind)                 per row: 1 if it sees a token, else 0
         """
         import onnx_graphsurgeon as gs
 
-        choices = chain(mask, "Where")
-        if not choices:
-            return None
-        seen, *tensors = choices[0].inputs
-        if seen.shape is not None and not len(seen.shape):
-            return None
-        numbers = [number for tensor in tensors if (number := number_of(tensor)) is not None]
-        if sorted(map(float, numbers)) != [-np.inf, 0.0]:
-            return None
-        if mask.name not in self._hidden:
-            name, dtype = f"{OURS}{mask.name}", numbers[0].dtype
-            hides, one = (
-                gs.Constant(f"{name}/hides", np.asarray(HIDDEN, dtype)),
-                gs.Constant(f"{name}/one", np.asarray(1, dtype)),
-            )
-            either = [
-                hides if np.isneginf(number) else tensor
-                for number, tensor in zip(numbers, tensors, strict=True)
-            ]
-            as_large = (
-                seen.shape is not None
-                and mask.shape is not None
-                and len(seen.shape) == len(mask.shape)
-            )
-            hidden = self._node(
-                "Where", [seen, *either], f"{name}/hidden", dtype, mask.shape if as_large else None
-            )
-            in_opset = {"axes": [-1]} if self.graph.opset < AXES_ARE_INPUTS else {}
-            axes = [] if in_opset else [gs.Constant(f"{name}/axes", np.array([-1]))]
-            best = self._node(
-                "ReduceMax", [hidden, *axes], f"{name}/best", dtype, keepdims=1, **in_opset
-            )
-            blind = self._node("Div", [best, hides], f"{name}/blind", dtype)
-            self._hidden[mask.name] = hidden, self._node("Sub", [one, blind], f"{name}/sees", dtype)
-        return self._hidden[mask.name]
+        name, dtype = f"{OURS}{match.mask.name}", match.dtype
+        hides = gs.Constant(f"{name}/hides", np.asarray(HIDDEN, dtype))
+        one = gs.Constant(f"{name}/one", np.asarray(1, dtype))
+        branches = [
+            hides if np.isneginf(number) else branch
+            for branch, number in zip(match.branches, match.numbers, strict=True)
+        ]
+        hidden = self._node(
+            "Where", [match.condition, *branches], f"{name}/hidden", dtype, match.shape
+        )
+        best = self._row_maximum(hidden, name, dtype)
+        blind = self._node("Div", [best, hides], f"{name}/blind", dtype)
+        sees = self._node("Sub", [one, blind], f"{name}/sees", dtype)
+        return FiniteMask(hidden, sees)
+
+    def _row_maximum(self, tensor: Any, name: str, dtype: Any) -> Any:
+        import onnx_graphsurgeon as gs
+
+        output = f"{name}/best"
+        if self.graph.opset < AXES_ARE_INPUTS:
+            return self._node("ReduceMax", [tensor], output, dtype, keepdims=1, axes=[-1])
+        axes = gs.Constant(f"{name}/axes", np.array([-1]))
+        return self._node("ReduceMax", [tensor, axes], output, dtype, keepdims=1)
 
     def _node(
         self,
@@ -180,51 +209,94 @@ class Masks:
         shape: Any = None,
         **attributes: Any,
     ) -> Any:
+        """Add a node to the graph; returns its output."""
         import onnx_graphsurgeon as gs
 
-        made = gs.Variable(name, dtype=dtype, shape=shape)
-        self.graph.nodes.append(gs.Node(operator, name, attributes, inputs, [made]))
-        return made
+        output = gs.Variable(name, dtype=dtype, shape=shape)
+        self.graph.nodes.append(gs.Node(operator, name, attributes, inputs, [output]))
+        return output
 
-    def _may_multiply(self, softmax: Any, found: list[Any]) -> bool:
-        """Whether only guards read what Softmax gives, and only products of this graph, as their
-        first factor, what those let through.
+    def _may_multiply(self, softmax: Any, guard_nodes: list[Any]) -> bool:
+        """Return True if only guards read the output of Softmax, and only matrix products of this
+        graph read the output of guards, as their first factor.
         """
+        if not guard_nodes:
+            return False
         tests = [node for node in softmax.outputs[0].outputs if node.op == "IsNaN"]
-        within = [*softmax.outputs, *(test.outputs[0] for test in tests)]
-        guarded = [guard.outputs[0] for guard in found]
-        products = [reader for tensor in guarded for reader in tensor.outputs]
-        here, known = (
-            {id(node) for node in self.graph.nodes},
-            {id(node) for node in (*tests, *found)},
-        )
-        return (
-            bool(found)
-            and not any(id(tensor) in self._outputs for tensor in (*within, *guarded))
-            and all(id(reader) in known for tensor in within for reader in tensor.outputs)
-            and all(
-                node.op == "MatMul" and id(node) in here and not is_vector(node.inputs[1])
-                for node in products
-            )
-            and not any(node.inputs[1] is tensor for tensor in guarded for node in products)
+        unguarded = [*softmax.outputs, *(test.outputs[0] for test in tests)]
+        guarded = [guard.outputs[0] for guard in guard_nodes]
+        if any(id(tensor) in self._outputs for tensor in (*unguarded, *guarded)):
+            return False
+        known = {id(node) for node in (*tests, *guard_nodes)}
+        if not all(id(reader) in known for reader in readers_of(unguarded)):
+            return False
+        here = {id(node) for node in self.graph.nodes}
+        return all(
+            id(node) in here and is_matrix_product_of(node, guarded) for node in readers_of(guarded)
         )
 
-    def _multiply(self, product: Any, sees: Any) -> None:
+    def _multiply(self, product: Any, visible: Any) -> None:
+        """Multiply the output of a product by what its rows see."""
         import onnx_graphsurgeon as gs
 
-        (whole,) = product.outputs
-        name = f"{OURS}{whole.name}/of_rows_that_see"
-        product.outputs = [gs.Variable(f"{name}/all", dtype=whole.dtype, shape=whole.shape)]
-        self.graph.nodes.append(gs.Node("Mul", name, {}, [product.outputs[0], sees], [whole]))
+        (output,) = product.outputs
+        name = f"{OURS}{output.name}/of_rows_that_see"
+        product.outputs = [gs.Variable(f"{name}/all", dtype=output.dtype, shape=output.shape)]
+        self.graph.nodes.append(gs.Node("Mul", name, {}, [product.outputs[0], visible], [output]))
+
+
+def match_infinite_mask(mask: Any) -> InfiniteMask | None:
+    """Return what a mask of 0 and -inf is made of; None for another mask, and for a condition
+    that is one number for all scores.
+    """
+    choices = chain(mask, "Where")
+    if not choices:
+        return None
+    condition, first, second = choices[0].inputs
+    if condition.shape is not None and not len(condition.shape):
+        return None
+    numbers = number_of(first), number_of(second)
+    if numbers[0] is None or numbers[1] is None:
+        return None
+    if {float(numbers[0]), float(numbers[1])} != {-np.inf, 0.0}:
+        return None
+    return InfiniteMask(mask, condition, (first, second), (numbers[0], numbers[1]))
+
+
+def readers_of(tensors: Iterable[Any]) -> list[Any]:
+    """The nodes that read these tensors, in order; a node that reads several comes once for
+    each.
+    """
+    return [reader for tensor in tensors for reader in tensor.outputs]
+
+
+def is_matrix_product_of(node: Any, tensors: list[Any]) -> bool:
+    """Return True for a MatMul whose second factor is no vector and none of the tensors."""
+    if node.op != "MatMul" or is_vector(node.inputs[1]):
+        return False
+    return not any(node.inputs[1] is tensor for tensor in tensors)
+
+
+def is_number(tensor: Any) -> bool:
+    """Return True for a constant of at most one element."""
+    value = constant_of(tensor)
+    return value is not None and value.size <= 1
 
 
 def is_vector(tensor: Any) -> bool:
-    """Whether it is known to be one."""
+    """Return True for a tensor whose rank is known to be 1."""
     return tensor.shape is not None and len(tensor.shape) == 1
 
 
+def has_rank_of(row: Any, column: Any) -> bool:
+    """Return True if the row is known to have at least the rank of the column."""
+    if column.shape is None or not row.shape:
+        return False
+    return len(row.shape) >= len(column.shape)
+
+
 def is_larger(mask: Any, scores: Any) -> bool:
-    """Whether a mask of one shape is known to repeat scores of the other."""
+    """Return True if a mask of one shape is known to repeat scores of the other."""
     if mask is None or scores is None:
         return False
     return any(
@@ -234,19 +306,22 @@ def is_larger(mask: Any, scores: Any) -> bool:
 
 
 def is_finite(mask: Any) -> bool:
-    """Whether a mask is a choice of finite numbers, or constant and in reach of fp16: no row of
-    scores is all -inf then, which gives NaN.
+    """Return True if no row of scores can become all -inf, for which Softmax gives NaN: the mask is
+    a choice of finite numbers, or constant and in reach of fp16.
     """
-    values = [constant_of(each) for choice in chain(mask, "Where") for each in choice.inputs[1:]]
-    if values:
+    choices = chain(mask, "Where")
+    if choices:
+        values = [constant_of(branch) for branch in choices[0].inputs[1:]]
         return all(value is not None and np.isfinite(value).all() for value in values)
-    fixed = floats_of(mask)
-    return fixed is not None and bool((np.isfinite(fixed) & (fixed >= HIDDEN)).all())
+    constant = floats_of(mask)
+    if constant is None:
+        return False
+    return bool((np.isfinite(constant) & (constant >= HIDDEN)).all())
 
 
 def is_true(tensor: Any) -> bool:
-    """Whether nothing but true is in it: a constant, or whether positions from a constant on are at
-    least that: transformers' `q_idx >= 0`.
+    """Return True if the tensor is provably all True: a constant, or `Range(start, ...) >= least`
+    with a start of at least that, as transformers writes `q_idx >= 0`.
     """
     value = constant_of(tensor)
     if value is not None:
@@ -254,37 +329,38 @@ def is_true(tensor: Any) -> bool:
     test = maker(tensor)
     if test is None or test.op != "GreaterOrEqual":
         return False
-    positions, least = maker(test.inputs[0]), constant_of(test.inputs[1])
+    positions = maker(test.inputs[0])
     while positions is not None and positions.op in RESHAPED:
         positions = maker(positions.inputs[0])
-    if positions is None or positions.op != "Range" or least is None:
+    if positions is None or positions.op != "Range":
         return False
-    start, step = (constant_of(positions.inputs[place]) for place in (0, 2))
-    return (
-        start is not None and step is not None and bool((least <= start).all() and (step > 0).all())
-    )
+    start, _, step = (constant_of(bound) for bound in positions.inputs)
+    least = constant_of(test.inputs[1])
+    if least is None or start is None or step is None:
+        return False
+    return bool((least <= start).all() and (step > 0).all())
 
 
 def guards(softmax: Any) -> list[Any]:
-    """Softmax -> IsNaN -> Where(it, 0, Softmax): the Where of each."""
-    (answer,) = softmax.outputs
-    tests = [node for node in answer.outputs if node.op == "IsNaN"]
-    choices = [
-        node
-        for test in tests
-        for node in test.outputs[0].outputs
-        if node.op == "Where" and node.inputs[2] is answer
-    ]
+    """The Where nodes of Softmax -> IsNaN -> Where(is NaN, 0, Softmax)."""
+    (weights,) = softmax.outputs
+    tests = [node for node in weights.outputs if node.op == "IsNaN"]
     return [
         node
-        for node in choices
-        if (zero := constant_of(node.inputs[1])) is not None and not zero.any()
+        for node in readers_of(test.outputs[0] for test in tests)
+        if node.op == "Where" and node.inputs[2] is weights and is_zero(node.inputs[1])
     ]
 
 
-def without_guards(softmax: Any, found: list[Any]) -> None:
-    """What they let through is the Softmax itself."""
-    (answer,) = softmax.outputs
-    for guard in found:
+def is_zero(tensor: Any) -> bool:
+    """Return True for a constant of zeros."""
+    value = constant_of(tensor)
+    return value is not None and not value.any()
+
+
+def remove_guards(softmax: Any, guard_nodes: list[Any]) -> None:
+    """Let the readers of guards read the Softmax itself."""
+    (weights,) = softmax.outputs
+    for guard in guard_nodes:
         for reader in list(guard.outputs[0].outputs):
-            reader.inputs[reader.inputs.index(guard.outputs[0])] = answer
+            reader.inputs[reader.inputs.index(guard.outputs[0])] = weights

@@ -21,7 +21,8 @@ from onnx import inliner, numpy_helper
 from onnx.external_data_helper import uses_external_data as is_external
 
 from pipeline.errors import ModelError
-from pipeline.onnx_graph.graph import DEFAULT_DOMAINS, operator_of, read_proto, type_name
+from pipeline.onnx_graph.files import read_proto
+from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, operator_of, type_name
 
 Shape = tuple[int, ...]
 

@@ -46,29 +46,24 @@ def constant(tensor: Any) -> Any:
     """
     import onnx_graphsurgeon as gs
 
-    made = maker(tensor)
-    whole = (
-        made.attrs["value"]
-        if made is not None and made.op == "Constant" and "value" in made.attrs
-        else tensor
-    )
-    return whole if isinstance(whole, gs.Constant) else None
+    node = maker(tensor)
+    if node is not None and node.op == "Constant" and "value" in node.attrs:
+        tensor = node.attrs["value"]
+    return tensor if isinstance(tensor, gs.Constant) else None
 
 
 def constant_of(tensor: Any) -> np.ndarray | None:
     """The array of a constant."""
-    found = constant(tensor)
-    return None if found is None else np.asarray(found.values)
+    initializer = constant(tensor)
+    return None if initializer is None else np.asarray(initializer.values)
 
 
 def floats_of(tensor: Any) -> np.ndarray | None:
     """The array of a constant in fp16 or fp32; None in bf16, which numpy does not know."""
-    found = constant(tensor)
-    return (
-        np.asarray(found.values)
-        if found is not None and found.dtype in (np.float16, np.float32)
-        else None
-    )
+    initializer = constant(tensor)
+    if initializer is None or initializer.dtype not in (np.float16, np.float32):
+        return None
+    return np.asarray(initializer.values)
 
 
 def number_of(tensor: Any) -> np.ndarray | None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from pipeline.core import Precision
-from pipeline.onnx_graph.graph import DEFAULT_DOMAINS
+from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS
 
 STATES = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
 """Per operator the inputs that are initial states."""

@@ -51,6 +51,17 @@ WEIGHT_QUANTIZERS: Mapping[str, Literal["onnxruntime", "nncf"]] = {
 }
 """Per backend that takes weights in 4 or 8 bits beside float activations: who makes them."""
 
+UNUSED_BY_WEIGHT_ONLY = (
+    "method",
+    "activation",
+    "weight_bits",
+    "quantizer",
+    "placement",
+    "smooth_quant",
+    "realised_in",
+)
+"""Keys of a candidate that say nothing of weights alone, but for some values."""
+
 USUAL_BLOCK = 32
 """Weights per scale where the plan does not say: the smallest, which loses least."""
 
@@ -120,19 +131,19 @@ def _gpu_candidates(
         candidates += [
             CandidateConfig(
                 backend="torch",
-                precision=each,
+                precision=precision,
                 form="aoti",
             )
-            for each in _floats(torch)
+            for precision in _floats(torch)
         ]
     for provider in providers:
         candidates += [
             CandidateConfig(
                 backend="onnxruntime",
-                precision=each,
+                precision=precision,
                 provider=provider,
             )
-            for each in PROVIDER_PRECISIONS[provider]
+            for precision in PROVIDER_PRECISIONS[provider]
         ]
     return tuple(candidates)
 
@@ -159,7 +170,9 @@ def _tensorrt_candidates(target: Target, calibrated: bool) -> tuple[CandidateCon
 
 def _floats(target: Target) -> list[Precision]:
     """The floating-point precisions of a GPU; tf32 and bf16 come with Ampere."""
-    return [each for each in FLOATS if each not in FROM_AMPERE or _generation(target) >= AMPERE]
+    if _generation(target) >= AMPERE:
+        return list(FLOATS)
+    return [precision for precision in FLOATS if precision not in FROM_AMPERE]
 
 
 def _generation(target: Target) -> tuple[int, ...]:
@@ -176,10 +189,11 @@ def recipes_from_candidate(
     """A full recipe for every combination of the methods and switches that a candidate names, each
     once; PlanError as below.
     """
-    asked = (
-        (candidate,) if given else expand(candidate)
-    )  # a model's own Q/DQ leave nothing to combine
-    return distinct(recipe_from_candidate(each, target, plan, calibrated, given) for each in asked)
+    # a model's own Q/DQ leave nothing to combine
+    candidates = (candidate,) if given else expand(candidate)
+    return distinct(
+        recipe_from_candidate(single, target, plan, calibrated, given) for single in candidates
+    )
 
 
 def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
@@ -195,12 +209,9 @@ def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
     )
     count = len(methods) * math.prod(map(len, switches.values()))
     if count > MOST_RECIPES:
-        said = (
-            f"candidate '{candidate.backend} {candidate.precision}' stands for {count} engines,"
-            f" expected at most {MOST_RECIPES}"
-        )
         raise PlanError(
-            said,
+            f"candidate '{candidate.backend} {candidate.precision}' stands for {count} engines,"
+            f" expected at most {MOST_RECIPES}",
             "name fewer methods, or fewer switches of `placement` with both values: each engine is"
             " built, checked and measured",
         )
@@ -220,21 +231,22 @@ def _check_choices(candidate: CandidateConfig, methods: bool, switches: Sequence
     """PlanError for a list of methods or values where all would give the same engine."""
     precision, quantizer = candidate.precision, candidate.quantizer
     in_flags = candidate.realised_in == "flags"
-    by_itself = (
-        f"the quantizer `{quantizer}`"
-        if quantizer != "crucible"
-        else "TensorRT's own calibrator (`realised_in: flags`)"
-        if in_flags
-        else ""
-    )
-    why = "" if precision is Precision.INT8 else f"{precision} has none"
-    no_method = why or (f"{by_itself} chooses ranges by itself" if quantizer == "nncf" else "")
-    no_switch = why or (f"{by_itself} places Q/DQ by itself" if by_itself else "")
-    for asked, key, reason in (
+    by_itself = ""
+    if quantizer != "crucible":
+        by_itself = f"the quantizer `{quantizer}`"
+    elif in_flags:
+        by_itself = "TensorRT's own calibrator (`realised_in: flags`)"
+    no_method = no_switch = ""
+    if precision is not Precision.INT8:
+        no_method = no_switch = f"{precision} has none"
+    elif by_itself:
+        no_method = f"{by_itself} chooses ranges by itself" if quantizer == "nncf" else ""
+        no_switch = f"{by_itself} places Q/DQ by itself"
+    for has_choice, key, reason in (
         (methods, "method", no_method),
         (bool(switches), f"placement.{', '.join(switches)}", no_switch),
     ):
-        if asked and reason:
+        if has_choice and reason:
             raise PlanError(
                 f"candidate '{candidate.backend} {precision}': a list under `{key}` changes"
                 f" nothing: {reason}",
@@ -256,15 +268,27 @@ def recipe_from_candidate(
     has. `given` is the precision of the Q/DQ that the model brings; PlanError for a candidate that
     would be called by another.
     """
-    backend, precision = candidate.backend, candidate.precision
-    in_flags = candidate.realised_in == "flags"
     _check_for_backend(candidate)
     _check_program(candidate, plan)
     _check_provider(candidate)
     if given:
         _check_given(candidate, given)
     _check_kept(candidate)
-    base = Recipe(
+    if given:
+        return _given_qdq_recipe(candidate)
+    if candidate.weight_only or candidate.precision is Precision.INT4:
+        return _weight_only_recipe(candidate)
+    _check_smooth_quant(candidate)
+    if candidate.precision in (Precision.INT8, Precision.FP8):
+        return _quantised_recipe(candidate, target, plan, calibrated)
+    return _float_recipe(candidate)
+
+
+def _float_recipe(candidate: CandidateConfig) -> Recipe:
+    """The recipe of a float precision; the other families change some fields of it."""
+    backend, precision = candidate.backend, candidate.precision
+    in_flags = candidate.realised_in == "flags"
+    return Recipe(
         backend=backend,
         precision=precision,
         realised_in="flags" if in_flags else realised_in(backend, precision),
@@ -277,113 +301,138 @@ def recipe_from_candidate(
         hardware_compatible=candidate.hardware_compatible,
         version_compatible=candidate.version_compatible,
     )
-    if given:
-        return base.model_copy(update={"quantizer": "given", "rest": _rest(backend)})
-    if candidate.weight_only or precision is Precision.INT4:
-        return _weight_only(base, candidate)
-    if candidate.smooth_quant is not None and (precision, candidate.quantizer) != (
-        Precision.INT8,
-        "nncf",
-    ):
-        said = f"candidate '{backend} {precision}': only NNCF in int8 has `smooth_quant`"
-        raise PlanError(said, "leave it out, or take openvino in int8 with `quantizer: nncf`")
-    if precision not in (Precision.INT8, Precision.FP8):
-        return base
+
+
+def _given_qdq_recipe(candidate: CandidateConfig) -> Recipe:
+    """The recipe of a model that brings its own Q/DQ."""
+    return _float_recipe(candidate).model_copy(
+        update={"quantizer": "given", "rest": _rest(candidate.backend)}
+    )
+
+
+def _quantised_recipe(
+    candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool
+) -> Recipe:
+    """The recipe of int8 or fp8 in weights and activations, which needs calibration data."""
+    backend, precision = candidate.backend, candidate.precision
     if not calibrated:
         raise PlanError(
             f"candidate '{backend} {precision}' needs calibration data, the plan has none",
             f"give data.calibration, or leave {precision} out of `candidates`",
         )
-    quantizer = (
-        "modelopt"
-        if precision is Precision.FP8 and candidate.quantizer == "crucible"
-        else candidate.quantizer
-    )
-    if quantizer != "crucible" and backend != QUANTIZER_BACKENDS[quantizer]:
-        only = QUANTIZER_BACKENDS[quantizer]
-        raise PlanError(
-            f"candidate '{backend} {precision}': the quantizer `{quantizer}` is for {only} only",
-            f"leave it out, or take {only}",
-        )
-    not_asked = (
-        quantizer == "nncf" or precision is Precision.FP8
-    )  # they choose ranges by themselves
-    return base.model_copy(
+    quantizer = _quantizer(candidate)
+    method: CalibrationMethod | None = None
+    try_methods = False
+    if quantizer != "nncf" and precision is not Precision.FP8:  # both choose ranges by themselves
+        method = resolve_method(candidate.method[0], plan.calibration.language_model)
+        try_methods = candidate.method[0] == "auto"
+    placement = {name: values[0] for name, values in candidate.placement}
+    return _float_recipe(candidate).model_copy(
         update={
-            "method": (
-                None
-                if not_asked
-                else resolve_method(candidate.method[0], plan.calibration.language_model)
-            ),
-            "try_methods": not not_asked and candidate.method[0] == "auto",
+            "method": method,
+            "try_methods": try_methods,
             "activation": _activation(candidate),
             "weight_bits": candidate.weight_bits or weight_bits(target),
             "quantizer": quantizer,
             "smooth_quant": candidate.smooth_quant,
-            "placement": Placement.model_validate(
-                {name: values[0] for name, values in candidate.placement}
-            ),
+            "placement": Placement.model_validate(placement),
             "rest": _rest(backend),
         }
     )
 
 
-def _weight_only(base: Recipe, candidate: CandidateConfig) -> Recipe:
+def _quantizer(candidate: CandidateConfig) -> str:
+    """The quantizer of int8 or fp8; PlanError for one that places Q/DQ for another backend."""
+    quantizer: str = candidate.quantizer
+    if candidate.precision is Precision.FP8 and quantizer == "crucible":
+        quantizer = "modelopt"
+    if quantizer == "crucible" or candidate.backend == QUANTIZER_BACKENDS[quantizer]:
+        return quantizer
+    only = QUANTIZER_BACKENDS[quantizer]
+    raise PlanError(
+        f"candidate '{candidate.backend} {candidate.precision}': the quantizer `{quantizer}` is for"
+        f" {only} only",
+        f"leave it out, or take {only}",
+    )
+
+
+def _check_smooth_quant(candidate: CandidateConfig) -> None:
+    """PlanError for `smooth_quant` without NNCF in int8."""
+    has_it = candidate.precision is Precision.INT8 and candidate.quantizer == "nncf"
+    if candidate.smooth_quant is not None and not has_it:
+        raise PlanError(
+            f"candidate '{candidate.backend} {candidate.precision}': only NNCF in int8 has"
+            " `smooth_quant`",
+            "leave it out, or take openvino in int8 with `quantizer: nncf`",
+        )
+
+
+def _weight_only_recipe(candidate: CandidateConfig) -> Recipe:
     """The recipe of few bits in the weights alone, which needs no data; PlanError for a backend
     without, or for a key that says nothing here.
     """
-    asked = f"candidate '{base.backend} {base.precision}', weights only"
-    if base.precision not in (Precision.INT4, Precision.INT8):
-        raise PlanError(
-            f"{asked}: weights alone have 4 or 8 bits, not {base.precision}",
-            "take int4 or int8, or leave `weight_only` out",
-        )
-    if base.backend not in WEIGHT_QUANTIZERS:
-        raise PlanError(
-            f"{asked}: not made for {base.backend}, only for {' and '.join(WEIGHT_QUANTIZERS)}",
-            "take one of these, or another precision",
-        )
-    quantizer = WEIGHT_QUANTIZERS[base.backend]
-    allowed = {
-        "quantizer": ("crucible", quantizer),
-        "activation": ("auto", "int8") if base.backend == "onnxruntime" else ("auto",),
-    }
-    for key in (
-        "method",
-        "activation",
-        "weight_bits",
-        "quantizer",
-        "placement",
-        "smooth_quant",
-        "realised_in",
-    ):
-        value = getattr(candidate, key)
-        if value not in allowed.get(key, (CandidateConfig.model_fields[key].default,)):
-            said = (
-                value
-                if isinstance(value, str | int)
-                else ", ".join(map(str, value))
-                if isinstance(value, tuple)
-                else "..."
-            )
-            raise PlanError(
-                f"{asked}: `{key}: {said}` says nothing here",
-                f"leave `{key}` out; docs/accuracy.md tells what weights alone have",
-            )
-    if candidate.block_size and (base.backend, base.precision) == ("openvino", Precision.INT8):
-        raise PlanError(
-            f"{asked}: NNCF gives 8-bit weights one scale per output channel, no blocks",
-            "leave `block_size` out, or take int4",
-        )
-    in_blocks = base.backend == "onnxruntime" or base.precision is Precision.INT4
-    return base.model_copy(
+    backend, precision = candidate.backend, candidate.precision
+    _check_weight_only(candidate)
+    in_blocks = backend == "onnxruntime" or precision is Precision.INT4
+    return _float_recipe(candidate).model_copy(
         update={
             "weight_only": True,
             "block_size": candidate.block_size or (USUAL_BLOCK if in_blocks else 0),
-            "quantizer": quantizer,
+            "quantizer": WEIGHT_QUANTIZERS[backend],
             "activation": "int8" if candidate.activation == "int8" else "float",
         }
     )
+
+
+def _check_weight_only(candidate: CandidateConfig) -> None:
+    """PlanError for a backend or a precision without weights alone, or for an unused key."""
+    backend, precision = candidate.backend, candidate.precision
+    name = f"candidate '{backend} {precision}', weights only"
+    if precision not in (Precision.INT4, Precision.INT8):
+        raise PlanError(
+            f"{name}: weights alone have 4 or 8 bits, not {precision}",
+            "take int4 or int8, or leave `weight_only` out",
+        )
+    if backend not in WEIGHT_QUANTIZERS:
+        raise PlanError(
+            f"{name}: not made for {backend}, only for {' and '.join(WEIGHT_QUANTIZERS)}",
+            "take one of these, or another precision",
+        )
+    unused = _unused_by_weight_only(candidate)
+    if unused:
+        raise PlanError(
+            f"{name}: `{unused}: {_shown(getattr(candidate, unused))}` says nothing here",
+            f"leave `{unused}` out; docs/accuracy.md tells what weights alone have",
+        )
+    if candidate.block_size and (backend, precision) == ("openvino", Precision.INT8):
+        raise PlanError(
+            f"{name}: NNCF gives 8-bit weights one scale per output channel, no blocks",
+            "leave `block_size` out, or take int4",
+        )
+
+
+def _unused_by_weight_only(candidate: CandidateConfig) -> str:
+    """The first key with a value that weights alone do not use; empty if none."""
+    allowed: dict[str, tuple[object, ...]] = {
+        key: (CandidateConfig.model_fields[key].default,) for key in UNUSED_BY_WEIGHT_ONLY
+    }
+    allowed["quantizer"] = ("crucible", WEIGHT_QUANTIZERS[candidate.backend])
+    allowed["activation"] = ("auto",)
+    if candidate.backend == "onnxruntime":
+        allowed["activation"] = ("auto", "int8")
+    for key, values in allowed.items():
+        if getattr(candidate, key) not in values:
+            return key
+    return ""
+
+
+def _shown(value: object) -> str:
+    """A value of a plan as a message shows it."""
+    if isinstance(value, str | int):
+        return str(value)
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return "..."
 
 
 def _rest(backend: str) -> Precision:
@@ -397,11 +446,11 @@ def _check_given(candidate: CandidateConfig, given: Precision) -> None:
     """
     who = f"candidate '{candidate.backend} {candidate.precision}'"
     if candidate.precision is not given:
-        said = (
+        raise PlanError(
             f"{who}: the model brings its own Q/DQ, so it would run {given} under the name of"
-            f" {candidate.precision}"
+            f" {candidate.precision}",
+            f"ask for `precision: {given}`, or give the model without Q/DQ",
         )
-        raise PlanError(said, f"ask for `precision: {given}`, or give the model without Q/DQ")
     unused = CandidateConfig(backend=candidate.backend, precision=given)
     decided = [
         "method",
@@ -414,16 +463,21 @@ def _check_given(candidate: CandidateConfig, given: Precision) -> None:
         "block_size",
         "smooth_quant",
     ]
-    decided += (
-        []
-        if candidate.backend.startswith("tensorrt") and candidate.keep_fp32 != "auto"
-        else ["keep_fp32"]
-    )
-    if asked := [key for key in decided if getattr(candidate, key) != getattr(unused, key)]:
-        raise PlanError(
-            f"{who}: the model brings its own Q/DQ, which decide `{asked[0]}`",
-            f"leave `{asked[0]}` out, or give the model without Q/DQ",
-        )
+    if candidate.keep_fp32 == "auto" or not candidate.backend.startswith("tensorrt"):
+        decided.append("keep_fp32")
+    for key in decided:
+        if getattr(candidate, key) != getattr(unused, key):
+            raise PlanError(
+                f"{who}: the model brings its own Q/DQ, which decide `{key}`",
+                f"leave `{key}` out, or give the model without Q/DQ",
+            )
+
+
+def _quantizer_by_itself(candidate: CandidateConfig) -> str:
+    """What chooses ranges and places Q/DQ by itself, for a message; empty if nothing does."""
+    if candidate.quantizer == "nncf":
+        return "the quantizer `nncf`"
+    return "ModelOpt's fp8" if candidate.precision is Precision.FP8 else ""
 
 
 def _check_for_backend(candidate: CandidateConfig) -> None:
@@ -436,13 +490,7 @@ def _check_for_backend(candidate: CandidateConfig) -> None:
             f"candidate '{backend} {precision}': only weights alone come in blocks",
             "leave `block_size` out, or add `weight_only: true`",
         )
-    by_itself = (
-        "the quantizer `nncf`"
-        if candidate.quantizer == "nncf"
-        else "ModelOpt's fp8"
-        if precision is Precision.FP8
-        else ""
-    )
+    by_itself = _quantizer_by_itself(candidate)
     if by_itself and candidate.method != ("auto",):
         raise PlanError(
             f"candidate '{backend} {precision}': {by_itself} chooses ranges by itself",
@@ -462,9 +510,9 @@ def _check_for_backend(candidate: CandidateConfig) -> None:
         return
     foreign = {key: key for key in FOR_TENSORRT if getattr(candidate, key)}
     foreign |= {"realised_in": "realised_in: flags"} if candidate.realised_in == "flags" else {}
-    for key, asked in foreign.items():
+    for key, text in foreign.items():
         raise PlanError(
-            f"candidate '{backend} {precision}': only TensorRT has `{asked}`",
+            f"candidate '{backend} {precision}': only TensorRT has `{text}`",
             f"leave `{key}` out, or take tensorrt",
         )
     if precision is Precision.FP8:
@@ -472,11 +520,11 @@ def _check_for_backend(candidate: CandidateConfig) -> None:
             f"candidate '{backend} {precision}': only TensorRT has fp8", "take int8, or tensorrt"
         )
     if candidate.compute_capability and backend != "tensorrt_rtx":
-        said = (
+        raise PlanError(
             f"candidate '{backend} {precision}': `compute_capability` names a GPU, and {backend}"
-            " builds for this CPU"
+            " builds for this CPU",
+            "leave `compute_capability` out, or take tensorrt_rtx",
         )
-        raise PlanError(said, "leave `compute_capability` out, or take tensorrt_rtx")
 
 
 def _check_program(candidate: CandidateConfig, plan: Plan) -> None:
@@ -491,8 +539,10 @@ def _check_program(candidate: CandidateConfig, plan: Plan) -> None:
                 )
         return
     if path is not None and path.suffix in ONNX_SUFFIXES:
-        said = f"{who}: the model is an ONNX file, which has no PyTorch program"
-        raise PlanError(said, "leave it out, or give the PyTorch model as `entrypoint` or .pt2")
+        raise PlanError(
+            f"{who}: the model is an ONNX file, which has no PyTorch program",
+            "leave it out, or give the PyTorch model as `entrypoint` or .pt2",
+        )
     unused = CandidateConfig(
         backend="torch",
         precision=candidate.precision,
@@ -540,12 +590,9 @@ def _check_kept(candidate: CandidateConfig) -> None:
         or candidate.weight_only
     )
     if others or (candidate.precision is Precision.INT8 and candidate.realised_in == "flags"):
-        said = (
-            f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another"
-            " library places them"
-        )
         raise PlanError(
-            said,
+            f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another"
+            " library places them",
             "name the nodes in `keep_fp32`, or take `quantizer: crucible` and `realised_in: graph`",
         )
 
@@ -556,17 +603,17 @@ def distinct(recipes: Iterable[Recipe]) -> tuple[Recipe, ...]:
     """
     follows: dict[Recipe, dict[str, bool]] = {}
     for recipe in recipes:
-        asked = {name: bool(getattr(recipe, name)) for name in ("try_methods", "keep_worst")}
-        alike = recipe.model_copy(update=dict.fromkeys(asked, False))
-        known = follows.setdefault(alike, asked)
-        follows[alike] = {name: known[name] or value for name, value in asked.items()}
-    return tuple(alike.model_copy(update=asked) for alike, asked in follows.items())
+        flags = {name: bool(getattr(recipe, name)) for name in ("try_methods", "keep_worst")}
+        alike = recipe.model_copy(update=dict.fromkeys(flags, False))
+        known = follows.setdefault(alike, flags)
+        follows[alike] = {name: known[name] or value for name, value in flags.items()}
+    return tuple(alike.model_copy(update=flags) for alike, flags in follows.items())
 
 
 def realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:
     """Whether a precision is written into the graph, or told to the backend."""
-    told = precision is Precision.TF32 or (backend, precision) == ("openvino", Precision.BF16)
-    return "runtime" if told or backend == "torch" else "graph"
+    by_option = precision is Precision.TF32 or (backend, precision) == ("openvino", Precision.BF16)
+    return "runtime" if by_option or backend == "torch" else "graph"
 
 
 def resolve_method(method: str, language_model: bool) -> CalibrationMethod:
@@ -634,38 +681,32 @@ def _named(name: str, target: Target, castable: bool) -> tuple[str, ...]:
     if name not in ("default", "best"):
         return (name,)
     floats = _floats(target) if target.compute_capability else [Precision.FP32]
-    able = [each for each in floats if castable or each not in LOW]
-    plain = [f"eager {each}" for each in able if each is not Precision.BF16]
+    able = [precision for precision in floats if castable or precision not in LOW]
+    plain = [f"eager {precision}" for precision in able if precision is not Precision.BF16]
     if name == "default":
         return tuple(plain)
     fast = able[1:] or able
     modes = [mode for mode in BEST_MODES if target.compute_capability or mode not in FOR_GPUS]
-    return (
-        *plain,
-        *(
-            " ".join(
-                ["compile", *([mode] if mode else []), each],
-            )
-            for mode in modes
-            for each in fast
-        ),
-    )
+    compiled = []
+    for mode in modes:
+        prefix = f"compile {mode}" if mode else "compile"
+        compiled += [f"{prefix} {precision}" for precision in fast]
+    return (*plain, *compiled)
 
 
 def _baseline(name: str, target: Target, castable: bool) -> Recipe:
     match = BASELINE.fullmatch(name)
     assert match is not None  # the plan was checked
-    kind, mode, asked = match[1].split()[0], match[2], match[3]
-    precision = Precision(asked or Precision.FP32)
+    kind, mode = match[1].split()[0], match[2]
+    precision = Precision(match[3] or Precision.FP32)
     if precision is Precision.TF32 and not target.compute_capability:
         raise PlanError(
             f"benchmark.baselines: '{name}' needs an NVIDIA GPU, and PyTorch runs on the CPU here",
             f"leave '{name}' out",
         )
     if precision in LOW and not castable:
-        said = f"benchmark.baselines: '{name}': the graph has its own dtypes: it cannot be cast"
         raise PlanError(
-            said,
+            f"benchmark.baselines: '{name}': the graph has its own dtypes: it cannot be cast",
             f"leave '{name}' out, or give a module without quantisation as `entrypoint`",
         )
     return Recipe.model_validate(

@@ -204,14 +204,12 @@ def _file_digest(path: Path) -> str:
 
 
 def _onnx_digest(path: Path) -> str:
-    from pipeline.onnx_graph import (
-        graph,
-    )  # imports onnx, which a warm run of an entrypoint does not need
+    # imports onnx, which a warm run of an entrypoint does not need
+    from pipeline.onnx_graph.files import file_digest, read_proto
 
-    graph.read_proto(
-        path, weights=False
-    )  # a corrupt file, or data outside its folder, ends here with its reason
-    return graph.file_digest(path)
+    # a corrupt file, or data outside its folder, ends here with its reason
+    read_proto(path, weights=False)
+    return file_digest(path)
 
 
 def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint") -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from pipeline.core import Precision
-from pipeline.onnx_graph.graph import graphs_of, type_name
+from pipeline.onnx_graph.inspect import graphs_of, type_name
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 QUANTISED_TOLERANCE = 2e-2

@@ -23,13 +23,8 @@ from onnx.version_converter import ConvertError, convert_version
 from pipeline.core import KeptNode, Note, Precision
 from pipeline.errors import UnsupportedError
 from pipeline.onnx_graph.activations import Bounds
-from pipeline.onnx_graph.graph import (
-    DEFAULT_DOMAINS,
-    SMALL_BYTES,
-    bytes_of_tensor,
-    graphs_of,
-    opset_of,
-)
+from pipeline.onnx_graph.files import SMALL_BYTES
+from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, bytes_of_tensor, graphs_of, opset_of
 from pipeline.onnx_graph.recurrent import add_initial_states, is_recurrent
 from pipeline.quantization.insert_qdq import drop_unread
 

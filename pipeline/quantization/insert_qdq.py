@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from pipeline.core import TensorRange
-from pipeline.onnx_graph.graph import graphs_of
+from pipeline.onnx_graph.inspect import graphs_of
 from pipeline.quantization.arithmetic import (
     Affine,
     bias_floor,

@@ -11,7 +11,7 @@ import onnx
 
 from pipeline.core import Note, Recipe
 from pipeline.errors import UnsupportedError
-from pipeline.onnx_graph.graph import bytes_of_tensor
+from pipeline.onnx_graph.inspect import bytes_of_tensor
 from pipeline.quantization.insert_qdq import holds_qdq
 
 NAMED = 5  # layers that a note names one by one

@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from pipeline.onnx_graph.graph import opset_of
+from pipeline.onnx_graph.inspect import opset_of
 from pipeline.quantization.half_precision import QUANTIZERS, flatten, raise_opset
 from pipeline.quantization.placement import SAME_SCALE
 

@@ -60,7 +60,7 @@ def deliver_model(model: OnnxModel, file: Path) -> None:
     """Write a model as `file`, its weights beside it where they exceed 1.5 GB; what is there is
     replaced once all is written.
     """
-    from pipeline.onnx_graph.graph import (
+    from pipeline.onnx_graph.files import (
         read_proto,
         write_proto,
     )  # loads onnx, which the service does without

@@ -29,8 +29,8 @@ from pipeline.host.gpu import find_gpus
 from pipeline.host.gpu_monitor import watching
 from pipeline.measurement.comparison import NotMeasurable, Obstacle, compare
 from pipeline.measurement.measure import Interval, Samples, samples_from_blocks, usable_cores
+from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.onnx_graph.flops import node_costs, total
-from pipeline.onnx_graph.graph import draw_feeds
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.report import (
     BenchmarkFailure,

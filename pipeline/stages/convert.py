@@ -22,14 +22,8 @@ from pipeline.core import (
 )
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.onnx_graph.activations import Bounds, observe, open_probe
-from pipeline.onnx_graph.graph import (
-    copy_model,
-    kept_nodes,
-    onnx_model,
-    read_proto,
-    with_same_interface,
-    write_proto,
-)
+from pipeline.onnx_graph.files import copy_model, onnx_model, read_proto, write_proto
+from pipeline.onnx_graph.inspect import kept_nodes, with_same_interface
 from pipeline.onnx_graph.recurrent import parser_reasons
 from pipeline.quantization.existing_qdq import Scale, scales_by_node
 from pipeline.quantization.half_precision import (

@@ -45,7 +45,10 @@ from pipeline.core import (
     silent,
 )
 from pipeline.errors import ModelError
-from pipeline.onnx_graph import compare, graph
+from pipeline.onnx_graph import compare
+from pipeline.onnx_graph.feeds import draw_feeds
+from pipeline.onnx_graph.files import onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.onnx_graph.inspect import SIZED_BY_VALUES, specs_of
 from pipeline.plan.schema import ExportConfig
 from pipeline.plan.source import check_profiles
 from pipeline.quantization.existing_qdq import QDQ, QUANTISED_TOLERANCE, given_precision, scales_of
@@ -214,16 +217,14 @@ def _real(
     """The first sample at these sizes; generated, with these values of inputs that decide a shape,
     where there is none.
     """
-    return (
-        feeds_at(inputs, samples, sizes) if samples else graph.draw_feeds(inputs, sizes, 0, values)
-    )
+    return feeds_at(inputs, samples, sizes) if samples else draw_feeds(inputs, sizes, 0, values)
 
 
 def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxModel:
     """The exported model with its notes. Refused, with what is wrong, unless it has the plan's
     interface and agrees in every case.
     """
-    model = graph.onnx_model(job.path.parent, FILE)
+    model = onnx_model(job.path.parent, FILE)
     _check_interface(job, model)
     if model.opset != job.opset:
         notes += (
@@ -297,7 +298,7 @@ def kept_scales(job: Job) -> tuple[Note, ...]:
     ran = scales_run(job.module, job.source, job.example)
     if not ran:
         return ()
-    found = scales_of(graph.read_proto(job.path).graph)
+    found = scales_of(read_proto(job.path).graph)
     has = Counter(
         {
             scale: len(tensors)
@@ -321,7 +322,7 @@ def kept_scales(job: Job) -> tuple[Note, ...]:
 
 
 def _is_quantised(path: Path) -> bool:
-    return given_precision(graph.read_proto(path, weights=False).graph) is not None
+    return given_precision(read_proto(path, weights=False).graph) is not None
 
 
 def _fault(run: compare.Runner, case: _Case, expected: Tensors, tolerance: float) -> str:
@@ -352,7 +353,7 @@ def _with_named_outputs(
         or len({str(sizes) for sizes, _ in seen}) < 2
     ):
         return model
-    if graph.SIZED_BY_VALUES & set(graph.operator_histogram(model.path)):
+    if SIZED_BY_VALUES & set(operator_histogram(model.path)):
         return model
     proto = onnx.load(model.path, load_external_data=False)
     for value in proto.graph.output:
@@ -366,7 +367,7 @@ def _with_named_outputs(
             elif dim.dim_param not in ("", *symbols) and len(same) == 1:
                 dim.dim_param = same[0]
     model.path.write_bytes(proto.SerializeToString())
-    return graph.onnx_model(model.root, model.file)
+    return onnx_model(model.root, model.file)
 
 
 # --- ONNX files ---
@@ -378,13 +379,13 @@ def _adopt(path: Path, profiles: tuple[Profile, ...], out: Path) -> OnnxModel:
     A link would not do, since the user may change the file in place; nor would external data as it
     is, where ONNX Runtime cannot read shapes.
     """
-    proto = graph.read_proto(path)
+    proto = read_proto(path)
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
         raise ModelError(
             f"'{path}' is not a valid ONNX model: {reason_of(error)}", "export the model again"
         ) from error
-    check_profiles(graph.specs_of(proto)[0], profiles)
-    graph.write_proto(proto, out / FILE)
-    return graph.onnx_model(out, FILE)
+    check_profiles(specs_of(proto)[0], profiles)
+    write_proto(proto, out / FILE)
+    return onnx_model(out, FILE)

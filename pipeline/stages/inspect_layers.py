@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pipeline import backends
 from pipeline.core import Engine, Frozen, OnnxModel, Progress, Tensors, silent
-from pipeline.onnx_graph import graph
+from pipeline.onnx_graph.files import read_proto
+from pipeline.onnx_graph.inspect import graphs_of, operator_of
 from pipeline.results.layer_table import LayerTable
 
 
@@ -55,8 +56,6 @@ def with_operators(table: LayerTable, operators: Mapping[str, str]) -> LayerTabl
 def operators_of(path: Path) -> dict[str, str]:
     """Operator by node name, subgraphs too; a node without a name goes by its first output."""
     nodes = (
-        node
-        for inner in graph.graphs_of(graph.read_proto(path, weights=False).graph)
-        for node in inner.node
+        node for inner in graphs_of(read_proto(path, weights=False).graph) for node in inner.node
     )
-    return {node.name or next(iter(node.output), ""): graph.operator_of(node) for node in nodes}
+    return {node.name or next(iter(node.output), ""): operator_of(node) for node in nodes}

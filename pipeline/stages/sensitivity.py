@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -27,7 +28,7 @@ from pipeline.onnx_graph.activations import (
     rows_per_run,
     with_aliases,
 )
-from pipeline.onnx_graph.graph import external_files, onnx_model, read_proto, write_proto
+from pipeline.onnx_graph.files import external_files, onnx_model, read_proto, write_proto
 from pipeline.quantization.half_precision import DTYPES, LARGEST_FP16, SAFE_FRACTION
 from pipeline.quantization.insert_qdq import holds_qdq
 from pipeline.quantization.sensitivity_graph import (
@@ -38,7 +39,7 @@ from pipeline.quantization.sensitivity_graph import (
 )
 from pipeline.results.report import NodeHarm, NodeRanking
 
-MOST_SAMPLES = (
+MAX_SAMPLES = (
     128  # looked at, and the worst ones besides: each run holds every activation three times
 )
 AMPLIFIED = {Precision.FP16: 2.0**-8, Precision.BF16: 2.0**-5}
@@ -49,7 +50,7 @@ about an eighth of it.
 FLOAT = np.dtype(np.float32)
 HALVES = frozenset(DTYPES.values())
 MEANS_NEVER = 1e30  # a mask of -3.4e38 is infinite in bf16, and as good
-MOST_ERROR = 1e6  # stands for "nothing is left": values become NaN or infinite
+MAX_ERROR = 1e6  # stands for "nothing is left": values become NaN or infinite
 
 NORMALISATIONS = frozenset(
     {
@@ -106,38 +107,30 @@ def rank_nodes(
             )
         )
     shadows = add_shadows(exact, lossy, tensors_of_16_bits(read_proto(low.path, weights=False)))
-    near = frozenset(
-        name
-        for shadow in shadows
-        for name in (*shadow.tensors, *(name for each in shadow.outputs for name in each[:2]))
-    )
-    beside = _probe_of(exact, out / "shadows.onnx", near)
-    far = _probe_of(
-        lossy,
-        out / "lossy.onnx",
-        frozenset(name for shadow in shadows for *_, name in shadow.outputs),
-    )
-    seen = _observe(
-        beside,
-        far,
-        _chosen(beside, samples, worst, progress),
-        shadows,
-        DTYPES.get(low.precision, FLOAT),
-    )
-    harms = (_harm(shadow, seen, low.precision) for shadow in shadows)
+    exact_names: set[str] = set()
+    lossy_names: set[str] = set()
+    for shadow in shadows:
+        exact_names.update(shadow.tensors)
+        for exact_name, shadow_name, lossy_name in shadow.outputs:
+            exact_names |= {exact_name, shadow_name}
+            lossy_names.add(lossy_name)
+    exact_probe = _probe_of(exact, out / "shadows.onnx", exact_names)
+    lossy_probe = _probe_of(lossy, out / "lossy.onnx", lossy_names)
+    batches = _batches_to_run(exact_probe, samples, worst, progress)
+    dtype = DTYPES.get(low.precision, FLOAT)
+    observations = _observe(exact_probe, lossy_probe, batches, shadows, dtype)
+    harms = (_harm(shadow, observations, low.precision) for shadow in shadows)
     nodes = sorted((harm for harm in harms if worth_keeping(harm, low.precision)), key=_worst_first)
-    return NodeRanking(nodes=tuple(nodes), samples=seen.samples)
+    return NodeRanking(nodes=tuple(nodes), samples=observations.samples)
 
 
-def _probe_of(proto: onnx.ModelProto, file: Path, wanted: frozenset[str]) -> Probe:
-    """The graph loaded, to show the tensors `wanted`; its files, as large as the model, are
-    gone.
-    """
+def _probe_of(proto: onnx.ModelProto, file: Path, tensors: Collection[str]) -> Probe:
+    """Load a graph that outputs `tensors`. Its files, as large as the model, are removed."""
     write_proto(proto, file)
     probe = open_probe(onnx_model(file.parent, file.name))
-    for made in (*external_files(file), file):
-        made.unlink()
-    sources = {probe.aliases.get(name, name) for name in wanted}
+    for path in (*external_files(file), file):
+        path.unlink()
+    sources = {probe.aliases.get(name, name) for name in tensors}
     return replace(probe, outputs=tuple(name for name in probe.outputs if name in sources))
 
 
@@ -154,17 +147,22 @@ def _worst_first(harm: NodeHarm) -> tuple[float, float]:
     return (-harm.largest if harm.overflows else 0.0, -harm.error)
 
 
-def _harm(shadow: Shadow, seen: _Seen, precision: Precision) -> NodeHarm:
+def _harm(shadow: Shadow, observations: _Observations, precision: Precision) -> NodeHarm:
     largest = max(
-        (seen.bounds[name].largest for name in shadow.tensors if name in seen.bounds), default=0.0
+        (
+            observations.bounds[name].largest
+            for name in shadow.tensors
+            if name in observations.bounds
+        ),
+        default=0.0,
     )
     return NodeHarm(
         node=shadow.node,
         operator=shadow.operator,
         largest=largest,
         overflows=precision is Precision.FP16 and overflows(shadow.operator, largest),
-        error=seen.own[shadow.node],
-        accumulated=seen.accumulated[shadow.node],
+        error=observations.own[shadow.node],
+        accumulated=observations.accumulated[shadow.node],
     )
 
 
@@ -176,7 +174,7 @@ def overflows(operator: str, largest: float) -> bool:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Observations:
     """What the runs have shown so far: bounds per tensor of the model, the largest errors per
     node.
     """
@@ -186,6 +184,10 @@ class _Seen:
     own: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     accumulated: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
+    def add_errors(self, node: str, own: float, accumulated: float) -> None:
+        self.own[node] = max(self.own[node], own)
+        self.accumulated[node] = max(self.accumulated[node], accumulated)
+
 
 def _observe(
     exact: Probe,
@@ -193,42 +195,42 @@ def _observe(
     batches: Iterator[Batch],
     shadows: Sequence[Shadow],
     dtype: np.dtype[np.generic],
-) -> _Seen:
+) -> _Observations:
     """Run the batches through both graphs."""
-    seen, told = _Seen(), frozenset(name for shadow in shadows for name in shadow.tensors)
+    observations = _Observations()
+    bounded = frozenset(name for shadow in shadows for name in shadow.tensors)
     for batch in batches:
         feeds = _as_fp32(batch.feeds)
-        values, low = (with_aliases(probe, dict(probe.run(feeds))) for probe in (exact, lossy))
-        for name in told.intersection(values):
-            seen.bounds[name] = merge(seen.bounds.get(name, NOTHING), bounds_of(values[name]))
+        values, lossy_values = (
+            with_aliases(probe, dict(probe.run(feeds))) for probe in (exact, lossy)
+        )
+        for name in bounded.intersection(values):
+            bounds = observations.bounds.get(name, NOTHING)
+            observations.bounds[name] = merge(bounds, bounds_of(values[name]))
         for shadow in shadows:
-            for name, beside, far in shadow.outputs:
-                if name in values:  # not integers, and nothing that is made of constants only
-                    seen.own[shadow.node] = max(
-                        seen.own[shadow.node], relative_error(values[name], values[beside], dtype)
-                    )
-                    seen.accumulated[shadow.node] = max(
-                        seen.accumulated[shadow.node], relative_error(values[name], low[far], dtype)
-                    )
-        seen.samples += batch.samples
-    return seen
+            for name, shadow_name, lossy_name in shadow.outputs:
+                if name not in values:  # integers, or made of constants only
+                    continue
+                own = relative_error(values[name], values[shadow_name], dtype)
+                accumulated = relative_error(values[name], lossy_values[lossy_name], dtype)
+                observations.add_errors(shadow.node, own, accumulated)
+        observations.samples += batch.samples
+    return observations
 
 
-def _chosen(
+def _batches_to_run(
     probe: Probe, samples: SampleSet, worst: tuple[int, ...], progress: Progress
 ) -> Iterator[Batch]:
     """The batches of the first samples, and those that hold the worst ones."""
     first = next(iter(samples.batches(1)))
-    size = min(rows_per_run(probe, _as_fp32(first.feeds), first.samples), MOST_SAMPLES)
-    last, looked = max((MOST_SAMPLES - 1, *worst)), 0
+    size = min(rows_per_run(probe, _as_fp32(first.feeds), first.samples), MAX_SAMPLES)
+    last, count = max((MAX_SAMPLES - 1, *worst)), 0
     for batch in takewhile(lambda batch: batch.first <= last, samples.batches(size)):
-        if batch.first < MOST_SAMPLES or any(
-            batch.first <= index < batch.first + batch.samples for index in worst
-        ):
-            progress(
-                min(looked / min(samples.samples, MOST_SAMPLES), 1.0), f"{looked} samples looked at"
-            )
-            looked += batch.samples
+        holds_worst = any(batch.first <= index < batch.first + batch.samples for index in worst)
+        if batch.first < MAX_SAMPLES or holds_worst:
+            share = min(count / min(samples.samples, MAX_SAMPLES), 1.0)
+            progress(share, f"{count} samples looked at")
+            count += batch.samples
             yield batch
 
 
@@ -242,18 +244,22 @@ def _as_fp32(feeds: Tensors) -> Tensors:
 def relative_error(
     exact: NDArray[np.float32], low: NDArray[np.float32], dtype: np.dtype[np.generic]
 ) -> float:
-    """The norm of what is lost over the norm of what was there, rounded to `dtype`; MOST_ERROR
-    where values become NaN or infinite.
+    """The norm of the error of `low`, rounded to `dtype`, over the norm of `exact`; MAX_ERROR where
+    values become NaN or infinite.
 
-    What stands for minus infinity in a mask counts no more than an infinity does.
+    A value that stands for minus infinity in a mask is not counted, as an infinity is not.
     """
-    told = np.abs(exact) < MEANS_NEVER  # and no NaN
+    counted = np.abs(exact) < MEANS_NEVER  # and no NaN
     with np.errstate(over="ignore", invalid="ignore"):  # that is what is looked for
-        rounded = low.astype(dtype).astype(np.float64)[told]
+        rounded = low.astype(dtype).astype(np.float64)[counted]
     if not np.isfinite(rounded).all():
-        return MOST_ERROR
-    norm, lost = (
-        math.sqrt(float(np.square(values, dtype=np.float64).sum()))
-        for values in (exact[told], rounded - exact[told])
-    )
-    return min(lost / norm, MOST_ERROR) if norm else MOST_ERROR * bool(lost)
+        return MAX_ERROR
+    norm = _euclidean_norm(exact[counted])
+    loss = _euclidean_norm(rounded - exact[counted])
+    if norm == 0:
+        return 0.0 if loss == 0 else MAX_ERROR
+    return min(loss / norm, MAX_ERROR)
+
+
+def _euclidean_norm(values: NDArray[np.floating[Any]]) -> float:
+    return math.sqrt(float(np.square(values, dtype=np.float64).sum()))

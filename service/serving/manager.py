@@ -3,7 +3,7 @@
     await deployments.start()                              what was deployed when the server ended
                                                            is loaded again
     await deployments.deploy(caller, "resnet50", options)  ready when this returns
-    await deployments.promote(caller, "resnet50", asked)   the next version: loaded, then current,
+    await deployments.promote(caller, "resnet50", request) the next version: loaded, then current,
                                                            then the old one is drained
     await deployments.rollback(caller, "resnet50")
     await deployments.unload(caller, "resnet50")
@@ -19,8 +19,9 @@ import asyncio
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +47,7 @@ from service.registry.models import (
 )
 from service.registry.promotion import candidate_of, version_of
 from service.registry.repository import Model
-from service.serving.deployed_model import Slot
+from service.serving.deployed_model import Loaded, Slot
 from service.serving.loader import Loader, Means, device_for
 
 LOOK_S = 0.5  # between two looks for what is quiet
@@ -71,13 +72,12 @@ class Deployments:
         self._started = self._stopping = False
 
     # -- what every wire asks
-    # ------------------------------------------------------------------------------
 
     def served(self, caller: Caller) -> tuple[Served, ...]:
-        return tuple(self._told(slot) for _, slot in sorted(self._seen(caller).items()))
+        return tuple(self._served(slot) for _, slot in sorted(self._seen(caller).items()))
 
     def find(self, caller: Caller, model: str | None, version: int | None = None) -> Served:
-        return self._told(self._slot(caller, model, version))
+        return self._served(self._slot(caller, model, version))
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         request.caller.require("infer")
@@ -104,7 +104,6 @@ class Deployments:
         await self._apart(self._unload(caller, model))
 
     # -- changes
-    # ------------------------------------------------------------------------------
 
     async def deploy(self, caller: Caller, name: str, options: DeploymentOptions) -> ModelView:
         """Load a model, or serve it in another way; ready when this returns."""
@@ -112,7 +111,7 @@ class Deployments:
         await self._apart(self._deploy(caller, name, options))
         return await self.view(caller, name)
 
-    async def promote(self, caller: Caller, name: str, asked: PromoteRequest) -> ModelView:
+    async def promote(self, caller: Caller, name: str, request: PromoteRequest) -> ModelView:
         """Make a report's engine the current version; one that is current already stays so.
         Conflict if it may not be served.
         """
@@ -122,7 +121,7 @@ class Deployments:
                 f"no model can be named '{name}': a path under /v2/models has that name",
                 "choose another name",
             )
-        await self._apart(self._promote(caller, name, asked))
+        await self._apart(self._promote(caller, name, request))
         return await self.view(caller, name)
 
     async def rollback(self, caller: Caller, name: str) -> ModelView:
@@ -196,30 +195,36 @@ class Deployments:
                 del self._leaving[name]
             log.info("model.unloaded", model=name, key=caller.key)
 
-    async def _promote(self, caller: Caller, name: str, asked: PromoteRequest) -> None:
+    async def _promote(self, caller: Caller, name: str, request: PromoteRequest) -> None:
         async with self._changing[name]:
             means = self._means
-            found = await self._ask(
+            candidate = await self._ask(
                 lambda: candidate_of(
-                    asked.report, caller.sees, asked.override, means.jobs, means.folders
+                    request.report, caller.sees, request.override, means.jobs, means.folders
                 )
             )
             existing = next(
                 (model for model in await self._ask(self._repository.list) if model.name == name),
                 None,
             )
-            if existing is not None and existing.owner != found.owner:
+            if existing is not None and existing.owner != candidate.owner:
                 raise Conflict(f"the name '{name}' is taken", "choose another name")
-            if existing is not None and existing.version().job == found.job:
-                await self._restore(existing, found.engine.root)
+            if existing is not None and existing.version().job == candidate.job:
+                await self._restore(existing, candidate.engine.root)
                 return
-            batch = await self._loader.proof(found.engine, found.report.plan.serving.padding)
+            batch = await self._loader.proof(
+                candidate.engine, candidate.report.plan.serving.padding
+            )
             version = version_of(
-                found, name, asked.override, batch, utc_now().isoformat(timespec="milliseconds")
+                candidate,
+                name,
+                request.override,
+                batch,
+                utc_now().isoformat(timespec="milliseconds"),
             )
             follows = existing is not None and self._follows(existing)
             version = await self._ask(
-                lambda: self._repository.add(version, found.engine.root, current=not follows)
+                lambda: self._repository.add(version, candidate.engine.root, current=not follows)
             )
             if existing is not None and follows:
                 await self._become_current(
@@ -232,7 +237,7 @@ class Deployments:
                     "model.override",
                     model=name,
                     version=version.version,
-                    report=found.job,
+                    report=candidate.job,
                     verdict=version.verdict,
                     key=caller.key,
                 )
@@ -240,7 +245,7 @@ class Deployments:
                 "model.promoted",
                 model=name,
                 version=version.version,
-                report=found.job,
+                report=candidate.job,
                 key=caller.key,
             )
             await self._ask(
@@ -294,7 +299,6 @@ class Deployments:
         }
 
     # -- loading
-    # ------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Load what was deployed; returns when each model is ready or has failed."""
@@ -343,40 +347,55 @@ class Deployments:
     async def _switch(
         self, version: Version, options: DeploymentOptions, commit: Callable[[], None] | None
     ) -> None:
-        """Load this version, store that, let it answer, and drain the one that did. What was not
-        there before is not there after a failure.
+        """Load this version, store that, let it answer, and drain the one that did.
 
-        Without `commit` nothing is stored: a full disk keeps nothing from being served again.
+        A failure leaves nothing that was not there before. Without `commit` nothing is stored: a
+        full disk keeps nothing from being served again.
         """
-        known = version.model in self._slots
+        async with self._loading(version, options) as slot:
+            spec = await self._ask(lambda: self._loader.spec(version, options))
+            loaded = await self._loader.load(version, spec)
+            if commit is not None:
+                await self._commit(version, loaded, commit)
+        old, slot.loaded = slot.loaded, loaded
+        slot.version, slot.device = version, spec.device
+        slot.state, slot.reason = "ready", ""
+        if old is not None:
+            await old.end()
+
+    @asynccontextmanager
+    async def _loading(self, version: Version, options: DeploymentOptions) -> AsyncIterator[Slot]:
+        """Give the slot of a model while one of its versions is loaded.
+
+        A failure removes a slot that is new, and marks one that has nothing loaded as failed. A
+        slot that answers keeps answering.
+        """
+        is_new = version.model not in self._slots
         slot = self._slots.setdefault(version.model, Slot(version, options.device or ""))
         if slot.loaded is None:
             slot.state = "loading"
         try:
-            spec = await self._ask(lambda: self._loader.spec(version, options))
-            loaded = await self._loader.load(version, spec)
-            try:
-                if commit is not None:
-                    if not spec.overlap:  # what an instance needs is that of one session
-                        await self._ask(
-                            lambda: self._repository.set_memory(
-                                version, loaded.running.memory_bytes // spec.instances
-                            )
-                        )
-                    await self._surely(commit)
-            except BaseException:
-                await loaded.end()
-                raise
+            yield slot
         except BaseException as error:
-            if not known:
+            if is_new:
                 del self._slots[version.model]
             elif slot.loaded is None:
-                slot.state, slot.reason = "failed", self._said(error)
+                slot.state, slot.reason = "failed", self._failure_message(error)
             raise
-        old, slot.loaded = slot.loaded, loaded
-        slot.version, slot.device, slot.state, slot.reason = version, spec.device, "ready", ""
-        if old is not None:
-            await old.end()
+
+    async def _commit(self, version: Version, loaded: Loaded, commit: Callable[[], None]) -> None:
+        """Store the memory that a loaded version needs, then what `commit` stores; on a failure
+        the loaded version is ended.
+        """
+        spec = loaded.spec
+        try:
+            if not spec.overlap:  # what an instance needs is that of one session
+                memory_bytes = loaded.running.memory_bytes // spec.instances
+                await self._ask(lambda: self._repository.set_memory(version, memory_bytes))
+            await self._surely(commit)
+        except BaseException:
+            await loaded.end()
+            raise
 
     async def _rest(self) -> None:
         """Let others measure where it is quiet."""
@@ -408,8 +427,7 @@ class Deployments:
         await self._ask(self._repository.close)
         self._thread.shutdown()
 
-    # -- what is told
-    # ------------------------------------------------------------------------------
+    # -- views
 
     async def views(self, caller: Caller) -> ModelPage:
         """All models that the caller may see, by name."""
@@ -425,23 +443,23 @@ class Deployments:
     def shapes(self, caller: Caller, name: str) -> ShapesView:
         """What requests were like since the model was loaded; NotFound if it is not."""
         slot = self._slot(caller, name, None)
-        seen = slot.loaded.running.shapes() if slot.loaded is not None else {}
-        most_first = sorted(seen.items(), key=lambda each: (-each[1], each[0]))
+        counts = slot.loaded.running.shapes() if slot.loaded is not None else {}
+        most_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         shapes = tuple(
             SeenShape(sizes=dict(sizes), requests=requests) for sizes, requests in most_first
         )
         return ShapesView(
-            version=slot.version.version, shapes=shapes, profiles=suggested(seen, slot.version)
+            version=slot.version.version, shapes=shapes, profiles=suggested(counts, slot.version)
         )
 
-    def _told(self, slot: Slot) -> Served:
-        """Without paths of this host: a worker's last words may name some."""
-        told = slot.told()
-        return (
-            replace(told, reason=scrubbed(told.reason, self._means.folders))
-            if told.reason
-            else told
-        )
+    def _served(self, slot: Slot) -> Served:
+        """A slot as clients see it, without paths of this host: a worker's last words may name
+        some.
+        """
+        served = slot.told()
+        if not served.reason:
+            return served
+        return replace(served, reason=scrubbed(served.reason, self._means.folders))
 
     def _viewed(self, model: Model) -> ModelView:
         slot = self._slots.get(model.name) or self._leaving.get(model.name)
@@ -450,12 +468,12 @@ class Deployments:
                 state="unloaded", version=None, device=None, options=model.options
             )
         else:
-            told, loaded = self._told(slot), slot.loaded
+            served, loaded = self._served(slot), slot.loaded
             deployment = DeploymentView(
-                state=told.state,
-                reason=told.reason,
+                state=served.state,
+                reason=served.reason,
                 version=loaded.spec.version if loaded is not None else None,
-                device=told.device,
+                device=served.device,
                 options=model.options,
                 memory_bytes=loaded.running.memory_bytes if loaded is not None else None,
             )
@@ -467,8 +485,7 @@ class Deployments:
             deployment=deployment,
         )
 
-    # -- how it asks
-    # ------------------------------------------------------------------------------
+    # -- helpers
 
     def _seen(self, caller: Caller) -> dict[str, Slot]:
         """Also from the thread that reads metrics."""
@@ -504,11 +521,11 @@ class Deployments:
         """As `_ask`, but not left before its end: a change that is on the disk is then made in
         memory too, also while the server stops.
         """
-        asked = asyncio.ensure_future(self._ask(call))
+        task = asyncio.ensure_future(self._ask(call))
         try:
-            await asyncio.shield(asked)
+            await asyncio.shield(task)
         except asyncio.CancelledError:
-            await asked
+            await task
 
     async def _apart(self, change: Coroutine[Any, Any, None]) -> None:
         """To its end, also if the request that asked for it is gone; Unavailable if the server
@@ -535,15 +552,14 @@ class Deployments:
     def _unavailable(self) -> Unavailable:
         return Unavailable(f"the server is {self._closed_because}", "try again in a moment")
 
-    def _said(self, error: BaseException) -> str:
-        said = (
-            error.message
-            if isinstance(error, CrucibleError)
-            else "an error inside the service, which its log tells of"
-        )
+    def _failure_message(self, error: BaseException) -> str:
+        """The message of an error as clients may read it."""
+        message = "an error inside the service, which its log tells of"
+        if isinstance(error, CrucibleError):
+            message = error.message
         if isinstance(error, DamagedError):
-            said = f"{said}; {error.next_step}"
-        return scrubbed(said, self._means.folders)
+            message = f"{message}; {error.next_step}"
+        return scrubbed(message, self._means.folders)
 
 
 def only(names: tuple[str, ...]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import DimRange, Engine, Profile, Tensors, dtype_of, sizes_from_shapes
+from pipeline.core import Dim, DimRange, Engine, Profile, Tensors, dtype_of, sizes_from_shapes
 from pipeline.serving_inputs import BatchSpec
 from service.errors import Unprocessable
 from service.serving.batching import MOST_CAPTURED, Kind, Sizes, captured_sizes
@@ -48,6 +48,15 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
+class PaddedShapes:
+    """The shapes of one request without its rows."""
+
+    lengths: tuple[int, ...]  # along the padded symbols, as they came
+    buckets: tuple[int, ...]  # along the padded symbols, as they are run
+    sizes: Mapping[str, int]  # of the symbols but those of the batch, with the buckets
+
+
+@dataclass(frozen=True, slots=True)
 class Axes:
     """Along which axes requests are joined and padded."""
 
@@ -64,15 +73,14 @@ class Axes:
             batch.axes.get(spec.name) is not None for spec in engine.inputs
         ):
             return cls({}, (), {})
-        values = {(each.input, each.axis): each.value for each in batch.padding}
-        where: dict[str, list[bool]] = {}
+        values = {(padding.input, padding.axis): padding.value for padding in batch.padding}
+        declarations: dict[str, list[bool]] = {}
         for spec in engine.inputs:
             for axis, dim in enumerate(spec.shape):
                 if isinstance(dim, str) and axis != batch.axes.get(spec.name):
-                    where.setdefault(dim, []).append((spec.name, axis) in values)
-        return cls(
-            batch.axes, tuple(symbol for symbol, declared in where.items() if all(declared)), values
-        )
+                    declarations.setdefault(dim, []).append((spec.name, axis) in values)
+        padded = tuple(symbol for symbol, declared in declarations.items() if all(declared))
+        return cls(batch.axes, padded, values)
 
 
 class Fitting:
@@ -123,59 +131,58 @@ class Fitting:
         """Sizes of the symbols to run before the first request: of every batch that is captured,
         else the ends and the usual size of each profile.
         """
-        found: list[dict[str, int]] = []
+        warm: list[dict[str, int]] = []
         for number, profile in enumerate(self._profiles):
-            points = [profile.sizes(point) for point in ("min", "opt", "max")]
-            usual, symbols = (
-                points[1],
-                [symbol for symbol in self._batch_symbols() if symbol in profile.dims],
-            )
-            captured = self._sizes(number, profile).captured
-            for each in (
-                [usual | dict.fromkeys(symbols, size) for size in captured]
-                if captured and symbols
-                else points
-            ):
-                if each not in found and all(each.values()):
-                    found.append(each)
-        return tuple(found)
+            for sizes in self._warm_sizes_of(number, profile):
+                if sizes not in warm and all(sizes.values()):
+                    warm.append(sizes)
+        return tuple(warm)
+
+    def _warm_sizes_of(self, number: int, profile: Profile) -> list[dict[str, int]]:
+        captured = self._sizes(number, profile).captured
+        symbols = [symbol for symbol in self._batch_symbols() if symbol in profile.dims]
+        if captured and symbols:
+            usual = profile.sizes("opt")
+            return [usual | dict.fromkeys(symbols, size) for size in captured]
+        return [profile.sizes("min"), profile.sizes("opt"), profile.sizes("max")]
 
     def _new(self, inputs: Tensors) -> Fit:
+        """The fit of a request of a kind that did not come before."""
         for name, dtype in self._dtypes.items():
             if inputs[name].dtype != dtype:
-                said = f"input '{name}' has dtype {inputs[name].dtype}, expected {dtype}"
                 raise Unprocessable(
-                    said,
+                    f"input '{name}' has dtype {inputs[name].dtype}, expected {dtype}",
                     "convert it before it is sent: answers of another dtype would be another"
                     " model's",
                 )
         shapes = {name: inputs[name].shape for name in self._names}
-        joined = self._joined(shapes)
+        rows = self._joined(shapes)
         sizes = sizes_from_shapes(self._engine.inputs, shapes)
         if isinstance(sizes, str):
             raise Unprocessable(sizes, SEE_METADATA)
-        values = {
-            name: inputs[name].ravel().tolist()
-            for profile in self._profiles
-            for name in profile.values
-            if name in shapes
-        }
-        found = tuple(sorted(sizes.items()))
-        fit = self._batched(joined, sizes, values, inputs) if joined else None
+        values = self._deciding_values(inputs)
+        fit = self._batched(rows, sizes, values, inputs) if rows else None
         if fit is not None:
             return fit
         if not any(profile.holds(sizes, values) for profile in self._profiles):
-            got = ", ".join(f"{name} = {each}" for name, each in (*sizes.items(), *values.items()))
-            said = (
-                f"no profile of this model holds {got}; it takes"
-                f" {'; or '.join(map(Profile.in_words, self._profiles))}"
-            )
+            numbers = (*sizes.items(), *values.items())
+            got = ", ".join(f"{name} = {number}" for name, number in numbers)
+            known = "; or ".join(map(Profile.in_words, self._profiles))
             raise Unprocessable(
-                said,
+                f"no profile of this model holds {got}; it takes {known}",
                 "send shapes inside one profile, or compile the model with a profile that holds"
                 " them",
             )
-        return Fit(max(joined, 1), Kind(), found)
+        return Fit(max(rows, 1), Kind(), tuple(sorted(sizes.items())))
+
+    def _deciding_values(self, inputs: Tensors) -> dict[str, list[int]]:
+        """The values of the inputs whose values decide a shape."""
+        values: dict[str, list[int]] = {}
+        for profile in self._profiles:
+            for name in profile.values:
+                if name in self._dtypes:
+                    values[name] = inputs[name].ravel().tolist()
+        return values
 
     def _joined(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """The rows of a request; 0 where it has none, or has to run alone."""
@@ -195,65 +202,81 @@ class Fitting:
         self, rows: int, sizes: Mapping[str, int], values: Mapping[str, list[int]], inputs: Tensors
     ) -> Fit | None:
         """How a request runs with others; None if no profile takes its shapes in a batch."""
+        shapes = self._padded_shapes(sizes)
+        batches = []
+        for number, profile in enumerate(self._profiles):
+            if profile.holds(shapes.sizes, values):
+                batch_sizes = self._sizes(number, profile)
+                if rows <= batch_sizes.high:
+                    batches.append(batch_sizes)
+        if not batches:
+            return None
+        kind = self._kind(shapes, tuple(batches), inputs)
+        return Fit(rows, kind, tuple(sorted(sizes.items())), shapes.lengths)
+
+    def _padded_shapes(self, sizes: Mapping[str, int]) -> PaddedShapes:
+        """The shapes of a request without its rows, padded to their buckets."""
         lengths = tuple(sizes[symbol] for symbol in self.axes.padded)
         buckets = tuple(self._bucket(symbol, sizes[symbol]) for symbol in self.axes.padded)
-        others = {
-            symbol: size for symbol, size in sizes.items() if symbol not in self._batch_symbols()
-        } | dict(zip(self.axes.padded, buckets, strict=True))
-        held = [
-            self._sizes(n, profile)
-            for n, profile in enumerate(self._profiles)
-            if profile.holds(others, values)
-        ]
-        held = [each for each in held if rows <= each.high]
-        if not held:
-            return None
+        batch_symbols = self._batch_symbols()
+        padded = {symbol: size for symbol, size in sizes.items() if symbol not in batch_symbols}
+        padded.update(zip(self.axes.padded, buckets, strict=True))
+        return PaddedShapes(lengths, buckets, padded)
+
+    def _kind(self, shapes: PaddedShapes, batches: tuple[Sizes, ...], inputs: Tensors) -> Kind:
+        """The one kind of all requests with these shapes, profiles and deciding contents."""
         key = (
-            tuple(sorted(others.items())),
+            tuple(sorted(shapes.sizes.items())),
             tuple(_content(inputs[name]) for name in self._by_content),
-            tuple(each.profile for each in held),
+            tuple(sizes.profile for sizes in batches),
         )
-        kind = self._kinds.setdefault(key, Kind(tuple(held), buckets if self._captures else ()))
-        return Fit(rows, kind, tuple(sorted(sizes.items())), lengths)
+        if key not in self._kinds:
+            self._kinds[key] = Kind(batches, shapes.buckets if self._captures else ())
+        return self._kinds[key]
+
+    def _batch_dims(self) -> list[Dim]:
+        """The dimensions of the inputs along the batch axis."""
+        dims = []
+        for spec in self._engine.inputs:
+            axis = self.axes.batch.get(spec.name)
+            if axis is not None:
+                dims.append(spec.shape[axis])
+        return dims
 
     def _batch_symbols(self) -> frozenset[str]:
-        found = {
-            spec.shape[axis]
-            for spec in self._engine.inputs
-            if (axis := self.axes.batch.get(spec.name)) is not None
-        }
-        return frozenset(dim for dim in found if isinstance(dim, str))
+        return frozenset(dim for dim in self._batch_dims() if isinstance(dim, str))
+
+    def _batch_ranges(self, profile: Profile) -> list[DimRange]:
+        """The sizes that each input may have along the batch axis."""
+        ranges = []
+        for dim in self._batch_dims():
+            if isinstance(dim, int):
+                ranges.append(DimRange(min=dim, opt=dim, max=dim))
+            elif dim in profile.dims:
+                ranges.append(profile.dims[dim])
+        return ranges
 
     def _sizes(self, number: int, profile: Profile) -> Sizes:
-        """What a profile takes along the batch axis."""
-        fixed = [
-            spec.shape[axis]
-            for spec in self._engine.inputs
-            if (axis := self.axes.batch.get(spec.name)) is not None
-        ]
-        ranges = [DimRange(min=dim, opt=dim, max=dim) for dim in fixed if isinstance(dim, int)]
-        ranges += [
-            profile.dims[symbol] for symbol in self._batch_symbols() if symbol in profile.dims
-        ]
-        low, high = (
-            max((each.min for each in ranges), default=1),
-            min((each.max for each in ranges), default=self.maximum),
-        )
+        """The sizes of a batch that a profile takes: those that all inputs may have."""
+        ranges = self._batch_ranges(profile)
+        low = max((dim.min for dim in ranges), default=1)
+        high = min((dim.max for dim in ranges), default=self.maximum)
         if not self._captures:
             return Sizes(number, low, high)
-        usual = max((each.opt for each in ranges), default=low)
-        most = max(1, MOST_CAPTURED // len(self._profiles))
-        return Sizes(
-            number, low, high, captured_sizes(low, usual, max(low, min(high, self.maximum)), most)
-        )
+        usual = max((dim.opt for dim in ranges), default=low)
+        largest = max(low, min(high, self.maximum))
+        count = max(1, MOST_CAPTURED // len(self._profiles))
+        return Sizes(number, low, high, captured_sizes(low, usual, largest, count))
 
     def _bucket(self, symbol: str, size: int) -> int:
-        """The next power of two within the profiles: few lengths are run, and short inputs do not
-        wait for long ones.
+        """The length to which a size is padded: the next power of two within the profiles.
+
+        So few lengths are run, and short inputs do not wait for long ones.
         """
         dims = [profile.dims[symbol] for profile in self._profiles if symbol in profile.dims]
-        high = max((dim.max for dim in dims if dim.min <= size <= dim.max), default=size)
-        return min(1 << max(size - 1, 0).bit_length(), high)
+        limit = max((dim.max for dim in dims if dim.min <= size <= dim.max), default=size)
+        next_power = 1 << max(size - 1, 0).bit_length()
+        return min(next_power, limit)
 
 
 def _content(array: NDArray[np.generic]) -> bytes:

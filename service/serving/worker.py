@@ -30,7 +30,7 @@ from pipeline.core import CODE_BACKENDS, Engine, Tensors, dtype_of
 from pipeline.errors import InternalError, UserError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.gpu import VISIBLE, open_nvml
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.report.bundle import check_engine
 from service.serving.shared_memory import Buffer, layout
 from service.serving.worker_messages import (

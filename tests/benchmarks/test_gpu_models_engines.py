@@ -19,7 +19,7 @@ from pipeline.core import BuildOptions, Precision, Recipe, Target
 from pipeline.execution.child_process import Channel
 from pipeline.measurement.comparison import MIN_PAIRS
 from pipeline.measurement.measure import WarmUpOptions, samples_from_blocks
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.report import BenchmarkFailure
 from tests.pipeline.backends.tensorrt.builders import Bench, doubled, feeds

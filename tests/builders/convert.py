@@ -22,7 +22,7 @@ from pipeline.core import (
 )
 from pipeline.onnx_graph.activations import observe, open_probe
 from pipeline.onnx_graph.compare import open_reference
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.stages.convert import convert
 
 FP16 = Recipe(backend="tensorrt", precision=Precision.FP16)

@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.core import DimRange, OnnxModel, Profile, Tensors
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 
 Operator = Literal["GRU", "LSTM", "RNN"]
 Direction = Literal["forward", "reverse", "bidirectional"]

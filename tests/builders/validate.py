@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe
 from pipeline.data.samples import SampleSet, SelectionSet, open_set
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import AccuracyConfig, Thresholds
 from pipeline.results.report import ValidationReport
 from pipeline.stages.validate import run_reference, validate

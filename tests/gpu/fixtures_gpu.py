@@ -19,7 +19,7 @@ from pipeline.backends import cuda
 from pipeline.core import DimRange, OnnxModel, Profile
 from pipeline.execution.child_process import Channel, Child
 from pipeline.host.gpu import find_gpus
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 
 MIB = 2**20
 SLACK_BYTES = 64 * MIB  # the driver's own, which comes and goes

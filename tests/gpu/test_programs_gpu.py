@@ -45,7 +45,7 @@ from pipeline.errors import LoadCrashed
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.plan.schema import BenchmarkConfig, ExportConfig, load_plan
 from pipeline.report.bundle import seal
 from pipeline.results.report import BenchmarkReport, Report

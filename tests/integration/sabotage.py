@@ -18,7 +18,7 @@ from pipeline.compiler.compile import compile_plan
 from pipeline.core import Engine, OnnxModel, Progress, Recipe, silent
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.onnx_graph.graph import onnx_model, read_proto, write_proto
+from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
 from pipeline.plan.schema import load_plan
 from pipeline.results.report import Report
 from tests.builders.cli import CLASSES, FEATURES, HIDDEN, write_model, write_task

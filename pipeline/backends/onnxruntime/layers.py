@@ -36,7 +36,8 @@ from pipeline.backends.base import Session
 from pipeline.backends.checks import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
 from pipeline.core import Precision, Tensors
 from pipeline.errors import InternalError
-from pipeline.onnx_graph.graph import graphs_of, read_proto
+from pipeline.onnx_graph.files import read_proto
+from pipeline.onnx_graph.inspect import graphs_of
 from pipeline.results.layer_table import Layer, LayerTable
 
 if TYPE_CHECKING:
@@ -113,10 +114,10 @@ ADDED = re.compile(
 )  # what the optimiser adds to the name of a node or tensor
 SUMMED = 3  # the input of a blocked Conv that is added to its result
 KERNEL = "_kernel_time"
+LAYOUT_CHANGES = frozenset({"ReorderInput", "ReorderOutput", "Transpose"})
 
 
 # -- the shell: runs the session
-# ------------------------------------------------------------------------------
 
 
 def profile_into(options: onnxruntime.SessionOptions, folder: Path) -> None:
@@ -145,17 +146,16 @@ def layer_table(
     runs = run_for_layers(session)
     profile = Path(profiled.end_profiling())
     optimised = read_proto(profile.with_name("optimised.onnx"), weights=False)
-    found = layers_from_profile(
+    layers = layers_from_profile(
         profile.read_text(),
         optimised.graph,
         read_proto(model, weights=False).graph,
         LAYER_WARMUP_RUNS,
     )
-    return LayerTable(sizes=sizes, runs=runs, layers=found)
+    return LayerTable(sizes=sizes, runs=runs, layers=layers)
 
 
 # -- pure: the profile
-# ------------------------------------------------------------------------------
 
 
 def layers_from_profile(
@@ -167,10 +167,7 @@ def layers_from_profile(
     nodes (If, Loop) without theirs.
     """
     levels = {
-        node.name: _accuracy_level(node)
-        for inner in graphs_of(optimised)
-        for node in inner.node
-        if node.op_type == NBITS
+        node.name: _accuracy_level(node) for node in _nodes(optimised) if node.op_type == NBITS
     }
     nodes = nodes_by_kernel(optimised, original)
     times: dict[str, list[float]] = defaultdict(list)
@@ -197,18 +194,16 @@ def _runs(profile: str) -> list[list[Mapping[str, Any]]]:
         raise InternalError(
             f"ONNX Runtime's profile is no JSON: {error}: {profile[:200]!r}"
         ) from error
-    whole = [
+    spans = sorted(
         (event["ts"], event["ts"] + event["dur"])
         for event in events
         if event.get("name") == "model_run"
-    ]
+    )
     kernels = sorted(
         (event for event in events if str(event.get("name", "")).endswith(KERNEL)),
         key=lambda event: (event["ts"], -event["dur"]),
     )
-    return [
-        [event for event in kernels if start <= event["ts"] <= end] for start, end in sorted(whole)
-    ]
+    return [[event for event in kernels if start <= event["ts"] <= end] for start, end in spans]
 
 
 def _own_seconds(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
@@ -229,14 +224,8 @@ def _layer(
     name: str, args: Mapping[str, Any], nodes: tuple[str, ...], level: int, seconds: float
 ) -> Layer:
     operator = str(args.get("op_name", ""))
-    inputs, outputs = (
-        tuple(
-            DTYPES.get(dtype, dtype)
-            for tensor in args.get(f"{side}_type_shape", ())
-            for dtype in tensor
-        )
-        for side in ("input", "output")
-    )
+    inputs = _dtypes_of(args.get("input_type_shape", ()))
+    outputs = _dtypes_of(args.get("output_type_shape", ()))
     precision, evidence = precision_of(operator, inputs, outputs, level)
     return Layer(
         name=name,
@@ -250,6 +239,11 @@ def _layer(
         seconds=seconds,
         tactic=operator,
     )
+
+
+def _dtypes_of(tensors: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The dtypes of tensors as a profile lists them: one mapping of dtype to shape for each."""
+    return tuple(DTYPES.get(dtype, dtype) for tensor in tensors for dtype in tensor)
 
 
 def precision_of(
@@ -286,7 +280,6 @@ def _accuracy_level(node: onnx.NodeProto) -> int:
 
 
 # -- pure: from kernels back to ONNX nodes
-# ------------------------------------------------------------------------------
 
 
 def nodes_by_kernel(
@@ -295,10 +288,16 @@ def nodes_by_kernel(
     """The nodes of the original graph that each kernel of the optimised one computes, in their own
     order; by the kernel's name.
     """
-    known = _Original.of(original)
-    kernels = [node for inner in graphs_of(optimised) for node in inner.node]
-    alias = _aliases(kernels, known)
-    return {kernel.name: _nodes_of(kernel, alias, known) for kernel in kernels}
+    source = _Original.of(original)
+    kernels = list(_nodes(optimised))
+    aliases = _aliases(kernels, source)
+    return {kernel.name: _nodes_of(kernel, aliases, source) for kernel in kernels}
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Every node of a graph and of its subgraphs."""
+    for body in graphs_of(graph):
+        yield from body.node
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,18 +308,12 @@ class _Original:
 
     @classmethod
     def of(cls, graph: onnx.GraphProto) -> _Original:
-        inner = list(graphs_of(graph))
-        by_name = {
-            node.name or next(iter(node.output), ""): node for each in inner for node in each.node
-        }
-        producers = {
-            tensor: name for name, node in by_name.items() for tensor in node.output if tensor
-        }
-        return cls(
-            by_name,
-            producers,
-            frozenset(tensor.name for each in inner for tensor in each.initializer),
-        )
+        by_name = {node.name or next(iter(node.output), ""): node for node in _nodes(graph)}
+        producers: dict[str, str] = {}
+        for name, node in by_name.items():
+            producers.update((tensor, name) for tensor in node.output if tensor)
+        constants = {tensor.name for body in graphs_of(graph) for tensor in body.initializer}
+        return cls(by_name, producers, frozenset(constants))
 
     def named(self, kernel: onnx.NodeProto) -> str:
         """The node whose name the kernel bears, or whose output; empty if none."""
@@ -343,87 +336,119 @@ class _Original:
         return readers[0].output[0] if len(readers) == 1 else tensor
 
 
-def _aliases(kernels: Sequence[onnx.NodeProto], known: _Original) -> dict[str, str]:
-    """Of tensors that the optimiser made, which tensor of the original graph they hold, in whatever
-    layout.
+def _aliases(kernels: Sequence[onnx.NodeProto], source: _Original) -> dict[str, str]:
+    """Map tensors that the optimiser made to the tensor of the original graph that they hold, in
+    whatever layout.
+
+    Kernels that have a node name their outputs. Around a kernel of the blocked layout, such as
+    `conv_nchwc`, the optimiser inserts ReorderInput and ReorderOutput, and Transpose around one
+    that runs channels last. These compute nothing: what they read and what they write is the same
+    tensor, so that names spread through them, first forward, then backward.
     """
-    alias: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for kernel in kernels:
-        node = known.by_name.get(known.named(kernel))
-        if kernel.name.endswith("_nchwc") and node is not None:
-            alias[kernel.output[0]] = _made_in_blocks(kernel, known)
-        elif (
-            node is not None
-            and node.op_type == kernel.op_type
-            and len(node.output) == len(kernel.output)
-        ):
-            alias |= {
-                made: first
-                for made, first in zip(kernel.output, node.output, strict=True)
-                if made not in known.producers
-            }
-    inserted = [
-        kernel
-        for kernel in kernels
-        if kernel.op_type in ("ReorderInput", "ReorderOutput", "Transpose")
-        and not known.named(kernel)
-    ]
+        aliases |= _aliases_of_outputs(kernel, source)
+    inserted = [kernel for kernel in kernels if _only_changes_layout(kernel, source)]
+    _propagate_forward(aliases, inserted, source)
+    _propagate_backward(aliases, inserted, source)
+    return aliases
+
+
+def _aliases_of_outputs(kernel: onnx.NodeProto, source: _Original) -> dict[str, str]:
+    """The original tensors in a kernel's outputs, where its name says which node it computes."""
+    node = source.by_name.get(source.named(kernel))
+    if node is None:
+        return {}
+    if kernel.name.endswith("_nchwc"):
+        return {kernel.output[0]: _output_of_blocked(kernel, source)}
+    if node.op_type != kernel.op_type or len(node.output) != len(kernel.output):
+        return {}
+    return {
+        output: original
+        for output, original in zip(kernel.output, node.output, strict=True)
+        if output not in source.producers
+    }
+
+
+def _only_changes_layout(kernel: onnx.NodeProto, source: _Original) -> bool:
+    """Return True for a kernel that the optimiser inserted to change the layout of a tensor."""
+    return kernel.op_type in LAYOUT_CHANGES and not source.named(kernel)
+
+
+def _propagate_forward(
+    aliases: dict[str, str], inserted: Sequence[onnx.NodeProto], source: _Original
+) -> None:
+    """Give the output of each inserted kernel the name of its input."""
     for kernel in inserted:
-        if kernel.output[0] not in known.producers:
-            alias.setdefault(kernel.output[0], alias.get(kernel.input[0], kernel.input[0]))
+        before, after = kernel.input[0], kernel.output[0]
+        if after not in source.producers:
+            aliases.setdefault(after, aliases.get(before, before))
+
+
+def _propagate_backward(
+    aliases: dict[str, str], inserted: Sequence[onnx.NodeProto], source: _Original
+) -> None:
+    """Give the input of each inserted kernel the name of its output, the last kernel first."""
     for kernel in reversed(inserted):
-        if kernel.input[0] not in known.producers:
-            alias.setdefault(kernel.input[0], alias.get(kernel.output[0], kernel.output[0]))
-    return alias
+        before, after = kernel.input[0], kernel.output[0]
+        if before not in source.producers:
+            aliases.setdefault(before, aliases.get(after, after))
 
 
-def _made_in_blocks(kernel: onnx.NodeProto, known: _Original) -> str:
-    """The original tensor that a kernel of the blocked layout makes: it is named after its first,
-    before an Add and an activation joined it.
+def _output_of_blocked(kernel: onnx.NodeProto, source: _Original) -> str:
+    """The original tensor that a kernel of the blocked layout makes: it is named after its first
+    node, before an Add and an activation joined it.
     """
     tensor = ADDED.sub("", kernel.name)
-    if tensor not in known.producers:
+    if tensor not in source.producers:
         return tensor
     if len(kernel.input) > SUMMED and kernel.input[SUMMED]:
-        tensor = known.after(tensor, "Add")
-    activation = next(
-        (attribute.s.decode() for attribute in kernel.attribute if attribute.name == "activation"),
-        "",
-    )
-    return known.after(tensor, activation) if activation else tensor
+        tensor = source.after(tensor, "Add")
+    activation = _activation_of(kernel)
+    return source.after(tensor, activation) if activation else tensor
+
+
+def _activation_of(kernel: onnx.NodeProto) -> str:
+    """The operator of the activation that is fused into a kernel; empty if none."""
+    for attribute in kernel.attribute:
+        if attribute.name == "activation":
+            return str(attribute.s.decode())
+    return ""
 
 
 def _nodes_of(
-    kernel: onnx.NodeProto, alias: Mapping[str, str], known: _Original
+    kernel: onnx.NodeProto, aliases: Mapping[str, str], source: _Original
 ) -> tuple[str, ...]:
-    named = known.named(kernel)
-    made = [
-        tensor for each in kernel.output if (tensor := alias.get(each, each)) in known.producers
-    ]
-    read = {alias.get(tensor, tensor) for tensor in kernel.input}
-    if set(made) <= read and not named:  # put in to change the layout: computes no node
+    """The nodes that a kernel computes; the one that says what it is comes first."""
+    name = source.named(kernel)
+    outputs = [aliases.get(tensor, tensor) for tensor in kernel.output]
+    outputs = [tensor for tensor in outputs if tensor in source.producers]
+    inputs = {aliases.get(tensor, tensor) for tensor in kernel.input}
+    if set(outputs) <= inputs and not name:  # inserted to change the layout: computes no node
         return ()
-    between = _between(made or (list(known.by_name[named].output) if named else []), read, known)
-    nodes = dict.fromkeys((named, *between) if named else between)
-    return tuple(
-        sorted(nodes, key=lambda name: known.by_name[name].op_type not in FLOAT_HEAVY)
-    )  # the one that says what it is comes first
+    if not outputs and name:
+        outputs = list(source.by_name[name].output)
+    nodes = list(_between(outputs, inputs, source))
+    if name:
+        nodes = list(dict.fromkeys((name, *nodes)))
+    return tuple(sorted(nodes, key=lambda node: source.by_name[node].op_type not in FLOAT_HEAVY))
 
 
-def _between(made: Sequence[str], read: set[str], known: _Original) -> tuple[str, ...]:
-    """The nodes between the tensors read and those made; empty if one of them needs a tensor that
-    is neither read nor constant.
+def _between(outputs: Sequence[str], inputs: set[str], source: _Original) -> tuple[str, ...]:
+    """The nodes between inputs and outputs; empty if one of them needs a tensor that is neither an
+    input nor constant.
     """
-    found: set[str] = set()
-    todo = list(made)
+    names: set[str] = set()
+    todo = list(outputs)
     while todo:
         tensor = todo.pop()
-        if (tensor in read and tensor not in made) or tensor in known.constants or not tensor:
+        is_input = tensor in inputs and tensor not in outputs
+        if is_input or tensor in source.constants or not tensor:
             continue
-        if tensor not in known.producers:
+        if tensor not in source.producers:
             return ()
-        name = known.producers[tensor]
-        if name not in found:
-            found.add(name)
-            todo += known.by_name[name].input
-    return tuple(name for name in known.by_name if name in found)
+        name = source.producers[tensor]
+        if name not in names:
+            names.add(name)
+            todo += source.by_name[name].input
+    return tuple(name for name in source.by_name if name in names)

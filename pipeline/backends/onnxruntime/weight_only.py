@@ -16,14 +16,8 @@ import onnx
 from onnx import numpy_helper
 
 from pipeline.core import OnnxModel, Progress, Recipe, silent
-from pipeline.onnx_graph.graph import (
-    graphs_of,
-    kept_nodes,
-    onnx_model,
-    read_proto,
-    with_same_interface,
-    write_proto,
-)
+from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
+from pipeline.onnx_graph.inspect import graphs_of, kept_nodes, with_same_interface
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.insert_qdq import drop_unread
 from pipeline.quantization.linear_layers import (

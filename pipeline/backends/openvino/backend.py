@@ -55,7 +55,7 @@ from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
 from pipeline.host.amx import tiles_described
 from pipeline.measurement.measure import cpu_flags, cpu_name, usable_cores
-from pipeline.onnx_graph.graph import file_size
+from pipeline.onnx_graph.files import file_size
 from pipeline.results.layer_table import LayerTable
 
 PRECISIONS = frozenset(

@@ -29,15 +29,8 @@ from pipeline.core import (
 from pipeline.data.samples import CalibrationSet
 from pipeline.distribution import install_command
 from pipeline.errors import ModelError, UnsupportedError
-from pipeline.onnx_graph.graph import (
-    changed_interface,
-    kept_nodes,
-    onnx_model,
-    operator_histogram,
-    read_proto,
-    with_same_interface,
-    write_proto,
-)
+from pipeline.onnx_graph.files import onnx_model, operator_histogram, read_proto, write_proto
+from pipeline.onnx_graph.inspect import changed_interface, kept_nodes, with_same_interface
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.quantization.half_precision import QDQ_OPSET, flatten, raise_opset
 from pipeline.quantization.linear_layers import (

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from pipeline.backends.pytorch.module import load_program, tensor_from_array
 from pipeline.core import ModelSource, Note, Profile, Tensors, TensorSpec
 from pipeline.errors import ModelError
-from pipeline.onnx_graph import graph
+from pipeline.onnx_graph.feeds import draw_feeds
+from pipeline.onnx_graph.files import EXTERNAL_ABOVE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +97,7 @@ def feeds_at(
 ) -> Tensors:
     """The first sample at these sizes; generated where there is none."""
     if not samples:
-        return graph.draw_feeds(inputs, sizes, seed=0)
+        return draw_feeds(inputs, sizes, seed=0)
     return {spec.name: _resized(samples[0][spec.name], spec, sizes) for spec in inputs}
 
 
@@ -141,7 +142,7 @@ def dynamo(job: Job) -> tuple[Note, ...]:
         tensor.numel() * tensor.element_size()
         for tensor in (*job.module.parameters(), *job.module.buffers())
     )
-    result.save(job.path, external_data=size > graph.EXTERNAL_ABOVE_BYTES)
+    result.save(job.path, external_data=size > EXTERNAL_ABOVE_BYTES)
     return ()
 
 

@@ -22,7 +22,7 @@ from pipeline.core import CompileMode, Engine, Point, Profile, Progress
 from pipeline.errors import ModelError
 from pipeline.execution.exit_causes import DISK_FAULTS
 from pipeline.host.gpu import find_gpus
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 
 if TYPE_CHECKING:
     import torch

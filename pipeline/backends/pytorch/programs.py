@@ -74,7 +74,7 @@ from pipeline.errors import (
 )
 from pipeline.execution.child_process import Child
 from pipeline.measurement.measure import monotonic, usable_cores
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 
 if TYPE_CHECKING:
     import torch

@@ -41,7 +41,7 @@ from pipeline.core import (
 )
 from pipeline.data.samples import Batch, CalibrationSet
 from pipeline.errors import CrucibleError, DataError, UnsupportedError
-from pipeline.onnx_graph.graph import copy_model, onnx_model, read_proto
+from pipeline.onnx_graph.files import copy_model, onnx_model, read_proto
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.quantization.insert_qdq import holds_qdq
 

@@ -35,14 +35,8 @@ from pipeline.data.samples import CalibrationSet
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError
 from pipeline.onnx_graph.activations import Bounds, observe, open_probe, rows_per_run
-from pipeline.onnx_graph.graph import (
-    changed_interface,
-    external_files,
-    kept_nodes,
-    onnx_model,
-    read_proto,
-    write_proto,
-)
+from pipeline.onnx_graph.files import external_files, onnx_model, read_proto, write_proto
+from pipeline.onnx_graph.inspect import changed_interface, kept_nodes
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.quantization.half_precision import (
     LARGEST_FP16,

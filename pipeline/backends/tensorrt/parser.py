@@ -23,7 +23,7 @@ from pipeline.backends import cuda
 from pipeline.backends.tensorrt.messages import builders_logger_of, listening, messages_of
 from pipeline.core import OnnxModel, Refusal
 from pipeline.errors import ModelError, PlanError
-from pipeline.onnx_graph.graph import DEFAULT_DOMAINS, graphs_of, operator_of, type_name
+from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, graphs_of, operator_of, type_name
 
 BINDABLE = frozenset({"float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool"})
 ANOTHER_BACKEND = "or compile this model for onnxruntime"

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from pipeline.onnx_graph.graph import type_name
+from pipeline.onnx_graph.inspect import type_name
 from pipeline.quantization.existing_qdq import QDQ, Scale, constants_of, is_constant, quantised_type
 from pipeline.quantization.placement import FUSED_AFTER, SAME_SCALE, WEIGHTED, Wiring
 

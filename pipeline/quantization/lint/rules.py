@@ -15,7 +15,7 @@ import onnx
 from onnx import numpy_helper
 
 from pipeline.core import Frozen, Note
-from pipeline.onnx_graph.graph import type_name
+from pipeline.onnx_graph.inspect import type_name
 from pipeline.quantization.existing_qdq import QDQ
 from pipeline.quantization.lint.qdq_view import (
     View,

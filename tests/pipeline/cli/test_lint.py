@@ -23,7 +23,7 @@ from pipeline.compiler.compile import compile_plan
 from pipeline.core import CalibrationMethod, Placement, Precision, Profile, Recipe, Target
 from pipeline.errors import ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import load_plan, plan_from_model
 from pipeline.quantization.existing_qdq import lost_scales
 from pipeline.quantization.lint.rules import SATURATES

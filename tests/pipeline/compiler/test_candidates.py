@@ -23,7 +23,7 @@ from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import load_plan
 from pipeline.results.report import Candidate
 from tests.builders.attention import written_out

@@ -36,7 +36,7 @@ from pipeline.errors import (
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import load_plan
 from pipeline.results.report import Candidate
 from pipeline.stages.build import build

@@ -17,7 +17,7 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 from onnx.reference import ReferenceEvaluator
 
 from pipeline.core import OnnxModel, Profile, Tensors, dtype_of
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 
 OPSET = 20
 Interface = Sequence[tuple[str, str, tuple[int | str, ...]]]

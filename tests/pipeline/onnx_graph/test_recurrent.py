@@ -14,7 +14,7 @@ from onnx import TensorProto
 from pipeline.backends.tensorrt import rtx as tensorrt_rtx_
 from pipeline.core import BuildOptions, OnnxModel, Precision, Profile, Recipe
 from pipeline.onnx_graph.compare import open_reference
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.onnx_graph.recurrent import STATES
 from pipeline.quantization.half_precision import LOW
 from pipeline.quantization.sensitivity_graph import round_16_bits, tensors_of_16_bits

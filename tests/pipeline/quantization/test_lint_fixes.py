@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from pipeline.onnx_graph.compare import open_reference
-from pipeline.onnx_graph.graph import write_proto
+from pipeline.onnx_graph.files import write_proto
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.lint.fixes import FIXES, mend
 from pipeline.quantization.lint.rules import lint

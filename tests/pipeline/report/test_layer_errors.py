@@ -10,7 +10,7 @@ from pipeline.report.files import load_report, write_report
 from pipeline.report.markdown import markdown
 from pipeline.report.tables import LAYER_ERRORS, error_text, layer_error_table, layer_errors
 from pipeline.results.report import NodeHarm, NodeRanking, Report, RescueStep
-from pipeline.stages.sensitivity import MOST_ERROR
+from pipeline.stages.sensitivity import MAX_ERROR
 from tests.builders.report import EVIL, proven_report
 from tests.builders.sensitivity import write_broken_task
 from tests.pipeline.stages.test_sensitivity import ONNXRUNTIME, ranked
@@ -20,8 +20,8 @@ LOST = NodeHarm(
     operator="MatMul",
     largest=3.1e5,
     overflows=True,
-    error=MOST_ERROR,
-    accumulated=MOST_ERROR,
+    error=MAX_ERROR,
+    accumulated=MAX_ERROR,
 )
 OTHERS = tuple(
     NodeHarm(
@@ -80,7 +80,7 @@ def test_nothing_is_called_kept_where_no_engine_passed() -> None:
         (1.0, "1 (0 dB)"),
         (0.0158, "0.016 (36 dB)"),
         (9.9, "9.9 (-20 dB)"),
-        (MOST_ERROR, "all is lost"),
+        (MAX_ERROR, "all is lost"),
     ],
 )
 def test_an_error_is_told_as_share_and_as_signal_to_noise(error: float, text: str) -> None:

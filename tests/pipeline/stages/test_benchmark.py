@@ -23,7 +23,7 @@ from pipeline.core import (
 )
 from pipeline.errors import PlanError
 from pipeline.measurement.comparison import MIN_PAIRS
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport
 from pipeline.stages.benchmark import benchmark, rows_per_run, values_at, with_threads
 from tests.builders.interleaved import PROFILE, SHORT, X, engine_named

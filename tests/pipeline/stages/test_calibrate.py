@@ -14,7 +14,7 @@ from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.onnx_graph import activations
 from pipeline.onnx_graph.activations import observe, open_probe, rows_per_run
 from pipeline.onnx_graph.compare import open_reference
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.stages.calibrate import BINS, Tally, bin_counts, calibrate
 from tests.builders.convert import RESIDUAL, images, model_from_text, proto_from_text

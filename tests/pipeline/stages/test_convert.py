@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 from pipeline import backends
 from pipeline.core import BuildOptions, Placement, Precision, Profile, Recipe, Tensors, silent
 from pipeline.errors import PlanError, UnsupportedError
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.quantization.existing_qdq import scales_of
 from pipeline.stages.convert import convert
 from tests.builders.convert import (

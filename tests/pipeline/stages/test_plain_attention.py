@@ -12,10 +12,9 @@ from onnx import TensorProto, helper
 
 from pipeline.core import OnnxModel, Profile, Tensors, silent
 from pipeline.errors import ChildKilled, DiskFull
-from pipeline.onnx_graph.graph import onnx_model, operator_histogram
+from pipeline.onnx_graph.files import onnx_model, operator_histogram
 from pipeline.plan.schema import SimplifyConfig
-from pipeline.stages import simplify as stage
-from pipeline.stages.simplify import simplify
+from pipeline.stages.simplify import attention_rewrite, simplify
 from tests.builders.attention import packed, written_out
 
 ONLY = SimplifyConfig(enabled=False)
@@ -123,7 +122,7 @@ def test_16_bits_within_may_round_elsewhere_whatever_comes_out(
     model.graph.node[-1].output[0] = "half"
     model.graph.node.append(helper.make_node("Cast", ["half"], ["y"], to=TensorProto.FLOAT))
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
-    assert stage._attended_tolerance(model_of(tmp_path, model)) == tolerance
+    assert attention_rewrite.rewrite_tolerance(model_of(tmp_path, model)) == tolerance
 
 
 def test_what_only_a_simplified_graph_shows_is_rewritten_after_simplification(
@@ -221,7 +220,7 @@ def test_an_old_model_is_written_in_a_form_that_needs_no_initializers_among_its_
 def test_a_last_try_that_fails_for_now_leaves_the_simplified_model_to_be_made_again(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, tries = stage.call_in_child, []
+    call, tries = attention_rewrite.call_in_child, []
 
     def fail_at_last(function: Any, *arguments: Any, **named: Any) -> Any:
         tries.append(named["name"])
@@ -229,7 +228,7 @@ def test_a_last_try_that_fails_for_now_leaves_the_simplified_model_to_be_made_ag
             raise ChildKilled("it was killed", "try again")
         return call(function, *arguments, **named)
 
-    monkeypatch.setattr(stage, "call_in_child", fail_at_last)
+    monkeypatch.setattr(attention_rewrite, "call_in_child", fail_at_last)
     result = simplify(model_of(tmp_path, written_out()), (), SimplifyConfig(), (), out, silent)
     assert [note.level for note in result.notes] == ["info", "info", "warning"]
     assert (
@@ -248,7 +247,7 @@ def test_what_may_pass_is_tried_again_by_the_next_compile(
     def fail(*arguments: object, **named: object) -> None:
         raise failure("there was no room", "make some")
 
-    monkeypatch.setattr(stage, "call_in_child", fail)
+    monkeypatch.setattr(attention_rewrite, "call_in_child", fail)
     result = simplify(model_of(tmp_path, written_out()), (), ONLY, (), out, silent)
     (note,) = result.notes
     assert (

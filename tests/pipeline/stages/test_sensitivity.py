@@ -11,12 +11,12 @@ from onnx import TensorProto, helper
 from pipeline.core import Precision, Recipe
 from pipeline.data.samples import SelectionSet, open_set
 from pipeline.onnx_graph.activations import observe, open_probe
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import load_plan
 from pipeline.quantization.sensitivity_graph import lift
 from pipeline.results.report import NodeRanking
 from pipeline.stages.convert import convert
-from pipeline.stages.sensitivity import MOST_ERROR, overflows, rank_nodes, relative_error
+from pipeline.stages.sensitivity import MAX_ERROR, overflows, rank_nodes, relative_error
 from tests.builders.cli import overflowing_task
 from tests.builders.convert import BF16, FP16, proto_from_text, table_of
 from tests.builders.sensitivity import write_broken_task
@@ -149,7 +149,7 @@ def test_what_overflows_ranks_first_and_plain_layers_do_not_rank(tmp_path: Path)
         "norm",
     ]  # the norm by its squares
     assert names(found) == ["up", "wide_relu", "down", "norm"]
-    assert found.nodes[0].error == found.nodes[0].accumulated == MOST_ERROR
+    assert found.nodes[0].error == found.nodes[0].accumulated == MAX_ERROR
     assert found.samples == 128
     assert list((tmp_path / "rank").iterdir()) == []
 
@@ -197,9 +197,9 @@ def test_the_error_is_relative_and_bounded() -> None:
     exact = np.asarray([3.0, 4.0], np.float32)
     assert relative_error(exact, exact, HALF) == 0.0
     assert relative_error(exact, exact * np.float32(1.25), HALF) == pytest.approx(0.25)
-    assert relative_error(exact, exact * np.float32(1e5), HALF) == MOST_ERROR
+    assert relative_error(exact, exact * np.float32(1e5), HALF) == MAX_ERROR
     assert relative_error(exact, exact * np.float32(1e5), FLOAT) == pytest.approx(1e5, rel=1e-3)
-    assert relative_error(exact * 0, exact, HALF) == MOST_ERROR
+    assert relative_error(exact * 0, exact, HALF) == MAX_ERROR
     assert (
         relative_error(
             np.asarray([np.inf, 1.0], np.float32), np.asarray([np.inf, 1.0], np.float32), HALF

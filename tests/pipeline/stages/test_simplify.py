@@ -15,7 +15,7 @@ from pipeline.core import DimRange, OnnxModel, Profile, Progress, Tensors, Value
 from pipeline.execution.stage_runner import Runner, StageCall
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.compare import open_reference
-from pipeline.onnx_graph.graph import (
+from pipeline.onnx_graph.files import (
     external_files,
     onnx_model,
     operator_histogram,

@@ -14,7 +14,7 @@ from pipeline import backends
 from pipeline.core import OnnxModel, Profile, Target, silent
 from pipeline.errors import ChildDied, ModelError, PlanError
 from pipeline.onnx_graph.compare import open_reference
-from pipeline.onnx_graph.graph import onnx_model, operator_histogram
+from pipeline.onnx_graph.files import onnx_model, operator_histogram
 from pipeline.plan.schema import SimplifyConfig, load_plan
 from pipeline.stages.simplify import simplify
 

@@ -28,7 +28,7 @@ from pipeline.core import (
     Tensors,
     silent,
 )
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.report.bundle import seal
 from pipeline.serving_inputs import BatchSpec
 from service.auth import LOCAL

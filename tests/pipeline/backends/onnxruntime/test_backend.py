@@ -14,7 +14,7 @@ from pipeline.backends.base import Loaded
 from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe
 from pipeline.errors import DataError, UnsupportedError
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from tests.builders.qat import CONSTANTS, PLAIN, quantised
 from tests.pipeline.conformance.models import Case, convolution, model, ramp, several
 

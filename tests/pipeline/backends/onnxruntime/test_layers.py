@@ -20,7 +20,7 @@ from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, R
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import BackendUnavailable, DataError, StoreError
 from pipeline.execution.child_process import call_in_child
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.results.layer_table import Layer, LayerTable
 from pipeline.results.precision_audit import fusions, mislabelled

@@ -17,7 +17,7 @@ from pipeline.backends.onnxruntime.weight_only import compress_with_onnxruntime,
 from pipeline.core import BuildOptions, OnnxModel, Precision, Recipe, Tensors
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.onnx_graph.compare import open_reference
-from pipeline.onnx_graph.graph import read_proto
+from pipeline.onnx_graph.files import read_proto
 from pipeline.quantization.half_precision import flatten
 from pipeline.results.precision_audit import mislabelled
 from tests.builders.convert import (

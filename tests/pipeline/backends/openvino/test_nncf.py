@@ -19,7 +19,7 @@ from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import UnsupportedError
 from pipeline.execution.child_process import call_in_child
 from pipeline.onnx_graph.compare import open_reference
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.results.precision_audit import mislabelled
 from tests.builders.convert import RESIDUAL, model_from_text, proto_from_text

@@ -22,7 +22,7 @@ from pipeline.backends.pytorch.qat import (
 from pipeline.core import ModelSource, OnnxModel, Precision, Profile, TensorSpec, silent
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.compare import open_reference
-from pipeline.onnx_graph.graph import onnx_model, read_proto, write_proto
+from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
 from pipeline.plan.schema import ExportConfig, SimplifyConfig
 from pipeline.quantization.existing_qdq import QDQ, given_precision, lost_scales, scales_of
 from pipeline.stages.export import export, kept_scales

@@ -41,7 +41,7 @@ from pipeline.core import (
 from pipeline.errors import BackendUnavailable, ModelError, PlanError, UnsupportedError
 from pipeline.execution.child_process import call_in_child
 from pipeline.host.gpu import find_gpus
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 
 FLOAT, INT32, INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 TYPES = {

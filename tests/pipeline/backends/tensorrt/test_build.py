@@ -42,7 +42,7 @@ from pipeline.core import (
     ValueRange,
 )
 from pipeline.errors import BackendUnavailable, CrucibleError, PlanError, UnsupportedError
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 SMALL = Profile(dims={"n": DimRange(min=1, opt=4, max=8)})

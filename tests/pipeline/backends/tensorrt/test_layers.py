@@ -23,7 +23,7 @@ from pipeline.backends.tensorrt.layers import (
 )
 from pipeline.core import BuildOptions, DimRange, Precision, Profile, Recipe, Tensors, TensorSpec
 from pipeline.errors import DataError, InternalError
-from pipeline.onnx_graph.graph import draw_feeds
+from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.results.precision_audit import fusions, mislabelled, time_by_precision
 from pipeline.stages.inspect_layers import prove
 from tests.builders.convert import ATTENTION, RESIDUAL, model_from_text

@@ -24,7 +24,7 @@ from pipeline.core import (
 )
 from pipeline.errors import BackendUnavailable, PlanError, UnsupportedError
 from pipeline.host.gpu import Gpu, Gpus
-from pipeline.onnx_graph.graph import onnx_model
+from pipeline.onnx_graph.files import onnx_model
 
 FLOAT, INT64, UINT8 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8
 Value = tuple[str, int, Sequence[int | str]]

@@ -4,36 +4,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 
-from pipeline.core import TensorSpec
 from pipeline.errors import ModelError
-from pipeline.onnx_graph.graph import (
-    draw_feeds,
+from pipeline.onnx_graph.files import (
     external_files,
     file_digest,
     file_size,
     onnx_model,
     operator_histogram,
     read_proto,
-    specs_of,
     write_proto,
 )
-
-HEADER = '<ir_version: 8, opset_import: ["" : 17]>\n'
-
-
-def parse(graph: str) -> onnx.ModelProto:
-    return onnx.parser.parse_model(HEADER + graph)
-
-
-def save(folder: Path, graph: str) -> Path:
-    path = folder / "model.onnx"
-    path.write_bytes(parse(graph).SerializeToString())
-    return path
+from tests.builders.onnx_text import parse, save
 
 
 def external_model(folder: Path, location: str, **entries: str) -> Path:
@@ -52,9 +37,6 @@ def external_model(folder: Path, location: str, **entries: str) -> Path:
 
 
 WEIGHTS = np.array([1, 2, 3, 4], np.float32)
-
-
-# --- files ---
 
 
 @pytest.mark.parametrize("content", [b"", b"this is not a model", b"\x08"])
@@ -258,138 +240,6 @@ def test_the_digest_covers_graph_and_weights_but_not_the_place(tmp_path: Path) -
     assert file_digest(moved / "model.onnx") != first
 
 
-# --- the interface ---
-
-
-def test_specs_names_dtypes_and_dynamic_dims(tmp_path: Path) -> None:
-    save(
-        tmp_path,
-        """g (float[batch, ?, 3] x, int64 step, bool[2] flags, bfloat16[?] b)
-          => (float[batch, ?, 3] y, bool[2] f, bfloat16[?] c, int64 s)
-        { y = Relu(x)  f = Not(flags)  c = Identity(b)  s = Identity(step) }""",
-    )
-    model = onnx_model(tmp_path, "model.onnx")
-    assert [(spec.name, spec.dtype, spec.shape, spec.kind) for spec in model.inputs] == [
-        ("x", "float32", ("batch", "x_1", 3), "dynamic"),
-        ("step", "int64", (), "static"),
-        ("flags", "bool", (2,), "static"),
-        ("b", "bfloat16", ("b_0",), "dynamic"),
-    ]
-    assert [(spec.name, spec.shape, spec.kind) for spec in model.outputs][1:] == [
-        ("f", (2,), "static"),
-        ("c", ("c_0",), "data-dependent"),
-        ("s", (), "static"),
-    ]
-    assert model.opset == 17
-    assert model.root == tmp_path
-
-
-def test_an_output_dim_left_open_is_inferred_from_the_inputs() -> None:
-    _, outputs = specs_of(parse("g (float[N, 3] x) => (float[?, ?] y) { y = Relu(x) }"))
-    assert (outputs[0].shape, outputs[0].kind) == (("N", 3), "dynamic")
-
-
-def test_an_output_without_any_shape_is_inferred() -> None:
-    proto = parse("g (float[N, 3] x) => (float[N] y) { y = Relu(x) }")
-    proto.graph.output[0].type.tensor_type.ClearField("shape")
-    assert specs_of(proto)[1][0].shape == ("N", 3)
-
-
-def test_a_dim_of_minus_one_is_dynamic() -> None:
-    proto = parse("g (float[1, 3] x) => (float[1, 3] y) { y = Relu(x) }")
-    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
-    assert specs_of(proto)[0][0].shape == ("x_0", 3)
-
-
-@pytest.mark.parametrize(
-    ("graph", "shape"),
-    [
-        ("g (float[N] x) => (int64[1, ?] y) { y = NonZero(x) }", (1, "y_1")),
-        (
-            "g (float[N] x) => (int64[1, N] y) { y = NonZero(x) }",
-            (1, "N"),
-        ),  # the file says N: it cannot know
-        ("g (float[N] x) => (float[M] y) { y, i, j, k = Unique(x) }", ("M",)),
-        (
-            (
-                "g (float[N] x, bool[N] c) => (float[M] y) { h = Compress<axis = 0>(x, c)  y ="
-                " Relu(h) }"
-            ),
-            ("M",),
-        ),
-        (
-            "g (int64 n) => (int64[M] y) <int64 a = {0}, int64 b = {1}> { y = Range(a, n, b) }",
-            ("M",),
-        ),
-    ],
-)
-def test_sizes_that_depend_on_values_are_said_so(graph: str, shape: tuple[int | str, ...]) -> None:
-    _, outputs = specs_of(parse(graph))
-    assert (outputs[0].shape, outputs[0].kind) == (shape, "data-dependent")
-
-
-def test_a_scatter_by_nonzero_has_the_shape_of_its_data() -> None:
-    graph = (
-        "g (float[N] x, float[M] u) => (float[N] y) { i = NonZero(x)  t = Transpose(i)  y ="
-        " ScatterND(x, t, u) }"
-    )
-    assert specs_of(parse(graph))[1][0].kind == "dynamic"
-
-
-def test_initializers_listed_as_inputs_are_no_inputs() -> None:
-    proto = onnx.parser.parse_model(
-        '<ir_version: 3, opset_import: ["" : 17]>\ng (float[N] x, float[1] w) => (float[N] y)'
-        " <float[1] w = {2}> { y = Mul(x, w) }"
-    )
-    assert [spec.name for spec in specs_of(proto)[0]] == ["x"]
-
-
-@pytest.mark.parametrize("kind", ["string", "complex64", "complex128", "float8e4m3fn", "int4"])
-def test_unsupported_element_types_are_refused_by_name(kind: str) -> None:
-    value = onnx.helper.make_tensor_value_info(
-        "odd", getattr(onnx.TensorProto, kind.upper()), ["N"]
-    )
-    result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N"])
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("Cast", ["odd"], ["y"], to=1)], "g", [value], [result]
-    )
-    with pytest.raises(ModelError, match=f"input 'odd' holds {kind}"):
-        specs_of(onnx.helper.make_model(graph))
-
-
-@pytest.mark.parametrize(
-    ("kind", "type_proto"),
-    [
-        (
-            "sequence",
-            onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(1, ["N"])),
-        ),
-        (
-            "optional",
-            onnx.helper.make_optional_type_proto(onnx.helper.make_tensor_type_proto(1, ["N"])),
-        ),
-        ("map", onnx.helper.make_map_type_proto(7, onnx.helper.make_tensor_type_proto(1, ["N"]))),
-        ("sparse_tensor", onnx.helper.make_sparse_tensor_type_proto(1, ["N"])),
-        ("no type", onnx.TypeProto()),
-    ],
-)
-def test_other_kinds_of_values_are_refused_by_name(kind: str, type_proto: onnx.TypeProto) -> None:
-    value = onnx.helper.make_value_info("odd", type_proto)
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("Identity", ["x"], ["odd"])], "g", [], [value]
-    )
-    graph.input.append(onnx.helper.make_tensor_value_info("x", 1, ["N"]))
-    with pytest.raises(ModelError, match=f"output 'odd' is of kind {kind}"):
-        specs_of(onnx.helper.make_model(graph))
-
-
-def test_an_input_without_rank_is_refused() -> None:
-    proto = parse("g (float[3] x) => (float[3] y) { y = Relu(x) }")
-    proto.graph.input[0].type.tensor_type.ClearField("shape")
-    with pytest.raises(ModelError, match="input 'x' has no shape"):
-        specs_of(proto)
-
-
 def test_a_model_without_the_default_operator_set_is_refused(tmp_path: Path) -> None:
     proto = parse("g (float[3] x) => (float[3] y) { y = Relu(x) }")
     proto.opset_import[0].domain = "somewhere.else"
@@ -408,60 +258,3 @@ def test_operators_are_counted_in_subgraphs_too(tmp_path: Path) -> None:
         }""",
     )
     assert operator_histogram(path) == {"Relu": 2, "If": 1, "com.example::Twist": 1}
-
-
-# --- generated inputs ---
-
-
-def test_generated_inputs_are_valid_for_their_dtype_and_repeatable() -> None:
-    dtypes = ("float32", "float16", "bfloat16", "int64", "int32", "uint8", "int8", "bool")
-    specs = (
-        TensorSpec(name="scalar", dtype="int64", shape=()),
-        *(TensorSpec(name=dtype, dtype=dtype, shape=("N", 500)) for dtype in dtypes),
-    )
-    feeds = draw_feeds(specs, {"N": 3}, seed=1)
-    assert all(feeds[spec.name].shape == spec.resolve({"N": 3}) for spec in specs)
-    assert feeds["bfloat16"].dtype == ml_dtypes.bfloat16
-    assert all(feeds[dtype].dtype.name == dtype for dtype in dtypes)
-    assert set(np.unique(feeds["int64"])) == {0, 1}
-    assert set(np.unique(feeds["bool"])) == {False, True}
-    assert feeds["uint8"].max() > 200
-    assert feeds["int8"].min() < -100
-    assert 0.9 < feeds["float32"].std() < 1.1
-    again = draw_feeds(specs, {"N": 3}, seed=1)
-    assert all(np.array_equal(feeds[name], again[name]) for name in feeds)
-    assert not np.array_equal(feeds["float32"], draw_feeds(specs, {"N": 3}, seed=2)["float32"])
-
-
-def test_masks_that_are_seen_begin_every_row_with_1() -> None:
-    dtypes = ("bool", "int32", "int64", "float32", "uint8")
-    specs = tuple(TensorSpec(name=dtype, dtype=dtype, shape=("N", 1)) for dtype in dtypes)
-    feeds = draw_feeds(
-        (*specs, TensorSpec(name="k", dtype="int64", shape=())),
-        {"N": 99},
-        0,
-        {"k": (0,), "int32": (0,) * 99},
-        seen=True,
-    )
-    assert [bool(feeds[name].all()) for name in dtypes[:3]] == [
-        True,
-        False,
-        True,
-    ], "values decide a shape: they stay"
-    assert not (feeds["uint8"] == 1).all()
-    assert feeds["k"] == 0
-    assert not draw_feeds(specs, {"N": 99}, 0)["int64"].all()
-
-
-def test_inputs_whose_values_decide_a_shape_hold_the_values_that_are_given() -> None:
-    specs = (
-        TensorSpec(name="x", dtype="float32", shape=("N",)),
-        TensorSpec(name="k", dtype="int32", shape=()),
-    )
-    specs += (TensorSpec(name="target", dtype="int64", shape=(2,)),)
-    feeds = draw_feeds(specs, {"N": 3}, 0, {"k": (7,), "target": (3, -1)})
-    assert (feeds["k"].shape, feeds["k"].dtype, int(feeds["k"])) == ((), np.int32, 7)
-    assert feeds["target"].tolist() == [3, -1]
-    np.testing.assert_array_equal(
-        feeds["x"], draw_feeds(specs, {"N": 3}, 0)["x"]
-    )  # the others are as they would be without

@@ -1,0 +1,149 @@
+"""Simplify a graph: fewer nodes, the same function.
+
+Three steps, each in a child process, and each compared with its input:
+
+1. `surgery.py`: the user's own surgery, where the plan names one. It was asked for, so that a
+   changed answer is an error.
+2. `attention_rewrite.py`: attention is written plainly, where there is any, or left as it was. It
+   is tried again after step 3: TorchScript's exports know no shapes before, and compute their
+   constants.
+3. `simplifier.py`: onnxsim and GraphSurgeon. A simplifier may crash, hang, bake the batch of its
+   example, or fold away what a backend needs (Q/DQ). Then its result is rolled back.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from pipeline.core import Note, OnnxModel, Profile, Progress, Tensors
+from pipeline.errors import ChildDied, InternalError, ModelError
+from pipeline.execution.child_process import call_in_child
+from pipeline.onnx_graph.attention import attentions
+from pipeline.onnx_graph.compare import compare_graphs
+from pipeline.onnx_graph.feeds import feeds_of
+from pipeline.onnx_graph.files import (
+    copy_model,
+    file_size,
+    onnx_model,
+    operator_histogram,
+    read_proto,
+)
+from pipeline.plan.schema import SimplifyConfig
+from pipeline.stages.simplify.attention_rewrite import with_plain_attention
+from pipeline.stages.simplify.checks import (
+    FILE,
+    STAGE,
+    SimplifyRequest,
+    losses,
+    retry_clause,
+    tolerance_of,
+)
+from pipeline.stages.simplify.simplifier import Simplifier, run_onnxsim, simplify_file
+from pipeline.stages.simplify.surgery import operate
+
+# folders of a model around simplification
+OPERATED, ATTENDED, AT_LAST = "operated", "attended", "at last"
+
+
+def simplify(
+    model: OnnxModel,
+    profiles: tuple[Profile, ...],
+    options: SimplifyConfig,
+    samples: tuple[Tensors, ...],
+    out: Path,
+    progress: Progress,
+    simplifier: Simplifier = run_onnxsim,
+) -> OnnxModel:
+    """Return a model under `out` that computes the same with fewer nodes, after the user's surgery,
+    its attention plain; its notes say what happened.
+
+    Equal on all samples and on generated inputs at min, opt, max and an odd size of every profile,
+    with the same interface. Otherwise the input model itself, copied, with a warning that says why;
+    surgery, which was asked for, then is a ModelError.
+    """
+    request = SimplifyRequest(profiles, options, samples, progress)
+    notes: tuple[Note, ...] = ()
+    if options.surgery:
+        model = operate(model, request, options.surgery, out / OPERATED)
+        notes += model.notes
+    has_attention = options.plain_attention and bool(
+        attentions(read_proto(model.path, weights=False).graph)
+    )
+    if has_attention:
+        model = with_plain_attention(model, request, out / ATTENDED)
+        notes += model.notes
+    result = _simplified(model, request, out, simplifier) if options.enabled else _copy(model, out)
+    rewrite_failed = any(note.level != "info" for note in model.notes)
+    if has_attention and options.enabled and not rewrite_failed:
+        # what was computed before is constant now
+        last = with_plain_attention(result, request, out / AT_LAST)
+        result = _last_or_before(last, result, out)
+    for folder in (out / OPERATED, out / ATTENDED, out / AT_LAST):
+        shutil.rmtree(folder, ignore_errors=True)
+    return result.model_copy(
+        update={
+            "notes": (*notes, *result.notes),
+            "provisional": result.provisional or model.provisional,
+        }
+    )
+
+
+def _simplified(
+    model: OnnxModel, request: SimplifyRequest, out: Path, simplifier: Simplifier
+) -> OnnxModel:
+    """The simplified model, or the model itself with the reason."""
+    target, retryable = out / FILE, False
+    try:
+        call_in_child(
+            simplify_file,
+            simplifier,
+            model.path,
+            target,
+            name=STAGE,
+            deadline_s=request.options.timeout_s,
+            progress=request.progress,
+        )
+        request.progress(None, "comparing with the input model")
+        fault = losses(model, onnx_model(out, FILE, model.precision))
+        if not fault:
+            feeds = feeds_of(model, request.profiles, request.samples)
+            fault = compare_graphs(model.path, target, feeds, tolerance_of(model))
+    except (ChildDied, InternalError, ModelError) as error:
+        fault, retryable = error.message, error.may_pass
+    if fault:
+        text = f"rolled back, the graph goes on as it was{retry_clause(retryable)}: {fault}"
+        copy = _copy(model, out, Note(stage=STAGE, text=text))
+        return copy.model_copy(update={"provisional": retryable})
+    nodes_before = sum(operator_histogram(model.path).values())
+    nodes_after = sum(operator_histogram(target).values())
+    text = (
+        f"{nodes_before} nodes became {nodes_after}, {file_size(model.path):,} bytes became"
+        f" {file_size(target):,}"
+    )
+    return onnx_model(out, FILE, model.precision, (Note(stage=STAGE, text=text, level="info"),))
+
+
+def _last_or_before(last: OnnxModel, before: OnnxModel, out: Path) -> OnnxModel:
+    """The model of the last rewrite, under `out`; the model before it where that changed nothing.
+
+    A last rewrite that may succeed next time leaves its note, and makes the result provisional.
+    """
+    is_changed = last.path != before.path
+    if not is_changed and not last.provisional:
+        return before
+    result = _copy(last, out) if is_changed else before
+    return result.model_copy(
+        update={
+            "notes": (*before.notes, *last.notes),
+            "provisional": before.provisional or last.provisional,
+        }
+    )
+
+
+def _copy(model: OnnxModel, out: Path, *notes: Note) -> OnnxModel:
+    """The input model with its external data, under `out`."""
+    for file in out.glob("*.onnx*"):  # what a simplifier left half-written
+        file.unlink()
+    copy_model(model.path, out / FILE)
+    return onnx_model(out, FILE, model.precision, notes)

@@ -1,0 +1,63 @@
+"""onnxsim, then GraphSurgeon, in a child process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.core import Progress
+from pipeline.onnx_graph.files import external_files, operator_histogram, read_proto, write_proto
+from pipeline.onnx_graph.fold_constants import FOLD_LIMIT_BYTES, fold_constants
+from pipeline.onnx_graph.interface import restore_interface
+from pipeline.quantization.existing_qdq import QDQ
+
+Simplifier = Callable[[Path, Path, Progress], None]
+"""Reads the first path, writes the second. Runs in a child process, so it must be importable by
+name.
+"""
+
+SKIPPED_OPTIMIZERS = (
+    "fuse_matmul_add_bias_into_gemm_batched",  # wraps each product of rank 3 in two Reshape
+    "fuse_attention",  # an operator of ONNX Runtime alone
+    "fuse_qkv",  # one product for queries, keys and values, which split_qkv.py takes apart
+)
+MERGES_OF_QDQ = ("eliminate_common_subexpression", "eliminate_duplicate_initializer")
+"""Optimizers that merge equal Q/DQ."""
+
+
+def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
+    """Run onnxsim with its own check off and every input shape left as it is. For a child process:
+    it hides modules from the rest of it.
+    """
+    for unused in ("torch", "sympy"):
+        sys.modules.setdefault(unused, None)  # type: ignore[arg-type]  # onnxsim tries to import both, for 5 s, and simplifies without
+    import onnxsim
+
+    skipped = list(SKIPPED_OPTIMIZERS)
+    if set(QDQ) & set(operator_histogram(source)):
+        skipped += MERGES_OF_QDQ
+    onnxsim.simplify(
+        str(source),
+        check_n=0,
+        skipped_optimizers=skipped,
+        inline_functions=True,
+        tensor_size_threshold=f"{FOLD_LIMIT_BYTES}B",
+        output_path=str(target),
+        external_data_threshold="1.5GB",
+    )
+
+
+def simplify_file(simplifier: Simplifier, source: Path, target: Path, progress: Progress) -> None:
+    """The child's work: the simplifier, then GraphSurgeon, then the names of the interface put
+    back.
+    """
+    draft = target.with_name("draft.onnx")
+    progress(None, "simplifying")
+    simplifier(source, draft, progress)
+    progress(None, "folding constants")
+    folded = fold_constants(read_proto(draft))
+    restore_interface(read_proto(source, weights=False), folded)
+    write_proto(folded, target)
+    for file in (*external_files(draft), draft):
+        file.unlink()
