@@ -77,11 +77,11 @@ def check_serving(
             )
     for each in serving.padding:
         if each.axis >= rank[each.input]:
-            said = (
+            message = (
                 f"serving.padding: '{each.input}' has {rank[each.input]} axes, there is no axis"
                 f" {each.axis}"
             )
-            raise PlanError(said, "axes are counted from 0")
+            raise PlanError(message, "axes are counted from 0")
     known = [spec.name for spec in outputs]
     if unknown := [name for name in serving.labels if name not in known]:
         raise PlanError(

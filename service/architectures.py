@@ -25,7 +25,7 @@ ARCHITECTURES = (
 )
 """Functions of torchvision.models; the service can load weights for these."""
 
-MOST_CLASSES = 1_000_000
+MAX_CLASSES = 1_000_000
 FUNCTION = re.compile(rf"({'|'.join(ARCHITECTURES)})_of_([1-9][0-9]*)")
 
 
@@ -40,9 +40,9 @@ def entrypoint_of(name: str, classes: int) -> str:
             f"no architecture '{name}'",
             f"did you mean {near[0]}? known: {known}" if near else f"known: {known}; or send ONNX",
         )
-    if not 0 < classes <= MOST_CLASSES:
+    if not 0 < classes <= MAX_CLASSES:
         raise Unprocessable(
-            f"classes: {classes}, expected 1 to {MOST_CLASSES}",
+            f"classes: {classes}, expected 1 to {MAX_CLASSES}",
             "give the number of outputs that the weights were trained with",
         )
     if missing := [

@@ -53,7 +53,7 @@ ANSWER_S = 1800.0
 SILENT_S = 60.0  # of a stream of events, four heartbeats: then the connection is dead
 # without the server, between two events: it may have to stop its jobs, start, and look at its host
 PATIENCE_S = 300.0
-LONGEST_WAIT_S = 5.0
+MAX_WAIT_S = 5.0
 TRY_AGAIN = frozenset({502, 503, 504})  # what a proxy says while the server is restarted
 WHERE = re.compile(r"(https?://.+?)/(?:jobs|reports)/([^/?#]+)(?:[/?#].*)?")
 JOB_ID = re.compile(r"[0-9a-f]{25}")
@@ -387,8 +387,7 @@ class Client:
                 )
             time.sleep(wait_s)
 
-    # -- how it asks
-    # ------------------------------------------------------------------------------
+    # -- how it asks -------------------------------------------------------------
 
     @contextlib.contextmanager
     def _streamed(self, request: httpx.Request) -> Iterator[httpx.Response]:
@@ -439,9 +438,9 @@ class Client:
         )
 
     def _unreachable(self, error: httpx.TransportError) -> Unreachable:
-        said = f"no answer from {self.url}: {error or type(error).__name__}"
+        message = f"no answer from {self.url}: {error or type(error).__name__}"
         return Unreachable(
-            said, "start it with `crucible serve`, or name another with --url or CRUCIBLE_URL"
+            message, "start it with `crucible serve`, or name another with --url or CRUCIBLE_URL"
         )
 
 
@@ -466,13 +465,13 @@ def is_remote(text: str) -> bool:
 
 def wait_times(patience_s: float) -> Iterator[float]:
     """How long to wait before each next try, until patience ends: half a second, then twice as long
-    each time, up to LONGEST_WAIT_S.
+    each time, up to MAX_WAIT_S.
     """
     wait_s, waited_s = 0.5, 0.0
     while waited_s < patience_s:
         yield wait_s
         waited_s += wait_s
-        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        wait_s = min(2 * wait_s, MAX_WAIT_S)
 
 
 def events_of_stream(answer: httpx.Response) -> Iterator[Event]:

@@ -130,11 +130,13 @@ def answer_to(error: BaseException, request_id: str = "") -> Answer:
         return Answer(Unprocessable.status, _body(error))
     if isinstance(error, HostError):
         return Answer(Unavailable.status, _body(error), {"Retry-After": "30"})
-    said = f"an error inside the service{f', logged as request {request_id}' if request_id else ''}"
+    message = (
+        f"an error inside the service{f', logged as request {request_id}' if request_id else ''}"
+    )
     return Answer(
         500,
         {
-            "error": said,
+            "error": message,
             "code": "internal",
             "next": "give the request id to whoever runs this service",
         },

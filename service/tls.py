@@ -31,7 +31,9 @@ def tls_from(settings: Settings) -> Tls | None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
         return Tls(certificate, key, certificate.read_bytes(), key.read_bytes())
     except OSError as error:  # ssl.SSLError is one
-        said = f"cannot serve TLS with the certificate '{certificate}' and the key '{key}': {error}"
+        message = (
+            f"cannot serve TLS with the certificate '{certificate}' and the key '{key}': {error}"
+        )
         raise UserError(
-            said, "give PEM files that belong together; the key without a passphrase"
+            message, "give PEM files that belong together; the key without a passphrase"
         ) from error

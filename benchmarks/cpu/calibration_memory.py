@@ -21,7 +21,7 @@ from pipeline.plan.schema import CalibrationConfig, GeneratedData
 from pipeline.stages.calibrate import calibrate
 
 FEW, MANY = 64, 1024
-MOST_GROWTH = 1.2
+MAX_GROWTH = 1.2
 
 
 def main(words: Sequence[str]) -> None:
@@ -46,9 +46,9 @@ def main(words: Sequence[str]) -> None:
             }
         )
         targets[
-            f"{method}: {MANY} samples take at most {MOST_GROWTH}x the memory of {FEW} (got"
+            f"{method}: {MANY} samples take at most {MAX_GROWTH}x the memory of {FEW} (got"
             f" {growth:.3f}x)"
-        ] = growth <= MOST_GROWTH
+        ] = growth <= MAX_GROWTH
     publish("calibration_memory", rows, targets)
 
 

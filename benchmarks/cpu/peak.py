@@ -86,8 +86,7 @@ def row_of(device: str, what: str, unit: str, value: float, known: float | None 
     }
 
 
-# -- the CPU
-# ------------------------------------------------------------------------------
+# -- the CPU -----------------------------------------------------------------
 
 
 def cpu_rows() -> Iterator[Row]:
@@ -102,8 +101,7 @@ def cpu_rows() -> Iterator[Row]:
         yield row_of(found.device, "copy by one thread", "GB/s", measure_copy(1))
 
 
-# -- a GPU
-# ------------------------------------------------------------------------------
+# -- a GPU -------------------------------------------------------------------
 
 
 def gpu_rows(gpu: Gpu) -> Iterator[Row]:

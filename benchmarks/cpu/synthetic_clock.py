@@ -274,8 +274,7 @@ def is_over(host: Host, generations: int) -> bool:
     return generations == MAX_PAIRS or is_decided(runners)
 
 
-# -- the page
-# ------------------------------------------------------------------------------
+# -- the page ----------------------------------------------------------------
 
 
 def summary(kind: str, cells: Sequence[Cell]) -> Row:

@@ -89,9 +89,9 @@ def serialized(
     )
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(model.path)):
-        said = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
+        message = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
         raise UnsupportedError(
-            f"TensorRT cannot parse '{model.path}': {said}", "see what our own build says"
+            f"TensorRT cannot parse '{model.path}': {message}", "see what our own build says"
         )
     config = _configured(trt, builder, model, recipe, options)
     _add_profiles(builder, config, model, recipe, options)

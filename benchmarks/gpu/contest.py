@@ -149,8 +149,7 @@ def _called(entrant: Entrant) -> Engine:
     )
 
 
-# -- in the child
-# ------------------------------------------------------------------------------
+# -- in the child ------------------------------------------------------------
 
 
 def contend(channel: Channel, entrant: Entrant, workload: Workload) -> None:
@@ -308,8 +307,7 @@ def opened(entrant: Entrant, feeds: Tensors) -> Iterator[tuple[Single | Flow, di
             )
 
 
-# -- what it says
-# ------------------------------------------------------------------------------
+# -- what it says ------------------------------------------------------------
 
 
 def cosine(found: Tensors, expected: Tensors) -> float | None:

@@ -280,8 +280,7 @@ def guarded(part: Part, options: Options) -> dict[str, Any]:
     return {"began": created, "created": created, **found, "seconds": round(monotonic() - begin, 1)}
 
 
-# -- the document
-# ------------------------------------------------------------------------------
+# -- the document ------------------------------------------------------------
 
 
 def key_of(name: str, options: Options) -> str:

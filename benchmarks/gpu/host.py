@@ -29,7 +29,7 @@ QUERIES = {
 }
 EVERY = 4  # turns of a race between two looks
 KEPT = ("timing", "inductor")
-MOST_BYTES = 80 * 2**20  # of one cache, packed
+MAX_BYTES = 80 * 2**20  # of one cache, packed
 PART_BYTES = 15 * 2**20  # of one file: larger ones do not come back from every host
 
 
@@ -101,8 +101,7 @@ def summary_of(states: Sequence[dict[str, float]]) -> dict[str, dict[str, float]
     return found
 
 
-# -- caches
-# ------------------------------------------------------------------------------
+# -- caches ------------------------------------------------------------------
 
 
 def restore(home: Path, keep: Path) -> list[str]:
@@ -119,7 +118,7 @@ def restore(home: Path, keep: Path) -> list[str]:
     return restored
 
 
-def store(home: Path, keep: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def store(home: Path, keep: Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """Pack each cache into `keep`, in parts of PART_BYTES; says how large each is, or that it is
     too large to be kept.
     """

@@ -64,8 +64,7 @@ class Options:
     build_only: bool = False  # fill the store and the caches, measure nothing
 
 
-# -- engines
-# ------------------------------------------------------------------------------
+# -- engines -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +152,7 @@ def with_profile(job: Job, profile: Mapping[str, Any]) -> Job:
     return replace(job, plan=job.plan.model_copy(update={"profiles": (dims,)}))
 
 
-# -- the row
-# ------------------------------------------------------------------------------
+# -- the row -----------------------------------------------------------------
 
 
 def prepare_row(row: Row, options: Options) -> dict[str, Any]:

@@ -65,8 +65,7 @@ def wanted(name: str, only: Sequence[str]) -> bool:
     return not only or any(word in name for word in only)
 
 
-# -- throughput
-# ------------------------------------------------------------------------------
+# -- throughput --------------------------------------------------------------
 
 
 PLACEMENTS = (
@@ -165,8 +164,7 @@ def race_at(
     return contest(entrants, workload, BenchmarkConfig(duration_s=options.seconds), watch)
 
 
-# -- overlap
-# ------------------------------------------------------------------------------
+# -- overlap -----------------------------------------------------------------
 
 OVERLAP_BATCH = 64
 BUFFERS = {
@@ -208,8 +206,7 @@ def overlap(options: Options) -> dict[str, Any]:
     }
 
 
-# -- flexibility
-# ------------------------------------------------------------------------------
+# -- flexibility -------------------------------------------------------------
 
 
 def _batches(*sizes: int) -> tuple[Mapping[str, int], ...]:

@@ -314,8 +314,7 @@ def setting_of(way: str, ways: Iterable[str]) -> str:
     )
 
 
-# -- what was reached
-# ------------------------------------------------------------------------------
+# -- what was reached --------------------------------------------------------
 
 Entries = Mapping[str, Mapping[str, Any]]
 """The engines of a measured row by name: `ours fp16`, `bare fp16`, `loop fp16` (a bare loop on our

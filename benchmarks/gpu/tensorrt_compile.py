@@ -221,8 +221,7 @@ def possible(
     return candidates, refused
 
 
-# -- rows
-# ------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------
 
 
 def rows_from_report(report: Report) -> list[Row]:
@@ -299,8 +298,7 @@ def latency(benchmark: BenchmarkReport) -> list[dict[str, Any]]:
     ]
 
 
-# -- the document
-# ------------------------------------------------------------------------------
+# -- the document ------------------------------------------------------------
 
 
 def add_part(

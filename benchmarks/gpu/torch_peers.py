@@ -90,8 +90,7 @@ def cast_module(module: Any, precision: Precision) -> Any:
     return Cast().eval()
 
 
-# -- ways to run it
-# ------------------------------------------------------------------------------
+# -- ways to run it ----------------------------------------------------------
 
 
 def _eager(module: Any, args: tuple[Any, ...], mode: str) -> Any:
@@ -191,8 +190,7 @@ WAYS: Mapping[str, Callable[[Any, tuple[Any, ...], str], Any]] = {
 }
 
 
-# -- what to tell of them
-# ------------------------------------------------------------------------------
+# -- what to tell of them ----------------------------------------------------
 
 
 def cache_folder(home: Path) -> None:

@@ -36,8 +36,7 @@ def result(name: str) -> Document:
     return document
 
 
-# -- calibration
-# ------------------------------------------------------------------------------
+# -- calibration -------------------------------------------------------------
 
 
 def calibration_section(document: Document) -> list[str]:
@@ -115,8 +114,7 @@ def _spread(values: Sequence[float]) -> str:
     )
 
 
-# -- the figure
-# ------------------------------------------------------------------------------
+# -- the figure --------------------------------------------------------------
 
 
 def calibration_drawing(document: Document) -> Drawing:
@@ -162,8 +160,7 @@ def _panel(axes: Any, rows: Sequence[Row], title: str) -> None:
     axes.minorticks_off()
 
 
-# -- int8 against floats
-# ------------------------------------------------------------------------------
+# -- int8 against floats -----------------------------------------------------
 
 
 class Time(NamedTuple):
@@ -218,8 +215,7 @@ def int8_section(documents: Mapping[str, Document]) -> list[str]:
     return _table(head, cells) if cells else []
 
 
-# -- few bits
-# ------------------------------------------------------------------------------
+# -- few bits ----------------------------------------------------------------
 
 
 def few_bits_section(document: Document) -> list[str]:

@@ -189,8 +189,7 @@ def _both(entry: Entry) -> list[float]:
     return [entry["wall_median_ms"], entry["device_median_ms"]]
 
 
-# -- beside PyTorch's best
-# ------------------------------------------------------------------------------
+# -- beside PyTorch's best ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,8 +441,7 @@ def settings_text(overrides: Iterable[str]) -> list[str]:
     return told
 
 
-# -- a row
-# ------------------------------------------------------------------------------
+# -- a row -------------------------------------------------------------------
 
 
 def curve_section(found: Mapping[str, Any]) -> list[str]:
@@ -655,7 +653,7 @@ def _held_back(name: str, entry: Entry) -> list[str]:
             for layer in layers["slowest"][:NAMED]
         )
         fused = [text for text in layers["fusions"] if text.startswith("attention")]
-        said = [
+        messages = [
             *fused,
             (
                 f"{layers['moving_layers']} of {layers['count']} layers only move data"
@@ -663,7 +661,7 @@ def _held_back(name: str, entry: Entry) -> list[str]:
             ),
         ]
         wrong = [f"**{layers['mislabelled']}**"] if layers["mislabelled"] else []
-        lines.append(f"- `{name}`: {'; '.join([*wrong, *said])}; slowest: {_cell(slowest)}")
+        lines.append(f"- `{name}`: {'; '.join([*wrong, *messages])}; slowest: {_cell(slowest)}")
     if entry.get("sdpa_operators"):
         lines.append(
             f"- `{name}`: attention by `{', '.join(entry['sdpa_operators'])}`, kernels:"
@@ -685,7 +683,7 @@ def _about(row: Mapping[str, Any], at_once: Sequence[str]) -> Iterable[str]:
     gpu = row.get("gpu") or {}
     states = [f"{name.replace('_', ' ')} {values['median']:g}" for name, values in gpu.items()]
     note = ["", f"**Note**: {row['note']}"] if row.get("note") else []
-    said = [
+    messages = [
         *settings_text(row.get("overrides") or ()),
         *states,
         f"{row['seconds']:.0f} s" if "seconds" in row else "",
@@ -696,7 +694,7 @@ def _about(row: Mapping[str, Any], at_once: Sequence[str]) -> Iterable[str]:
     return [
         *note,
         "",
-        f"{'; '.join(filter(None, [row['created'][:10], *said, *beside]))}. {place_of(row)}.",
+        f"{'; '.join(filter(None, [row['created'][:10], *messages, *beside]))}. {place_of(row)}.",
     ]
 
 

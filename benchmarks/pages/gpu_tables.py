@@ -35,8 +35,7 @@ def documents(folder: Path = RESULTS) -> dict[str, Document]:
     }
 
 
-# -- docs/benchmarks.md
-# ------------------------------------------------------------------------------
+# -- docs/benchmarks.md ------------------------------------------------------
 
 
 def speed_section(found: Mapping[str, Document], tests: Path = TESTS) -> list[str]:
@@ -261,11 +260,11 @@ def _engine(row: Row) -> list[str]:
         if shares
         else ""
     )
-    said = "; ".join(filter(None, (ran, row.get("reason", ""))))
+    message = "; ".join(filter(None, (ran, row.get("reason", ""))))
     return [
         "-" if seconds is None else f"{seconds:.1f}",
         "-" if size is None else f"{size / 1e6:.1f}",
-        _cell(said) or "-",
+        _cell(message) or "-",
     ]
 
 
@@ -295,8 +294,7 @@ def _choice(document: Document) -> list[str]:
     ]
 
 
-# -- docs/accuracy.md
-# ------------------------------------------------------------------------------
+# -- docs/accuracy.md --------------------------------------------------------
 
 
 def accuracy_section(found: Mapping[str, Document]) -> list[str]:
@@ -355,8 +353,7 @@ def _judged(row: Row) -> list[str]:
     ]
 
 
-# -- cells
-# ------------------------------------------------------------------------------
+# -- cells -------------------------------------------------------------------
 
 
 def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:

@@ -194,8 +194,8 @@ def _tail(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not ours.get("p99_ms") or not engine.get("p50_ms"):
         return []
     over = ours["p99_ms"] - engine["p50_ms"]
-    said = f"Crucible's p99 on one connection is {over:.2f} ms over the engine's median."
-    return [f"{said} The engine's own p99 moves with every disturbance of the host.", ""]
+    message = f"Crucible's p99 on one connection is {over:.2f} ms over the engine's median."
+    return [f"{message} The engine's own p99 moves with every disturbance of the host.", ""]
 
 
 def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -209,11 +209,11 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             " requests/s of 602 KB."
         )
     if ours and mosec and ours["per_s_ratio"] and mosec["per_s_ratio"]:
-        said = (
+        message = (
             f"{mosec['per_s_ratio']:.2f}x {FASTAPI}'s requests/s, Crucible"
             f" {ours['per_s_ratio']:.2f}x"
         )
-        lines.append(f"mosec, whose server is written in Rust, reaches {said}.")
+        lines.append(f"mosec, whose server is written in Rust, reaches {message}.")
     return lines
 
 

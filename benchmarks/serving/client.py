@@ -215,8 +215,7 @@ def _lose(
     traffic.lost(connection.number, f"{type(error).__name__}: {error}")
 
 
-# -- the same request again and again
-# ------------------------------------------------------------------------------
+# -- the same request again and again ----------------------------------------
 
 
 @dataclass(slots=True)

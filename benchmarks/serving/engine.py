@@ -1,6 +1,6 @@
 """A delivered engine in a direct Session, without any server.
 
-    python -m benchmarks.serving.engine ENGINE_FOLDER SIDE MOST_ROWS SECONDS
+    python -m benchmarks.serving.engine ENGINE_FOLDER SIDE MAX_ROWS SECONDS
 
 prints one line of JSON. What serving is held against: the latency of single rows, and the best rows
 per second over batch sizes.

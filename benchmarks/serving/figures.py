@@ -164,12 +164,12 @@ def best_batch(turns: Sequence[Mapping[str, Any]]) -> tuple[str, list[float]]:
 
 
 def missing_row(load: str, server: str, version: str, why: str) -> Row:
-    said = " ".join(why.split())
+    message = " ".join(why.split())
     return dict.fromkeys(COLUMNS) | {
         "load": load,
         "server": server,
         "version": version,
-        "note": f"not measured: {said[-160:]}",
+        "note": f"not measured: {message[-160:]}",
     }
 
 
@@ -214,11 +214,13 @@ def targets_of(rows: Sequence[Row], wanted: Wanted) -> dict[str, bool]:
         for peer in (each for each in peers if (load, each) in found):
             ours, theirs = figure(load, CRUCIBLE, "per_s"), figure(load, peer, "per_s")
             faulty = str(found[load, peer]["note"]).startswith(FAULTS)
-            said = (
+            message = (
                 f"{ours:,.0f} against {theirs:,.0f}"
                 f" requests/s{', but it had faults: no comparison' if faulty else ''}"
             )
-            targets[f"{load}, 16 connections: above {peer} ({said})"] = ours > theirs and not faulty
+            targets[f"{load}, 16 connections: above {peer} ({message})"] = (
+                ours > theirs and not faulty
+            )
     return targets
 
 

@@ -26,7 +26,7 @@ from benchmarks.serving.crucible import MODEL, Served, deploy, plan_of, serving
 from benchmarks.serving.models import INPUT, write_small
 from service.client import Client
 
-SIDE, MOST_ROWS = 16, 16
+SIDE, MAX_ROWS = 16, 16
 JSON = ("--input-data", "zero", "--input-tensor-format", "json", "--output-tensor-format", "json")
 MODES: Mapping[str, tuple[str, ...]] = {
     "HTTP, 1 connection": ("-i", "http", "--concurrency-range", "1"),
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> None:
         folder = Path(text)
         model = write_small(folder / "small.onnx", seed=0, side=SIDE)
         with serving(folder / "home") as served, Client(served.url) as client:
-            deploy(client, model, plan_of("small", MOST_ROWS))
+            deploy(client, model, plan_of("small", MAX_ROWS))
             rows = [measured(arguments.command, name, served, folder / "out.csv") for name in MODES]
     publish("perf_analyzer", rows, targets_of(rows), arguments.into, {"perf_analyzer": version})
 
@@ -84,12 +84,12 @@ def version_of(command: Sequence[str]) -> str:
             text=True,
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        said = (
+        message = (
             f": {error.stdout.strip()}" if isinstance(error, subprocess.CalledProcessError) else ""
         )
         sys.exit(
-            f"'{command[0]}' does not start: {error}{said}\n  next: pip install perf-analyzer, or"
-            " see --help for a host with an older glibc"
+            f"'{command[0]}' does not start: {error}{message}\n  next: pip install perf-analyzer,"
+            " or see --help for a host with an older glibc"
         )
     return done.stdout.strip()
 

@@ -30,7 +30,7 @@ from service.sandbox.process_tree import of_jobs
 WIDTHS = (256, 2048)  # of the two models: 1.6 MB and 101 MB
 LAYERS = 6
 LOOK_S = 0.1
-MOST_GROWTH_MB = 30.0
+MAX_GROWTH_MB = 30.0
 PLAN = "profiles: [{batch: [1, 8, 16]}]\nbenchmark: {duration_s: 0.3}\n"
 
 
@@ -49,10 +49,10 @@ def main(words: Sequence[str]) -> None:
     assert isinstance(rest, float)
     assert isinstance(after, float)
     target = (
-        f"two uploads and two jobs leave the server at most {MOST_GROWTH_MB:.0f} MB larger (got"
+        f"two uploads and two jobs leave the server at most {MAX_GROWTH_MB:.0f} MB larger (got"
         f" {after - rest:.1f})"
     )
-    publish("service_memory", rows, {target: after - rest <= MOST_GROWTH_MB})
+    publish("service_memory", rows, {target: after - rest <= MAX_GROWTH_MB})
 
 
 def measure(server: subprocess.Popen[str], folder: Path) -> list[Row]:

@@ -50,7 +50,7 @@ from benchmarks.serving.figures import (
     turns_base,
 )
 from benchmarks.serving.models import image, write_cnn, write_echo
-from benchmarks.serving.peers.shapes import ECHO, MOST_ROWS
+from benchmarks.serving.peers.shapes import ECHO, MAX_ROWS
 from benchmarks.serving.peers_list import FASTAPI, PEERS, installed
 from benchmarks.serving.processes import NotStarted
 from benchmarks.serving.rounds import (
@@ -211,7 +211,7 @@ def prepared_home(home: Path, model: Path, setup: Setup) -> Path:
     with serving(home) as served, Client(served.url) as client:
         return engine_folder(
             home,
-            deploy(client, model, plan_of(model.stem, MOST_ROWS, setup.backend), setup.options),
+            deploy(client, model, plan_of(model.stem, MAX_ROWS, setup.backend), setup.options),
         )
 
 
@@ -239,19 +239,19 @@ def take_turns(
         for name, load in order.sample(everybody, len(everybody)):
             if name in why:
                 continue
-            said = f"round {number + 1} of {arguments.rounds}: {load.name}, {name}"
+            message = f"round {number + 1} of {arguments.rounds}: {load.name}, {name}"
             if name == DIRECT and engine is not None:
-                engines.append(engine_turn(engine, load.side, MOST_ROWS, arguments.seconds))
-                say(f"{said}: rows/s by batch {engines[-1]['per_s']}")
+                engines.append(engine_turn(engine, load.side, MAX_ROWS, arguments.seconds))
+                say(f"{message}: rows/s by batch {engines[-1]['per_s']}")
                 continue
             try:
                 turns[load.name, name].append(
                     taken := turn(starters[name], load, arguments.seconds, folder)
                 )
-                say(f"{said}: {taken.per_s:,.0f} requests/s {'; '.join(taken.faults)}")
+                say(f"{message}: {taken.per_s:,.0f} requests/s {'; '.join(taken.faults)}")
             except (NotStarted, subprocess.CalledProcessError) as error:
                 why[name] = f"{load.name}: {error}"
-                say(f"{said}: {error}")
+                say(f"{message}: {error}")
     return turns, engines
 
 

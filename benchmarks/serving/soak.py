@@ -49,9 +49,9 @@ from pipeline.backends.base import run_session
 from pipeline.report.bundle import load_engine
 from service.client import Client
 
-CONNECTIONS, MOST_ROWS, INPUTS, SIDE = 16, 16, 16, 16
+CONNECTIONS, MAX_ROWS, INPUTS, SIDE = 16, 16, 16, 16
 SETTLED = 10_000  # requests after which memory is held to be what it will be
-MOST_GROWTH, LEAST_MEAN_BATCH, TOLERANCE = 0.05, 2.0, 1e-5
+MAX_GROWTH, MIN_MEAN_BATCH, TOLERANCE = 0.05, 2.0, 1e-5
 NUMBER = "{:012d}"  # of a request: always as long
 HEAD_LENGTH = b"inference-header-content-length:"
 
@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> None:
         home = folder / "home"
         with serving(home) as served, Client(served.url) as client:
             job = deploy(
-                client, write_small(folder / "model.onnx", seed=0), plan_of("soak", MOST_ROWS)
+                client, write_small(folder / "model.onnx", seed=0), plan_of("soak", MAX_ROWS)
             )
             soak = Soak(
                 served.port,
@@ -99,8 +99,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-# -- what is right
-# ------------------------------------------------------------------------------
+# -- what is right -----------------------------------------------------------
 
 
 def direct_answers(engine_root: Path) -> Answers:
@@ -109,7 +108,7 @@ def direct_answers(engine_root: Path) -> Answers:
     images = np.concatenate([image(SIDE, seed) for seed in range(INPUTS)])
     found: dict[tuple[int, int], set[bytes]] = {}
     with closing(backends.load(engine)) as loaded, closing(loaded.session()) as session:
-        for rows in range(1, MOST_ROWS + 1):
+        for rows in range(1, MAX_ROWS + 1):
             for first in range(INPUTS):
                 chosen = [(first + place) % INPUTS for place in range(rows)]
                 out = run_session(session, {engine.inputs[0].name: images[chosen]})[OUTPUT]
@@ -118,8 +117,7 @@ def direct_answers(engine_root: Path) -> Answers:
     return {key: frozenset(values) for key, values in found.items()}
 
 
-# -- the load
-# ------------------------------------------------------------------------------
+# -- the load ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +248,7 @@ class Soak:
         self.faults.append(f"request {number} is lost: {why}")
 
 
-# -- jobs beside it
-# ------------------------------------------------------------------------------
+# -- jobs beside it ----------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -268,7 +265,7 @@ def compiling(url: str, folder: Path, ended: Counter[str]) -> Iterator[None]:
                 finished(
                     client,
                     submitted(
-                        client, write_small(folder / f"{name}.onnx", seed), plan_of(name, MOST_ROWS)
+                        client, write_small(folder / f"{name}.onnx", seed), plan_of(name, MAX_ROWS)
                     ),
                 )
             ] += 1
@@ -277,8 +274,7 @@ def compiling(url: str, folder: Path, ended: Counter[str]) -> Iterator[None]:
             yield
 
 
-# -- what came of it
-# ------------------------------------------------------------------------------
+# -- what came of it ---------------------------------------------------------
 
 
 def mean_batch(rows: Mapping[int, int]) -> float:
@@ -334,8 +330,8 @@ def targets_of(
             f"as in a direct Session: bit for bit where a request ran alone ({alone:,}), else"
             f" within {TOLERANCE:g} (got {soak.largest:.3g})"
         ): soak.largest <= TOLERANCE and not soak.faults,
-        f"more than {LEAST_MEAN_BATCH:g} rows run together in the mean (got {batch:.2f})": (
-            batch > LEAST_MEAN_BATCH
+        f"more than {MIN_MEAN_BATCH:g} rows run together in the mean (got {batch:.2f})": (
+            batch > MIN_MEAN_BATCH
         ),
         f"jobs compiled beside it, none failed ({_told(jobs)})": (
             jobs.get("succeeded", 0) > 0 and not jobs.get("failed", 0)
@@ -348,9 +344,9 @@ def targets_of(
     ):
         grown = growth(now, before)
         targets[
-            f"{name}: at most {MOST_GROWTH:.0%} more than after {soak.settled_after:,} requests"
+            f"{name}: at most {MAX_GROWTH:.0%} more than after {soak.settled_after:,} requests"
             f" (got {grown:+.1%})"
-        ] = grown <= MOST_GROWTH
+        ] = grown <= MAX_GROWTH
     return targets
 
 

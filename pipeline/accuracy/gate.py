@@ -67,8 +67,7 @@ def feeds_at(point: GatePoint, samples: SampleSet) -> Iterator[Batch]:
     yield Batch(feeds, None, 0, rows, whole=samples.whole)
 
 
-# -- samples
-# ------------------------------------------------------------------------------
+# -- samples -----------------------------------------------------------------
 
 
 def _sample_points(
@@ -128,8 +127,7 @@ def _row_counts(profile: Profile, symbol: str) -> tuple[int, ...]:
     return tuple(sorted(rows for rows in counts if dim.min <= rows <= dim.max))
 
 
-# -- generated
-# ------------------------------------------------------------------------------
+# -- generated ---------------------------------------------------------------
 
 
 def _generated_points(samples: SampleSet, profile: Profile, index: int) -> Iterator[GatePoint]:

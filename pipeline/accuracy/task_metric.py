@@ -43,8 +43,8 @@ ROUNDING = 1e-9  # 3 of 300 is within a max_drop of 0.01 whatever the last bit s
 # the reference must beat each: outputs that have nothing to do with the samples do so in 1 set of
 # 40
 SHUFFLES = 39
-FEWEST_SHUFFLED = 8  # of fewer samples a shuffle may give back the same order
-MOST_SHUFFLED = 1024  # samples; more cost time and change nothing
+MIN_SHUFFLED = 8  # of fewer samples a shuffle may give back the same order
+MAX_SHUFFLED = 1024  # samples; more cost time and change nothing
 SHUFFLED_BYTES = 64 * 2**20
 
 
@@ -150,7 +150,7 @@ class Drawn:
 
     def _index(self, size: int) -> int | None:
         """Reservoir sampling: the index of the newest row; None if it is left out."""
-        most = min(MOST_SHUFFLED, max(FEWEST_SHUFFLED, SHUFFLED_BYTES // max(size, 1)))
+        most = min(MAX_SHUFFLED, max(MIN_SHUFFLED, SHUFFLED_BYTES // max(size, 1)))
         index = self.seen - 1 if self.seen <= most else int(self.random.integers(0, self.seen))
         return index if index < most else None
 
@@ -292,7 +292,7 @@ class TaskMetric:
         Raises PlanError or DataError if the metric cannot tell right answers from wrong ones.
         """
         outputs = np.stack(self.drawn.outputs)
-        if len(outputs) < FEWEST_SHUFFLED:
+        if len(outputs) < MIN_SHUFFLED:
             return []
         labels = np.stack(self.drawn.labels) if self.drawn.labels else None
         test = self._shuffle_test(outputs, labels)

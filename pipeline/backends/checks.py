@@ -54,9 +54,11 @@ def refuse_foreign(engine: Engine, host: Target) -> None:
     """BackendUnavailable, with both sides, unless this host can run the engine."""
     if reasons := engine.target.accepts(host):
         built, here = (f"{t.backend} {t.version} on {t.device}" for t in (engine.target, host))
-        said = f"this engine was built for {built} and cannot run on {here}: {'; '.join(reasons)}"
+        message = (
+            f"this engine was built for {built} and cannot run on {here}: {'; '.join(reasons)}"
+        )
         raise BackendUnavailable(
-            said, "compile the model again on this host, or load the engine where it was built"
+            message, "compile the model again on this host, or load the engine where it was built"
         )
 
 
@@ -149,12 +151,12 @@ class FeedCheck:
         values = {name: feeds[name].ravel().tolist() for name in self._valued}
         if self._profiles and not any(profile.holds(sizes, values) for profile in self._profiles):
             got = ", ".join(f"{name} = {each}" for name, each in (*sizes.items(), *values.items()))
-            said = (
+            message = (
                 f"no profile of this engine holds {got}; it was built for"
                 f" {'; or '.join(map(Profile.in_words, self._profiles))}"
             )
             raise DataError(
-                said,
+                message,
                 "give shapes and values inside one profile, or compile again with a profile that"
                 " holds them",
             )
@@ -187,8 +189,8 @@ class HostTimer:
 
 LAYER_WARMUP_RUNS = 2
 LAYER_RUNS = 10
-LEAST_LAYER_RUNS = 3
-MOST_LAYER_SECONDS = (
+MIN_LAYER_RUNS = 3
+MAX_LAYER_SECONDS = (
     2.0  # of runs, once there are the least: a large model is timed well enough by few
 )
 
@@ -222,8 +224,8 @@ def run_for_layers(session: Session, ran: Callable[[], None] = lambda: None) -> 
         session.execute()
         ran()
     started, runs = monotonic(), 0
-    while runs < LEAST_LAYER_RUNS or (
-        runs < LAYER_RUNS and monotonic() - started < MOST_LAYER_SECONDS
+    while runs < MIN_LAYER_RUNS or (
+        runs < LAYER_RUNS and monotonic() - started < MAX_LAYER_SECONDS
     ):
         session.execute()
         ran()

@@ -39,7 +39,7 @@ STICKY = range(
     # cudaErrorIllegalAddress to cudaErrorLaunchFailure and their like: every later call in the
     # process fails too
 )
-LEAST_BYTES = 256  # an empty tensor has an address too
+MIN_BYTES = 256  # an empty tensor has an address too
 ON_THE_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
 
@@ -238,7 +238,7 @@ class _Buffer:
         if size <= self.size and self.pointer:
             return
         self.close()
-        size = max(size, LEAST_BYTES)
+        size = max(size, MIN_BYTES)
         self.pointer = self._allocate(size)
         self.size, self._release = size, weakref.finalize(self, self._free, self.pointer)
 

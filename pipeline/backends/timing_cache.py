@@ -48,7 +48,7 @@ BUSY = (
     "timing cache not filled: other work took {:.0%} of the CPUs and left {:.0%} idle, so kernels"
     " may be timed and chosen badly"
 )
-MOST_OTHERS, LEAST_IDLE = (
+MAX_OTHERS, MIN_IDLE = (
     0.25,
     0.1,
 )  # a build's own threads may take every CPU: that alone is no reason
@@ -109,8 +109,7 @@ class Attached:
     notes: list[str] = field(default_factory=list)
 
 
-# -- files
-# ------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------
 
 
 def folder(timed: Timed) -> Path:
@@ -169,8 +168,7 @@ def _publish(path: Path, data: bytes) -> None:
         raise
 
 
-# -- a build's use of it
-# ------------------------------------------------------------------------------
+# -- a build's use of it -----------------------------------------------------
 
 
 def attach(config: Any, timed: Timed, gpu: str = "") -> Attached:
@@ -204,7 +202,7 @@ def keep(config: Any, timed: Timed, attached: Attached, gpu: str = "") -> tuple[
         hint = "" if all(map(psutil.pid_exists, pids)) else HIDDEN
         return (*attached.notes, SHARED.format(", ".join(map(str, pids))) + hint)
     others_share, idle = cpu_time().shares_since(attached.cpu)
-    if others_share > MOST_OTHERS and idle < LEAST_IDLE:
+    if others_share > MAX_OTHERS and idle < MIN_IDLE:
         return (*attached.notes, BUSY.format(others_share, idle))
     merge(config, timed, attached.cache)
     return tuple(attached.notes)
@@ -226,8 +224,7 @@ def merge(config: Any, timed: Timed, cache_from_build: Any) -> None:
             write(timed, after)
 
 
-# -- the GPU to itself
-# ------------------------------------------------------------------------------
+# -- the GPU to itself -------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ TOLERANCE = {
     Precision.FP8: 1e-1,
 }
 LOUD = 64  # leaves standard normal samples far inside fp16
-MOST_ROWS_PADDED = 4  # rows of unequal size that are tried together
+MAX_ROWS_PADDED = 4  # rows of unequal size that are tried together
 
 Array = NDArray[np.generic]
 Feeds = dict[str, Array]
@@ -138,8 +138,7 @@ def _axis(spec: TensorSpec, symbol: str) -> int | None:
     return spec.shape.index(symbol) if symbol in spec.shape else None
 
 
-# -- trying
-# ------------------------------------------------------------------------------
+# -- trying ------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -219,7 +218,7 @@ class _Trial:
         specs = {spec.name: spec for spec in self.engine.inputs}
         for symbol in dict.fromkeys(str(specs[each.input].shape[each.axis]) for each in padding):
             dim, count = profile.dims[symbol], profile.dims[self.rows.symbol]
-            least, most = max(1, count.min), max(count.min, min(MOST_ROWS_PADDED, count.max))
+            least, most = max(1, count.min), max(count.min, min(MAX_ROWS_PADDED, count.max))
             if dim.min < dim.max:
                 sizes = [
                     int(size) for size in np.linspace(max(1, dim.min), dim.max, most + 1)[:most]
@@ -273,15 +272,14 @@ class _Trial:
                 )
             error = _error(ours, theirs, largest[name])
             if not error <= self.tolerance:
-                said = (
+                message = (
                     f"{what} differ in output '{name}' by {error:.2g} of its largest value, at most"
                     f" {self.tolerance:g} is allowed"
                 )
-                raise _Refuted(f"{said}: rows influence each other")
+                raise _Refuted(f"{message}: rows influence each other")
             self.largest_error = max(error, self.largest_error)
 
-    # -- feeds of other rows
-    # ------------------------------------------------------------------------------
+    # -- feeds of other rows -----------------------------------------------------
 
     def _cut(self, feeds: Tensors, start: int, end: int | None) -> Feeds:
         cut = slice(start, end)
@@ -328,8 +326,7 @@ class _Trial:
         }
 
 
-# -- samples
-# ------------------------------------------------------------------------------
+# -- samples -----------------------------------------------------------------
 
 
 def _feeds(
@@ -382,8 +379,7 @@ def _is_float(array: Array) -> bool:
     return array.dtype.kind not in "iub"
 
 
-# -- errors
-# ------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------
 
 
 def _largest(name: str, array: Array) -> float:

@@ -41,7 +41,7 @@ PRECISIONS = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
 SIZES = (512, 1024, 2048)  # of square products; which one is best depends on the caches
 SECONDS = 0.5  # per product
 COPY_BYTES = 256 * 2**20  # far more than any cache holds
-LEAST_RUNS = 5
+MIN_RUNS = 5
 BUSY_SHARE = (
     0.5  # of the cores: with more load from others before the start, what is measured is no peak
 )
@@ -107,8 +107,7 @@ def with_limits(
     )
 
 
-# -- kept
-# ------------------------------------------------------------------------------
+# -- kept --------------------------------------------------------------------
 
 
 def peaks_file(threads: int = 0) -> Path:
@@ -135,8 +134,7 @@ def keep_peaks(found: Peaks, threads: int = 0) -> Path:
     return file
 
 
-# -- measured
-# ------------------------------------------------------------------------------
+# -- measured ----------------------------------------------------------------
 
 
 def measure_peaks(threads: int = 0, progress: Progress = silent) -> Peaks:
@@ -194,7 +192,7 @@ def _product(recipe: Recipe, size: int, threads: int, seconds: float) -> Product
         with closing(backends.load(engine)) as loaded, closing(loaded.session()) as session:
             run = partial(run_session, session, feeds)
             measure_block(run, min_s=seconds / 5)
-            best_s = min(measure_block(run, min_s=seconds, min_runs=LEAST_RUNS))
+            best_s = min(measure_block(run, min_s=seconds, min_runs=MIN_RUNS))
     return Product(
         backend=recipe.backend,
         precision=recipe.precision,
@@ -269,7 +267,7 @@ def measure_copy(threads: int, seconds: float = SECONDS, size: int = COPY_BYTES)
             measure_block(
                 lambda: list(pool.map(lambda part: np.copyto(*part), parts)),
                 min_s=seconds,
-                min_runs=LEAST_RUNS,
+                min_runs=MIN_RUNS,
             )
         )
     return 2 * size / best_s

@@ -54,7 +54,7 @@ BLOCK_S = 0.5
 BLOCKS_PER_PROCESS = 3  # at least: so that one stalled block does not decide what a process showed
 USUAL_PROCESSES = 6  # that share the time to measure and to warm up which the plan gives an engine
 MAX_GENERATIONS = 2 * MAX_PAIRS  # disturbed ones are repeated, but not for ever
-LONGEST_WARMUP_S = (
+MAX_WARMUP_S = (
     3.0  # the longest that the usual processes of an engine together may warm up at one shape
 )
 REWARM_SHARE = 0.1  # of a block, before it: the caches hold the data of whoever ran last
@@ -183,8 +183,7 @@ class Contestant:
         return Runner(label, self.role, processes, min(block_medians_s), max(block_medians_s))
 
 
-# -- the race, in the parent
-# ------------------------------------------------------------------------------
+# -- the race, in the parent -------------------------------------------------
 
 
 def race(
@@ -298,7 +297,7 @@ class Race:
         warm = WarmUpOptions(
             math.ceil(options.warmup_runs / USUAL_PROCESSES),
             options.warmup_s / USUAL_PROCESSES,
-            LONGEST_WARMUP_S / USUAL_PROCESSES,
+            MAX_WARMUP_S / USUAL_PROCESSES,
         )
         take = Take(options.duration_s / (USUAL_PROCESSES * rounds), self.enough_runs)
         racing = self.racing()
@@ -359,8 +358,7 @@ def _answer(contestant: Contestant, message: object | None) -> Any:
     return None
 
 
-# -- one contestant, in its child
-# ------------------------------------------------------------------------------
+# -- one contestant, in its child --------------------------------------------
 
 
 def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> None:

@@ -63,12 +63,12 @@ def read_named(path: Path) -> onnx.ModelProto:
     """An ONNX file, flat, every node with a name; ModelError if it holds no Q/DQ of activations."""
     proto = flatten(read_proto(path))
     if given_precision(proto.graph) is None:
-        said = (
+        message = (
             f"'{path}' quantises no activation: lint looks at models that hold QuantizeLinear and"
             " DequantizeLinear already"
         )
         raise ModelError(
-            said, "to quantise a plain model, give `crucible compile` calibration data"
+            message, "to quantise a plain model, give `crucible compile` calibration data"
         )
     return proto
 

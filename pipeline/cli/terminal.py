@@ -229,8 +229,7 @@ def _line(name: str, event: StageEvent) -> str:
     return f"  [red]failed[/]            {name}"
 
 
-# -- reports
-# ------------------------------------------------------------------------------
+# -- reports -----------------------------------------------------------------
 
 
 def print_compiled(console: Console, report: Report, html_file: Path) -> None:
@@ -356,8 +355,7 @@ def validation_lines(report: ValidationReport) -> list[str]:
     return [*lines, f"[bold red]failed[/] {on}: {escape('; '.join(report.failures))}"]
 
 
-# -- tables
-# ------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------
 
 
 ENGINE = Column("engine", wrap=False)

@@ -95,14 +95,14 @@ from pipeline.stages.sensitivity import rank_nodes
 from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 
 GPU_BACKENDS = ("tensorrt", "torch")  # tried on a GPU where the plan names no candidates
-LEAST_FOR_AOTI = (
+MIN_AOTI_BYTES = (
     100 * 2**20
 )  # bytes of a model for which packages of AOTInductor are tried beside TensorRT
 TOO_SMALL_FOR_AOTI = (
     "AOTInductor is left out: the model is below 100 MiB, and each package takes up to a minute to"
     " build. To try it, name it in `candidates`: {backend: torch, precision: fp16}"
 )
-LARGEST_SIDE_BY_SIDE = 50 * 2**20  # bytes of a model whose candidates are prepared side by side
+MAX_SIDE_BY_SIDE_BYTES = 50 * 2**20  # bytes of a model whose candidates are prepared side by side
 POLL_S = 0.1  # between two looks at threads that are to end
 FUSED = (
     Precision.FP16,
@@ -208,7 +208,7 @@ def recipes_of(
             and not named
             and "tensorrt" in targets
             and size is not None
-            and size < LEAST_FOR_AOTI
+            and size < MIN_AOTI_BYTES
         ):
             notes.append(Note(stage="candidates", text=TOO_SMALL_FOR_AOTI, level="info"))
             continue
@@ -360,8 +360,10 @@ def check_crashed(job: Job, recipe: Recipe) -> None:
     build takes a minute.
     """
     if recipe.form in job.crashed:
-        said = f"not built: {job.crashed[recipe.form]}, made in the same way, crashed on this host"
-        raise UnsupportedError(said, "see what its reason says")
+        message = (
+            f"not built: {job.crashed[recipe.form]}, made in the same way, crashed on this host"
+        )
+        raise UnsupportedError(message, "see what its reason says")
 
 
 def prepare_all(
@@ -413,7 +415,7 @@ def may_overlap(model: OnnxModel, recipes: Sequence[Recipe], has_gpu: bool) -> b
     """
     on_cpu = all(each.backend in ("onnxruntime", "openvino") for each in recipes)
     size = sum(file.stat().st_size for file in model.root.rglob("*") if file.is_file())
-    return on_cpu and size <= LARGEST_SIDE_BY_SIDE and not has_gpu
+    return on_cpu and size <= MAX_SIDE_BY_SIDE_BYTES and not has_gpu
 
 
 def stopped(candidate: Candidate, state: State, reason: str) -> Candidate:

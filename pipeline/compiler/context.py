@@ -40,7 +40,7 @@ from pipeline.stages.benchmark import check_sizes
 
 GENERATED_SAMPLES = 32  # random inputs on which tensor errors are taken where there is no data
 FEEDS_FOR_CHECKS = 4  # real samples on which export and simplify are checked
-MOST_ROWS = (
+MAX_ROWS = (
     32  # samples per batch while checking accuracy: enough for speed, little enough for memory
 )
 
@@ -174,8 +174,10 @@ def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:
     names = [spec.name for spec in model.outputs]
     for key, plans, files in (("inputs", asked, has), ("outputs", list(source.outputs), names)):
         if plans and plans != files:
-            said = f"model.{key}: the plan says {', '.join(plans)}, the file has {', '.join(files)}"
-            raise PlanError(said, f"leave model.{key} out: an .onnx file is taken as it is")
+            message = (
+                f"model.{key}: the plan says {', '.join(plans)}, the file has {', '.join(files)}"
+            )
+            raise PlanError(message, f"leave model.{key} out: an .onnx file is taken as it is")
     if not model.inputs:
         raise ModelError(
             f"'{source.path}' has no inputs: its answer is a constant",
@@ -216,12 +218,12 @@ def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
 
 
 def batch_rows(job: Job) -> int:
-    """Samples per batch while checking accuracy: what every profile allows, at most MOST_ROWS."""
+    """Samples per batch while checking accuracy: what every profile allows, at most MAX_ROWS."""
     first = job.data.selection.specs[0].shape[:1]
     if not first or isinstance(first[0], int):
         return first[0] if first and isinstance(first[0], int) else 1
     ranges = [profile.dims[first[0]].max for profile in job.plan.profiles]
-    return max(1, min([MOST_ROWS, *ranges]))
+    return max(1, min([MAX_ROWS, *ranges]))
 
 
 def digests_of(files: Sequence[Path]) -> tuple[str, ...]:

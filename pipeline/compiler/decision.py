@@ -16,7 +16,7 @@ from pipeline.measurement.measure import Interval
 from pipeline.quantization.lint.rules import SATURATES
 from pipeline.results.report import Candidate, LatencyRow, ValidationReport, Verdict
 
-SMALLEST_BLOCK = 32  # of weights that share a scale
+MIN_BLOCK = 32  # of weights that share a scale
 NO_DATA = "no data: accuracy not proven"
 SELECTION_ONLY = "no validation set: accuracy seen on the selection set only"
 TRAIN_IN_16_BITS = (
@@ -414,7 +414,7 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
     if recipe.weight_only:
         smaller = (
             (f"smaller blocks: `block_size: {recipe.block_size // 2}`",)
-            if recipe.block_size > SMALLEST_BLOCK
+            if recipe.block_size > MIN_BLOCK
             else ()
         )
         wider = (

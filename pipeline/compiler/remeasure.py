@@ -179,8 +179,7 @@ def _measured(
     )
 
 
-# -- a report with the new figures
-# ------------------------------------------------------------------------------
+# -- a report with the new figures -------------------------------------------
 
 
 def report_again(

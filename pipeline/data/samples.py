@@ -678,8 +678,7 @@ def _check_finite(path: Path, name: str, array: NDArray[np.generic], start: int)
         )
 
 
-# -- numbered samples
-# ------------------------------------------------------------------------------
+# -- numbered samples --------------------------------------------------------
 
 
 def _feeds_part(
@@ -822,8 +821,7 @@ def _checked_feeds(part: FeedsPart) -> Iterator[tuple[bytes, bytes]]:
         yield digest.digest(), b"" if labels is None else labels.tobytes()
 
 
-# -- generated
-# ------------------------------------------------------------------------------
+# -- generated ---------------------------------------------------------------
 
 
 def _generated_set(

@@ -24,7 +24,7 @@ from pipeline.core import Frozen
 
 FILE = "history.jsonl"
 COUNTED = 5  # an estimate is the median of so many last times
-MOST_BYTES = 400_000  # about 2,000 lines; beyond, the older half is dropped
+MAX_BYTES = 400_000  # about 2,000 lines; beyond, the older half is dropped
 
 
 class Entry(Frozen):
@@ -81,14 +81,14 @@ class History:
             with self._file.open("ab", buffering=0) as file:
                 file.write(f"\n{entry.model_dump_json()}".encode())
                 size = os.fstat(file.fileno()).st_size
-            if size > MOST_BYTES:
+            if size > MAX_BYTES:
                 self._shorten()
 
     def _shorten(self) -> None:
         """Keep the newer half. A line that another process appends meanwhile may be lost."""
         with FileLock(self._file.with_suffix(".lock"), timeout=1):
             entries = self.entries()
-            if self._file.stat().st_size <= MOST_BYTES:  # another process was first
+            if self._file.stat().st_size <= MAX_BYTES:  # another process was first
                 return
             work = self._file.with_suffix(f".{os.getpid()}")
             work.write_text(

@@ -83,8 +83,7 @@ def first_line(error: BaseException) -> str:
     return text.strip().partition("\n")[0]
 
 
-# -- deaths
-# ------------------------------------------------------------------------------
+# -- deaths ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ MANIFEST = "artifact.json"
 PASSING = ".passing-"  # in the name of a folder whose artifact does not last, after its digest
 LAYOUT = 2  # of this folder; raised when artifacts written before cannot be read any more
 DIGITS = 16  # of a sha256 that a message shows
-LEAST_FREE_BYTES = (
+MIN_FREE_BYTES = (
     65536  # a disk with less is full: libraries that fail to write do not always say why
 )
 
@@ -166,7 +166,7 @@ class Store:
                 final = _folder(self.root, key.stage, key.digest)
                 self._publish(work, final if is_cacheable(value) else self._passing_folder(final))
             except BaseException as error:
-                full = _may_be_disk(error) and shutil.disk_usage(self.root).free < LEAST_FREE_BYTES
+                full = _may_be_disk(error) and shutil.disk_usage(self.root).free < MIN_FREE_BYTES
                 shutil.rmtree(work, ignore_errors=True)
                 if full:
                     raise DiskFull(

@@ -67,8 +67,7 @@ class Memory:
     total: int
 
 
-# -- NVML
-# ------------------------------------------------------------------------------
+# -- NVML --------------------------------------------------------------------
 
 
 class NvmlDevice:
@@ -217,8 +216,7 @@ def _reason_without_library() -> str:
     )
 
 
-# -- which there are
-# ------------------------------------------------------------------------------
+# -- which there are ---------------------------------------------------------
 
 
 def find_gpus(nvml: Any = None) -> Gpus:
@@ -270,8 +268,7 @@ def visible_places(uuids: Sequence[str], wanted: str | None) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-# -- what it is made of
-# ------------------------------------------------------------------------------
+# -- what it is made of ------------------------------------------------------
 
 
 def with_hardware(gpus: Gpus, cuda: Any = None) -> Gpus:
@@ -323,8 +320,7 @@ def _libcuda() -> Any:
         return None
 
 
-# -- what it could reach
-# ------------------------------------------------------------------------------
+# -- what it could reach -----------------------------------------------------
 
 _RTX = {
     Precision.FP32: 256,

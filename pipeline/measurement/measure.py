@@ -176,8 +176,7 @@ def thinned(values: Sequence[float], most: int) -> tuple[float, ...]:
     return tuple(values[:: max(1, math.ceil(len(values) / most))])
 
 
-# -- taking times
-# ------------------------------------------------------------------------------
+# -- taking times ------------------------------------------------------------
 
 
 def measure_block(
@@ -257,8 +256,7 @@ def peak_memory_bytes() -> int:
     )
 
 
-# -- intervals
-# ------------------------------------------------------------------------------
+# -- intervals ---------------------------------------------------------------
 
 
 def ratio_of_medians(
@@ -379,8 +377,7 @@ def student_quantile(degrees: int) -> float:
     return z + first / (4 * degrees) + second / (96 * degrees**2) + third / (384 * degrees**3)
 
 
-# -- the host
-# ------------------------------------------------------------------------------
+# -- the host ----------------------------------------------------------------
 
 SPEED_FLAGS = frozenset(
     """avx avx2 fma f16c avx_vnni avx_vnni_int8 avx_ne_convert avx512f avx512bw avx512vl avx512_vnni

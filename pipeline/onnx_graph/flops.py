@@ -99,7 +99,7 @@ def _known(proto: onnx.ModelProto) -> dict[str, _Tensor]:
     Shape and a Reshape.
     """
     for tensor in proto.graph.initializer:
-        if math.prod(tensor.dims) > MOST_SIZES:
+        if math.prod(tensor.dims) > MAX_SIZES:
             tensor.ClearField("raw_data")  # each round of inference would copy the weights
     folded = onnx.ModelProto()
     folded.CopyFrom(proto)
@@ -118,13 +118,13 @@ def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, _Tensor]) -> bool:
     values = {
         t.name: numpy_helper.to_array(t)
         for t in proto.graph.initializer
-        if math.prod(t.dims) <= MOST_SIZES and not is_external(t)
+        if math.prod(t.dims) <= MAX_SIZES and not is_external(t)
     }
     opset = {entry.domain: entry.version for entry in proto.opset_import}
     found = False
     for node in proto.graph.node:
         value = _size_of(node, known, values, opset)
-        if value is not None and value.size <= MOST_SIZES:
+        if value is not None and value.size <= MAX_SIZES:
             values[node.output[0]] = value
             found |= node.op_type != "Constant"
             node.CopyFrom(
@@ -332,7 +332,7 @@ def _per_element(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> fl
 
 
 SOFTMAX_FLOPS = 5
-MOST_SIZES = 64  # elements of a tensor that can hold sizes
+MAX_SIZES = 64  # elements of a tensor that can hold sizes
 SIZE_OPERATORS = frozenset(
     """Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Max Min
     Mod Mul Neg Range ReduceProd Reshape Slice Squeeze Sub Unsqueeze Where""".split()  # noqa: SIM905

@@ -30,7 +30,7 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 FOR_TENSORRT = ("hardware_compatible", "version_compatible")
 """Keys of a candidate that say where an engine of TensorRT may run."""
 
-MOST_RECIPES = 32
+MAX_RECIPES = 32
 """That one candidate may stand for: each is built, checked and measured for some seconds."""
 
 QUANTIZER_BACKENDS = {"nncf": "openvino", "modelopt": "tensorrt"}
@@ -208,10 +208,10 @@ def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
         candidate, len(methods) > 1, [name for name, values in switches.items() if len(values) > 1]
     )
     count = len(methods) * math.prod(map(len, switches.values()))
-    if count > MOST_RECIPES:
+    if count > MAX_RECIPES:
         raise PlanError(
             f"candidate '{candidate.backend} {candidate.precision}' stands for {count} engines,"
-            f" expected at most {MOST_RECIPES}",
+            f" expected at most {MAX_RECIPES}",
             "name fewer methods, or fewer switches of `placement` with both values: each engine is"
             " built, checked and measured",
         )

@@ -137,9 +137,9 @@ def _check_values(inputs: tuple[TensorSpec, ...], name: str, values: ValueRange)
         )
     shown = f"input '{name}' is {spec.dtype}[{', '.join(map(str, spec.shape))}]"
     if spec.dtype not in ("int32", "int64"):
-        said = f"profiles.values: {shown}, and only int32 and int64 values can decide a shape"
+        message = f"profiles.values: {shown}, and only int32 and int64 values can decide a shape"
         raise PlanError(
-            said,
+            message,
             f"leave `values` of '{name}' out: they are for inputs such as the target of a Reshape"
             " or the k of a TopK",
         )
@@ -150,12 +150,12 @@ def _check_values(inputs: tuple[TensorSpec, ...], name: str, values: ValueRange)
         )
     count = math.prod(map(int, spec.shape))
     if len(values.min) != count:
-        said = (
+        message = (
             f"profiles.values: {shown}, which has {count} values, and the range gives"
             f" {len(values.min)}"
         )
         raise PlanError(
-            said,
+            message,
             f"write `values: {{{name}: [min, opt, max]}}`, each of them a list of {count} integers",
         )
 

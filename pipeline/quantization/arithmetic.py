@@ -25,8 +25,8 @@ Array = NDArray[Any]
 Integers = NDArray[np.integer[Any]]
 Scale = NDArray[np.float32]
 
-SMALLEST_FP16 = 2.0**-24  # a denormal
-LARGEST_FP16 = 65504.0
+MIN_FP16 = 2.0**-24  # a denormal
+MAX_FP16 = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def bias_of(activation: Affine, weights: Affine) -> Affine:
 def _scale(values: NDArray[np.float64], half: bool) -> Scale:
     """Float32, never zero or infinite; a tensor of zeros gets scale 1 and stays zeros."""
     if half:
-        safe = np.where(values == 0, 1.0, np.clip(values, SMALLEST_FP16, LARGEST_FP16))
+        safe = np.where(values == 0, 1.0, np.clip(values, MIN_FP16, MAX_FP16))
         return np.asarray(safe.astype(np.float16), np.float32)
     smallest = float(np.finfo(np.float32).tiny)
     return np.asarray(np.where(values == 0, 1.0, np.clip(values, smallest, None)), np.float32)

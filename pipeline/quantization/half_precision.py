@@ -28,13 +28,13 @@ from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, bytes_of_tensor, graphs
 from pipeline.onnx_graph.recurrent import add_initial_states, is_recurrent
 from pipeline.quantization.insert_qdq import drop_unread
 
-LARGEST_FP16 = 65504.0
+MAX_FP16 = 65504.0
 SAFE_FRACTION = 0.25
 """Of the largest fp16 value: what calibration samples may reach, for other inputs will reach
 further.
 """
 
-SMALLEST_NORMAL_FP16 = 2.0**-14
+MIN_NORMAL_FP16 = 2.0**-14
 ROUNDING_FP16 = 2.0**-11
 """Of a value: what rounding it to fp16 changes at most."""
 
@@ -45,7 +45,7 @@ that keeps a division from 0.)
 
 LOW = {Precision.FP16: TensorProto.FLOAT16, Precision.BF16: TensorProto.BFLOAT16}
 DTYPES = {Precision.FP16: np.dtype(np.float16), Precision.BF16: np.dtype(ml_dtypes.bfloat16)}
-LEAST_OPSET = {Precision.FP16: 13, Precision.BF16: 22}
+MIN_OPSET = {Precision.FP16: 13, Precision.BF16: 22}
 """Convolution and pooling take bfloat16 since opset 22."""
 
 QDQ_OPSET = 13
@@ -231,7 +231,7 @@ def nodes_text(count: int) -> str:
 
 
 def _fits(largest: float) -> bool:
-    return largest == 0 or SMALLEST_NORMAL_FP16 <= largest <= SAFE_FRACTION * LARGEST_FP16
+    return largest == 0 or MIN_NORMAL_FP16 <= largest <= SAFE_FRACTION * MAX_FP16
 
 
 def _from_shapes(graph: onnx.GraphProto) -> set[str]:

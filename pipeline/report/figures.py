@@ -21,8 +21,8 @@ from pipeline.core import Precision
 from pipeline.formatting import shape_text
 from pipeline.measurement.measure import thinned
 from pipeline.report.tables import (
-    LARGEST_ERROR,
     LAYER_ERRORS,
+    MAX_ERROR,
     Entry,
     entries,
     is_kept,
@@ -70,9 +70,7 @@ MAX_DOTS = 200  # raw values drawn per engine; the box is of all of them
 MAX_OPERATORS = 14
 OWN, ACCUMULATED, KEPT = "#b42318", "#b3bdc9", "#0b7a4b"
 MAX_NODES_DRAWN = 24
-MAX_ERROR_DRAWN = (
-    LARGEST_ERROR  # an error of 1 leaves nothing of a tensor; what overflows has no end
-)
+MAX_ERROR_DRAWN = MAX_ERROR  # an error of 1 leaves nothing of a tensor; what overflows has no end
 MIN_ERROR_DRAWN = 1e-5
 
 
@@ -106,8 +104,7 @@ def _plot(section: str, name: str, caption: str, draw: Callable[[], Figure]) -> 
     return Plot(section, name, caption, svg(name, draw))
 
 
-# -- accuracy against latency
-# ------------------------------------------------------------------------------
+# -- accuracy against latency ------------------------------------------------
 
 
 class _Point(NamedTuple):
@@ -268,8 +265,7 @@ def _is_close(point: _Point, other: _Point, height: float) -> bool:
     return point.x < 1.08 * other.x and abs(point.y - other.y) < 0.06 * height
 
 
-# -- latency
-# ------------------------------------------------------------------------------
+# -- latency -----------------------------------------------------------------
 
 
 class _Spread(NamedTuple):
@@ -329,8 +325,7 @@ def _draw_latency(spreads: Sequence[_Spread]) -> Figure:
     return figure
 
 
-# -- precision
-# ------------------------------------------------------------------------------
+# -- precision ---------------------------------------------------------------
 
 
 class _PrecisionBar(NamedTuple):
@@ -393,8 +388,7 @@ def _label_share(axes: Axes, x: float, y: float, name: str, share: float) -> Non
     axes.text(x, y, text, ha="center", va="center", color=ink)
 
 
-# -- operators
-# ------------------------------------------------------------------------------
+# -- operators ---------------------------------------------------------------
 
 
 class _Operators(NamedTuple):
@@ -438,8 +432,7 @@ def _draw_operators(data: _Operators) -> Figure:
     return figure
 
 
-# -- the errors of layers
-# ------------------------------------------------------------------------------
+# -- the errors of layers ----------------------------------------------------
 
 
 class _LayerError(NamedTuple):
@@ -495,8 +488,7 @@ def _draw_layer_errors(bars: tuple[_LayerError, ...]) -> Figure:
     return figure
 
 
-# -- drawing
-# ------------------------------------------------------------------------------
+# -- drawing -----------------------------------------------------------------
 
 
 def _axis_label(entry: Entry) -> str:

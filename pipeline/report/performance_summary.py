@@ -45,8 +45,7 @@ def interval_text(ratio: Interval | None) -> str:
     return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
 
 
-# -- what binds a row
-# ------------------------------------------------------------------------------
+# -- what binds a row --------------------------------------------------------
 
 
 def limit_cells(row: LatencyRow) -> tuple[str, ...]:
@@ -101,8 +100,7 @@ def _share(share: float | None) -> str:
     return percent_text(share) if share else "-"
 
 
-# -- the summary
-# ------------------------------------------------------------------------------
+# -- the summary -------------------------------------------------------------
 
 
 class Stats(Frozen):

@@ -46,14 +46,13 @@ from pipeline.results.report import (
 MAX_LAYERS = 15  # in the table of the slowest layers
 MAX_NODE_NAMES = 4  # of one layer
 MAX_NODES = 10  # in the table of layer errors; report.json holds all
-LARGEST_ERROR = 10.0  # an error of 1 leaves nothing of a tensor; what overflows has no end
+MAX_ERROR = 10.0  # an error of 1 leaves nothing of a tensor; what overflows has no end
 LAYER_ERRORS = "layer-errors"  # the key of that section
 
 Part = Literal["winner", "baseline", "candidate"]
 
 
-# -- tables and sections
-# ------------------------------------------------------------------------------
+# -- tables and sections -----------------------------------------------------
 
 
 class Column(NamedTuple):
@@ -120,8 +119,7 @@ LIMIT_COLUMNS = (
 )  # of the cells that `limit_cells` returns
 
 
-# -- entries
-# ------------------------------------------------------------------------------
+# -- entries -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +184,7 @@ def shapes(report: Report) -> tuple[dict[str, int], ...]:
     return tuple(distinct)
 
 
-# -- the whole report
-# ------------------------------------------------------------------------------
+# -- the whole report --------------------------------------------------------
 
 
 def sections(report: Report) -> tuple[Section, ...]:
@@ -243,8 +240,7 @@ def _headline_of_kept(report: Report) -> str:
     return f"{outcome} The fastest runs at {interval(report.ratio, 2)} times its speed."
 
 
-# -- the sections
-# ------------------------------------------------------------------------------
+# -- the sections ------------------------------------------------------------
 
 
 def _candidates(report: Report) -> Section:
@@ -384,8 +380,7 @@ def _rescues(report: Report) -> Section:
     return Section("rescue", "Rescue", text, tables=(table,))
 
 
-# -- layer errors
-# ------------------------------------------------------------------------------
+# -- layer errors ------------------------------------------------------------
 
 
 def layer_errors(report: Report) -> Section:
@@ -425,7 +420,7 @@ def layer_error_table(label: str, ranking: NodeRanking, kept: tuple[str, ...] = 
 
 def error_text(error: float) -> str:
     """`0.016 (36 dB)`; from an error of 10 on, nothing is left to compare."""
-    if error >= LARGEST_ERROR:
+    if error >= MAX_ERROR:
         return "all is lost"
     return f"{error:.2g} ({round(-20 * math.log10(error))} dB)" if error else "0"
 
@@ -451,8 +446,7 @@ def is_kept(harm: NodeHarm, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(harm.node, pattern) for pattern in patterns)
 
 
-# -- switches reversed
-# ------------------------------------------------------------------------------
+# -- switches reversed -------------------------------------------------------
 
 
 def _ablation(report: Report) -> Section:
@@ -503,8 +497,7 @@ def ablation_outcome(row: AblationRow) -> str:
     return f"{row.state}: {row.reason}" if row.reason else str(row.state)
 
 
-# -- accuracy and latency
-# ------------------------------------------------------------------------------
+# -- accuracy and latency ----------------------------------------------------
 
 
 def _validation(report: Report) -> Section:
@@ -633,8 +626,7 @@ def _limits_table(measured: Sequence[tuple[Entry, LatencyRow]]) -> Table:
     return Table(columns, rows, emphasised=_winner_row(entry for entry, _ in measured))
 
 
-# -- layers
-# ------------------------------------------------------------------------------
+# -- layers ------------------------------------------------------------------
 
 
 def _layers(report: Report) -> Section:
@@ -737,8 +729,7 @@ def _layer_cells(layer: Layer, total_s: float) -> tuple[str, ...]:
     )
 
 
-# -- the compile
-# ------------------------------------------------------------------------------
+# -- the compile -------------------------------------------------------------
 
 
 class _StageTime(NamedTuple):
@@ -871,8 +862,7 @@ def _grouped(notes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-# -- cells
-# ------------------------------------------------------------------------------
+# -- cells -------------------------------------------------------------------
 
 
 def _number(value: float | None, form: str) -> str:

@@ -91,16 +91,16 @@ def check_place(engine: Engine, model: ModelVersion, folder: Path) -> Path:
     if this version is there already.
     """
     if engine.target.backend in CODE_BACKENDS:
-        said = "a PyTorch program needs a PyTorch backend of Triton's that takes .pt2 packages"
+        message = "a PyTorch program needs a PyTorch backend of Triton's that takes .pt2 packages"
         raise UnsupportedError(
-            f"{said}, which nobody has tried here",
+            f"{message}, which nobody has tried here",
             "serve it by `crucible promote` and `load`, or compile with candidates of tensorrt",
         )
     if engine.target.backend not in FILES:
-        said = (
+        message = (
             f"Triton gets engines of {' and '.join(FILES)}, this is one of {engine.target.backend}"
         )
-        raise UnsupportedError(said, "compile with such a candidate")
+        raise UnsupportedError(message, "compile with such a candidate")
     place = folder / model.name / str(model.version)
     if place.exists():
         raise PlanError(f"'{place}' is there already", "give another version, or remove that one")
@@ -157,8 +157,7 @@ def remarks(engine: Engine, batch: BatchSpec) -> list[str]:
     return found
 
 
-# -- what is written
-# ------------------------------------------------------------------------------
+# -- what is written ---------------------------------------------------------
 
 
 @cache
@@ -207,11 +206,11 @@ def _check_others(home: Path, config: Message) -> None:
     """PlanError if other versions of the model are there, with another config."""
     versions = sorted(path.name for path in home.glob("[1-9]*"))
     if versions and _read(home / "config.pbtxt") != config:
-        said = (
+        message = (
             f"'{home}' holds version {', '.join(versions)} with other inputs, batches or files than"
             " this engine's"
         )
-        raise PlanError(said, "give another name, or export into another folder")
+        raise PlanError(message, "give another name, or export into another folder")
 
 
 def _read(path: Path) -> Message | None:

@@ -16,24 +16,24 @@ from dataclasses import dataclass
 from pipeline.core import KeptNode, Note, Precision
 from pipeline.results.layer_table import Layer, LayerTable
 
-MOST_UNKNOWN = 0.1  # of the time; above, a warning names the layers
-MOST_MOVING = 0.1  # of the time; above, a note says so
+MAX_UNKNOWN = 0.1  # of the time; above, a warning names the layers
+MAX_MOVING = 0.1  # of the time; above, a note says so
 # of the time of heavy layers whose precision is known:
 # that an fp32 engine may spend in TF32 or less; TensorRT's fp32 engines measured 0, so this is
 # rounding
-MOST_BELOW_FP32 = 0.01
+MAX_BELOW_FP32 = 0.01
 # that must run in the precision of a tf32, fp16 or bf16 engine; measured 0.99 to 1, nodes kept in
 # fp32 take their part
-LEAST_FLOAT = 0.5
+MIN_FLOAT = 0.5
 FEW_BITS = frozenset(
     {"int8", "uint8", "int4", "uint4", "i4", "u4"}
 )  # what a product reads beside floats if its weights have few bits
 # ONNX Runtime's product with such weights; its profile leaves out inputs that a kernel packed for
 # itself
 NARROW = "MatMulNBits"
-# of an int8 or fp8 engine; below LEAST_FLOAT is a warning. Measured 0.97 to 1; placement may leave
+# of an int8 or fp8 engine; below MIN_FLOAT is a warning. Measured 0.97 to 1; placement may leave
 # much out
-LEAST_QUANTISED = 0.1
+MIN_QUANTISED = 0.1
 
 SLOWEST_NAMED = 3
 UNKNOWN_NAMED = 5
@@ -87,8 +87,7 @@ def slowest(layers: Iterable[Layer], count: int) -> tuple[Layer, ...]:
     return tuple(sorted(timed, key=lambda layer: -(layer.seconds or 0.0))[:count])
 
 
-# -- the verdict
-# ------------------------------------------------------------------------------
+# -- the verdict -------------------------------------------------------------
 
 
 def mislabelled(
@@ -123,10 +122,10 @@ def mislabelled(
         return ""
     share = shares.get(precision, 0.0)
     if precision is Precision.FP32:
-        wrong = 1.0 - share > MOST_BELOW_FP32
+        wrong = 1.0 - share > MAX_BELOW_FP32
     else:
         wrong = share < (
-            LEAST_QUANTISED if precision in (Precision.INT8, Precision.FP8) else LEAST_FLOAT
+            MIN_QUANTISED if precision in (Precision.INT8, Precision.FP8) else MIN_FLOAT
         )
     return (
         f"called {precision}, but {_told(precision, shares)}; {_named_slowest(judged, table)}"
@@ -146,7 +145,7 @@ def _wide_weights(precision: Precision, heavy: tuple[Layer, ...]) -> str:
     if (
         not _seconds(known)
         or _seconds(known) < 0.5 * _seconds(heavy)
-        or narrow >= LEAST_QUANTISED * _seconds(known)
+        or narrow >= MIN_QUANTISED * _seconds(known)
     ):
         return ""
     share = percent_text(narrow / _seconds(known))
@@ -166,7 +165,7 @@ def precision_notes(
     nodes in fp32 cost, and that int8 or fp8 is the smaller part.
     """
     notes = [*_forced_notes(table, precision, kept, forced)]
-    if (unknown := time_by_precision(table).get("unknown", 0.0)) > MOST_UNKNOWN:
+    if (unknown := time_by_precision(table).get("unknown", 0.0)) > MAX_UNKNOWN:
         layers = [
             layer
             for layer in slowest(table.layers, len(table.layers))
@@ -182,7 +181,7 @@ def precision_notes(
             )
         )
     found = reformats(table)
-    if found.share > MOST_MOVING:
+    if found.share > MAX_MOVING:
         text = (
             f"{percent_text(found.share)} of the time goes to {found.count} layers that only move"
             " or convert data"
@@ -190,7 +189,7 @@ def precision_notes(
         notes.append(Note(stage="prove", text=text, level="info"))
     if precision in (Precision.INT8, Precision.FP8):
         shares = _known_shares(precision, _judged(table, kept, forced))
-        if LEAST_QUANTISED <= shares.get(precision, 0.0) < LEAST_FLOAT:
+        if MIN_QUANTISED <= shares.get(precision, 0.0) < MIN_FLOAT:
             notes.append(
                 Note(
                     stage="prove",
@@ -340,8 +339,7 @@ def percent_text(share: float) -> str:
     )
 
 
-# -- fusions
-# ------------------------------------------------------------------------------
+# -- fusions -----------------------------------------------------------------
 
 
 def fusions(table: LayerTable) -> tuple[str, ...]:

@@ -1,6 +1,4 @@
-"""What a compile proved, as data: the models behind report.json. `render.py` draws them as Markdown
-and HTML.
-"""
+"""What a compile found, as data: the models behind report.json."""
 
 from __future__ import annotations
 

@@ -104,8 +104,7 @@ def with_threads(engine: Engine, threads: int) -> Engine:
     return engine.model_copy(update={"threads": threads})
 
 
-# -- what to measure
-# ------------------------------------------------------------------------------
+# -- what to measure ---------------------------------------------------------
 
 
 def workloads_from_plan(
@@ -196,8 +195,7 @@ def rows_per_run(inputs: Sequence[TensorSpec], sizes: dict[str, int]) -> int:
     return sizes[symbol] if isinstance(symbol, str) else 1
 
 
-# -- what it says
-# ------------------------------------------------------------------------------
+# -- what it says ------------------------------------------------------------
 
 
 def results(

@@ -55,16 +55,16 @@ LEVELS = 128  # that the entropy search gives a quantised tensor: ONNX Runtime's
 SHOWN_BINS = 64  # of the histogram in the table
 BINNED_PER_RUN = 131_072  # values of a tensor that go into bins per run: of larger ones every n-th
 BLOCK = 65_536  # values binned at a time, so that the work stays in the CPU's cache
-SMALLEST_LIMIT = 2.0**-64  # smaller values count as zero in the bins
+MIN_LIMIT = 2.0**-64  # smaller values count as zero in the bins
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 ADVISED_SAMPLES = 500
-FEWEST_SAMPLES = 100
+MIN_SAMPLES = 100
 
 COVER_SAMPLES = 64  # of the selection set, spread over it, that the ranges are held against
 # of a tensor's values beyond all that calibration saw; of the same kind of data, 2 in the number of
 # samples
-MOST_OUTSIDE = 0.1
-LEAST_REACHED = 1 / 8  # of the range that int8 got: below, 3 of the 8 bits are never used
+MAX_OUTSIDE = 0.1
+MIN_REACHED = 1 / 8  # of the range that int8 got: below, 3 of the 8 bits are never used
 
 Counts = NDArray[np.int64]
 
@@ -107,7 +107,7 @@ class Tally:
     """
 
     bounds: Bounds = NOTHING
-    limit: float = SMALLEST_LIMIT  # a power of two
+    limit: float = MIN_LIMIT  # a power of two
     counts: Counts = field(default_factory=lambda: np.zeros(BINS, np.int64))
 
     def add(self, values: NDArray[np.float32]) -> None:
@@ -209,7 +209,7 @@ def _search(tally: Tally, method: CalibrationMethod, percentile: float) -> tuple
 
 def _notes(used: int, bounds: dict[str, Bounds]) -> tuple[Note, ...]:
     notes = []
-    if used < FEWEST_SAMPLES:
+    if used < MIN_SAMPLES:
         notes.append(
             Note(
                 stage="calibrate",
@@ -261,8 +261,7 @@ def _readable(table: CalibrationTable) -> str:
     )
 
 
-# -- do the ranges hold for other samples?
-# ------------------------------------------------------------------------------
+# -- do the ranges hold for other samples? -----------------------------------
 
 
 class Coverage(Frozen):
@@ -327,7 +326,7 @@ def _misfit(table: CalibrationTable, seen: dict[str, Reach]) -> str:
     outside = {
         name: reach.share_outside
         for name, reach in seen.items()
-        if reach.share_outside > MOST_OUTSIDE
+        if reach.share_outside > MAX_OUTSIDE
     }
     if outside:
         name = max(outside, key=lambda name: outside[name])
@@ -344,7 +343,7 @@ def _misfit(table: CalibrationTable, seen: dict[str, Reach]) -> str:
     reached = {
         name: seen[name].bounds.largest / most
         for name, most in ranges.items()
-        if seen[name].bounds.largest < LEAST_REACHED * most
+        if seen[name].bounds.largest < MIN_REACHED * most
     }
     if not reached:
         return ""

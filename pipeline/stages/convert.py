@@ -27,7 +27,7 @@ from pipeline.onnx_graph.inspect import kept_nodes, with_same_interface
 from pipeline.onnx_graph.recurrent import parser_reasons
 from pipeline.quantization.existing_qdq import Scale, scales_by_node
 from pipeline.quantization.half_precision import (
-    LEAST_OPSET,
+    MIN_OPSET,
     NAMED,
     QDQ_OPSET,
     SCALES_OPSET,
@@ -111,7 +111,7 @@ def _least_opset(low: Precision | None, quantise: bool, quantised: bool) -> int:
     """
     return max(
         QDQ_OPSET if quantise else 0,
-        LEAST_OPSET[low] if low else 0,
+        MIN_OPSET[low] if low else 0,
         SCALES_OPSET if low and (quantise or quantised) else 0,
     )
 
@@ -192,12 +192,12 @@ def _quantise(
         proto.graph, recipe.placement, ranged, kept, KERNELS.get(recipe.backend, Kernels())
     )
     if not sites.weights and not sites.activations:
-        said = (
+        message = (
             "nothing can be quantised: no operator of this graph falls under the placement rules,"
             " so int8 would only be its name"
         )
         raise UnsupportedError(
-            said,
+            message,
             "choose another precision, or switch on more rules, for example `placement:"
             " {last_layer: true}`",
         )

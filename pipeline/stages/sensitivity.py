@@ -29,7 +29,7 @@ from pipeline.onnx_graph.activations import (
     with_aliases,
 )
 from pipeline.onnx_graph.files import external_files, onnx_model, read_proto, write_proto
-from pipeline.quantization.half_precision import DTYPES, LARGEST_FP16, SAFE_FRACTION
+from pipeline.quantization.half_precision import DTYPES, MAX_FP16, SAFE_FRACTION
 from pipeline.quantization.insert_qdq import holds_qdq
 from pipeline.quantization.sensitivity_graph import (
     Shadow,
@@ -170,7 +170,7 @@ def overflows(operator: str, largest: float) -> bool:
     """Whether values of this size, or their squares where the operator sums those up, come so near
     to the limit of fp16 that others go beyond.
     """
-    return (largest**2 if operator in NORMALISATIONS else largest) > SAFE_FRACTION * LARGEST_FP16
+    return (largest**2 if operator in NORMALISATIONS else largest) > SAFE_FRACTION * MAX_FP16
 
 
 @dataclass(slots=True)

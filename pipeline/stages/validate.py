@@ -426,8 +426,7 @@ def _joined_labels(before: Batch, after: Batch) -> NDArray[np.generic] | None:
     return np.concatenate([before.labels, after.labels])
 
 
-# -- other sizes
-# ------------------------------------------------------------------------------
+# -- other sizes -------------------------------------------------------------
 
 
 def with_sizes(

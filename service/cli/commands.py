@@ -63,8 +63,7 @@ def serve(
     serve(settings_from(os.environ, host=host, port=port, home=home))
 
 
-# -- keys
-# ------------------------------------------------------------------------------
+# -- keys --------------------------------------------------------------------
 
 
 @keys.command()
@@ -134,8 +133,7 @@ def _database(home: Path | None) -> Database:
     return Database(settings_from(os.environ, home=home).database)
 
 
-# -- jobs on a server
-# ------------------------------------------------------------------------------
+# -- jobs on a server --------------------------------------------------------
 
 
 @app.command()

@@ -50,9 +50,9 @@ def gc(
         )
     finally:
         database.close()
-    said = "would be removed" if dry_run else "removed"
+    message = "would be removed" if dry_run else "removed"
     counts = f"{done.jobs} jobs, {done.folders} folders of no job, {done.artifacts} artifacts"
     print(
-        f"{said}: {counts}; {done.freed_bytes / 2**20:.1f} MiB, of what is older than"
+        f"{message}: {counts}; {done.freed_bytes / 2**20:.1f} MiB, of what is older than"
         f" {settings.retention_days:g} days"
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP"}
-MOST_PIXELS = 64 * 2**20
+MAX_PIXELS = 64 * 2**20
 
 
 def array_from_image(body: bytes, recipe: InputRecipe, dtype: str) -> Array:
@@ -50,18 +50,18 @@ def _opened(body: bytes) -> Image:
         SyntaxError,
         ValueError,
     ) as error:
-        said = (
+        message = (
             "" if isinstance(error, UnidentifiedImageError) else f": {error}"
         )  # which names the stream's address
         raise Unprocessable(
-            f"the body is no readable image{said}", f"send one of {', '.join(FORMATS)}"
+            f"the body is no readable image{message}", f"send one of {', '.join(FORMATS)}"
         ) from None
 
 
 def _check_size(width: int, height: int) -> None:
-    if width * height > MOST_PIXELS:
+    if width * height > MAX_PIXELS:
         raise TooLarge(
-            f"an image of {width} x {height}, expected at most {MOST_PIXELS} pixels",
+            f"an image of {width} x {height}, expected at most {MAX_PIXELS} pixels",
             "make it smaller, or less narrow",
         )
 

@@ -23,12 +23,12 @@ def parsed_object(text: bytes | memoryview, what: str) -> dict[str, object]:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         if found := NOT_FINITE.match(error.doc, error.pos):
-            said = (
+            message = (
                 f"{what} is not JSON: {found[0]} at character {error.pos}, and JSON has numbers for"
                 " finite values only"
             )
             raise Unprocessable(
-                said, "send this tensor as raw bytes: `binary_data_size`, or .npy, .npz"
+                message, "send this tensor as raw bytes: `binary_data_size`, or .npy, .npz"
             ) from None
         raise Unprocessable(
             f"{what} is not JSON: {error}", "check what was sent, and its Content-Type"
@@ -83,12 +83,12 @@ def json_of(array: Array, name: str, flat: bool) -> orjson.Fragment:
     )
     if plain.dtype.kind == "f" and not (finite := np.isfinite(plain)).all():
         count = plain.size - int(np.count_nonzero(finite))
-        said = (
+        message = (
             f"output '{name}' holds {count} of {plain.size} values that are not finite, for which"
             " JSON has no number"
         )
         raise Unprocessable(
-            said,
+            message,
             "ask for the binary form: `Accept: application/x-npz`, or `binary_data` in the Open"
             " Inference Protocol",
         )

@@ -17,7 +17,7 @@ from pipeline.data.npz import ZIP_ERRORS, header_from_npy
 from service.codecs.tensors import DATATYPES, Array, check_dtype, check_sizes, dtype_of
 from service.errors import TooLarge, Unprocessable
 
-MOST_ARRAYS = 1000
+MAX_ARRAYS = 1000
 HEAD_BYTES = 16384  # of a .npy file: numpy refuses headers of more than 10,000 characters
 _BITS_OF_BFLOAT16 = np.dtype("V2")  # what numpy writes for it
 
@@ -37,11 +37,11 @@ def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSp
     check_sizes(name, shape)
     begin, count = stream.tell(), math.prod(shape)
     if any(size < 0 for size in shape) or len(body) - begin != count * dtype.itemsize:
-        said = (
+        message = (
             f"'{name}': {kind} {list(shape)} is {count * dtype.itemsize} bytes, got"
             f" {len(body) - begin}"
         )
-        raise Unprocessable(said, "write it with numpy.save")
+        raise Unprocessable(message, "write it with numpy.save")
     flat = np.frombuffer(body, dtype, count, begin) if count else np.empty(0, dtype)
     array = flat.reshape(shape, order="F" if header.by_columns else "C")
     return (
@@ -56,13 +56,13 @@ def arrays_from_npz(body: bytes, limit: int) -> dict[str, Array]:
     try:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             members = archive.infolist()
-            if len(members) > MOST_ARRAYS or sum(member.file_size for member in members) > limit:
-                said = (
+            if len(members) > MAX_ARRAYS or sum(member.file_size for member in members) > limit:
+                message = (
                     f"a .npz file of {len(members)} arrays that unpacks to more than {limit} bytes,"
-                    f" or to more than {MOST_ARRAYS} arrays"
+                    f" or to more than {MAX_ARRAYS} arrays"
                 )
                 raise TooLarge(
-                    said, "send less, or have the service's limit `max_infer_bytes` raised"
+                    message, "send less, or have the service's limit `max_infer_bytes` raised"
                 )
             return {
                 name: array_from_npy(_read(archive, member), name)

@@ -178,11 +178,11 @@ def _tensors(
             continue
         expected = size_of(dtype, shape)
         if type(length) is not int or length != expected:
-            said = (
+            message = (
                 f"'{name}': {dtype} {list(shape)} is {expected} bytes, `binary_data_size` says"
                 f" {str(length)[:40]}"
             )
-            raise Unprocessable(said, "send exactly the tensor's bytes")
+            raise Unprocessable(message, "send exactly the tensor's bytes")
         tensors[name] = array_from(name, dtype, shape, view[begin : begin + length])
         begin += length
     if begin != len(view):

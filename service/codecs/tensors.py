@@ -33,8 +33,8 @@ _KINDS = {
 }
 _DATATYPE_OF_KIND = {_KINDS[name]: datatype for datatype, name in DATATYPES.items()}
 _DATATYPE_OF = {name: datatype for datatype, name in DATATYPES.items()}
-_MOST_AXES = 32
-_MOST_VALUES = 2**59  # of eight bytes: numpy counts bytes in 63 bits
+_MAX_AXES = 32
+_MAX_VALUES = 2**59  # of eight bytes: numpy counts bytes in 63 bits
 
 
 def datatype_of(dtype: str) -> str:
@@ -80,19 +80,21 @@ def check_dtype(specs: Iterable[TensorSpec], name: str, dtype: str) -> None:
     """
     for spec in specs:
         if spec.name == name and spec.dtype != dtype:
-            said = (
+            message = (
                 f"input '{name}': expected {spec.dtype} ({datatype_of(spec.dtype)}), got {dtype}"
                 f" ({datatype_of(dtype)})"
             )
-            raise Unprocessable(said, "convert it before it is sent: the server changes no values")
+            raise Unprocessable(
+                message, "convert it before it is sent: the server changes no values"
+            )
 
 
 def shape_from(name: str, given: object) -> tuple[int, ...]:
     """A shape as JSON or a file's header has it."""
     sizes: Sequence[Any] = given if isinstance(given, list | tuple) else [None]
-    if len(sizes) > _MOST_AXES or not all(type(size) is int and size >= 0 for size in sizes):
+    if len(sizes) > _MAX_AXES or not all(type(size) is int and size >= 0 for size in sizes):
         raise Unprocessable(
-            f"'{name}': expected `shape` to be a list of sizes, at most {_MOST_AXES}, got"
+            f"'{name}': expected `shape` to be a list of sizes, at most {_MAX_AXES}, got"
             f" {_short(given)}",
             "see GET /v2/models/NAME",
         )
@@ -104,7 +106,7 @@ def check_sizes(name: str, sizes: Sequence[int]) -> None:
     """Unprocessable for a shape that numpy cannot count, which it refuses also where one size
     is 0.
     """
-    if abs(math.prod(filter(None, sizes))) >= _MOST_VALUES:
+    if abs(math.prod(filter(None, sizes))) >= _MAX_VALUES:
         raise Unprocessable(
             f"'{name}': no tensor has the shape {_short(list(sizes))}", "see GET /v2/models/NAME"
         )

@@ -12,7 +12,7 @@ from service.context import HTTP_S, Service
 from service.grpc.dispatcher import Edge
 from service.tls import Tls
 
-_MOST_BYTES = 2**31 - 1  # of a message: gRPC counts them in 32 bits
+_MAX_BYTES = 2**31 - 1  # of a message: gRPC counts them in 32 bits
 
 
 class RpcServer:
@@ -26,7 +26,7 @@ class RpcServer:
             options=[
                 (
                     "grpc.max_receive_message_length",
-                    min(settings.max_infer_bytes, _MOST_BYTES),
+                    min(settings.max_infer_bytes, _MAX_BYTES),
                 ),  # after decompression
                 ("grpc.max_send_message_length", -1),
                 (

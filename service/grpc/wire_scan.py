@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from service.grpc.grpc_service_pb2 import ModelInferRequest
 
-MOST_FIELDS = 10_000  # that are looked at one by one
+MAX_FIELDS = 10_000  # that are looked at one by one
 VARINT, LENGTH, FIXED = 0, 2, {1: 8, 5: 4}  # protobuf's wire types, the fixed ones with their bytes
 _NUMBERS = {
     name: field.number for name, field in ModelInferRequest.DESCRIPTOR.fields_by_name.items()
@@ -43,10 +43,10 @@ def without_tensors(data: bytes) -> ModelInferRequest:
 
 def _fields(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Each part's number, and where it begins and ends. IndexError or KeyError if this is no
-    message, or one of more than MOST_FIELDS parts.
+    message, or one of more than MAX_FIELDS parts.
     """
     at = 0
-    for _ in range(MOST_FIELDS):
+    for _ in range(MAX_FIELDS):
         if at == len(data):
             return
         begin = at

@@ -29,7 +29,7 @@ PUBLIC = frozenset(
 )  # hold nothing that a key protects
 UPLOADS = frozenset({"/compile"})
 INFER = "/infer"  # how every path ends that takes tensors
-MOST_DIGITS = 18  # of a Content-Length
+MAX_DIGITS = 18  # of a Content-Length
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -78,11 +78,11 @@ class Guard:
         caller = await self._caller(path, headers)
         length, limit = headers.get("content-length", "0"), self._limit(path)
         if (
-            not (length.isascii() and length.isdigit() and len(length) <= MOST_DIGITS)
+            not (length.isascii() and length.isdigit() and len(length) <= MAX_DIGITS)
             or int(length) > limit
         ):
             raise TooLarge(
-                f"a body of {length[:MOST_DIGITS]} bytes, expected at most {limit}",
+                f"a body of {length[:MAX_DIGITS]} bytes, expected at most {limit}",
                 "send less, or have the service's limit raised",
             )
         return caller

@@ -18,11 +18,11 @@ import numpy as np
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import NoRequest, ServiceError, SlowHead, TooLargeHead, answer_to
-from service.http.guard import INFER, MOST_DIGITS
+from service.http.guard import INFER, MAX_DIGITS
 
 HEAD_S = 30.0  # from a connection's start, or a request's first byte, to the end of its headers
 # of a request's path, query and headers, besides what came in the piece in which they began
-MOST_HEAD_BYTES = 65536
+MAX_HEAD_BYTES = 65536
 # as uvloop reads: of less, a refusal would more often find the rest unread, and the reset of the
 # connection overtake it
 PIECE_BYTES = 256_000
@@ -106,7 +106,7 @@ class Http(HttpToolsProtocol):
             self._in_head and not self._begun
         ):  # the piece in which it begins may hold the end of another request
             self._head_bytes += len(data)
-            if self._head_bytes > MOST_HEAD_BYTES:
+            if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_too_large())
         self._begun = False
 
@@ -133,7 +133,7 @@ class Http(HttpToolsProtocol):
             return
         super().on_headers_complete()
         if (
-            self.pipeline or not self.scope["path"].endswith(INFER) or len(length) > MOST_DIGITS
+            self.pipeline or not self.scope["path"].endswith(INFER) or len(length) > MAX_DIGITS
         ):  # what waits goes uvicorn's way
             return
         if int(length) > TENSORS_FROM_BYTES:
@@ -184,14 +184,14 @@ class Http(HttpToolsProtocol):
             self._deadline.cancel()
 
     def _refuse_slow(self) -> None:
-        said = f"path, query and headers that are not whole after {HEAD_S:g} s"
-        self._refuse(SlowHead(said, "send them at once, or close the connection"))
+        message = f"path, query and headers that are not whole after {HEAD_S:g} s"
+        self._refuse(SlowHead(message, "send them at once, or close the connection"))
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn answers where its parser refuses: a URL of 64 KiB in one piece among all
         else.
         """
-        if len(self.url) >= MOST_HEAD_BYTES:
+        if len(self.url) >= MAX_HEAD_BYTES:
             self._refuse(_too_large())
         else:
             self._refuse(
@@ -215,6 +215,6 @@ class Http(HttpToolsProtocol):
 
 def _too_large() -> TooLargeHead:
     return TooLargeHead(
-        f"path, query and headers of more than {MOST_HEAD_BYTES} bytes",
+        f"path, query and headers of more than {MAX_HEAD_BYTES} bytes",
         "send them shorter; data belongs into the body",
     )

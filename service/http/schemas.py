@@ -160,8 +160,7 @@ def _elapsed_s(job: Job, now: dt.datetime) -> float | None:
     )
 
 
-# -- parts of reports
-# ------------------------------------------------------------------------------
+# -- parts of reports --------------------------------------------------------
 
 
 class Times(Frozen):

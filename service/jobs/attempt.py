@@ -25,9 +25,9 @@ from pipeline.execution.exit_causes import crucible_error
 from service import logs
 from service.devices.leases import Leases
 from service.devices.policy import Lease
-from service.jobs import limits as watchdog
+from service.jobs import process_limits as watchdog
 from service.jobs.messages import (
-    MOST_MESSAGES,
+    MAX_MESSAGES,
     BadMessage,
     Failed,
     Finished,
@@ -174,11 +174,13 @@ class Attempt:
                 return listening.result()
         finally:
             await _cancelled(listening, watching)
-        said = f"the job took longer than the {self._means.timeout_s:g} s it may, and was stopped"
+        message = (
+            f"the job took longer than the {self._means.timeout_s:g} s it may, and was stopped"
+        )
         return Died(
             Failure(
                 code="job.timeout",
-                message=said,
+                message=message,
                 next_step="retry it, which goes on from what is stored; or raise job_timeout_s",
             )
         )
@@ -204,8 +206,8 @@ class Attempt:
                     continue
                 await self._reply(child, message)
                 count += 1
-                if count > MOST_MESSAGES:
-                    raise BadMessage(f"more than {MOST_MESSAGES} messages")
+                if count > MAX_MESSAGES:
+                    raise BadMessage(f"more than {MAX_MESSAGES} messages")
         except EOFError:
             taken = await self._taken(child)  # it may have died of that between two looks
             return Died(watchdog.verdict(taken, self._means.limits) or await child.death())

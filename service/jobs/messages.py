@@ -24,14 +24,14 @@ from pipeline.execution.stage_runner import StageEvent
 LINE_BYTES = (
     128 * 1024
 )  # the longest message: two texts of LONG_TEXT, of which each character may take six bytes in JSON
-MOST_MESSAGES = (
+MAX_MESSAGES = (
     20_000  # of one attempt, besides progress: a compile of 64 candidates sends about 2,000
 )
 PROGRESS_EVERY_S = 0.5
 TEXT, LONG_TEXT = 500, 8_000
-LONGEST_S = 1e9
+MAX_S = 1e9
 
-Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=MAX_S, allow_inf_nan=False)]
 Short = Annotated[str, Field(max_length=TEXT)]
 State = Literal["started", "progress", "finished", "reused", "waiting", "failed"]
 

@@ -38,10 +38,10 @@ EXPECTED = {JSON_NAME, MARKDOWN_NAME, HTML_NAME, FIGURES, ENGINE}
 DIGESTS = "sha256.json"  # of the three forms; the engine has a manifest of its own
 REPORT_FILES = (JSON_NAME, MARKDOWN_NAME, HTML_NAME)
 SEND_AGAIN = "send the model again: that makes a new job, which takes what is left from the store"
-MOST_REPORT_BYTES = (
+MAX_REPORT_BYTES = (
     256 * 2**20
 )  # raw samples make one of 64 candidates and several shapes some tens of MiB
-MOST_HISTORY_BYTES, MOST_TIMES = 2**20, 1000
+MAX_HISTORY_BYTES, MAX_TIMES = 2**20, 1000
 TIMING = "timing"  # as pipeline.backends.timing_cache lays it out, which the server does not import
 CACHE, ABOUT = "cache.bin", "target.json"
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -107,8 +107,8 @@ def verified(out: Path) -> Report:
     missing = [name for name in REPORT_FILES if not (out / name).is_file()]
     if missing:
         raise ValueError(f"it lacks {', '.join(missing)}")
-    if (size := (out / JSON_NAME).stat().st_size) > MOST_REPORT_BYTES:
-        raise ValueError(f"{JSON_NAME} has {size} bytes, at most {MOST_REPORT_BYTES} are read")
+    if (size := (out / JSON_NAME).stat().st_size) > MAX_REPORT_BYTES:
+        raise ValueError(f"{JSON_NAME} has {size} bytes, at most {MAX_REPORT_BYTES} are read")
     report = load_report(out)
     _check_engine(out, report)
     return report
@@ -208,10 +208,10 @@ def take_over(work: Work, home: Path) -> None:
 def _take_times(source: Path, home: Path) -> None:
     """What the child's history has and the home's has not: the child began with a copy."""
     file = source / "history.jsonl"
-    if not file.is_file() or file.is_symlink() or file.stat().st_size > MOST_HISTORY_BYTES:
+    if not file.is_file() or file.is_symlink() or file.stat().st_size > MAX_HISTORY_BYTES:
         return
     known, target = set(History(home).entries()), History(home)
-    for entry in [entry for entry in History(source).entries() if entry not in known][-MOST_TIMES:]:
+    for entry in [entry for entry in History(source).entries() if entry not in known][-MAX_TIMES:]:
         target.add(entry.stage, entry.subject, entry.seconds, entry.plan, entry.device)
 
 

@@ -35,7 +35,7 @@ from service import logs
 from service.devices.leases import Clock, Leases, utc_now
 from service.errors import Conflict, Unavailable
 from service.jobs.attempt import Attempt, Means
-from service.jobs.limits import limits_from, machine_memory
+from service.jobs.process_limits import limits_from, machine_memory
 from service.jobs.redact import scrubbed_event
 from service.jobs.state import (
     CancelAsked,
@@ -56,7 +56,7 @@ from service.settings import Settings
 from service.storage.layout import Folders
 
 WORKER = (sys.executable, "-m", "service.jobs.worker")
-MOST_INTERRUPTIONS = (
+MAX_INTERRUPTIONS = (
     5  # so often a job may run while the server dies; then it is taken for the cause
 )
 STOP_S = 15.0  # for all children to be ended and their jobs to be stored
@@ -78,7 +78,7 @@ class JobRunner:
         worker: Sequence[str] = WORKER,
         observers: Sequence[Callable[[Job, JobEvent], None]] = (),
         clock: Clock = utc_now,
-        most_interruptions: int = MOST_INTERRUPTIONS,
+        most_interruptions: int = MAX_INTERRUPTIONS,
     ) -> None:
         self._settings, self._jobs, self._leases, self._observers, self._clock = (
             settings,
@@ -162,8 +162,7 @@ class JobRunner:
             event = self._changed[job_id] = asyncio.Event()
         return event
 
-    # -- what they do
-    # ------------------------------------------------------------------------------
+    # -- what they do ------------------------------------------------------------
 
     async def _submit(self, job: Job, once: Once | None) -> tuple[Job, bool]:
         self._check_open()
@@ -214,11 +213,13 @@ class JobRunner:
             try:
                 await asyncio.to_thread(self.folders.take_over, old.id, new.id)
             except OSError as error:
-                said = f"the upload of job {old.id} cannot be used again: {error}"
+                message = f"the upload of job {old.id} cannot be used again: {error}"
                 return await self._record(
                     new.id,
                     Died(
-                        Failure(code="host.store", message=said, next_step="send the model again")
+                        Failure(
+                            code="host.store", message=message, next_step="send the model again"
+                        )
                     ),
                 )
             self._enqueue(added)
@@ -246,9 +247,9 @@ class JobRunner:
                 self._keep(asyncio.create_task(self._run(device, attempt)))
         for job in [job for job in self._queued.values() if job.device not in devices]:
             del self._queued[job.id]
-            said = f"this host has no device '{job.device}': it has {', '.join(devices)}"
+            message = f"this host has no device '{job.device}': it has {', '.join(devices)}"
             failure = Failure(
-                code="backend.unavailable", message=said, next_step="send the model again"
+                code="backend.unavailable", message=message, next_step="send the model again"
             )
             self._keep(asyncio.create_task(self._record(job.id, Died(failure))))
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from pipeline.execution.store import Store
 from service import logs
 from service.errors import NotFound
-from service.jobs.limits import disk_use
+from service.jobs.process_limits import disk_use
 from service.jobs.state import Job
 from service.jobs.store import JobStore
 from service.settings import Settings

@@ -213,11 +213,11 @@ def after_a_crash(job: Job, most: int) -> JobEvent:
     """
     if job.interruptions + 1 < most:
         return Requeued("the server died while it ran", interrupted=True)
-    said = f"the server died {job.interruptions + 1} times while this job ran"
+    message = f"the server died {job.interruptions + 1} times while this job ran"
     return Died(
         Failure(
             code="job.interrupted",
-            message=said,
+            message=message,
             next_step="see the server's log for the cause; then retry the job",
         )
     )

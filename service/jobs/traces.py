@@ -35,9 +35,9 @@ def provider_from(settings: Settings) -> TracerProvider | None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        said = f"otel_endpoint is set, and traces need a library that is not installed: {error}"
+        message = f"otel_endpoint is set, and traces need a library that is not installed: {error}"
         raise BackendUnavailable(
-            said, f"{install_command('otel')}, or unset CRUCIBLE_SERVICE_OTEL_ENDPOINT"
+            message, f"{install_command('otel')}, or unset CRUCIBLE_SERVICE_OTEL_ENDPOINT"
         ) from error
     address = settings.otel_endpoint.rstrip("/")
     exporter = OTLPSpanExporter(

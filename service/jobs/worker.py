@@ -200,8 +200,7 @@ def seed(shared: Path, home: Path) -> None:
             shutil.copy(source, target)
 
 
-# -- what decides the result besides the request
-# ------------------------------------------------------------------------------
+# -- what decides the result besides the request -----------------------------
 
 
 def probe_host(progress: Progress = silent) -> HostIdentity:
@@ -235,8 +234,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     return HostIdentity(devices=devices, digest=hashlib.sha256(facts.encode()).hexdigest())
 
 
-# -- the process
-# ------------------------------------------------------------------------------
+# -- the process -------------------------------------------------------------
 
 
 def main(descriptor: int) -> None:

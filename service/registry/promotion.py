@@ -68,9 +68,9 @@ def check_own(engine: Engine, manifest: Manifest, job: Job) -> None:
     if engine.target.backend not in CODE_BACKENDS:
         return
     if manifest.sha256 != job.engine or manifest.value != engine.model_dump(mode="json"):
-        said = "this engine is a PyTorch program, which runs as code"
+        message = "this engine is a PyTorch program, which runs as code"
         raise Conflict(
-            f"{said}, and it is not the one that job {job.id} built on this server",
+            f"{message}, and it is not the one that job {job.id} built on this server",
             "compile the model again on this server, and promote that report",
         )
 

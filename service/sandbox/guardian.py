@@ -26,7 +26,7 @@ import psutil
 from service.sandbox.process_tree import kill_all
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
-MOST_FILES = 4096
+MAX_FILES = 4096
 WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     worker = os.fork()
     if worker == 0:
         _become(command, guardian)
-    os.closerange(3, MOST_FILES)  # the worker's now: its end is to be seen at the other end
+    os.closerange(3, MAX_FILES)  # the worker's now: its end is to be seen at the other end
     status = _watch(worker)
     kill_all(_descendants)
     _end_as(status)
@@ -54,7 +54,7 @@ def restrict(file_bytes: int) -> None:
     """
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for kind, wanted in ((resource.RLIMIT_NOFILE, MOST_FILES), (resource.RLIMIT_FSIZE, file_bytes)):
+    for kind, wanted in ((resource.RLIMIT_NOFILE, MAX_FILES), (resource.RLIMIT_FSIZE, file_bytes)):
         hard = resource.getrlimit(kind)[1]
         least = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(kind, (least, least))

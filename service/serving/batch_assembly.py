@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipeline.core import Tensors, TensorSpec, dtype_of
 from pipeline.errors import InternalError
 from service.serving.batching import Kind
-from service.serving.request_shapes import MOST_KNOWN, Axes, Fit
+from service.serving.request_shapes import MAX_KNOWN, Axes, Fit
 from service.serving.shared_memory import ALIGNMENT
 
 Array = NDArray[np.generic]
@@ -52,7 +52,7 @@ class Rows:
         self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], axes: Axes
     ) -> None:
         self._inputs, self._outputs, self._axes = inputs, outputs, axes
-        self.output_bytes = lru_cache(MOST_KNOWN)(self._output_bytes)  # by the shapes of the inputs
+        self.output_bytes = lru_cache(MAX_KNOWN)(self._output_bytes)  # by the shapes of the inputs
         self._sizes = [
             (spec, dtype_of(spec.dtype).itemsize, frozenset(spec.symbols)) for spec in outputs
         ]
@@ -138,11 +138,11 @@ class Rows:
         for spec, array in zip(self._outputs, outputs, strict=True):
             axis = None if joined.whole else self._axes.batch.get(spec.name)
             if axis is not None and (axis >= array.ndim or array.shape[axis] != joined.size):
-                said = (
+                message = (
                     f"output '{spec.name}' has shape {array.shape}, expected {joined.size} rows"
                     f" along axis {axis}"
                 )
-                raise InternalError(said, "deploy the model without batching")
+                raise InternalError(message, "deploy the model without batching")
             at = 0
             for part, wants, mine in zip(joined.parts, wanted, found, strict=True):
                 if wants is None or spec.name in wants:

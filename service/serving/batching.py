@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 CALM = 8  # batches in a row that would fit a smaller profile before it is gone back to
-MOST_CAPTURED = 8  # sizes: a session keeps so many CUDA graphs
+MAX_CAPTURED = 8  # sizes: a session keeps so many CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def _profile_for(kind: Kind, rows: int, queue: Queue) -> tuple[Sizes, int]:
     return last, queue.calm + 1
 
 
-def captured_sizes(low: int, usual: int, high: int, most: int = MOST_CAPTURED) -> tuple[int, ...]:
+def captured_sizes(low: int, usual: int, high: int, most: int = MAX_CAPTURED) -> tuple[int, ...]:
     """The sizes that are run where each is captured: the ends, the usual one, and the largest
     powers of two between them.
     """

@@ -53,8 +53,8 @@ from service.storage.layout import Work
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
 # a worker that answers a batch later than this many time-outs hangs: nobody waits for it any more
 STUCK_TIMEOUTS = 3.0
-LEAST_STUCK_S = 10.0  # but not before this
-MOST_SHAPES = 1000  # that are told apart
+MIN_STUCK_S = 10.0  # but not before this
+MAX_SHAPES = 1000  # that are told apart
 LOADS = itertools.count(
     1
     # a version that is loaded anew has two deployments for a moment, whose processes must not be
@@ -133,7 +133,7 @@ class Deployment:
             device=spec.device,
             load_s=spec.load_s,
             sessions=SLOTS if spec.overlap else 1,
-            stuck_s=max(LEAST_STUCK_S, STUCK_TIMEOUTS * spec.timeout_s),
+            stuck_s=max(MIN_STUCK_S, STUCK_TIMEOUTS * spec.timeout_s),
             command=worker,
         )
         load = next(LOADS)
@@ -237,7 +237,7 @@ class Deployment:
 
     def shapes(self) -> Mapping[tuple[tuple[str, int], ...], int]:
         """How many requests came with which sizes of the symbols, the batch's among them. After
-        MOST_SHAPES others no more are told apart.
+        MAX_SHAPES others no more are told apart.
         """
         return dict(self._shapes)
 
@@ -269,8 +269,7 @@ class Deployment:
         self._tally.close()
         await asyncio.to_thread(shutil.rmtree, self._work, True)
 
-    # -- requests
-    # ------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------
 
     def _state(self) -> ModelState:
         if self._draining:
@@ -310,13 +309,15 @@ class Deployment:
         return max(1, math.ceil(batches * self._tally.seconds_per_batch))
 
     def _see(self, fit: Fit) -> None:
-        if fit.sizes in self._shapes or len(self._shapes) < MOST_SHAPES:
+        if fit.sizes in self._shapes or len(self._shapes) < MAX_SHAPES:
             self._shapes[fit.sizes] += 1
 
     def _time_out(self, number: int, timeout_s: float) -> None:
         self._leave(number)
-        said = f"no answer of '{self.spec.model}' within {timeout_s:g} s"
-        self._fail(number, TimedOut(said, "allow more time, or send fewer requests"), "timed_out")
+        message = f"no answer of '{self.spec.model}' within {timeout_s:g} s"
+        self._fail(
+            number, TimedOut(message, "allow more time, or send fewer requests"), "timed_out"
+        )
 
     def _leave(self, number: int) -> bool:
         """Take a request out of the queue; False if it runs already."""
@@ -337,8 +338,7 @@ class Deployment:
             self._tally.failed(state, monotonic() - asked.since)
             asked.answer.set_exception(error)
 
-    # -- batches
-    # ------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------
 
     def _changed(self) -> None:
         """A worker has come or gone."""

@@ -124,9 +124,10 @@ def device_for(asked: str | None, on_gpu: bool, names: Sequence[str]) -> str:
         return fitting[0]
     if asked is None or asked not in fitting:
         kind = "a GPU" if on_gpu else "a CPU"
-        said = f"device '{asked}'" if asked else f"a device for an engine for {kind}"
+        message = f"device '{asked}'" if asked else f"a device for an engine for {kind}"
         raise Unprocessable(
-            f"{said} is not one that this engine runs on; here are: {', '.join(fitting) or 'none'}",
+            f"{message} is not one that this engine runs on; here are:"
+            f" {', '.join(fitting) or 'none'}",
             f"the engine is one for {kind}",
         )
     return asked

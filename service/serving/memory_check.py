@@ -41,11 +41,11 @@ def check_fit(version: Version, instances: int, free_bytes: int | None, device: 
     need = need_of(version)
     if need.bytes * instances > free_bytes:
         what = f"'{version.model}' with {instances} instance{'s' if instances > 1 else ''}"
-        said = (
+        message = (
             f"{what} needs at least {_mib(need.bytes * instances)} ({need.known}),"
             f" {_mib(free_bytes)} of {device} are free"
         )
-        raise Conflict(said, "unload another model, or take fewer instances")
+        raise Conflict(message, "unload another model, or take fewer instances")
 
 
 def _mib(count: int) -> str:

@@ -1,7 +1,7 @@
 """One place of a deployment where batches run: it has a worker, and another one after a crash.
 
 Each crash in a row, with no batch answered between, doubles the pause before the next start; after
-MOST_CRASHES the instance is `failed` and stays so. A crash costs the batches that its worker had,
+MAX_CRASHES the instance is `failed` and stays so. A crash costs the batches that its worker had,
 and nothing else.
 """
 
@@ -17,8 +17,8 @@ from pipeline.execution.exit_causes import crucible_error
 from service import logs
 from service.serving.worker_client import Order, Task, Worker
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
-MOST_CRASHES = 5
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 30.0
+MAX_CRASHES = 5
 
 InstanceState = Literal["starting", "ready", "failed", "closed"]
 
@@ -27,11 +27,7 @@ log = logs.get("service.instance")
 
 def pause_after(crashes: int) -> float | None:
     """How long to wait before the next start, after so many crashes in a row; None: give up."""
-    return (
-        None
-        if crashes >= MOST_CRASHES
-        else min(FIRST_PAUSE_S * 2 ** (crashes - 1), LONGEST_PAUSE_S)
-    )
+    return None if crashes >= MAX_CRASHES else min(FIRST_PAUSE_S * 2 ** (crashes - 1), MAX_PAUSE_S)
 
 
 class Instance:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipeline.core import Dim, DimRange, Engine, Profile, Tensors, dtype_of, sizes_from_shapes
 from pipeline.serving_inputs import BatchSpec
 from service.errors import Unprocessable
-from service.serving.batching import MOST_CAPTURED, Kind, Sizes, captured_sizes
+from service.serving.batching import MAX_CAPTURED, Kind, Sizes, captured_sizes
 
 CAPTURING = frozenset({"tensorrt", "tensorrt_rtx"})
 
@@ -33,7 +33,7 @@ def captures(engine: Engine) -> bool:
     return engine.target.backend in CAPTURING or by_torch
 
 
-MOST_KNOWN = 1024  # fits that are remembered
+MAX_KNOWN = 1024  # fits that are remembered
 SEE_METADATA = "GET /models tells what the model takes"
 
 
@@ -121,7 +121,7 @@ class Fitting:
             key += tuple([_content(inputs[name]) for name in self._by_content])
         known = self._known.get(key)
         if known is None:
-            if len(self._known) >= MOST_KNOWN:
+            if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
                 self._kinds.clear()
             known = self._known[key] = self._new(inputs)
@@ -265,7 +265,7 @@ class Fitting:
             return Sizes(number, low, high)
         usual = max((dim.opt for dim in ranges), default=low)
         largest = max(low, min(high, self.maximum))
-        count = max(1, MOST_CAPTURED // len(self._profiles))
+        count = max(1, MAX_CAPTURED // len(self._profiles))
         return Sizes(number, low, high, captured_sizes(low, usual, largest, count))
 
     def _bucket(self, symbol: str, size: int) -> int:

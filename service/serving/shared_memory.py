@@ -21,8 +21,8 @@ from service.serving.worker_messages import BadMessage, Part, Placed
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-LEAST_BYTES = 64 * 1024
-MOST_BYTES = 1 << 36  # 64 GiB: of one batch's inputs, or outputs
+MIN_BYTES = 64 * 1024
+MAX_BYTES = 1 << 36  # 64 GiB: of one batch's inputs, or outputs
 
 
 class Buffer:
@@ -36,7 +36,7 @@ class Buffer:
     @classmethod
     def make(cls, least: int) -> Buffer:
         """A new one of at least so many bytes. HostError if there is no memory for it."""
-        size = LEAST_BYTES
+        size = MIN_BYTES
         while size < least:
             size *= 2
         try:

@@ -26,8 +26,10 @@ def open_program(engine: Engine, sessions: int) -> Loaded:
 
     if sessions > 1 and engine.recipe.mode and engine.target.compute_capability:
         mode = engine.recipe.mode
-        said = f"torch.compile keeps the CUDA graphs of {mode} for one thread, `overlap` needs two"
-        raise UnsupportedError(said, "load the model without `overlap`")
+        message = (
+            f"torch.compile keeps the CUDA graphs of {mode} for one thread, `overlap` needs two"
+        )
+        raise UnsupportedError(message, "load the model without `overlap`")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "inductor")))
     return torch_programs.load(engine)
 

@@ -52,7 +52,7 @@ from service.serving.worker_messages import (
 if TYPE_CHECKING:
     from pipeline.backends.base import Loaded, Session, Timer
 
-MOST_DESCRIPTORS = 2  # of one packet
+MAX_DESCRIPTORS = 2  # of one packet
 
 
 class Server:
@@ -69,7 +69,7 @@ class Server:
         gone.
         """
         packet, descriptors, _, _ = socket.recv_fds(
-            self._end, PACKET_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            self._end, PACKET_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
         return from_server(packet), descriptors
 

@@ -34,7 +34,7 @@ from pipeline.execution.exit_causes import crucible_error, memory_kills
 from service import logs
 from service.errors import TimedOut, Unavailable, Unprocessable
 from service.jobs.worker_client import end_guarded, environment_for, how_it_ended, start_guarded
-from service.serving.shared_memory import MOST_BYTES, Buffer, Slot, layout
+from service.serving.shared_memory import MAX_BYTES, Buffer, Slot, layout
 from service.serving.worker_messages import (
     PACKET_BYTES,
     BadMessage,
@@ -218,9 +218,9 @@ class Worker:
         new: Mapping[Part, Buffer] = {}
         try:
             placed, size = self._layout(task.shapes)
-            if size > MOST_BYTES:
+            if size > MAX_BYTES:
                 raise Unprocessable(
-                    f"inputs of {size} bytes, a batch may have {MOST_BYTES}", "send less"
+                    f"inputs of {size} bytes, a batch may have {MAX_BYTES}", "send less"
                 )
             new = slot.reserve(size, task.output_bytes)
             assert slot.inputs is not None
@@ -273,8 +273,7 @@ class Worker:
             raise
         await asyncio.to_thread(self._order.work.clear_temporary)
 
-    # -- the conversation
-    # ------------------------------------------------------------------------------
+    # -- the conversation --------------------------------------------------------
 
     def _send(self, message: Load | Run, buffers: Collection[Buffer] = ()) -> None:
         try:
@@ -343,7 +342,7 @@ class Worker:
     def _again(self, sent: _Sent, output_bytes: int) -> None:
         """The batch once more, with more room for its outputs; its inputs still lie in the slot."""
         outputs = sent.slot.outputs
-        if outputs is None or not outputs.size < output_bytes <= MOST_BYTES:
+        if outputs is None or not outputs.size < output_bytes <= MAX_BYTES:
             raise BadMessage(
                 f"outputs of {output_bytes} bytes, which the buffer holds, or nobody would"
             )

@@ -23,8 +23,8 @@ from service.jobs.messages import LONG_TEXT, Seconds
 from service.jobs.messages import BadMessage as BadMessage
 
 PACKET_BYTES = 128 * 1024  # the longest: 1,000 tensors of a Run, or two texts of LONG_TEXT
-MOST_DIMS = 64
-MOST_TENSORS = 1000
+MAX_DIMS = 64
+MAX_TENSORS = 1000
 
 Count = Annotated[int, Field(ge=0, le=2**48)]
 Text = Annotated[str, Field(max_length=LONG_TEXT)]
@@ -39,7 +39,7 @@ class Placed:
     place.
     """
 
-    shape: Annotated[tuple[Count, ...], Field(max_length=MOST_DIMS)]
+    shape: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
     offset: Count
 
 
@@ -63,7 +63,7 @@ class Run:
 
     number: Count
     slot: Count
-    inputs: Annotated[tuple[Placed, ...], Field(max_length=MOST_TENSORS)]
+    inputs: Annotated[tuple[Placed, ...], Field(max_length=MAX_TENSORS)]
     new: tuple[Part, ...] = ()
     kind: Literal["run"] = "run"
 
@@ -81,7 +81,7 @@ class Done:
     """The outputs lie in the slot, which is the server's again."""
 
     number: Count
-    outputs: Annotated[tuple[Placed, ...], Field(max_length=MOST_TENSORS)]
+    outputs: Annotated[tuple[Placed, ...], Field(max_length=MAX_TENSORS)]
     copy_in_s: Seconds
     compute_s: Seconds  # by the device's clock
     copy_out_s: Seconds

@@ -118,11 +118,11 @@ class Database:
             raise sqlite3.DatabaseError(damage)
         version = rows.execute("PRAGMA user_version").fetchone()[0]
         if version > len(migrations):
-            said = (
+            message = (
                 f"'{self.path}' is of schema version {version}, this Crucible knows up to"
                 f" {len(migrations)}"
             )
-            raise StoreError(said, "start the newer version of Crucible, or give another home")
+            raise StoreError(message, "start the newer version of Crucible, or give another home")
         for number in range(version, len(migrations)):
             rows.executescript(
                 f"BEGIN IMMEDIATE;\n{migrations[number]};\nPRAGMA user_version ="

@@ -25,7 +25,7 @@ from pipeline.errors import StoreError
 from pipeline.plan.schema import Plan
 
 PLAN = "plan.json"
-MOST_LOG_BYTES = 2**20  # of a log that are read, and kept once the job has ended
+MAX_LOG_BYTES = 2**20  # of a log that are read, and kept once the job has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class Work:
         if (
             self.log.is_file()
             and not self.log.is_symlink()
-            and self.log.stat().st_size > MOST_LOG_BYTES
+            and self.log.stat().st_size > MAX_LOG_BYTES
         ):
             with self.log.open("r+b") as file:
-                file.seek(-MOST_LOG_BYTES, os.SEEK_END)
+                file.seek(-MAX_LOG_BYTES, os.SEEK_END)
                 end = file.read()
                 file.seek(0)
                 file.write(end)

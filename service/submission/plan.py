@@ -38,10 +38,10 @@ from service.settings import Settings
 from service.submission.uploads import Limits, Part, is_archive, unpack
 
 DATA = ("calibration", "selection", "validation")
-DEEPEST = 12  # levels of a plan; ours needs 6
-MOST_ITEMS = 10_000  # scalars, lists and mappings of a plan together
-LONGEST_NAME = 100
-NAME = rf"^([A-Za-z0-9_-][A-Za-z0-9_.-]{{0,{LONGEST_NAME - 1}}})?$"
+MAX_DEPTH = 12  # levels of a plan; ours needs 6
+MAX_ITEMS = 10_000  # scalars, lists and mappings of a plan together
+MAX_NAME = 100
+NAME = rf"^([A-Za-z0-9_-][A-Za-z0-9_.-]{{0,{MAX_NAME - 1}}})?$"
 SEE = "docs/service.md lists the keys that a submitted plan may have"
 SAFETENSORS, PICKLES = (
     ".safetensors",
@@ -106,8 +106,7 @@ class SubmittedPlan(Frozen):
     serving: ServingConfig = ServingConfig()
 
 
-# -- reading it
-# ------------------------------------------------------------------------------
+# -- reading it --------------------------------------------------------------
 
 
 def parse(text: bytes) -> SubmittedPlan:
@@ -144,16 +143,15 @@ def _check_form(text: str) -> None:
             event, yaml.CollectionEndEvent
         )
         items += isinstance(event, yaml.NodeEvent)
-        if depth > DEEPEST or items > MOST_ITEMS:
+        if depth > MAX_DEPTH or items > MAX_ITEMS:
             raise Unprocessable(
-                f"the plan is deeper than {DEEPEST} levels, or has more than {MOST_ITEMS}"
+                f"the plan is deeper than {MAX_DEPTH} levels, or has more than {MAX_ITEMS}"
                 f" items{where}",
                 SEE,
             )
 
 
-# -- what it becomes
-# ------------------------------------------------------------------------------
+# -- what it becomes ---------------------------------------------------------
 
 
 def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Settings) -> Plan:
@@ -190,7 +188,7 @@ def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Set
 def _name_of(filename: str) -> str:
     """`resnet50` of `resnet50.onnx` or `resnet50.tar.gz`."""
     stem = Path(filename).stem.removesuffix(".tar")
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", stem).lstrip(".")[:LONGEST_NAME] or "model"
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", stem).lstrip(".")[:MAX_NAME] or "model"
 
 
 def _data(role: str, submitted: SubmittedPlan, parts: Mapping[str, Part]) -> object:
@@ -213,11 +211,11 @@ def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str
     if name.endswith(PICKLES):
         if name.endswith(".pt2") and settings.allow_code:
             return {"path": str(_named(part, ".pt2")), **shape}
-        said = (
+        message = (
             f"'{part.filename}' is a pickle: loading it runs code of whoever made it, and this"
             " service does not"
         )
-        raise Unprocessable(said, "send ONNX, or safetensors weights with `architecture`")
+        raise Unprocessable(message, "send ONNX, or safetensors weights with `architecture`")
     if submitted.architecture is not None:
         weights = {"weights": str(_named(part, SAFETENSORS))}
         return {

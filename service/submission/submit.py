@@ -39,7 +39,7 @@ from service.submission.plan import NamedConfig
 
 log = logs.get("service.submission")
 GPU_BACKENDS = ("tensorrt", "tensorrt_rtx", "torch")
-MOST_KEY = 255  # characters of an Idempotency-Key
+MAX_KEY_CHARACTERS = 255  # characters of an Idempotency-Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,9 @@ async def submit_benchmark(
 
 
 async def _submit(service: Service, owner: str, key: str | None, prepare: Prepare) -> Job:
-    if key is not None and not 0 < len(key) <= MOST_KEY:
+    if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
         raise Unprocessable(
-            f"an Idempotency-Key of {len(key)} characters, expected 1 to {MOST_KEY}",
+            f"an Idempotency-Key of {len(key)} characters, expected 1 to {MAX_KEY_CHARACTERS}",
             "send a UUID, for example",
         )
     now = utc_now()
@@ -202,8 +202,7 @@ def _load(service: Service) -> Counter[str]:
     return Counter(job.device for job in service.jobs.unfinished())
 
 
-# -- an upload
-# ------------------------------------------------------------------------------
+# -- an upload ---------------------------------------------------------------
 
 
 async def _wanted_upload(
@@ -233,8 +232,7 @@ def _wanted_parts(
     )
 
 
-# -- a plan of the server's own
-# ------------------------------------------------------------------------------
+# -- a plan of the server's own ----------------------------------------------
 
 
 async def _short(stream: AsyncIterator[bytes], limit: int) -> bytes:
@@ -253,12 +251,12 @@ async def _wanted_config(body: bytes, settings: Settings, owner: str, host: Host
     try:
         name = NamedConfig.model_validate_json(body).config
     except ValidationError as error:
-        said = "; ".join(
+        message = "; ".join(
             f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}"
             for fault in error.errors()
         )
         raise Unprocessable(
-            f'expected {{"config": NAME}}: {said}', "or send a model as multipart/form-data"
+            f'expected {{"config": NAME}}: {message}', "or send a model as multipart/form-data"
         ) from error
     return await asyncio.to_thread(_named, name, settings, owner, host)
 

@@ -30,12 +30,12 @@ from python_multipart.multipart import parse_options_header
 from service.errors import TooLarge, Unprocessable
 
 PARTS = ("model", "plan", "calibration", "selection", "validation")
-MOST_MEMBERS = 10_000  # of an archive; each costs a file
-MOST_DIRECTORY_BYTES = 4 * 2**20  # of a .zip, which are 400 for each of so many
-MOST_HEADER_BYTES = (
+MAX_MEMBERS = 10_000  # of an archive; each costs a file
+MAX_DIRECTORY_BYTES = 4 * 2**20  # of a .zip, which are 400 for each of so many
+MAX_HEADER_BYTES = (
     64 * 2**10
 )  # of a .tar between two files: names of up to 4096 bytes, and what is read ahead
-DEEPEST = 16  # folders in folders
+MAX_DEPTH = 16  # folders in folders
 CHUNK_BYTES = 2**20
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 FIELDS = (
@@ -74,8 +74,7 @@ class Part:
     filename: str  # what the client calls it; for messages and its suffix only
 
 
-# -- multipart
-# ------------------------------------------------------------------------------
+# -- multipart ---------------------------------------------------------------
 
 
 async def receive(
@@ -214,8 +213,7 @@ class _Receiver:
         )
 
 
-# -- archives
-# ------------------------------------------------------------------------------
+# -- archives ----------------------------------------------------------------
 
 
 def is_archive(filename: str) -> bool:
@@ -234,9 +232,9 @@ def unpack(part: Part, folder: Path, limits: Limits) -> Path:
         opened = _zip_members if zipfile.is_zipfile(part.path) else _tar_members
         left = limits.unpacked_bytes
         for number, (name, stream) in enumerate(opened(part.path)):
-            if number >= MOST_MEMBERS:
+            if number >= MAX_MEMBERS:
                 raise Unprocessable(
-                    f"an archive of more than {MOST_MEMBERS} files",
+                    f"an archive of more than {MAX_MEMBERS} files",
                     "send a model with one file of external data",
                 )
             if stream is not None:
@@ -275,9 +273,9 @@ class _Bounded(io.FileIO):
     """
 
     def read(self, size: int | None = -1, /) -> bytes:
-        if size is not None and size > MOST_DIRECTORY_BYTES:
+        if size is not None and size > MAX_DIRECTORY_BYTES:
             raise Unprocessable(
-                f"a .zip whose directory has {size} bytes, expected at most {MOST_DIRECTORY_BYTES}",
+                f"a .zip whose directory has {size} bytes, expected at most {MAX_DIRECTORY_BYTES}",
                 "pack fewer files",
             )
         return super().read(size)
@@ -313,14 +311,14 @@ class _Metered(io.RawIOBase):
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile) -> None:
         self._stream = stream
-        self.left: float = MOST_HEADER_BYTES
+        self.left: float = MAX_HEADER_BYTES
 
     def read(self, size: int = -1, /) -> bytes:
         data = self._stream.read(size)
         self.left -= len(data)
         if self.left < 0:
             raise Unprocessable(
-                f"a .tar with a header of more than {MOST_HEADER_BYTES} bytes",
+                f"a .tar with a header of more than {MAX_HEADER_BYTES} bytes",
                 "pack plain files with short names",
             )
         return data
@@ -340,7 +338,7 @@ def _tar_members(path: Path) -> Members:
                     )
                 metered.left = math.inf
                 yield member.name, archive.extractfile(member)
-                metered.left = MOST_HEADER_BYTES
+                metered.left = MAX_HEADER_BYTES
 
 
 def _place(folder: Path, name: str) -> Path:
@@ -351,7 +349,7 @@ def _place(folder: Path, name: str) -> Path:
         and not {"\\", "\0"} & set(name)
         and ".." not in parts
     )
-    if not plain or len(parts) > DEEPEST or any(len(part.encode()) > 255 for part in parts):
+    if not plain or len(parts) > MAX_DEPTH or any(len(part.encode()) > 255 for part in parts):
         raise Unprocessable(
             f"'{name[:200]}' in the archive lies outside of it, or is no plain name",
             "pack with relative paths",

@@ -401,8 +401,7 @@ def test_the_row_of_a_recipe_is_found_by_its_label() -> None:
     assert flags.label == "tensorrt int8 implicit minmax"
 
 
-# -- docs/accuracy.md
-# ------------------------------------------------------------------------------
+# -- docs/accuracy.md --------------------------------------------------------
 
 
 def calibration(losses: dict[tuple[str, str, int, int, int], float]) -> dict[str, object]:

@@ -34,8 +34,7 @@ H200 = Target(
 )
 
 
-# -- rows and targets
-# ------------------------------------------------------------------------------
+# -- rows and targets --------------------------------------------------------
 
 
 def test_every_row_is_a_plan_that_can_be_read(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -148,8 +147,7 @@ def test_a_gain_between_two_peers_is_a_target_too(gpu: dict[str, ModuleType]) ->
     assert found["limit"] == pytest.approx(2.928)
 
 
-# -- what the models are fed
-# ------------------------------------------------------------------------------
+# -- what the models are fed -------------------------------------------------
 
 
 def test_texts_are_padded_and_alike_for_all(gpu: dict[str, ModuleType]) -> None:
@@ -178,8 +176,7 @@ def test_calibration_texts_are_whole_batches(gpu: dict[str, ModuleType], tmp_pat
         }
 
 
-# -- what is written down
-# ------------------------------------------------------------------------------
+# -- what is written down ----------------------------------------------------
 
 
 def report(label: str, device_s: float, blocks: int = 8) -> BenchmarkReport:
@@ -651,8 +648,7 @@ def test_words_of_the_command_line(
         gpu["gpu_models"]._row("vit")
 
 
-# -- parts
-# ------------------------------------------------------------------------------
+# -- parts -------------------------------------------------------------------
 
 
 def test_variants_meet_where_they_take_the_same_shapes(gpu: dict[str, ModuleType]) -> None:

@@ -34,8 +34,7 @@ H200 = Target(
 )
 
 
-# -- sessions on doubles
-# ------------------------------------------------------------------------------
+# -- sessions on doubles -----------------------------------------------------
 
 
 @pytest.fixture
@@ -180,8 +179,7 @@ def test_cosines_of_wrong_and_missing_answers(gpu: dict[str, ModuleType]) -> Non
         assert cosine(wrong, good) is None
 
 
-# -- the host
-# ------------------------------------------------------------------------------
+# -- the host ----------------------------------------------------------------
 
 
 def test_states_of_the_gpu(gpu: dict[str, ModuleType]) -> None:
@@ -220,8 +218,7 @@ def test_caches_go_from_one_home_to_another(gpu: dict[str, ModuleType], tmp_path
     assert not (tmp_path / "none" / "timing.tar.gz").exists()
 
 
-# -- PyTorch, as far as it goes without a GPU
-# ------------------------------------------------------------------------------
+# -- PyTorch, as far as it goes without a GPU --------------------------------
 
 
 def test_models_of_the_table_have_biases_that_no_simplifier_takes_away(

@@ -46,8 +46,7 @@ class Counted:
         self.whys[number] = why
 
 
-# -- the client
-# ------------------------------------------------------------------------------
+# -- the client --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,8 +120,7 @@ def test_the_client_is_a_process_that_prints_what_it_found(bench: Bench, tmp_pat
     assert not bench["rounds"].answers(up, load)
 
 
-# -- processes
-# ------------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------
 
 
 def test_a_server_is_ended_with_all_that_it_started(bench: Bench, tmp_path: Path) -> None:
@@ -168,8 +166,7 @@ def test_crucible_gets_the_packages_of_this_process_and_peers_get_none_of_them(
     assert "PYTHONPATH" not in bench["processes"].clean_environment(Path("/peer/bin"))
 
 
-# -- peers and models
-# ------------------------------------------------------------------------------
+# -- peers and models --------------------------------------------------------
 
 
 def test_every_peer_has_a_script_and_exact_versions(bench: Bench) -> None:
@@ -201,8 +198,7 @@ def test_the_echo_gives_back_what_it_gets_and_seeds_make_other_models(
     assert one != other
 
 
-# -- figures
-# ------------------------------------------------------------------------------
+# -- figures -----------------------------------------------------------------
 
 
 def turn(bench: Bench, single_ms: float, per_s: float, faults: tuple[str, ...] = ()) -> object:
@@ -265,11 +261,11 @@ def test_rows_hold_medians_over_rounds_and_ratios_within_them(bench: Bench) -> N
 
 
 def test_stages_are_medians_of_what_answers_say(bench: Bench) -> None:
-    said = (
+    message = (
         "HTTP/1.1 200 OK\r\nServer-Timing: queue;dur=0.5, compute;dur={}\r\nCrucible-Batch-Size:"
         " {}\r\nX: y\r\n\r\n"
     )
-    heads = [said.format(ms, 2 * ms).encode() for ms in (1, 2, 9)]
+    heads = [message.format(ms, 2 * ms).encode() for ms in (1, 2, 9)]
     assert bench["client"].stages_ms([*heads, b"HTTP/1.1 200 OK\r\n\r\n"]) == {
         "queue": 0.5,
         "compute": 2.0,

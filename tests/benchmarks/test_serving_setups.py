@@ -133,8 +133,7 @@ def test_an_engine_says_where_it_ran(bench: Bench) -> None:
     assert bench["setups"].ran_on(engine) == "tensorrt 10.6.0 fp32 on NVIDIA H200"
 
 
-# -- rows and the page
-# ------------------------------------------------------------------------------
+# -- rows and the page -------------------------------------------------------
 
 
 def rows(
@@ -211,11 +210,11 @@ def test_the_page_has_a_section_for_the_gpu_where_there_is_a_result(
         "on one connection, ms: queue 0.100, copy in 0.200, compute 4.000, copy out 0.050; the"
         " other 0.150 are HTTP on both sides." in text
     )
-    said = (
+    message = (
         "tensorrt 10.14.1 fp32 on NVIDIA H200: resnet50 on [1, 3, 128, 128] float32, which it first"
         " enlarges 7 times; "
     )
     assert (
-        f"{said}at most 8 rows together, a batch held open for 50 ms, without overlap. 3 rounds, 4"
-        " s of each measured stretch." in text
+        f"{message}at most 8 rows together, a batch held open for 50 ms, without overlap. 3 rounds,"
+        " 4 s of each measured stretch." in text
     )

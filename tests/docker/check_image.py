@@ -195,8 +195,7 @@ def runs(process: psutil.Process, module: str) -> bool:
     return process.cmdline()[1:3] == ["-m", module]
 
 
-# -- what it compiled is served
-# ------------------------------------------------------------------------------
+# -- what it compiled is served ----------------------------------------------
 
 
 @pytest.fixture(scope="module")

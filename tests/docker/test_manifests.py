@@ -58,8 +58,7 @@ def settings_of(variables: dict[str, str]) -> Settings:
     return settings_from({"CRUCIBLE_SERVICE_HOST": "0.0.0.0", **variables})
 
 
-# -- Kubernetes
-# ------------------------------------------------------------------------------
+# -- Kubernetes --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.34"])
@@ -201,8 +200,7 @@ def test_a_pod_has_a_gpu_memory_to_share_and_its_home(pod: Document) -> None:
     assert "secret" in mounted[str(Path(key).parent)]
 
 
-# -- Compose
-# ------------------------------------------------------------------------------
+# -- Compose -----------------------------------------------------------------
 
 
 def compose() -> Document:
@@ -280,8 +278,7 @@ def test_both_images_run_alike() -> None:
     assert len(cpu) == 12
 
 
-# -- Prometheus and Grafana
-# ------------------------------------------------------------------------------
+# -- Prometheus and Grafana --------------------------------------------------
 
 
 def queries() -> Iterator[str]:

@@ -21,7 +21,7 @@ from pipeline.host.gpu import Gpus
 from pipeline.measurement.measure import environment
 
 WORST_FIRST = ("error", "failed", "skipped", "passed", "not run")
-LONGEST_REASON = 500
+MAX_REASON = 500
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class GpuTest:
         self.seconds = round(self.seconds + report.duration, 3)
         outcome = "error" if report.failed and report.when != "call" else report.outcome
         if WORST_FIRST.index(outcome) < WORST_FIRST.index(self.outcome):
-            self.outcome, self.reason = outcome, _reason(report)[:LONGEST_REASON]
+            self.outcome, self.reason = outcome, _reason(report)[:MAX_REASON]
 
 
 def _reason(report: pytest.TestReport) -> str:
@@ -142,9 +142,9 @@ class GpuTests:
                 yellow=True,
             )
         elif self.tests:
-            said = ", ".join(f"{count} {outcome}" for outcome, count in self.counts().items())
+            message = ", ".join(f"{count} {outcome}" for outcome, count in self.counts().items())
             terminalreporter.write_line(
-                f"{len(self.tests)} GPU tests: {said}"
+                f"{len(self.tests)} GPU tests: {message}"
                 + f"; results in {self.file}" * bool(self.file)
             )
 

@@ -95,8 +95,7 @@ def fp16_task(folder: Path, **changes: object) -> Path:
     )
 
 
-# -- processes
-# ------------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------
 
 
 def test_a_cancelled_build_is_gone_and_its_memory_is_back(tmp_path: Path) -> None:
@@ -137,8 +136,7 @@ def test_two_processes_build_on_one_gpu_and_both_end_right(tmp_path: Path) -> No
     )  # this build at least was alone, so its times are kept where the CPUs keep up
 
 
-# -- memory
-# ------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------
 
 
 def test_a_compile_on_a_full_gpu_says_so_and_the_next_one_works(tmp_path: Path) -> None:
@@ -169,8 +167,7 @@ def answer_once(engine: Engine, progress: object = None) -> int:
     return len(convolution().feeds)
 
 
-# -- what cannot be had
-# ------------------------------------------------------------------------------
+# -- what cannot be had ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,8 +247,7 @@ def test_without_nvml_the_message_names_what_is_missing(tmp_path: Path) -> None:
     assert "\nnext " in done.err
 
 
-# -- values
-# ------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------
 
 
 def test_nan_in_an_fp16_engine_is_a_failed_candidate_and_no_crash(tmp_path: Path) -> None:

@@ -153,8 +153,7 @@ def test_what_is_not_chosen_is_not_counted(tmp_path: Path) -> None:
     assert document["tests"] == []
 
 
-# -- wheels
-# ------------------------------------------------------------------------------
+# -- wheels ------------------------------------------------------------------
 
 
 def split_wheel(folder: Path) -> Path:

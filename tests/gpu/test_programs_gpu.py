@@ -61,7 +61,7 @@ from tests.service.serving.engines import asking, deployed, play
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 
 FLOATS = (Precision.FP32, Precision.TF32, Precision.FP16, Precision.BF16)
-LARGEST_ERROR = {  # of the largest value of the reference
+MAX_ERROR = {  # of the largest value of the reference
     Precision.FP32: 1e-4,
     Precision.TF32: 5e-3,
     Precision.FP16: 1e-2,
@@ -146,7 +146,7 @@ def test_every_form_answers_as_eager_fp32_within_its_precision(
     with skipped_if_packages_crash():
         found = call_in_child(errors, name, cases, tmp_path, name=f"{name} {form}")
     for (_, precision, mode), error in zip(cases, found, strict=True):
-        assert error <= LARGEST_ERROR[precision], f"{name} {form} {mode} {precision}: {error}"
+        assert error <= MAX_ERROR[precision], f"{name} {form} {mode} {precision}: {error}"
         if precision in (Precision.FP16, Precision.BF16):
             assert error > 1e-6, f"{name} {form} {precision} answers exactly: it runs in fp32"
 
@@ -226,7 +226,7 @@ def test_a_worker_serves_programs_from_the_gpu(tmp_path: Path, case: Case) -> No
             for each in feeds:
                 answer = await bench.deployment.infer(asking(each))
                 want = run_module(module, source, each)["output_0"]
-                assert relative_error(answer.outputs["output_0"], want) <= LARGEST_ERROR[case[1]]
+                assert relative_error(answer.outputs["output_0"], want) <= MAX_ERROR[case[1]]
 
     play(story)
 

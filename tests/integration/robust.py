@@ -103,8 +103,7 @@ def assert_same(folder: Path, home: Path, compiled: tuple[Path, Path]) -> Report
     return report
 
 
-# -- disturbed runs
-# ------------------------------------------------------------------------------
+# -- disturbed runs ----------------------------------------------------------
 
 
 def start(
@@ -205,8 +204,7 @@ def _processes_of(home: Path) -> list[psutil.Process]:
     return found
 
 
-# -- a host with less than one wants
-# ------------------------------------------------------------------------------
+# -- a host with less than one wants -----------------------------------------
 
 
 @contextlib.contextmanager

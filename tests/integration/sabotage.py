@@ -120,8 +120,7 @@ def engine_of(report: Report) -> Engine:
     return engine
 
 
-# -- faults
-# ------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------
 
 
 def one_scale_times_8(proto: onnx.ModelProto) -> None:

@@ -18,7 +18,7 @@ from service import errors
 ROOT = Path(__file__).parents[2]
 CODE = ("pipeline", "service", "tests", "benchmarks", "calibration_data")
 OURS = r"(?:pipeline|service|tests|benchmarks)"
-MOST_MODULES = 15  # in one folder; more would hide the order of things
+MAX_MODULES = 15  # in one folder; more would hide the order of things
 
 CODES = {getattr(each, "code", "") for each in vars(errors).values()}
 """`service.not_found` is a code of a refusal and looks like a module."""
@@ -162,7 +162,7 @@ def test_every_name_is_one_that_exists(kind: str) -> None:
         ("path", ".venv/bin/python {}", "benchmarks/NAME.py", "benchmarks/gpu_/NAME.py"),
         ("file", "`{}` reads those words", "exit_causes.py", "faults.py"),
         ("file", "`{}` finds them", "routers/fast.py", "routers/slow.py"),
-        ("file", "see {}: why", "render.py", "ender.py"),
+        ("file", "see {}: why", "markdown.py", "arkdown.py"),
     ],
 )
 def test_a_wrong_name_is_found(kind: str, text: str, right: str, wrong: str) -> None:
@@ -200,7 +200,7 @@ def crowded(files: Iterable[str]) -> dict[str, int]:
     """Folders with more modules than one can take in; what is generated does not count."""
     counted = [Path(file) for file in files if not file.endswith(("__init__.py", "_pb2.py"))]
     folders = [str(file.parent) for file in counted]
-    return {each: folders.count(each) for each in folders if folders.count(each) > MOST_MODULES}
+    return {each: folders.count(each) for each in folders if folders.count(each) > MAX_MODULES}
 
 
 def test_no_folder_holds_more_modules_than_one_can_take_in() -> None:
@@ -210,7 +210,7 @@ def test_no_folder_holds_more_modules_than_one_can_take_in() -> None:
 
 
 def test_a_crowded_folder_is_found() -> None:
-    full = [f"service/jobs/{number}.py" for number in range(MOST_MODULES)]
+    full = [f"service/jobs/{number}.py" for number in range(MAX_MODULES)]
     rest = ["service/jobs/__init__.py", "service/jobs/health_pb2.py", "service/serving/one.py"]
     assert crowded([*full, *rest]) == {}
-    assert crowded([*full, *rest, "service/jobs/more.py"]) == {"service/jobs": MOST_MODULES + 1}
+    assert crowded([*full, *rest, "service/jobs/more.py"]) == {"service/jobs": MAX_MODULES + 1}

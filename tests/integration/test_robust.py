@@ -149,8 +149,7 @@ def test_two_at_once_both_succeed_and_make_everything_once(
         assert mine.reused != theirs.reused, mine
 
 
-# -- damage
-# ------------------------------------------------------------------------------
+# -- damage ------------------------------------------------------------------
 
 
 def flip(file: Path) -> None:
@@ -205,7 +204,7 @@ def test_damaged_artifacts_of_every_kind_are_found_made_again_and_said(
     assert done.code == 0, done.err
     report = assert_same(out, home, compiled)
     assert {step.digest for step in report.steps if not step.reused} == damaged
-    said = [note.text for note in report.notes if note.stage == "store"]
-    assert len(said) == len(damaged)
+    messages = [note.text for note in report.notes if note.stage == "store"]
+    assert len(messages) == len(damaged)
     for digest in damaged:
-        assert any(f"{digest[:12]} was damaged and is made again" in text for text in said)
+        assert any(f"{digest[:12]} was damaged and is made again" in text for text in messages)

@@ -132,8 +132,7 @@ def test_a_child_that_the_kernel_kills_for_memory_is_named_as_such(tmp_path: Pat
 
 JUMP_S = 24 * 3600.0  # of the wall clock, at least, with every second
 
-# -- clocks
-# ------------------------------------------------------------------------------
+# -- clocks ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +194,7 @@ def test_a_wait_for_a_lock_goes_on_while_the_clock_jumps(
     tmp_path: Path, jumping_clock: dict[str, str]
 ) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **jumping_clock}
-    said = []
+    messages = []
     with contextlib.ExitStack() as stack:
         for _ in range(2):
             command = [sys.executable, "-c", WAIT, str(tmp_path)]
@@ -203,10 +202,10 @@ def test_a_wait_for_a_lock_goes_on_while_the_clock_jumps(
                 subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
             )
             assert process.stdout is not None
-            said.append((process.stdout.readline().strip(), process.stdout))
+            messages.append((process.stdout.readline().strip(), process.stdout))
         time.sleep(3)  # three jumps
         (tmp_path / "go").touch()
-        assert [(first, rest.read().strip()) for first, rest in said] == [
+        assert [(first, rest.read().strip()) for first, rest in messages] == [
             ("makes", "False"),
             ("waits", "True"),
         ]

@@ -154,8 +154,7 @@ def test_one_value_of_one_sample_that_is_not_finite(
     assert report.candidates[0].selection.outputs[0].worst_sample == 137
 
 
-# -- faults in the data
-# ------------------------------------------------------------------------------
+# -- faults in the data ------------------------------------------------------
 
 
 def resave(file: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:

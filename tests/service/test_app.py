@@ -37,11 +37,13 @@ HEAVY = (
 
 
 def test_importing_the_server_loads_no_backend() -> None:
-    said = (
+    message = (
         f"import sys, service.server, service.app; print(*(set({HEAVY!r}.split()) &"
         " sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", message], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == ""
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import bentoml
 import numpy as np
 from bentoml.validators import ContentType
-from shapes import MODEL, MOST_ROWS, PORT, batches, load, row_from
+from shapes import MAX_ROWS, MODEL, PORT, batches, load, row_from
 
 MODEL = (
     MODEL or os.environ["BENCH_MODEL"]
@@ -22,7 +22,7 @@ class Engine:
     def __init__(self) -> None:
         self.model = load(MODEL)
 
-    @bentoml.api(batchable=True, max_batch_size=MOST_ROWS, max_latency_ms=1000)
+    @bentoml.api(batchable=True, max_batch_size=MAX_ROWS, max_latency_ms=1000)
     def run(self, rows: np.ndarray) -> np.ndarray:
         return self.model(rows)
 

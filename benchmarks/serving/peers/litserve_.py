@@ -7,7 +7,7 @@ from typing import Annotated
 import litserve
 import numpy as np
 from fastapi import Body, Response
-from shapes import MODEL, MOST_ROWS, PORT, WAIT_S, batches, load, row_from
+from shapes import MAX_ROWS, MODEL, PORT, WAIT_S, batches, load, row_from
 
 
 class Api(litserve.LitAPI):
@@ -33,7 +33,7 @@ class Api(litserve.LitAPI):
 
 
 if __name__ == "__main__":
-    options = {"max_batch_size": MOST_ROWS, "batch_timeout": WAIT_S} if batches(MODEL) else {}
+    options = {"max_batch_size": MAX_ROWS, "batch_timeout": WAIT_S} if batches(MODEL) else {}
     server = litserve.LitServer(
         Api(api_path="/infer", **options), accelerator="cpu", fast_queue=True
     )

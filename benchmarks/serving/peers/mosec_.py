@@ -3,7 +3,7 @@
 import os
 import sys
 
-from shapes import MODEL, MOST_ROWS, PORT, WAIT_S, batches, load, row_from
+from shapes import MAX_ROWS, MODEL, PORT, WAIT_S, batches, load, row_from
 
 MODEL = MODEL or os.environ["BENCH_MODEL"]  # workers are processes of their own
 sys.argv[1:] = [
@@ -44,7 +44,7 @@ if __name__ == "__main__":
     server.append_worker(
         Api,
         num=1,
-        max_batch_size=MOST_ROWS if batches(MODEL) else 1,
+        max_batch_size=MAX_ROWS if batches(MODEL) else 1,
         max_wait_time=int(WAIT_S * 1e3),
     )
     server.run()

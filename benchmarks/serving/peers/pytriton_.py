@@ -4,7 +4,7 @@ import numpy as np
 from pytriton.decorators import batch
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 from pytriton.triton import Triton, TritonConfig
-from shapes import MODEL, MOST_ROWS, PORT, WAIT_S, batches, load
+from shapes import MAX_ROWS, MODEL, PORT, WAIT_S, batches, load
 
 model = load(MODEL)
 
@@ -16,7 +16,7 @@ def infer(x):
 
 if __name__ == "__main__":
     joined = ModelConfig(
-        max_batch_size=MOST_ROWS,
+        max_batch_size=MAX_ROWS,
         batcher=DynamicBatcher(max_queue_delay_microseconds=int(WAIT_S * 1e6)),
     )
     config = TritonConfig(

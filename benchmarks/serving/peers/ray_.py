@@ -3,7 +3,7 @@
 import numpy as np
 import ray
 from ray import serve
-from shapes import MODEL, MOST_ROWS, PORT, WAIT_S, batches, load, row_from
+from shapes import MAX_ROWS, MODEL, PORT, WAIT_S, batches, load, row_from
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +13,7 @@ class Api:
     def __init__(self, name: str) -> None:
         self.name, self.model = name, load(name)
 
-    @serve.batch(max_batch_size=MOST_ROWS, batch_wait_timeout_s=WAIT_S)
+    @serve.batch(max_batch_size=MAX_ROWS, batch_wait_timeout_s=WAIT_S)
     async def joined(self, rows: list[np.ndarray]) -> list[np.ndarray]:
         return list(self.model(np.stack(rows)))
 

@@ -18,7 +18,7 @@ Rows = np.ndarray  # [rows, 3, height, width] float32 -> [rows, ...] float32
 Model = Callable[[Rows], Rows]
 
 ECHO = "echo"
-MOST_ROWS = 16
+MAX_ROWS = 16
 WAIT_S = 0.005
 """How long a batch waits for more rows, where a peer has such a setting: its default is 10 ms in
 two of them and none in the others. Less would leave batches of 16 clients half empty, more only

@@ -303,11 +303,11 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
         _check_provider(recipe.provider)
         return
     if recipe.precision not in PRECISIONS:
-        said = (
+        message = (
             f"ONNX Runtime on a CPU would only pretend to run {recipe.precision}:"
             f" {NOT_REALLY[recipe.precision]}"
         )
-        raise UnsupportedError(said, "choose fp32 or int8, or openvino for bf16")
+        raise UnsupportedError(message, "choose fp32 or int8, or openvino for bf16")
     if recipe.precision is Precision.INT4 and not recipe.weight_only:
         raise UnsupportedError("ONNX Runtime has int4 for weights only", "add `weight_only`")
 
@@ -318,9 +318,9 @@ def _check_provider(provider: OrtProvider) -> None:
     available = onnxruntime.get_available_providers()
     if PROVIDERS[provider] not in available:
         present = ", ".join(available)
-        said = f"this build of ONNX Runtime has no {PROVIDERS[provider]}: it has {present}"
+        message = f"this build of ONNX Runtime has no {PROVIDERS[provider]}: it has {present}"
         raise UnsupportedError(
-            said,
+            message,
             "install onnxruntime-gpu in the place of onnxruntime, or take `provider: cpu`",
         )
 
@@ -371,11 +371,11 @@ def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
     check_recipe(recipe, probe())
     expected = Precision.FP32 if recipe.precision is Precision.TF32 else recipe.precision
     if model.precision != expected:
-        said = (
+        message = (
             f"ONNX Runtime takes the precision from the graph: the recipe says {recipe.precision},"
             f" the graph is {model.precision}"
         )
-        raise UnsupportedError(said, f"convert the graph to {expected} first")
+        raise UnsupportedError(message, f"convert the graph to {expected} first")
     for spec in (*model.inputs, *model.outputs):
         if spec.dtype == "bfloat16":
             raise UnsupportedError(
@@ -443,9 +443,9 @@ def _open(model: str | bytes, options: OpenOptions) -> onnxruntime.InferenceSess
     wanted, present = options.providers[0][0], session.get_providers()
     if wanted not in present:
         instead = ", ".join(present)
-        said = f"ONNX Runtime left {wanted} out, and would run on {instead}: it cannot be loaded"
+        message = f"ONNX Runtime left {wanted} out, and would run on {instead}: it cannot be loaded"
         raise BackendUnavailable(
-            said,
+            message,
             "install the CUDA, cuDNN or TensorRT that this onnxruntime was built for",
         )
     return session

@@ -141,9 +141,9 @@ def build(
             model.path
         ):  # all it says is "iostream error", and it removes what it wrote
             raise OSError(errno.ENOSPC, "No space left on device", str(out / FILE)) from error
-        said = f"OpenVINO cannot build this model: {_sentence(error)}"
+        message = f"OpenVINO cannot build this model: {_sentence(error)}"
         raise ModelError(
-            said, "list every node with `crucible inspect MODEL --backend openvino`"
+            message, "list every node with `crucible inspect MODEL --backend openvino`"
         ) from error
     check_runs_as(compiled, recipe)
     return Engine(
@@ -248,9 +248,9 @@ class OpenVinoSession:
         try:
             self._infer()
         except RuntimeError as error:
-            said = f"OpenVINO cannot run on these inputs: {_sentence(error)}"
+            message = f"OpenVINO cannot run on these inputs: {_sentence(error)}"
             raise DataError(
-                said, "check the values, for example ids against their table"
+                message, "check the values, for example ids against their table"
             ) from error
 
     def download(self) -> None:
@@ -305,17 +305,17 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
     needed = NEEDED_FLAGS.get(recipe.rest if asked in INTEGERS else asked, set())
     if needed and not needed & set(target.cpu_flags):
         flags = " or ".join(sorted(needed))
-        said = (
+        message = (
             f"OpenVINO would only pretend to run {asked} on this CPU ({target.device}): it needs"
             f" {flags}, and has {', '.join(target.cpu_flags)}"
         )
-        raise UnsupportedError(said, "choose fp32 or int8")
+        raise UnsupportedError(message, "choose fp32 or int8")
     if asked in NEEDED_FLAGS and recipe.keep_fp32:
-        said = (
+        message = (
             f"OpenVINO runs the whole model in {asked}, so it cannot keep nodes"
             f" {', '.join(recipe.keep_fp32)} in fp32"
         )
-        raise UnsupportedError(said, "leave keep_fp32 out, or choose fp32 or int8")
+        raise UnsupportedError(message, "leave keep_fp32 out, or choose fp32 or int8")
 
 
 def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
@@ -323,11 +323,11 @@ def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
     in_graph = recipe.precision in INTEGERS or recipe.realised_in == "graph"
     wanted = recipe.precision if in_graph else Precision.FP32
     if model.precision != wanted:
-        said = (
+        message = (
             f"OpenVINO needs a graph in {wanted} for {recipe.label}, and this one is"
             f" {model.precision}"
         )
-        raise UnsupportedError(said, f"convert the graph to {wanted} first")
+        raise UnsupportedError(message, f"convert the graph to {wanted} first")
 
 
 def _config(recipe: Recipe, threads: int) -> dict[str, str]:
@@ -355,18 +355,18 @@ def check_runs_as(compiled: Any, recipe: Recipe) -> None:
     not one runs in the recipe's.
     """
     if (taken := compiled.get_property("INFERENCE_PRECISION_HINT").to_string()) != _hint(recipe):
-        said = (
+        message = (
             f"OpenVINO would only pretend to run {recipe.precision}: inference_precision was set to"
             f" {_hint(recipe)} and reads back as {taken}"
         )
-        raise UnsupportedError(said, "choose fp32 or int8")
+        raise UnsupportedError(message, "choose fp32 or int8")
     heavy = openvino_layers.heavy_precisions(openvino_layers.runtime_layers(compiled))
     if heavy and not RUNS_AS[recipe.precision] & set(heavy):
-        said = (
+        message = (
             f"OpenVINO would only pretend to run {recipe.precision}: its {len(heavy)} heavy layers"
             f" run in {', '.join(sorted(set(heavy)))}"
         )
-        raise UnsupportedError(said, "choose fp32, or for int8 another placement of Q/DQ")
+        raise UnsupportedError(message, "choose fp32, or for int8 another placement of Q/DQ")
 
 
 def _notes(model: OnnxModel) -> Iterator[Note]:

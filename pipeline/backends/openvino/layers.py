@@ -115,8 +115,7 @@ class RuntimeLayer:
     outputs: tuple[str, ...] = ()
 
 
-# -- the shell: asks a compiled model
-# ------------------------------------------------------------------------------
+# -- the shell: asks a compiled model ----------------------------------------
 
 
 def runtime_layers(compiled: Any) -> tuple[RuntimeLayer, ...]:
@@ -168,8 +167,7 @@ def _means(request: Any) -> dict[str, int]:
     return dict(micros)
 
 
-# -- pure
-# ------------------------------------------------------------------------------
+# -- pure --------------------------------------------------------------------
 
 
 def medians(means: Sequence[Mapping[str, int]], warmup: int = 0) -> dict[str, float]:

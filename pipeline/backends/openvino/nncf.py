@@ -41,9 +41,7 @@ from pipeline.quantization.linear_layers import (
 )
 
 FILE = "model.onnx"
-MOST_SAMPLES = (
-    300  # NNCF's own default: the means that it takes over samples hardly move after that
-)
+MAX_SAMPLES = 300  # NNCF's own default: the means that it takes over samples hardly move after that
 BLOCKS_OPSET = 21  # DequantizeLinear takes one scale per block, and 4-bit integers, since then
 BITS = {
     onnx.TensorProto.INT4: 4,
@@ -109,7 +107,7 @@ def _quantize(
         OverflowFix,
     )
 
-    count = min(options.samples or samples.samples, samples.samples, MOST_SAMPLES)
+    count = min(options.samples or samples.samples, samples.samples, MAX_SAMPLES)
     smooth = recipe.smooth_quant
     transformer = (
         smooth is not None

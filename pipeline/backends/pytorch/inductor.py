@@ -136,8 +136,8 @@ def explained(cannot: str) -> Iterator[None]:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) in DISK_FAULTS:
             raise
         advice = "leave it out, or see the log of this stage for what its compiler said"
-        said = f"{cannot}: {type(error).__name__}: {first_line(error)}"
-        raise ModelError(said, advice) from error
+        message = f"{cannot}: {type(error).__name__}: {first_line(error)}"
+        raise ModelError(message, advice) from error
 
 
 @contextlib.contextmanager

@@ -70,9 +70,9 @@ LOW = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
 def check_castable(source: ModelSource, precision: Precision) -> None:
     """UnsupportedError for an exported program in 16 bits: its dtypes are part of its graph."""
     if precision in LOW and source.kind == "pt2":
-        said = f"the .pt2 has its dtypes in its graph, so it cannot be cast to {precision}"
+        message = f"the .pt2 has its dtypes in its graph, so it cannot be cast to {precision}"
         raise UnsupportedError(
-            said,
+            message,
             f"give the module as `entrypoint`, or a .pt2 exported in {precision}",
         )
 

@@ -131,8 +131,8 @@ def _check_cpu(recipe: Recipe, target: Target) -> None:
     needed = NATIVE.get(recipe.precision)
     if needed and not needed & set(target.cpu_flags):
         lacking = ", ".join(sorted(needed))
-        said = f"this CPU computes in {recipe.precision} by way of fp32 only: it has none of"
-        raise UnsupportedError(f"{said} {lacking}", "choose fp32")
+        message = f"this CPU computes in {recipe.precision} by way of fp32 only: it has none of"
+        raise UnsupportedError(f"{message} {lacking}", "choose fp32")
 
 
 def _check_tools(recipe: Recipe, target: Target) -> None:
@@ -244,9 +244,9 @@ def _captured(
     try:
         return captured(Job(source, cast, (), 0, example, Path(), device, flat=True))
     except Refused as error:
-        said = f"torch.export cannot capture this model: {error}"
+        message = f"torch.export cannot capture this model: {error}"
         advice = "change what it names, or leave the candidates of torch out"
-        raise ModelError(said, advice) from error
+        raise ModelError(message, advice) from error
 
 
 def capture_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> dict[str, int]:
@@ -330,9 +330,9 @@ def _loaded_once(engine: Engine, progress: Progress) -> Engine:
     except ChildKilled:  # it says nothing of the package
         raise
     except ChildDied as error:
-        said = "AOTInductor's package was built here, and the process that loaded it crashed"
+        message = "AOTInductor's package was built here, and the process that loaded it crashed"
         advice = "take `form: exported` or `form: compile`; see the log of this stage"
-        raise LoadCrashed(f"{said}: {first_line(error)}", advice) from error
+        raise LoadCrashed(f"{message}: {first_line(error)}", advice) from error
 
 
 def cold_start_s(engine: Engine) -> float:

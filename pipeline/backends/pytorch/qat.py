@@ -41,9 +41,9 @@ def freeze_fake_quantizers(module: torch.nn.Module) -> torch.nn.Module:
     for name, child in module.named_modules():
         kind = f"{type(child).__module__}.{type(child).__qualname__}"
         if kind.startswith(CONVERTED) and not kind.endswith(FLOAT_STILL):
-            said = f"module '{name}' is a {kind}, which no exporter turns into Q/DQ pairs"
+            message = f"module '{name}' is a {kind}, which no exporter turns into Q/DQ pairs"
             raise ModelError(
-                said,
+                message,
                 "give the model as torch.ao's prepare_qat left it, before `convert`; or export it"
                 " by other means and give the .onnx",
             )
@@ -112,12 +112,12 @@ def check_ranges(program: torch.export.ExportedProgram) -> None:
             str(node.target).startswith("quantized_decomposed.quantize_per_tensor")
             and (limits := tuple(node.args[3:5])) not in FULL_RANGES
         ):
-            said = (
+            message = (
                 f"'{node.name}' of the .pt2 quantises to {limits[0]} to {limits[1]}, and the export"
                 " to ONNX would take all of the 8 bits"
             )
             raise ModelError(
-                said,
+                message,
                 "train with quant_min and quant_max of the whole dtype (-128 to 127, or 0 to 255)",
             )
 

@@ -183,11 +183,11 @@ def _build(
         options.tensorrt.plugins,
     )
     if parsed.faults:
-        said = "; ".join(
+        message = "; ".join(
             f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults
         )
         raise UnsupportedError(
-            f"TensorRT cannot take this model: {said}",
+            f"TensorRT cannot take this model: {message}",
             "list every node with `crucible inspect MODEL --backend tensorrt`",
         )
     config = configure(trt, parsed, recipe, options, model.inputs)
@@ -225,12 +225,12 @@ def _give_calibrator(trt: Any, config: Any, model: OnnxModel, recipe: Recipe) ->
 
     file = model.root / CACHE
     if not file.is_file():
-        said = (
+        message = (
             f"implicit int8 needs the calibration cache '{CACHE}' beside the model, '{model.root}'"
             " has none"
         )
         raise ModelError(
-            said, "calibrate first: `crucible compile` does, with data.calibration in the plan"
+            message, "calibrate first: `crucible compile` does, with data.calibration in the plan"
         )
     calibrator = calibrator_from_cache(
         trt, file.read_bytes(), recipe.method or CalibrationMethod.ENTROPY
@@ -251,8 +251,8 @@ def _check_graph(model: OnnxModel, recipe: Recipe) -> None:
     in_graph = recipe.realised_in == "graph" and recipe.precision is not Precision.TF32
     expected = recipe.precision if in_graph or implicit else Precision.FP32
     if model.precision is not expected:
-        said = f"'{recipe.label}' takes a graph in {expected}, this one is {model.precision}"
-        raise UnsupportedError(said, f"convert the graph to {expected} first")
+        message = f"'{recipe.label}' takes a graph in {expected}, this one is {model.precision}"
+        raise UnsupportedError(message, f"convert the graph to {expected} first")
 
 
 def _copy_plugins(plugins: tuple[Path, ...], folder: Path) -> None:

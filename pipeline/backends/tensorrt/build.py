@@ -48,14 +48,13 @@ FULL_BYTES = (
     # with less left of a large GPU's memory TensorRT fails without a word about memory (seen with
     # 0.4 GB: "Cask")
 )
-MOST_WARNINGS = 8  # implicit int8 warns of every tensor
+MAX_WARNINGS = 8  # implicit int8 warns of every tensor
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Shapes, or values, of one input at min, opt and max."""
 
 
-# -- profiles
-# ------------------------------------------------------------------------------
+# -- profiles ----------------------------------------------------------------
 
 
 def shapes_of(
@@ -156,8 +155,7 @@ def add_profiles(
     return made
 
 
-# -- configuration
-# ------------------------------------------------------------------------------
+# -- configuration -----------------------------------------------------------
 
 
 def configure(
@@ -204,8 +202,7 @@ def flags_of(recipe: Recipe) -> tuple[str, ...]:
     return ("INT8", "FP16") if recipe.precision is Precision.INT8 else (recipe.precision.name,)
 
 
-# -- building
-# ------------------------------------------------------------------------------
+# -- building ----------------------------------------------------------------
 
 CANNOT = "TensorRT cannot build this model"
 
@@ -300,8 +297,8 @@ def warnings_of(trt: Any, model: OnnxModel, whom: str = "TensorRT") -> tuple[Not
         if severity == "WARNING" and not _is((*CHATTER, *TRIALS), text)
     )
     texts = list(said)
-    if len(texts) > MOST_WARNINGS:
-        texts[MOST_WARNINGS:] = [f"and {len(texts) - MOST_WARNINGS} more warnings"]
+    if len(texts) > MAX_WARNINGS:
+        texts[MAX_WARNINGS:] = [f"and {len(texts) - MAX_WARNINGS} more warnings"]
     if narrowed := count_float64(model):
         texts.append(f"{narrowed} tensors inside the model are float64 and are computed in float32")
     return tuple(Note(stage="build", text=f"{whom}: {text}") for text in texts)

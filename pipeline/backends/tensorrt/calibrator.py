@@ -55,7 +55,7 @@ carry on what TensorRT 4 did.
 """
 
 IN_GRAPH = "take int8 written into the graph (`realised_in: graph`)"
-FEWEST_SAMPLES = 100
+MIN_SAMPLES = 100
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and shape of every input of a batch."""
@@ -136,8 +136,7 @@ def calibrate_with_tensorrt(
     )
 
 
-# -- samples
-# ------------------------------------------------------------------------------
+# -- samples -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,7 @@ def note_on(chosen: Chosen, there: int, method: CalibrationMethod | None) -> Not
         )
     elif left > 0:
         text += f"; the other {left} fill no batch of this shape"
-    few = chosen.samples < FEWEST_SAMPLES or 2 * chosen.samples < chosen.wanted
+    few = chosen.samples < MIN_SAMPLES or 2 * chosen.samples < chosen.wanted
     return Note(stage="calibrate", text=text, level="warning" if few else "info")
 
 
@@ -282,8 +281,7 @@ class Feeder:
             buffer.close()
 
 
-# -- TensorRT
-# ------------------------------------------------------------------------------
+# -- TensorRT ----------------------------------------------------------------
 
 
 def calibration_cache(
@@ -325,27 +323,27 @@ def calibration_cache(
         finally:
             feeder.check()
     if feeder.given < feeder.chosen.batches or not calibrator.cache_contents:
-        said = (
+        message = (
             f"TensorRT took {feeder.given} of {feeder.chosen.batches} calibration batches and wrote"
             " no ranges for this model"
         )
-        raise UnsupportedError(said, IN_GRAPH)
+        raise UnsupportedError(message, IN_GRAPH)
     return bytes(calibrator.cache_contents)
 
 
 def _check_network(parsed: Parsed) -> None:
     """UnsupportedError for a network that TensorRT cannot take, or cannot calibrate."""
     if parsed.faults:
-        said = "; ".join(
+        message = "; ".join(
             f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults
         )
         raise UnsupportedError(
-            f"TensorRT cannot take this model: {said}",
+            f"TensorRT cannot take this model: {message}",
             "list every node with `crucible inspect MODEL --backend tensorrt`",
         )
     if names := shape_tensors(parsed.network):
-        said = (
+        message = (
             f"the values of input '{names[0]}' decide a shape, and TensorRT's calibrators feed"
             " sizes of one profile only"
         )
-        raise UnsupportedError(said, IN_GRAPH)
+        raise UnsupportedError(message, IN_GRAPH)

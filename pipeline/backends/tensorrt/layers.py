@@ -143,8 +143,7 @@ class Inspected(Protocol):
     def session(self, profile: int = 0) -> TimedSession: ...
 
 
-# -- the shell: needs a GPU
-# ------------------------------------------------------------------------------
+# -- the shell: needs a GPU --------------------------------------------------
 
 
 def layer_table(
@@ -210,8 +209,7 @@ def _inspect(trt: Any, cuda_engine: Any, context: Any) -> str:
     )
 
 
-# -- pure
-# ------------------------------------------------------------------------------
+# -- pure --------------------------------------------------------------------
 
 
 def layers_from_inspector(

@@ -154,11 +154,11 @@ def version() -> str:
     installed = {name: text for name in DISTRIBUTIONS if (text := _installed(name))}
     both = [f"{name} {installed[name]}" for name in BINDINGS if name in installed]
     if len(both) > 1:
-        said = (
+        message = (
             "expected one distribution that provides the module tensorrt, found"
             f" {' and '.join(both)}: they overwrite each other's files"
         )
-        raise BackendUnavailable(said, f"pip uninstall {' '.join(BINDINGS)}, then {INSTALL}")
+        raise BackendUnavailable(message, f"pip uninstall {' '.join(BINDINGS)}, then {INSTALL}")
     if len({numbers(text)[:3] for text in installed.values()}) > 1:
         listed = ", ".join(f"{name} {text}" for name, text in installed.items())
         raise BackendUnavailable(
@@ -247,9 +247,11 @@ def host() -> tuple[Gpu, str]:
             raise
         found = ""  # said together with the missing GPU
     if missing := tuple(faults(gpus, found, cuda_of(found))):
-        said = f"TensorRT cannot be used on this host: {'; '.join(fault for fault, _ in missing)}"
+        message = (
+            f"TensorRT cannot be used on this host: {'; '.join(fault for fault, _ in missing)}"
+        )
         raise BackendUnavailable(
-            said,
+            message,
             (
                 INSTALL + ELSEWHERE
                 if gpus.reason
@@ -378,12 +380,12 @@ def loaded_version(major: int) -> Version:
 def check_loaded(bindings: str, loaded: Version) -> None:
     """BackendUnavailable unless the Python bindings and the shared library are of one version."""
     if numbers(bindings)[:3] != loaded:
-        said = (
+        message = (
             f"TensorRT is here in two versions: the Python bindings are {bindings}, the loaded"
             f" libnvinfer is {_dotted(loaded)}"
         )
         raise BackendUnavailable(
-            said,
+            message,
             "remove the other one from LD_LIBRARY_PATH and /etc/ld.so.conf.d, or install both in"
             " one version",
         )

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-MOST_MESSAGES = 10_000  # kept of a library that warns in every run
+MAX_MESSAGES = 10_000  # kept of a library that warns in every run
 LINE_BYTES = 1 << 16
 LINE_BUFFERED = 1  # _IOLBF of stdio.h (glibc)
 STDOUT = 1  # where TensorRT's own logger prints: 10.6, 11.2 and RTX 1.7
@@ -51,7 +51,7 @@ def logger_of(trt: Any) -> Any:
 
         def log(self, severity: Any, text: str) -> None:
             if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR, trt.ILogger.WARNING):
-                if len(self.messages) == MOST_MESSAGES:
+                if len(self.messages) == MAX_MESSAGES:
                     del self.messages[0]
                 self.messages.append((severity.name, text))
 

@@ -39,8 +39,8 @@ from pipeline.onnx_graph.files import external_files, onnx_model, read_proto, wr
 from pipeline.onnx_graph.inspect import changed_interface, kept_nodes
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.quantization.half_precision import (
-    LARGEST_FP16,
-    LEAST_OPSET,
+    MAX_FP16,
+    MIN_OPSET,
     QUANTIZERS,
     SAFE_FRACTION,
     SCALES_OPSET,
@@ -111,7 +111,7 @@ def quantize_with_modelopt(
     installed_version("nvidia-modelopt", INSTALL)
     method = method_of(recipe)
     proto = flatten(
-        raise_opset(read_proto(model.path), max(SCALES_OPSET, LEAST_OPSET.get(recipe.rest, 0)))
+        raise_opset(read_proto(model.path), max(SCALES_OPSET, MIN_OPSET.get(recipe.rest, 0)))
     )
     if holds_qdq(proto.graph):
         raise UnsupportedError(
@@ -134,7 +134,7 @@ def quantize_with_modelopt(
             left,
             reader,
         )
-    if recipe.rest in LEAST_OPSET:
+    if recipe.rest in MIN_OPSET:
         lower(quantised, recipe.rest, kept | reasons.keys())
     write_proto(quantised, out / FILE)
     used = Note(
@@ -181,7 +181,7 @@ def masked(graph: onnx.GraphProto, seen: Mapping[str, Bounds]) -> frozenset[str]
     never = {
         name
         for name, each in seen.items()
-        if each.nonfinite or each.largest > SAFE_FRACTION * LARGEST_FP16
+        if each.nonfinite or each.largest > SAFE_FRACTION * MAX_FP16
     }
     return frozenset(node.name for node in graph.node if never.intersection(node.input))
 

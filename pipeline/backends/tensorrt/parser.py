@@ -28,7 +28,7 @@ from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, graphs_of, operator_of,
 BINDABLE = frozenset({"float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool"})
 ANOTHER_BACKEND = "or compile this model for onnxruntime"
 QUANTIZERS = {"QuantizeLinear", "DequantizeLinear"}
-LEAST_OPSET = 13  # the least that a plan may ask its export for
+MIN_OPSET = 13  # the least that a plan may ask its export for
 OWN_PLUGINS = "libnvinfer_plugin.so"  # NVIDIA's own plugins, a part of TensorRT
 NOISE = (
     "catchCudaError",
@@ -104,19 +104,21 @@ def load_plugins(
         start = len(messages_of(trt))
         with heard(trt):
             handle = registry.load_library(str(plugin))
-        said = [
+        messages = [
             sentence(text)
             for severity, text in messages_of(trt)[start:]
             if severity != "WARNING" and "catchCudaError" not in text
         ]
         if (
-            handle is None and said
+            handle is None and messages
         ):  # None without a word: all of its plugins are registered already
             advice = (
                 "give a library made for this version of TensorRT that exports getCreators or"
                 " getPluginCreators"
             )
-            raise PlanError(f"the plugin library '{plugin}' cannot be loaded: {said[0]}", advice)
+            raise PlanError(
+                f"the plugin library '{plugin}' cannot be loaded: {messages[0]}", advice
+            )
 
 
 def is_own(plugin: Path) -> bool:
@@ -302,7 +304,7 @@ def _way_around(operator: str) -> str:
             "load the library of its plugin (backend tensorrt: `tensorrt.plugins`, or `--plugin`"
             f" of inspect), {surgery}"
         )
-    if first > LEAST_OPSET:
+    if first > MIN_OPSET:
         return (
             f"export with opset {first - 1} (`export.opset`), which writes it in older operators,"
             f" {surgery}"

@@ -75,11 +75,11 @@ def build(
     progress(None, f"parsing for compute capability {capability}")
     parsed = parse(trt, model.path.read_bytes(), model.path)
     if parsed.faults:
-        said = "; ".join(
+        message = "; ".join(
             f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults
         )
         raise UnsupportedError(
-            f"TensorRT-RTX cannot take this model: {said}",
+            f"TensorRT-RTX cannot take this model: {message}",
             "list every node with `crucible inspect MODEL --backend tensorrt_rtx`",
         )
     config = _config(trt, parsed, capability)

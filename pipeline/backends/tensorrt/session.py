@@ -94,12 +94,12 @@ def load_engine(
 def _refuse_host_code(engine: Engine) -> None:
     """BackendUnavailable for a version-compatible engine, unless the user trusts its file."""
     if engine.recipe.version_compatible and os.environ.get(ALLOW_HOST_CODE) != "1":
-        said = (
+        message = (
             f"the engine '{engine.path}' is version-compatible: it brings its own TensorRT runtime,"
             " and loading it runs code of that file"
         )
         raise BackendUnavailable(
-            said, f"set {ALLOW_HOST_CODE}=1 if you trust where the file comes from"
+            message, f"set {ALLOW_HOST_CODE}=1 if you trust where the file comes from"
         )
 
 
@@ -221,8 +221,7 @@ class TrtSession:
             self._stream.close()
             raise
 
-    # -- one run
-    # ------------------------------------------------------------------------------
+    # -- one run -----------------------------------------------------------------
 
     def bind(self, feeds: Tensors) -> None:
         """Host arrays are copied at once. Arrays on the GPU (DLPack) are read by each `upload`,
@@ -333,8 +332,7 @@ class TrtSession:
         self._memory.close()
         self._stream.close()
 
-    # -- what is bound
-    # ------------------------------------------------------------------------------
+    # -- what is bound -----------------------------------------------------------
 
     def _require_open(self) -> None:
         if self._opened is None:
@@ -445,8 +443,7 @@ class TrtSession:
             if size
         )
 
-    # -- plain runs and graphs
-    # ------------------------------------------------------------------------------
+    # -- plain runs and graphs ---------------------------------------------------
 
     def _plain_context(self, bound: Bound) -> Any:
         context = self._memory.contexts[bound.profile]

@@ -40,7 +40,7 @@ from pipeline.quantization.placement import (
 
 TENSORRT = ("tensorrt", "tensorrt_rtx")
 EVERYWHERE = ("onnxruntime", "openvino", *TENSORRT)
-SMALLEST_FP16 = 2.0**-14  # normal
+MIN_FP16 = 2.0**-14  # normal
 USED_LEAST = 16  # of 127 steps; a weight that reaches no further has a scale 8 times too large
 
 
@@ -55,7 +55,7 @@ class Finding(Frozen):
 
 
 SATURATES = "can saturate on this CPU, which adds two products of 8-bit numbers in 16 bits"
-MOST_IN_7_BITS = 64
+MAX_IN_7_BITS = 64
 
 Rule = Callable[[View], Iterator[Finding]]
 
@@ -96,7 +96,7 @@ def saturation_notes(graph: onnx.GraphProto) -> tuple[Note, ...]:
     names: list[str] = []
     for node in view.weighted():
         for dq in _weights_of(view, node):
-            if _reach(view, dq) > MOST_IN_7_BITS:
+            if _reach(view, dq) > MAX_IN_7_BITS:
                 names.append(dq.name)
     if not names:
         return ()
@@ -149,7 +149,7 @@ def small_scale(view: View) -> Iterator[Finding]:
         scale = view.scale(node) if node.op_type == QDQ[1] else None
         if scale is None:
             continue
-        is_denormal = (scale < SMALLEST_FP16) & (scale >= np.finfo(np.float32).tiny)
+        is_denormal = (scale < MIN_FP16) & (scale >= np.finfo(np.float32).tiny)
         if is_denormal.any():
             cost = (
                 "beside operators in fp16 the scale is rounded to fp16, which has few bits left"

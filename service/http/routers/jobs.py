@@ -15,13 +15,13 @@ from service.http.schemas import JobPage, JobView, view_of_job
 from service.http.sse import stream
 from service.jobs.redact import scrubbed
 from service.jobs.state import Job, State
-from service.storage.layout import MOST_LOG_BYTES
+from service.storage.layout import MAX_LOG_BYTES
 from service.submission.plan import NamedConfig, SubmittedPlan
 from service.submission.submit import submit
 from service.submission.uploads import PARTS
 
 router = APIRouter(tags=["jobs"], responses=REFUSALS)
-LARGEST_SEQ = 2**63 - 1  # of SQLite
+MAX_SEQ = 2**63 - 1  # of SQLite
 
 _PART = {"type": "string", "format": "binary"}
 _UPLOAD = {"type": "object", "required": ["model"], "properties": dict.fromkeys(PARTS, _PART)}
@@ -126,12 +126,12 @@ async def follow_job(
     job_id: str,
     caller: AskedBy,
     service: AskedOf,
-    last_event_id: Annotated[int | None, Header(ge=0, le=LARGEST_SEQ)] = None,
+    last_event_id: Annotated[int | None, Header(ge=0, le=MAX_SEQ)] = None,
     after: Annotated[
         int,
         Query(
             ge=0,
-            le=LARGEST_SEQ,
+            le=MAX_SEQ,
             description="Leave out events up to this number; as the header Last-Event-ID does",
         ),
     ] = 0,
@@ -154,7 +154,7 @@ async def tail_log(
     caller: AskedBy,
     service: AskedOf,
     bytes_: Annotated[
-        int, Query(alias="bytes", ge=1, le=MOST_LOG_BYTES, description="How much of its end")
+        int, Query(alias="bytes", ge=1, le=MAX_LOG_BYTES, description="How much of its end")
     ] = 65536,
 ) -> PlainTextResponse:
     """The end of what the job's processes printed."""

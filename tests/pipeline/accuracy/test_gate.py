@@ -32,8 +32,7 @@ X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
 IDS = TensorSpec(name="ids", dtype="int64", shape=("batch", "sequence"))
 BATCH = 8  # rows of the run over the whole set
 
-# -- which sizes
-# ------------------------------------------------------------------------------
+# -- which sizes -------------------------------------------------------------
 
 
 def profile(batch: tuple[int, int, int], sequence: tuple[int, int, int] | None = None) -> Profile:
@@ -133,8 +132,7 @@ def test_whole_feeds_are_run_as_they_are_in_a_second_profile(tmp_path: Path) -> 
     assert [len(batch.feeds["x"]) for batch in feeds_at(second[0], samples)] == [3] * 5
 
 
-# -- which inputs
-# ------------------------------------------------------------------------------
+# -- which inputs ------------------------------------------------------------
 
 
 def at(samples: SampleSet, rows: int) -> list[Any]:
@@ -192,8 +190,7 @@ def test_without_data_generated_inputs_are_random(tmp_path: Path) -> None:
     assert set(np.unique(batch.feeds["ids"])) <= {0, 1}
 
 
-# -- engines that are wrong at one size
-# ------------------------------------------------------------------------------
+# -- engines that are wrong at one size --------------------------------------
 
 Fault = Callable[[int, int], bool]
 """Whether answers are wrong in this profile for this many rows."""
@@ -375,8 +372,7 @@ def test_a_size_at_which_the_reference_fails_is_not_checked_and_the_report_says_
     assert any("not checked at batch = 65" in note.text for note in report.notes)
 
 
-# -- on a GPU
-# ------------------------------------------------------------------------------
+# -- on a GPU ----------------------------------------------------------------
 
 
 @pytest.mark.gpu

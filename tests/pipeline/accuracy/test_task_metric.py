@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.accuracy.metrics import paired_interval
-from pipeline.accuracy.task_metric import MOST_SHUFFLED, Drawn, TaskMetric
+from pipeline.accuracy.task_metric import MAX_SHUFFLED, Drawn, TaskMetric
 from pipeline.errors import DataError, PlanError
 
 
@@ -32,8 +32,7 @@ def test_a_users_function_that_returns_nothing_or_ends_the_process_is_named() ->
             metric.result()
 
 
-# -- the drop's interval
-# ------------------------------------------------------------------------------
+# -- the drop's interval -----------------------------------------------------
 
 
 @pytest.mark.parametrize("samples", [20, 300, 5000])
@@ -60,8 +59,7 @@ def test_the_interval_holds_the_true_drop_in_95_of_100_sets(lost: float, gained:
     assert 930 <= held <= 995
 
 
-# -- can the metric tell right from wrong?
-# ------------------------------------------------------------------------------
+# -- can the metric tell right from wrong? -----------------------------------
 
 
 def scored(
@@ -143,11 +141,11 @@ def test_a_set_with_one_answer_cannot_be_judged() -> None:
 
 def test_what_is_shuffled_is_drawn_from_the_whole_set_and_bounded() -> None:
     drawn = Drawn()
-    for start in range(0, 4 * MOST_SHUFFLED, 64):
+    for start in range(0, 4 * MAX_SHUFFLED, 64):
         drawn.add(
             np.arange(start, start + 64, dtype=np.float32)[:, None], np.arange(start, start + 64)
         )
     values = np.concatenate(drawn.outputs)
-    assert len(values) == MOST_SHUFFLED
+    assert len(values) == MAX_SHUFFLED
     assert values.tolist() == np.stack(drawn.labels).tolist()
-    assert np.histogram(values, 4)[0].min() > MOST_SHUFFLED / 5
+    assert np.histogram(values, 4)[0].min() > MAX_SHUFFLED / 5

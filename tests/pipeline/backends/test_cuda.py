@@ -64,7 +64,7 @@ def test_out_of_memory_says_how_much_is_wanted_and_there(rt: CudaDouble) -> None
     )
     assert (buffer.pointer, buffer.size) == (0, 0)
     buffer.reserve(100)
-    assert buffer.size == cuda.LEAST_BYTES
+    assert buffer.size == cuda.MIN_BYTES
     with pytest.raises(HostError, match=r"cannot lock 256\.0 MiB"):
         cuda.PinnedBuffer(rt, rt.total + 1)
 

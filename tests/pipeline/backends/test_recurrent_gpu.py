@@ -41,7 +41,7 @@ from tests.builders.recurrent import PROFILE, Form, Operator, feeds_of, forms, w
 Array = NDArray[Any]
 
 pytestmark = pytest.mark.gpu
-FEWEST_COSINE = {Precision.FP16: 0.9999, Precision.BF16: 0.999}
+MIN_COSINE = {Precision.FP16: 0.9999, Precision.BF16: 0.999}
 QUICK = TensorRTOptions(optimization_level=1, timing_iterations=1)
 SIZES = ((6, 3), (1, 1), (9, 4))  # time, batch
 
@@ -128,7 +128,7 @@ def test_a_recurrent_node_builds_and_answers_as_in_fp32(
     engine, made = built(model, precision, profiles, (feeds_of(form),), tmp_path)
     sizes = SIZES if form.dynamic else SIZES[:1]
     batches = [feeds_of(form, time, batch, seed=1) for time, batch in sizes]
-    assert smallest_cosine(engine, model, batches) > FEWEST_COSINE[precision]
+    assert smallest_cosine(engine, model, batches) > MIN_COSINE[precision]
     table = prove(engine, feeds_of(form), made).table
     assert table is not None
     assert bool(made.kept_fp32) is stays_in_fp32(form, precision)
@@ -150,9 +150,9 @@ def test_the_clip_of_an_lstm_reaches_its_cell_too(tmp_path: Path) -> None:
     with closing(backends.load(engine)) as loaded, closing(loaded.session(0)) as session:
         got = run_session(session, feeds)["y"][:, 0]
     want = clipped_lstm(feeds["x"], weights["w"], weights["r"], weights["b"], form.clip)
-    assert cosine(got, want) > FEWEST_COSINE[Precision.FP16]
+    assert cosine(got, want) > MIN_COSINE[Precision.FP16]
     reference = open_reference(model.path)(feeds)["y"][:, 0]
-    assert cosine(reference, want) < FEWEST_COSINE[Precision.FP16]
+    assert cosine(reference, want) < MIN_COSINE[Precision.FP16]
 
 
 def clipped_lstm(x: Array, w: Array, r: Array, b: Array, clip: float) -> Array:
@@ -237,7 +237,7 @@ def test_torchs_own_modules_run_in_fp16(
     model = export_plan(plan, Runner(Store(tmp_path / "store")))
     feeds = [draw_feeds(model.inputs, {"batch": batch}, seed=batch) for batch in (1, 4, 8)]
     engine, made = built(model, Precision.FP16, plan.profiles, (feeds[1],), tmp_path)
-    assert smallest_cosine(engine, model, feeds) > FEWEST_COSINE[Precision.FP16]
+    assert smallest_cosine(engine, model, feeds) > MIN_COSINE[Precision.FP16]
     table = prove(engine, feeds[1], made).table
     assert table is not None
     assert made.kept_fp32 == ()

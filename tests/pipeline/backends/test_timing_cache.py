@@ -96,8 +96,7 @@ def nvml_of(*pids: int, **others: tuple[int, ...]) -> Nvml:
     return Nvml(Device("H200", H200, pids=pids), other)
 
 
-# -- files
-# ------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------
 
 
 def test_what_is_written_is_read(own_home: Path) -> None:
@@ -155,8 +154,7 @@ def test_a_cache_without_its_description_is_no_cache() -> None:
     assert read(TIMED) == b""
 
 
-# -- a build's use of it
-# ------------------------------------------------------------------------------
+# -- a build's use of it -----------------------------------------------------
 
 
 def test_the_first_build_starts_with_an_empty_cache_and_leaves_its_own() -> None:
@@ -293,8 +291,7 @@ def test_only_cpus_that_may_be_used_count() -> None:
     assert one.total < whole.total or len(allowed) == 1
 
 
-# -- the GPU to itself
-# ------------------------------------------------------------------------------
+# -- the GPU to itself -------------------------------------------------------
 
 
 def test_other_processes_are_found_on_the_gpu_that_is_used() -> None:

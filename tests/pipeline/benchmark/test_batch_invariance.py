@@ -170,8 +170,7 @@ def test_symbols_that_lead_are_tried_first() -> None:
     assert rows_of_specs((spec("x", 8, 3),), (spec("y", 8),)) == ()
 
 
-# -- padding of other axes
-# ------------------------------------------------------------------------------
+# -- padding of other axes ---------------------------------------------------
 
 IDS, MASK = Padding(input="ids", axis=1), Padding(input="mask", axis=1)
 

@@ -186,8 +186,7 @@ def test_blocks_may_end_once_they_hold_enough_runs(
     assert found.rows[0].end_to_end.median_s == pytest.approx(0.0005, rel=0.1)
 
 
-# -- who gets how many processes
-# ------------------------------------------------------------------------------
+# -- who gets how many processes ---------------------------------------------
 
 
 def test_who_is_far_behind_stops_after_one_process_and_the_report_says_so() -> None:
@@ -297,8 +296,7 @@ def test_an_engine_alone_is_measured_in_its_usual_processes() -> None:
     assert alone.rows[0].ratio_missing == ""
 
 
-# -- failures
-# ------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------
 
 
 def test_one_that_dies_in_the_middle_leaves_and_the_others_go_on() -> None:
@@ -355,8 +353,7 @@ def test_a_race_that_nobody_survives_has_no_baseline() -> None:
     assert isinstance(results([contestant], [WORKLOAD], BusyHost(9.0, 1))[0], BenchmarkFailure)
 
 
-# -- one turn
-# ------------------------------------------------------------------------------
+# -- one turn ----------------------------------------------------------------
 
 
 def test_drift_and_thinning_are_said() -> None:

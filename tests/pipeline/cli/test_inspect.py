@@ -90,8 +90,7 @@ def test_inspecting_for_tensorrt_without_a_gpu_says_what_is_missing(tmp_path: Pa
     assert "use onnxruntime or openvino" in done.err
 
 
-# -- plugin libraries
-# ------------------------------------------------------------------------------
+# -- plugin libraries --------------------------------------------------------
 
 
 @dataclass

@@ -51,8 +51,7 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "metric:a:b\n"
 
 
-# -- stages as they run
-# ------------------------------------------------------------------------------
+# -- stages as they run ------------------------------------------------------
 
 
 class Clock:

@@ -161,8 +161,7 @@ def test_speed_is_told_process_by_process() -> None:
     assert math.isclose(row.drop or 0.0, 0.0)
 
 
-# -- in the report
-# ------------------------------------------------------------------------------
+# -- in the report -----------------------------------------------------------
 
 LAST = AblationRow(
     switch="last_layer",

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.backends import BACKENDS
 from pipeline.compiler.candidates import (
-    LEAST_FOR_AOTI,
+    MIN_AOTI_BYTES,
     TOO_SMALL_FOR_AOTI,
     check_candidates,
     prepare,
@@ -169,7 +169,7 @@ class OnGpu(Halves):
 
 @pytest.mark.parametrize(
     ("size", "tensorrt", "tried"),
-    [(LEAST_FOR_AOTI - 1, True, False), (LEAST_FOR_AOTI, True, True), (10, False, True)],
+    [(MIN_AOTI_BYTES - 1, True, False), (MIN_AOTI_BYTES, True, True), (10, False, True)],
     ids=["small", "large", "small, without TensorRT"],
 )
 def test_small_models_are_not_compiled_by_aotinductor_beside_tensorrt(

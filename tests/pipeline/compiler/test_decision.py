@@ -387,8 +387,7 @@ def test_every_failure_has_a_next_step(precision: Precision) -> None:
     assert next_steps(None)
 
 
-# -- equal speed
-# ------------------------------------------------------------------------------
+# -- equal speed -------------------------------------------------------------
 
 
 def timed(
@@ -581,6 +580,6 @@ def test_no_next_step_is_one_that_the_plan_refuses_or_has(
     recipe: Recipe, has: str, lacks: str
 ) -> None:
     miss = candidate("c", 0.5, state="failed accuracy").model_copy(update={"recipe": recipe})
-    said = "\n".join(next_steps(miss))
-    assert has in said
-    assert lacks not in said
+    message = "\n".join(next_steps(miss))
+    assert has in message
+    assert lacks not in message

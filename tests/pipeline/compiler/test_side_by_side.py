@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.backends import BACKENDS
 from pipeline.compiler.candidates import (
-    LARGEST_SIDE_BY_SIDE,
+    MAX_SIDE_BY_SIDE_BYTES,
     may_overlap,
     prepare_all,
     recipes_of,
@@ -160,8 +160,7 @@ def test_one_that_fails_loses_no_other_and_a_bug_of_ours_is_handed_on(
     assert {subject for _, subject, _ in steps_of(job)} >= {labels[2], f"{labels[2]} on selection"}
 
 
-# -- an end that no candidate survives
-# ------------------------------------------------------------------------------
+# -- an end that no candidate survives ---------------------------------------
 
 
 class Hanging(Line):
@@ -243,8 +242,7 @@ def living_children() -> list[psutil.Process]:
     return [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
 
 
-# -- one after another
-# ------------------------------------------------------------------------------
+# -- one after another -------------------------------------------------------
 
 
 def do_nothing(function: Callable[..., Any], name: str) -> None: ...
@@ -290,15 +288,14 @@ def test_only_small_models_overlap_and_only_on_backends_of_the_cpu(
     """The weights count, which may lie in a file of their own."""
     write_model(tmp_path / "model.onnx")
     model = onnx_model(tmp_path, "model.onnx")
-    rest = LARGEST_SIDE_BY_SIDE - (tmp_path / "model.onnx").stat().st_size
+    rest = MAX_SIDE_BY_SIDE_BYTES - (tmp_path / "model.onnx").stat().st_size
     with (tmp_path / "weights.bin").open("wb") as file:
         file.truncate(rest + more_bytes)
     recipes = [Recipe(backend=name, precision=Precision.FP32) for name in backends]
     assert may_overlap(model, recipes, has_gpu=False) is overlaps
 
 
-# -- packages that crash
-# ------------------------------------------------------------------------------
+# -- packages that crash -----------------------------------------------------
 
 PROGRAMS = (("aoti", Precision.FP32), ("aoti", Precision.BF16), ("exported", Precision.FP32))
 

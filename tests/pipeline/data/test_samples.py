@@ -53,8 +53,7 @@ def random_data(samples: int, seed: int = 0) -> GeneratedData:
     return GeneratedData(generate="random", samples=samples, seed=seed, because="a test")
 
 
-# -- streaming
-# ------------------------------------------------------------------------------
+# -- streaming ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("writer", [np.savez, np.savez_compressed])
@@ -157,8 +156,7 @@ def test_an_opened_set_crosses_process_boundaries(tmp_path: Path) -> None:
     np.testing.assert_array_equal(next(twin.batches(5)).feeds["image"], images(5))
 
 
-# -- generated
-# ------------------------------------------------------------------------------
+# -- generated ---------------------------------------------------------------
 
 
 def test_generated_samples_depend_on_seed_and_index_only() -> None:
@@ -257,8 +255,7 @@ def test_without_a_batch_axis_each_generated_sample_is_a_whole_input() -> None:
     assert batch.samples == 1
 
 
-# -- identity
-# ------------------------------------------------------------------------------
+# -- identity ----------------------------------------------------------------
 
 
 def test_the_digest_follows_content_not_names(tmp_path: Path) -> None:
@@ -309,8 +306,7 @@ KINDS_AND_SEEDS: tuple[tuple[type[SampleSet], int], ...] = (
 )
 
 
-# -- bad input
-# ------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------
 
 
 def with_value(value: float) -> NDArray[np.float32]:

@@ -230,10 +230,10 @@ def test_bad_feeds_are_refused_with_the_next_step(tmp_path: Path, case: str) -> 
 
 def test_time_steps_are_not_taken_for_samples(tmp_path: Path) -> None:
     path = save(tmp_path / "a.npz", {"x": np.ones((20, 1, 3), np.float32)})
-    said = (
+    message = (
         r"axis 0 of 'x' would count samples, but x float32 \[time, batch, 3\] has 'batch' on axis 1"
     )
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         open_set(SelectionSet, (path,), (X,), (PROFILE,))
     assert "number the samples" in caught.value.next_step
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.execution.durations import COUNTED, FILE, MOST_BYTES, History
+from pipeline.execution.durations import COUNTED, FILE, MAX_BYTES, History
 
 
 def test_the_estimate_is_the_median_of_the_last_runs(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_file_stays_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     history = History(tmp_path)
     for number in range(60):
         history.add("build", "x" * 10_000, float(number))
-    assert (tmp_path / FILE).stat().st_size <= MOST_BYTES
+    assert (tmp_path / FILE).stat().st_size <= MAX_BYTES
     kept = [entry.seconds for entry in history.entries()]
     assert kept == [float(number) for number in range(60 - len(kept), 60)]
     assert len(kept) >= 20

@@ -213,8 +213,7 @@ def test_a_host_without_such_files_records_nothing(tmp_path: Path) -> None:
     assert memory_kills(tmp_path, tmp_path) == MemoryKills()
 
 
-# -- real children
-# ------------------------------------------------------------------------------
+# -- real children -----------------------------------------------------------
 
 
 def hoard(limit_bytes: int, progress: Progress) -> None:

@@ -75,8 +75,7 @@ def race(host: NoisyHost, runs_s: tuple[float, ...], rounds: int) -> list[Sample
     return [samples_from_blocks(taken, ()) for taken in blocks]
 
 
-# -- samples
-# ------------------------------------------------------------------------------
+# -- samples -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,8 +146,7 @@ def test_thinned_keeps_every_kth() -> None:
     assert thinned([], 2) == ()
 
 
-# -- taking times
-# ------------------------------------------------------------------------------
+# -- taking times ------------------------------------------------------------
 
 
 def test_block_lasts_for_time_and_runs() -> None:
@@ -239,8 +237,7 @@ print(subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert large.sum() > 0
 
 
-# -- intervals
-# ------------------------------------------------------------------------------
+# -- intervals ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounds", [4, 6, 10])
@@ -376,8 +373,7 @@ def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.fullmatch(r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)", capsys.readouterr().out.strip())
 
 
-# -- the host
-# ------------------------------------------------------------------------------
+# -- the host ----------------------------------------------------------------
 
 
 def test_environment_names_this_host() -> None:

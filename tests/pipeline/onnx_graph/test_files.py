@@ -18,7 +18,7 @@ from pipeline.onnx_graph.files import (
     read_proto,
     write_proto,
 )
-from tests.builders.onnx_text import parse, save
+from tests.pipeline.onnx_graph.builders import parse, save
 
 
 def external_model(folder: Path, location: str, **entries: str) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.onnx_graph.inspect import specs_of
-from tests.builders.onnx_text import parse, save
+from tests.pipeline.onnx_graph.builders import parse, save
 
 
 def test_specs_names_dtypes_and_dynamic_dims(tmp_path: Path) -> None:

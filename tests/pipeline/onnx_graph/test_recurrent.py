@@ -21,7 +21,7 @@ from pipeline.quantization.sensitivity_graph import round_16_bits, tensors_of_16
 from pipeline.stages.convert import convert
 from tests.builders.recurrent import PROFILE, Form, feeds_of, forms, write
 
-LARGEST_ERROR = {Precision.FP16: 4e-3, Precision.BF16: 3e-2}  # of an output's largest value
+MAX_ERROR = {Precision.FP16: 4e-3, Precision.BF16: 3e-2}  # of an output's largest value
 SIXTEEN_BITS = (Precision.FP16, Precision.BF16)
 
 
@@ -89,9 +89,7 @@ def test_every_input_of_a_recurrent_node_has_one_type_and_the_answers_stay(
         feeds = feeds_of(form, time, batch, seed=time)
         expected, got = open_reference(model.path)(feeds), open_reference(graph)(feeds)
         for name, want in expected.items():
-            assert (
-                np.abs(got[name] - want).max() <= LARGEST_ERROR[precision] * np.abs(want).max()
-            ), name
+            assert np.abs(got[name] - want).max() <= MAX_ERROR[precision] * np.abs(want).max(), name
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, *SIXTEEN_BITS])

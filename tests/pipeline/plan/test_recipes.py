@@ -8,7 +8,7 @@ import pytest
 from pipeline.core import CalibrationMethod, OrtProvider, Placement, Precision, Recipe, Target
 from pipeline.errors import PlanError
 from pipeline.plan.recipes import (
-    MOST_RECIPES,
+    MAX_RECIPES,
     baseline_recipes,
     call_of,
     default_candidates,
@@ -294,8 +294,7 @@ def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_ei
     assert distinct([plain, other, auto]) == (auto, other)
 
 
-# -- one candidate that stands for several
-# ------------------------------------------------------------------------------
+# -- one candidate that stands for several -----------------------------------
 
 
 def recipes(plan: Plan, **asked: object) -> list[str]:
@@ -335,7 +334,7 @@ def test_what_comes_to_the_same_is_tried_once(plan: Plan) -> None:
 def test_a_candidate_that_stands_for_too_many_is_refused_with_the_count(plan: Plan) -> None:
     both = [False, True]
     switches = dict.fromkeys(("last_layer", "residual_add", "per_channel", "conv"), both)
-    assert len(recipes(plan, method=["entropy", "minmax"], placement=switches)) == MOST_RECIPES
+    assert len(recipes(plan, method=["entropy", "minmax"], placement=switches)) == MAX_RECIPES
     with pytest.raises(PlanError, match="stands for 48 engines, expected at most 32"):
         recipes(plan, method=["entropy", "minmax", "percentile"], placement=switches)
 

@@ -149,8 +149,7 @@ def test_percent_has_a_digit_more_where_it_matters() -> None:
     ]
 
 
-# -- fusions
-# ------------------------------------------------------------------------------
+# -- fusions -----------------------------------------------------------------
 
 
 def test_fusions_of_a_convolutional_network() -> None:

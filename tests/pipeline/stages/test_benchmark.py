@@ -45,8 +45,7 @@ def test_rows_per_run() -> None:
     assert rows_per_run([], {}) == 1
 
 
-# -- real engines in real children
-# ------------------------------------------------------------------------------
+# -- real engines in real children -------------------------------------------
 
 
 @pytest.fixture(scope="module")

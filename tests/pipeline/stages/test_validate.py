@@ -21,8 +21,7 @@ from tests.builders.validate import BOTH, CLASSES, LENIENT, SAME, TWO, Bench, No
 
 LOOSE = AccuracyConfig(thresholds=LENIENT, max_drop=1)
 
-# -- tensor errors
-# ------------------------------------------------------------------------------
+# -- tensor errors -----------------------------------------------------------
 
 
 def test_an_equal_engine_passes_with_no_error(bench: Bench) -> None:
@@ -205,8 +204,7 @@ def test_the_comparison_prints_nothing(bench: Bench, capfd: pytest.CaptureFixtur
     assert capfd.readouterr() == ("", "")
 
 
-# -- the interface
-# ------------------------------------------------------------------------------
+# -- the interface -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -262,8 +260,7 @@ def test_another_shape_fails_and_names_the_samples(bench: Bench) -> None:
     )
 
 
-# -- where it runs
-# ------------------------------------------------------------------------------
+# -- where it runs -----------------------------------------------------------
 
 
 def test_both_run_in_children_and_tell_how_far_they_are(bench: Bench) -> None:

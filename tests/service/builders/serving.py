@@ -336,11 +336,11 @@ def _check(served: Served, request: InferRequest) -> None:
             for dim, size in zip(spec.shape, array.shape, strict=True)
         )
         if not fits or array.dtype != np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype)):
-            said = (
+            message = (
                 f"input '{name}': expected {spec.dtype} {list(spec.shape)}, got {array.dtype}"
                 f" {list(array.shape)}"
             )
-            raise Unprocessable(said, "send what GET /models shows")
+            raise Unprocessable(message, "send what GET /models shows")
 
 
 def serving_models(home: Path, **settings: object) -> AbstractContextManager[Server]:

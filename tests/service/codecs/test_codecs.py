@@ -46,8 +46,7 @@ def answer(**outputs: Array) -> InferAnswer:
     return InferAnswer("m", 3, "cpu", outputs, TIMING, "id7")
 
 
-# -- there and back
-# ------------------------------------------------------------------------------
+# -- there and back ----------------------------------------------------------
 
 
 def test_bytes() -> None:
@@ -147,8 +146,7 @@ def test_only_who_names_one_encoding_gets_it() -> None:
     ] == ["gzip", "deflate", *[None] * 5]
 
 
-# -- refused
-# ------------------------------------------------------------------------------
+# -- refused -----------------------------------------------------------------
 
 
 def item(**given: Any) -> dict[str, Any]:
@@ -352,8 +350,7 @@ def test_npz_that_is_not_right() -> None:
         arrays_from_npz(bytes(smaller), 5000)
 
 
-# -- anything at all
-# ------------------------------------------------------------------------------
+# -- anything at all ---------------------------------------------------------
 
 JSON = some.recursive(
     some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=3),

@@ -10,7 +10,7 @@ from service.errors import Unprocessable
 from service.grpc import grpc_service_pb2 as pb
 from service.grpc.codec import CONTENTS, message_from, request_from, version_from
 from service.grpc.offload_worker import raw_form
-from service.grpc.wire_scan import MOST_FIELDS, typed_bytes, without_tensors
+from service.grpc.wire_scan import MAX_FIELDS, typed_bytes, without_tensors
 from service.inference import InferAnswer, Timing
 from tests.service.builders.serving import some_arrays
 
@@ -86,7 +86,7 @@ def test_what_is_typed_is_told_from_what_is_raw_without_parsing() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"\xff" * 9, b"\x0b", b"\x2a\x05abc", b"\x2a", b"\x09abc", b"\x08\x01" * (MOST_FIELDS + 1)],
+    [b"\xff" * 9, b"\x0b", b"\x2a\x05abc", b"\x2a", b"\x09abc", b"\x08\x01" * (MAX_FIELDS + 1)],
 )
 def test_what_no_client_sends_is_left_to_a_helper(data: bytes) -> None:
     """So that it cannot be a long list in disguise."""

@@ -238,8 +238,7 @@ def test_deleting_a_job_that_compiles_ends_all_that_it_started(tmp_path: Path) -
         assert send() != job  # an equal request begins anew
 
 
-# -- archives
-# ------------------------------------------------------------------------------
+# -- archives ----------------------------------------------------------------
 
 
 def zipped(**members: bytes) -> bytes:
@@ -290,8 +289,7 @@ def test_archives_that_are_traps_are_refused_and_leave_nothing(
     assert not Path("/etc/evil.onnx").exists()
 
 
-# -- models
-# ------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------
 
 
 def value(name: str, kind: int, *shape: int) -> Any:

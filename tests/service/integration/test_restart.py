@@ -26,7 +26,7 @@ from tests.service.builders.jobs import WITHIN_S, write_out
 from tests.service.integration.test_server import serving, until
 
 KILLS, SEED = 20, 8
-WEB_KILLS = 4  # fewer than MOST_INTERRUPTIONS
+WEB_KILLS = 4  # fewer than MAX_INTERRUPTIONS
 GONE_S = 60.0  # for what takes less than a second on a quiet host
 
 

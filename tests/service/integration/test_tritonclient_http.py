@@ -59,8 +59,7 @@ def asked(name: str, binary: bool = True, **more: Any) -> triton.InferRequestedO
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
-# -- tensors
-# ------------------------------------------------------------------------------
+# -- tensors -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("binary_in", [True, False])
@@ -180,8 +179,7 @@ def test_where_the_time_went(client: triton.InferenceServerClient) -> None:
     assert (told["batch_size"], told["device"]) == (2, "cpu")
 
 
-# -- what is refused
-# ------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------
 
 
 def refused(call: Callable[[], object], status: int, said: str) -> None:
@@ -319,8 +317,7 @@ def test_keys_scopes_and_limits(tmp_path: Path) -> None:
         assert "Traceback" not in server.log()
 
 
-# -- what it tells
-# ------------------------------------------------------------------------------
+# -- what it tells -----------------------------------------------------------
 
 
 def test_the_server(client: triton.InferenceServerClient) -> None:
@@ -405,8 +402,7 @@ def test_the_repository(client: triton.InferenceServerClient) -> None:
     )
 
 
-# -- asyncio
-# ------------------------------------------------------------------------------
+# -- asyncio -----------------------------------------------------------------
 
 
 def with_aio(

@@ -17,7 +17,7 @@ from service.devices.policy import Lease
 from service.errors import Conflict, NotFound, TooMany, Unavailable
 from service.jobs.attempt import PATIENCE_S
 from service.jobs.publish import DIGESTS, REPORT_FILES
-from service.jobs.queue import MOST_INTERRUPTIONS
+from service.jobs.queue import MAX_INTERRUPTIONS
 from service.jobs.state import Job, JobEvent, Requeued, StageSeen, Started
 from service.jobs.store import JobStore, Once
 from service.sandbox.process_tree import of_jobs
@@ -402,7 +402,7 @@ def test_no_more_jobs_wait_than_may(tmp_path: Path) -> None:
 def test_a_job_under_which_the_server_died_often_is_not_started_again(tmp_path: Path) -> None:
     now, database = utc_now(), Database(tmp_path / "crucible.db")
     store, jobs = JobStore(database), [new_job(Folders(tmp_path), "succeed") for _ in range(2)]
-    for job, deaths in zip(jobs, (MOST_INTERRUPTIONS - 2, MOST_INTERRUPTIONS - 1), strict=True):
+    for job, deaths in zip(jobs, (MAX_INTERRUPTIONS - 2, MAX_INTERRUPTIONS - 1), strict=True):
         store.add(job, now)
         for event in [Started(1, 1.0), Requeued("", interrupted=True)] * deaths + [Started(1, 1.0)]:
             store.append(job.id, event, now)
@@ -414,7 +414,7 @@ def test_a_job_under_which_the_server_died_often_is_not_started_again(tmp_path: 
         assert suspect.failure is not None
         assert (
             suspect.failure.message
-            == f"the server died {MOST_INTERRUPTIONS} times while this job ran"
+            == f"the server died {MAX_INTERRUPTIONS} times while this job ran"
         )
         assert bench.kinds(suspect)[-1] == "failed"
 

@@ -14,7 +14,7 @@ import pytest
 from pipeline.execution.child_process import IMPORT_PATH
 from service.jobs.worker_client import environment_for
 from service.sandbox.process_tree import alive, kill_all, of_jobs, started_at
-from service.storage.layout import MOST_LOG_BYTES, Folders, Work
+from service.storage.layout import MAX_LOG_BYTES, Folders, Work
 
 SERVER = {
     "PATH": "/bin",
@@ -179,8 +179,8 @@ def test_a_work_directory_keeps_its_store_between_attempts(tmp_path: Path) -> No
     assert [path.name for path in work.root.iterdir()] == ["log"]
     work.shorten_log()
     assert work.log.read_bytes() == b""
-    work.log.write_bytes(b"a" * 10 + b"b" * MOST_LOG_BYTES)
+    work.log.write_bytes(b"a" * 10 + b"b" * MAX_LOG_BYTES)
     work.shorten_log()
-    assert work.log.read_bytes() == b"b" * MOST_LOG_BYTES
+    assert work.log.read_bytes() == b"b" * MAX_LOG_BYTES
     Folders(tmp_path).remove("7")
     assert not work.root.exists()

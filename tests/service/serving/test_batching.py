@@ -155,8 +155,7 @@ def test_a_profile_is_left_at_once_where_staying_takes_over_twice_the_rows() -> 
     assert (queue.profile, size) == (0, 2)
 
 
-# -- whatever happens
-# ------------------------------------------------------------------------------
+# -- whatever happens --------------------------------------------------------
 
 KINDS = (ONE, Kind((Sizes(0, 2, 6, (2, 6)),)), Kind())
 EVENTS = some.lists(

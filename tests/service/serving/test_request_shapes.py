@@ -22,7 +22,7 @@ from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import Unprocessable
 from service.serving.batch_assembly import Joined, Part, Rows
 from service.serving.batching import Kind
-from service.serving.request_shapes import MOST_KNOWN, Axes, Fitting
+from service.serving.request_shapes import MAX_KNOWN, Axes, Fitting
 
 
 def spec(name: str, *shape: int | str, dtype: str = "float32") -> TensorSpec:
@@ -190,14 +190,13 @@ def test_only_so_many_shapes_are_remembered() -> None:
         ),
         PROVED,
     )
-    for n in range(1, MOST_KNOWN + 10):
+    for n in range(1, MAX_KNOWN + 10):
         fitting.fit({"x": zeros(1, n)})
-    assert len(fitting._known) <= MOST_KNOWN
-    assert len(fitting._kinds) <= MOST_KNOWN
+    assert len(fitting._known) <= MAX_KNOWN
+    assert len(fitting._kinds) <= MAX_KNOWN
 
 
-# -- joined and cut apart
-# ------------------------------------------------------------------------------
+# -- joined and cut apart ----------------------------------------------------
 
 TEXT = engine(
     (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from pipeline.errors import HostError
-from service.serving.shared_memory import ALIGNMENT, LEAST_BYTES, Buffer, Slot, layout
+from service.serving.shared_memory import ALIGNMENT, MIN_BYTES, Buffer, Slot, layout
 from service.serving.worker_messages import BadMessage, Placed
 
 FLOAT = np.dtype(np.float32)
@@ -44,8 +44,8 @@ def test_a_slot_that_gets_no_memory_stays_as_the_worker_knows_it() -> None:
     slot = Slot(0)
     assert set(slot.reserve(1, 1)) == {"inputs", "outputs"}
     with pytest.raises(HostError):
-        slot.reserve(2 * LEAST_BYTES, 1 << 62)
-    assert set(slot.reserve(2 * LEAST_BYTES, 1)) == {"inputs"}  # of which the worker has not heard
+        slot.reserve(2 * MIN_BYTES, 1 << 62)
+    assert set(slot.reserve(2 * MIN_BYTES, 1)) == {"inputs"}  # of which the worker has not heard
 
 
 def test_an_empty_tensor_that_numpy_cannot_count_is_no_message() -> None:
@@ -55,7 +55,7 @@ def test_an_empty_tensor_that_numpy_cannot_count_is_no_message() -> None:
 
 def test_nobody_can_take_memory_away_from_the_other_side() -> None:
     buffer = Buffer.make(1)
-    for size in (0, LEAST_BYTES - 1, 2 * LEAST_BYTES):
+    for size in (0, MIN_BYTES - 1, 2 * MIN_BYTES):
         with pytest.raises(PermissionError):
             os.ftruncate(buffer.descriptor, size)
 
@@ -75,9 +75,9 @@ def test_memory_and_descriptors_go_with_the_last_array() -> None:
 @pytest.mark.parametrize(
     "placed",
     [
-        Placed((1,), LEAST_BYTES),
-        Placed((LEAST_BYTES // 4 + 1,), 0),
-        Placed((LEAST_BYTES // 4,), ALIGNMENT),
+        Placed((1,), MIN_BYTES),
+        Placed((MIN_BYTES // 4 + 1,), 0),
+        Placed((MIN_BYTES // 4,), ALIGNMENT),
         Placed((1 << 40,), 0),
         Placed((1 << 33, 1 << 33), 0),
         Placed((1,), 4),
@@ -91,15 +91,15 @@ def test_what_does_not_lie_in_a_buffer_is_refused(placed: Placed) -> None:
 def test_empty_and_scalar_tensors_have_a_place() -> None:
     buffer = Buffer.make(1)
     assert buffer.array(FLOAT, Placed((), 0)).shape == ()
-    assert buffer.array(FLOAT, Placed((0, 5), LEAST_BYTES)).shape == (0, 5)
+    assert buffer.array(FLOAT, Placed((0, 5), MIN_BYTES)).shape == (0, 5)
 
 
 def test_a_slot_grows_and_tells_what_is_new() -> None:
     slot = Slot(0)
     assert list(slot.reserve(10, 10)) == ["inputs", "outputs"]
-    assert slot.reserve(LEAST_BYTES, 10) == {}
-    new = slot.reserve(LEAST_BYTES + 1, 0)
-    assert [(name, buffer.size) for name, buffer in new.items()] == [("inputs", 2 * LEAST_BYTES)]
+    assert slot.reserve(MIN_BYTES, 10) == {}
+    new = slot.reserve(MIN_BYTES + 1, 0)
+    assert [(name, buffer.size) for name, buffer in new.items()] == [("inputs", 2 * MIN_BYTES)]
 
 
 def test_more_memory_than_there_can_be_is_an_error_of_the_host() -> None:

@@ -21,7 +21,7 @@ from pipeline.core import Engine
 from pipeline.errors import HostError, InternalError
 from service.errors import TimedOut, Unavailable, Unprocessable
 from service.serving.batch_assembly import Rows
-from service.serving.replica import LONGEST_PAUSE_S, MOST_CRASHES, Instance, pause_after
+from service.serving.replica import MAX_CRASHES, MAX_PAUSE_S, Instance, pause_after
 from service.serving.worker_client import SLOTS, Order, Ran, Task, Worker
 from service.storage.layout import Work
 from tests.service.serving.engines import (
@@ -63,10 +63,10 @@ def state(bench: Bench) -> str:
 
 
 def test_pauses_double_and_end() -> None:
-    pauses = [pause_after(crashes) for crashes in range(1, MOST_CRASHES + 1)]
+    pauses = [pause_after(crashes) for crashes in range(1, MAX_CRASHES + 1)]
     assert pauses[-1] is None
     assert all(later == 2 * earlier for earlier, later in pairwise(pauses[:-1]))  # type: ignore[operator]
-    assert max(pauses[:-1]) <= LONGEST_PAUSE_S  # type: ignore[type-var]
+    assert max(pauses[:-1]) <= MAX_PAUSE_S  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_an_instance_that_cannot_be_started_again_says_so(tmp_path: Path, engine
         assert "nobody thought of this" in instance.reason
         assert changes[-1] == "failed"
         faults = [each for each in logged if isinstance(each.get("exc_info"), RuntimeError)]
-        assert len(faults) == MOST_CRASHES - 1
+        assert len(faults) == MAX_CRASHES - 1
         await instance.close()
 
     play(story)
@@ -329,8 +329,7 @@ def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(
     play(story)
 
 
-# -- real workers
-# ------------------------------------------------------------------------------
+# -- real workers ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])

@@ -72,8 +72,7 @@ def residual(root: Path, backend: str, precision: Precision) -> OnnxModel:
     )
 
 
-# -- real engines
-# ------------------------------------------------------------------------------
+# -- real engines ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8])
@@ -312,8 +311,7 @@ def test_a_body_is_timed_once_and_not_with_its_loop(tmp_path: Path) -> None:
     }
 
 
-# -- ONNX Runtime's rules
-# ------------------------------------------------------------------------------
+# -- ONNX Runtime's rules ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -401,8 +399,7 @@ def test_a_kernel_has_no_nodes_that_need_more_than_it_reads() -> None:
     assert ort_layers.nodes_by_kernel(unclosed, original) == {"add/AddFusion/": ("add",)}
 
 
-# -- OpenVINO's rules
-# ------------------------------------------------------------------------------
+# -- OpenVINO's rules --------------------------------------------------------
 
 
 def ran(

@@ -98,13 +98,15 @@ def test_torch_without_a_gpu_says_why() -> None:
 
 
 def test_tensors_on_two_devices_and_a_full_gpu_are_told_apart(tmp_path: Path) -> None:
-    said = (
+    message = (
         "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and"
         " cpu!"
     )
     x = TensorSpec(name="x", dtype="float32", shape=("batch",))
     feeds = {"x": np.zeros(2, np.float32)}
-    source = source_of(write_model(tmp_path, f"raise RuntimeError('{said}')"), x, folder=tmp_path)
+    source = source_of(
+        write_model(tmp_path, f"raise RuntimeError('{message}')"), x, folder=tmp_path
+    )
     with pytest.raises(ModelError, match="two devices") as caught:
         run_module(load_module(source), source, feeds)
     assert "on the CPU" in caught.value.next_step

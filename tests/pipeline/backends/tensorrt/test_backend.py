@@ -129,8 +129,7 @@ def run(engine: Engine, given: Tensors) -> Mapping[str, NDArray[Any]]:
         return dict(run_session(session, given))
 
 
-# -- without a GPU
-# ------------------------------------------------------------------------------
+# -- without a GPU -----------------------------------------------------------
 
 
 def test_probing_a_host_without_a_gpu_says_what_is_missing() -> None:
@@ -215,8 +214,7 @@ def test_plugin_libraries_go_with_the_engine_in_order(tmp_path: Path) -> None:
     ] == [("00-libz.so", "0"), ("01-liba.so", "1")]
 
 
-# -- on a GPU
-# ------------------------------------------------------------------------------
+# -- on a GPU ----------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from pipeline.backends.cuda import OutOfDeviceMemory
 from pipeline.backends.tensorrt.build import (
     CANNOT,
-    MOST_WARNINGS,
+    MAX_WARNINGS,
     add_profiles,
     build_error,
     configure,
@@ -103,8 +103,7 @@ def recipe(precision: Precision = Precision.FP32, **more: object) -> Recipe:
     return Recipe.model_validate({"backend": "tensorrt", "precision": precision, **more})
 
 
-# -- profiles
-# ------------------------------------------------------------------------------
+# -- profiles ----------------------------------------------------------------
 
 
 def test_shapes_of_every_profile() -> None:
@@ -183,8 +182,7 @@ def test_a_shape_tensor_without_values_is_an_error_of_the_plan(
         add_profiles(parsed, parsed.builder.create_builder_config(), model.inputs, profiles)
 
 
-# -- configuration
-# ------------------------------------------------------------------------------
+# -- configuration -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,8 +230,7 @@ def test_what_the_plan_allows_reaches_the_library(tmp_path: Path, trt: Any) -> N
     assert config.num_optimization_profiles == 2
 
 
-# -- building
-# ------------------------------------------------------------------------------
+# -- building ----------------------------------------------------------------
 
 
 def for_ada(trt: Any, parsed: Parsed, model: OnnxModel, profiles: tuple[Profile, ...]) -> Any:
@@ -403,6 +400,6 @@ def test_warnings_become_notes_but_not_without_end(tmp_path: Path, trt: Any) -> 
     ] + [("WARNING", "Make sure input x has Int64 binding.")]
     notes = warnings_of(trt, model)
     assert [note.text for note in notes][:1] == ["TensorRT: Missing scale for tensor 0"]
-    assert notes[-1].text == f"TensorRT: and {30 - MOST_WARNINGS} more warnings"
-    assert len(notes) == MOST_WARNINGS + 1
+    assert notes[-1].text == f"TensorRT: and {30 - MAX_WARNINGS} more warnings"
+    assert len(notes) == MAX_WARNINGS + 1
     messages_of(trt).clear()

@@ -29,8 +29,7 @@ from pipeline.stages.inspect_layers import prove
 from tests.builders.convert import ATTENTION, RESIDUAL, model_from_text
 from tests.builders.layers import CAPTURED, captured, real_table, seconds_of
 
-# -- kernels' names
-# ------------------------------------------------------------------------------
+# -- kernels' names ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -176,8 +175,7 @@ def test_nodes_are_found_whatever_stands_between_them(between: str) -> None:
     assert nodes_of("") == ()
 
 
-# -- real engines
-# ------------------------------------------------------------------------------
+# -- real engines ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CAPTURED)
@@ -273,8 +271,7 @@ def test_separators_may_come_unescaped_and_what_is_no_json_is_our_bug() -> None:
         layers_from_inspector("Layers(0): conv", {})
 
 
-# -- timing, with doubles for the library and the session
-# ------------------------------------------------------------------------------
+# -- timing, with doubles for the library and the session --------------------
 
 
 class Profiler:
@@ -385,8 +382,7 @@ def test_where_nothing_is_said_of_a_context_the_engine_is_asked() -> None:
     assert loaded.execution_context is None
 
 
-# -- on a GPU
-# ------------------------------------------------------------------------------
+# -- on a GPU ----------------------------------------------------------------
 
 
 @pytest.mark.gpu

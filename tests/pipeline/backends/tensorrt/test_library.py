@@ -45,8 +45,7 @@ def recipe(precision: str, **more: object) -> Recipe:
     return Recipe.model_validate({"backend": "tensorrt", "precision": precision, **more})
 
 
-# -- what is installed
-# ------------------------------------------------------------------------------
+# -- what is installed -------------------------------------------------------
 
 
 def test_the_bindings_tell_the_exact_version(
@@ -216,8 +215,7 @@ def test_bindings_and_library_of_two_versions_are_both_named() -> None:
         trt_library.check_loaded("10.8.0.43", (10, 6, 0))
 
 
-# -- the host
-# ------------------------------------------------------------------------------
+# -- the host ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -275,8 +273,7 @@ def test_a_host_without_gpu_and_library_is_told_of_both_in_order() -> None:
     assert found == ["no NVIDIA driver", "the library `tensorrt` is not installed"]
 
 
-# -- what a version and a generation lack
-# ------------------------------------------------------------------------------
+# -- what a version and a generation lack ------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.backends.base import run_session
 from pipeline.backends.tensorrt.memory import run_error
-from pipeline.backends.tensorrt.messages import MOST_MESSAGES, logger_of, messages_of
+from pipeline.backends.tensorrt.messages import MAX_MESSAGES, logger_of, messages_of
 from pipeline.backends.tensorrt.session import GRAPHS, Recent
 from pipeline.core import Profile, Tensors, TensorSpec
 from pipeline.errors import DataError, HostError, InternalError, UnsupportedError
@@ -133,8 +133,7 @@ def test_an_empty_batch(bench: Bench) -> None:
         assert run_session(session, feeds(0))["y"].shape == (0, 2)
 
 
-# -- profiles, values
-# ------------------------------------------------------------------------------
+# -- profiles, values --------------------------------------------------------
 
 
 def test_each_shape_runs_in_a_profile_that_holds_it(bench: Bench) -> None:
@@ -298,8 +297,7 @@ def test_an_input_that_is_an_output_too_is_found_under_its_other_name(bench: Ben
     np.testing.assert_array_equal(got["x"], -got["y"])
 
 
-# -- memory
-# ------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------
 
 
 def test_two_sessions_hold_one_copy_of_the_weights(bench: Bench) -> None:
@@ -420,8 +418,7 @@ def test_out_of_memory_for_an_output_sized_by_values(bench: Bench) -> None:
         )
 
 
-# -- errors
-# ------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------
 
 
 def test_a_run_that_tensorrt_refuses(bench: Bench) -> None:
@@ -483,10 +480,10 @@ def test_errors_of_tensorrt_by_their_words(text: str, code: str, said: str) -> N
 
 def test_a_library_that_warns_in_every_run_fills_no_memory(bench: Bench) -> None:
     bench.engine()
-    for number in range(MOST_MESSAGES + 10):
+    for number in range(MAX_MESSAGES + 10):
         logger_of(bench.trt).log(bench.trt.ILogger.WARNING, str(number))
     texts = [text for _, text in messages_of(bench.trt)]
-    assert texts == [str(number) for number in range(10, MOST_MESSAGES + 10)]
+    assert texts == [str(number) for number in range(10, MAX_MESSAGES + 10)]
 
 
 def test_recent_values_are_kept_and_the_others_evicted() -> None:

@@ -138,8 +138,7 @@ def fill(rt: Any) -> Iterator[Callable[[int], None]]:
     take(-1)
 
 
-# -- graphs
-# ------------------------------------------------------------------------------
+# -- graphs ------------------------------------------------------------------
 
 
 def test_a_graph_answers_exactly_as_plain_runs_do(engine_of: EngineOf) -> None:
@@ -249,8 +248,7 @@ def test_the_timer_tells_device_time(engine_of: EngineOf) -> None:
         assert 0 < timer.elapsed_s() < 60
 
 
-# -- memory
-# ------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------
 
 
 def test_two_sessions_hold_one_copy_of_the_weights(engine_of: EngineOf, rt: Any) -> None:
@@ -322,8 +320,7 @@ def test_out_of_memory_while_weights_are_loaded(
         check_runs(session, case, *case.feeds)
 
 
-# -- files
-# ------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["half", "random", "empty"])
@@ -378,8 +375,7 @@ print(session.graphs, sorted({"torch", "onnxruntime", "cuda.core"} & set(sys.mod
     assert done.stdout.splitlines()[-1:] == ["1 []"], done.stderr
 
 
-# -- inputs on the GPU
-# ------------------------------------------------------------------------------
+# -- inputs on the GPU -------------------------------------------------------
 
 
 class ByInterface:

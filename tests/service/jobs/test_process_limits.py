@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.jobs.limits import (
+from service.jobs.process_limits import (
     GIB,
     Limits,
     Sample,

@@ -51,13 +51,13 @@ def verdict(sample: Sample, limits: Limits) -> Failure | None:
     )
     for what, used, allowed, advice in checks:
         if used > allowed:
-            said = (
+            message = (
                 f"the job used {used / GIB:.2f} GiB of {what}, more than the {allowed / GIB:.2f}"
                 " GiB it may, and was stopped"
             )
             return Failure(
                 code=f"job.{what}",
-                message=said,
+                message=message,
                 next_step=f"{advice}; or raise the service's setting job_{what}_bytes",
             )
     return None
