@@ -75,3 +75,12 @@ def profiles_text(ranges: Iterable[str]) -> str:
             )
         entries.append(f"{name}: [{', '.join(numbers if len(numbers) == 3 else numbers * 3)}]")
     return f"[{{{', '.join(entries)}}}]"
+
+
+STATE_LABELS = {"mislabelled": "wrong precision"}
+"""States whose value, which programs read, says less than the label that people read."""
+
+
+def state_label(state: str) -> str:
+    """A candidate's state as reports and tables show it."""
+    return STATE_LABELS.get(state, state)

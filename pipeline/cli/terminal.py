@@ -29,7 +29,7 @@ from pipeline.benchmark.batch_sweep import Sweep, tail_name
 from pipeline.compiler.decision import level_s
 from pipeline.core import KeptNode, Refusal
 from pipeline.execution.stage_runner import StageEvent
-from pipeline.formatting import shape_text
+from pipeline.formatting import shape_text, state_label
 from pipeline.measurement.measure import Clock, monotonic
 from pipeline.report.performance_summary import (
     Summary,
@@ -428,7 +428,7 @@ def _baseline_cells(baseline: BenchmarkReport) -> tuple[str, ...]:
 def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     selection, benchmark = candidate.selection, candidate.benchmark
     row = benchmark.rows[0] if benchmark and benchmark.rows else None
-    state: str = candidate.state
+    state = state_label(candidate.state)
     if state not in ("measured", "failed accuracy"):
         state = f"{state}: {candidate.reason.splitlines()[0][:60]}"
     return (

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeline.core import Precision
-from pipeline.formatting import shape_text
+from pipeline.formatting import shape_text, state_label
 from pipeline.measurement.measure import thinned
 from pipeline.report.tables import (
     LAYER_ERRORS,
@@ -228,7 +228,9 @@ def _draw_pareto(data: _Pareto) -> Figure:
     _number(axes, data.points)
     for kind in COLOURS:
         if any(point.kind == kind for point in data.points):
-            axes.scatter([], [], marker=MARKERS[kind], color=COLOURS[kind], s=60, label=kind)
+            axes.scatter(
+                [], [], marker=MARKERS[kind], color=COLOURS[kind], s=60, label=state_label(kind)
+            )
     figure.legend(frameon=False, loc="outside upper right", ncols=len(COLOURS))
     _milliseconds(axes, [point.x for point in data.points])
     axes.set_xlabel(data.xlabel)

@@ -14,7 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from pipeline.core import Precision
-from pipeline.formatting import bytes_text, date, interval, number_text, shape_text, time_text
+from pipeline.formatting import (
+    bytes_text,
+    date,
+    interval,
+    number_text,
+    shape_text,
+    state_label,
+    time_text,
+)
 from pipeline.measurement.measure import Samples
 from pipeline.report.performance_summary import gpu_lines, limit_cells, peaks_text, ratio_text
 from pipeline.results.layer_table import Layer, LayerTable
@@ -285,7 +293,7 @@ def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
     return (
         str(entry.number),
         entry.label,
-        entry.state,
+        state_label(entry.state),
         interval(metric.interval, 4) if metric else "-",
         cosine_text(selection) or "-",
         *percentiles,
@@ -313,7 +321,8 @@ def _not_chosen(lines: Iterable[Entry]) -> Table:
     rows: list[tuple[str, ...]] = []
     for entry in lines:
         if entry.candidate and entry.candidate.reason:
-            rows.append((str(entry.number), entry.label, entry.state, entry.candidate.reason))
+            state = state_label(entry.state)
+            rows.append((str(entry.number), entry.label, state, entry.candidate.reason))
     return Table(left("#", "not chosen", "state", "why"), tuple(rows))
 
 
@@ -371,7 +380,7 @@ def _size_cells(check: SizeCheck, profiles: int) -> tuple[str, ...]:
 
 def _rescues(report: Report) -> Section:
     rows = tuple(
-        (rescue.label, step.step, step.label or "-", step.outcome)
+        (rescue.label, step.step, step.label or "-", state_label(step.outcome))
         for rescue in report.rescues
         for step in rescue.steps
     )
@@ -494,7 +503,8 @@ def ablation_outcome(row: AblationRow) -> str:
     """The result of the reversed switch, in words."""
     if row.state is None:
         return "changes nothing in this graph"
-    return f"{row.state}: {row.reason}" if row.reason else str(row.state)
+    state = state_label(row.state)
+    return f"{state}: {row.reason}" if row.reason else state
 
 
 # -- accuracy and latency ----------------------------------------------------
