@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from benchmarks.gpu.bare import LOOP, build_bare
@@ -26,11 +27,11 @@ from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.benchmark.interleaved import Workload
 from pipeline.compiler.candidates import build_engine, convert_model, prove_engine
-from pipeline.compiler.context import Job, options_of
+from pipeline.compiler.context import Job
 from pipeline.core import Engine, OnnxModel, Profile, Recipe, Tensors
 from pipeline.errors import CrucibleError
 from pipeline.execution.child_process import call_in_child
-from pipeline.execution.stage_runner import Stage
+from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.measurement.measure import monotonic
 from pipeline.onnx_graph.flops import node_costs, total
 from pipeline.plan.recipes import recipe_from_candidate
@@ -38,7 +39,7 @@ from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, home
 from pipeline.results.layer_table import LayerTable
 
 T = TypeVar("T")
-BARE = Stage("bare", timing_cache.FORMAT, build_bare, tensorrt_.DISTRIBUTIONS)
+BARE = Stage("bare", timing_cache.FORMAT + 1, tensorrt_.DISTRIBUTIONS)
 PLAIN_ATTENTION = "simplify.plain_attention=true"
 OVERRIDES = {
     " surgery": (PLAIN_ATTENTION,),
@@ -103,17 +104,14 @@ def make(job: Job, model: OnnxModel, way: str, built: Job | None = None) -> Made
 
 def build_twin(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
     """The same graph by the plain API, kept in the store as ours is."""
-    options = job.build_options("tensorrt")
-    arguments, described = (converted, recipe, options), options_of(recipe, options)
-    return job.runner.stage(
+    call = StageCall(
         BARE,
         Engine,
-        *arguments,
-        inputs=(converted.digest,),
-        options=described,
+        partial(build_bare, converted, recipe, job.build_options("tensorrt")),
         subject=recipe.label,
-        target=tensorrt_.probe(),
+        target=job.target("tensorrt"),
     )
+    return job.runner.stage(call)
 
 
 def make_way(
