@@ -22,7 +22,7 @@ from pipeline.measurement.comparison import (
     compare_processes,
     pairs_of,
 )
-from pipeline.measurement.measure import Interval
+from pipeline.measurement.statistics import Interval
 
 FAR_BEHIND = 1.5  # times as slow as the best: one process is enough to stop there
 NEAR = 1.05  # an engine that is certainly slower by more than this cannot win

@@ -33,18 +33,17 @@ from pipeline.core import Engine, Progress, Tensors, silent
 from pipeline.errors import CrucibleError
 from pipeline.execution.child_process import Channel
 from pipeline.host.contention import CpuClock, cpu_clock
-from pipeline.measurement.comparison import MIN_PAIRS, Processes
-from pipeline.measurement.measure import (
+from pipeline.host.environment import peak_memory_bytes, usable_cores
+from pipeline.measurement.clock import (
     NANOSECOND_DIGITS,
     Clock,
     WarmUpOptions,
     measure_block,
     monotonic,
-    peak_memory_bytes,
     thinned,
-    usable_cores,
     warm_up,
 )
+from pipeline.measurement.comparison import MIN_PAIRS, Processes
 
 if TYPE_CHECKING:  # a contestant's child needs no plan
     from pipeline.plan.schema import BenchmarkConfig

@@ -34,7 +34,7 @@ from pipeline.errors import PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.formatting import profiles_text
-from pipeline.measurement.measure import usable_cores
+from pipeline.host.environment import usable_cores
 from pipeline.plan import schema as config
 from pipeline.report import bundle as deliver
 from pipeline.results.report import Report, Verdict

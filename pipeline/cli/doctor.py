@@ -17,8 +17,8 @@ from pipeline.benchmark.cpu_peaks import load_peaks
 from pipeline.core import Frozen, Precision, Recipe, Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.amx import tiles_described
+from pipeline.host.environment import Environment, environment
 from pipeline.host.gpu import Gpu, Gpus, Peaks, find_gpus, peaks, with_hardware
-from pipeline.measurement.measure import Environment, environment
 from pipeline.plan.recipes import BF16_FLAGS, VNNI_FLAGS
 from pipeline.report.performance_summary import peaks_text
 

@@ -20,7 +20,7 @@ from pipeline.compiler.context import Job, open_job
 from pipeline.core import Engine, OnnxModel, Profile, Recipe
 from pipeline.errors import InternalError, ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
-from pipeline.measurement.measure import Interval
+from pipeline.measurement.statistics import Interval
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.feeds import feeds_of
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto

@@ -30,7 +30,7 @@ from pipeline.compiler.decision import level_s
 from pipeline.core import KeptNode, Refusal
 from pipeline.execution.stage_runner import StageEvent
 from pipeline.formatting import shape_text
-from pipeline.measurement.measure import Clock, monotonic
+from pipeline.measurement.clock import Clock, monotonic
 from pipeline.report.performance_summary import (
     Summary,
     bound_text,

@@ -22,7 +22,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.measurement.measure import Floats, Interval, Samples, student_quantile
+from pipeline.measurement.clock import Floats, Samples
+from pipeline.measurement.statistics import Interval, student_quantile
 
 MIN_PAIRS = (
     4  # undisturbed pairs that an interval needs: the spread of two or three says too little

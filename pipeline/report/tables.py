@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from pipeline.core import Precision
 from pipeline.formatting import bytes_text, date, interval, number_text, shape_text, time_text
-from pipeline.measurement.measure import Samples
+from pipeline.measurement.clock import Samples
 from pipeline.report.performance_summary import gpu_lines, limit_cells, peaks_text, ratio_text
 from pipeline.results.layer_table import Layer, LayerTable
 from pipeline.results.precision_audit import (

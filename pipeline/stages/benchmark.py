@@ -25,10 +25,12 @@ from pipeline.benchmark.interleaved import (
 from pipeline.core import Engine, Note, OnnxModel, Point, Profile, Progress, TensorSpec, silent
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import Child
+from pipeline.host.environment import usable_cores
 from pipeline.host.gpu import find_gpus
 from pipeline.host.gpu_monitor import watching
+from pipeline.measurement.clock import Samples, samples_from_blocks
 from pipeline.measurement.comparison import NotMeasurable, Obstacle, compare
-from pipeline.measurement.measure import Interval, Samples, samples_from_blocks, usable_cores
+from pipeline.measurement.statistics import Interval
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.onnx_graph.flops import node_costs, total
 from pipeline.plan.schema import BenchmarkConfig

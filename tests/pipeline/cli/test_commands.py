@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from pipeline.benchmark.cpu_peaks import load_peaks
 from pipeline.core import Precision
-from pipeline.measurement.measure import usable_cores
+from pipeline.host.environment import usable_cores
 from pipeline.onnx_graph.files import read_proto
 from tests.builders.cli import (
     ONE_PROCESS,
