@@ -20,7 +20,7 @@ from pipeline.compiler.context import open_job
 from pipeline.core import OnnxModel
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.measurement.measure import environment
+from pipeline.host.environment import environment
 from pipeline.plan.schema import Plan, home, load_plan
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -53,7 +53,7 @@ def compile(
     from pipeline.compiler.compile import compile_plan, publish_report
     from pipeline.execution.stage_runner import Runner
     from pipeline.execution.store import Store
-    from pipeline.measurement.measure import usable_cores
+    from pipeline.host.environment import usable_cores
     from pipeline.plan.schema import home
     from pipeline.report.bundle import check_folder
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipeline.errors import PlanError
-from pipeline.measurement.measure import Interval
+from pipeline.measurement.statistics import Interval
 
 
 def time_text(seconds: float) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 from benchmarks.common import RESNET50, Row, graph_of, publish, takes_no_arguments
 from pipeline.core import CalibrationMethod
 from pipeline.data.samples import CalibrationSet, open_set
-from pipeline.measurement.measure import monotonic, peak_memory_bytes
+from pipeline.host.environment import peak_memory_bytes
+from pipeline.measurement.clock import monotonic
 from pipeline.plan.schema import CalibrationConfig, GeneratedData
 from pipeline.stages.calibrate import calibrate
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 
 from benchmarks.common import DIGITS, Row, publish, takes_no_arguments
-from pipeline.measurement.measure import measure_block
+from pipeline.measurement.clock import measure_block
 
 COLD_S, WARM_S = 60.0, 2.0
 WARM_RUNS = 5

@@ -25,8 +25,8 @@ from pipeline.benchmark.cpu_peaks import (
     measure_peaks,
 )
 from pipeline.core import Precision
+from pipeline.host.environment import usable_cores
 from pipeline.host.gpu import Gpu, Peaks, find_gpus, peaks, with_hardware
-from pipeline.measurement.measure import usable_cores
 
 GPU_SIZES = (4096, 8192)
 GPU_PRECISIONS = (

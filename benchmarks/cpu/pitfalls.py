@@ -21,14 +21,9 @@ from benchmarks.common import RESNET50, Row, beside, graph_of, publish, takes_no
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
-from pipeline.measurement.measure import (
-    WarmUpOptions,
-    measure_block,
-    ratio_of_medians,
-    samples_from_blocks,
-    usable_cores,
-    warm_up,
-)
+from pipeline.host.environment import usable_cores
+from pipeline.measurement.clock import WarmUpOptions, measure_block, samples_from_blocks, warm_up
+from pipeline.measurement.statistics import ratio_of_medians
 from pipeline.onnx_graph.feeds import draw_feeds
 
 COMPARISONS, BLOCKS, BLOCK_S = 10, 6, 0.25
@@ -37,7 +32,7 @@ HELD_MB = 400
 ONE_AFTER_THE_OTHER, TWO_AT_ONCE, COLD_CACHES = "one after the other", "two at once", "cold caches"
 MEDIANS = (TWO_AT_ONCE, COLD_CACHES)  # mistakes whose figures are medians of times
 CHILD = (
-    "import resource; from pipeline.measurement.measure import peak_memory_bytes as own;"
+    "import resource; from pipeline.host.environment import peak_memory_bytes as own;"
     " print(resource.getrusage(0).ru_maxrss * 1024, own())"
 )
 PARENT = (

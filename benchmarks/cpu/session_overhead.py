@@ -22,16 +22,16 @@ from benchmarks.common import DIGITS, RESNET50, Row, graph_of, publish, takes_no
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
-from pipeline.measurement.measure import (
+from pipeline.host.environment import usable_cores
+from pipeline.measurement.clock import (
     Samples,
     WarmUpOptions,
     measure_block,
-    ratio_of_medians,
     samples_from_blocks,
     thinned,
-    usable_cores,
     warm_up,
 )
+from pipeline.measurement.statistics import ratio_of_medians
 from pipeline.onnx_graph.feeds import draw_feeds
 
 ROUNDS, BLOCK_S = 16, 0.5

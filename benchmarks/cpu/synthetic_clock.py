@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from benchmarks.common import Row, publish, takes_no_arguments
 from pipeline.benchmark.elimination import MAX_PAIRS, Role, Runner, is_decided
 from pipeline.measurement.comparison import NotMeasurable, Processes, compare_processes, pairs_of
-from pipeline.measurement.measure import Interval, student_quantile
+from pipeline.measurement.statistics import Interval, student_quantile
 
 Floats = NDArray[np.float64]
 

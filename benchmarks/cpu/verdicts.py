@@ -31,8 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import DIGITS, RESULTS, ROOT, Row, argument_parser
+from pipeline.host.environment import environment
 from pipeline.host.gpu import find_gpus
-from pipeline.measurement.measure import environment, monotonic
+from pipeline.measurement.clock import monotonic
 from pipeline.report.files import load_report
 from pipeline.results.report import Report
 

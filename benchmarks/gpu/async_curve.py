@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.gpu.host import gpu_state
 from pipeline.core import Progress, silent
 from pipeline.execution.child_process import call_in_child
-from pipeline.measurement.measure import monotonic
+from pipeline.measurement.clock import monotonic
 
 CALLS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 REPEATS = 5

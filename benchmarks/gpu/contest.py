@@ -41,15 +41,8 @@ from pipeline.benchmark.interleaved import (
 )
 from pipeline.core import Engine, Progress, Tensors, silent
 from pipeline.execution.child_process import Channel, Child
-from pipeline.measurement.measure import (
-    WarmUpOptions,
-    measure_block,
-    monotonic,
-    peak_memory_bytes,
-    thinned,
-    usable_cores,
-    warm_up,
-)
+from pipeline.host.environment import peak_memory_bytes, usable_cores
+from pipeline.measurement.clock import WarmUpOptions, measure_block, monotonic, thinned, warm_up
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport
 from pipeline.stages.benchmark import BusyHost, results

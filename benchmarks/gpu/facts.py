@@ -13,8 +13,8 @@ from benchmarks.gpu.contest import Outcome, cosine
 from pipeline.benchmark.roofline import bound_of
 from pipeline.core import Recipe
 from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware
+from pipeline.measurement.clock import Samples
 from pipeline.measurement.comparison import NotMeasurable, compare
-from pipeline.measurement.measure import Samples
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import (
     fusions,

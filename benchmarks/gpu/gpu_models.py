@@ -49,7 +49,8 @@ from benchmarks.gpu.torch_peers import COMPILE_MODES, cache_folder
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.core import Target
 from pipeline.errors import BackendUnavailable, CrucibleError
-from pipeline.measurement.measure import environment, monotonic, usable_cores
+from pipeline.host.environment import environment, usable_cores
+from pipeline.measurement.clock import monotonic
 from pipeline.plan.schema import home
 
 NAME = "gpu_models"

@@ -32,7 +32,7 @@ from pipeline.core import Engine, OnnxModel, Profile, Recipe, Tensors
 from pipeline.errors import CrucibleError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.stage_runner import Stage, StageCall
-from pipeline.measurement.measure import monotonic
+from pipeline.measurement.clock import monotonic
 from pipeline.onnx_graph.flops import node_costs, total
 from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, home

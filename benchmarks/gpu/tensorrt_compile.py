@@ -30,7 +30,8 @@ from benchmarks.common import RESULTS, ROOT, Row, argument_parser
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.core import Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
-from pipeline.measurement.measure import environment, monotonic
+from pipeline.host.environment import environment
+from pipeline.measurement.clock import monotonic
 from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import CandidateConfig, load_plan
 from pipeline.report.files import load_report

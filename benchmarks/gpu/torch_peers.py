@@ -27,7 +27,7 @@ from pipeline.core import (
     Tensors,
     silent,
 )
-from pipeline.measurement.measure import monotonic
+from pipeline.measurement.clock import monotonic
 
 FILE = "source.json"
 COMPILE_MODES = ("max-autotune", "reduce-overhead")

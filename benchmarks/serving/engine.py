@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.measurement.measure import WarmUpOptions, measure_block, monotonic, warm_up
+from pipeline.measurement.clock import WarmUpOptions, measure_block, monotonic, warm_up
 from pipeline.report.bundle import load_engine
 
 

@@ -73,7 +73,7 @@ from benchmarks.serving.setups import (
     setup_from,
 )
 from pipeline.errors import BackendUnavailable
-from pipeline.measurement.measure import usable_cores
+from pipeline.host.environment import usable_cores
 from pipeline.report.bundle import load_engine
 from service.client import Client
 

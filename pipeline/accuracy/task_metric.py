@@ -31,7 +31,7 @@ from pipeline.accuracy.metrics import (
 )
 from pipeline.core import TensorSpec
 from pipeline.errors import DataError, PlanError
-from pipeline.measurement.measure import Interval, bootstrap, bootstrap_mean
+from pipeline.measurement.statistics import Interval, bootstrap, bootstrap_mean
 from pipeline.plan.schema import NEED_LABELS, AccuracyConfig
 from pipeline.results.report import MetricResult
 

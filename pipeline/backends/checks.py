@@ -33,7 +33,7 @@ from pipeline.errors import (
     StoreError,
     UnsupportedError,
 )
-from pipeline.measurement.measure import monotonic
+from pipeline.measurement.clock import monotonic
 
 SHOW_INTERFACE = "`crucible inspect` shows what an engine takes"
 

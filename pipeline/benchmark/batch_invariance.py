@@ -1,19 +1,18 @@
-"""Whether requests may be answered together: read off an engine's shapes, then proved on the engine
-itself.
+"""Prove that the rows of a batch do not influence each other, so that requests can share a batch.
 
     call_in_child(prove_batch, engine, padding, name="batch proof")     -> BatchSpec
 
-At the opt size of all else, for every profile:
+The symbols that may count rows come from the engine's shapes. Then the engine runs, for every
+profile, with the opt size of all other symbols:
 
-    whole       a full batch
+    full        a full batch
     padded      its first half, filled up with zeros
-    loud        its first half beside rows that are 64 times as large: a scale taken over the whole
-                batch moves
+    loud        its first half beside rows that are 64 times as large, which would change a scale
+                computed over the batch
     alone       single rows, in the smallest batch
 
-A row must get the same answer in all four, within a tolerance by precision, because kernels differ
-from batch to batch. The samples are generated; what a model does to a few values only, these may
-not show.
+A row must have the same outputs in all four, within a tolerance by precision, because kernels
+differ between batch sizes. The samples are generated; they may miss an effect of rare values.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from pipeline.core import Engine, Precision, Profile, Progress, Tensors, TensorS
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.serving_inputs import BatchSpec, Padding
 
-# of an output's largest value; kernels of another shape round elsewhere, and in int8 that can move
-# a value by one step of 1/127
 TOLERANCE = {
     Precision.FP32: 1e-3,
     Precision.TF32: 5e-3,
@@ -42,8 +39,13 @@ TOLERANCE = {
     Precision.INT4: 1e-2,
     Precision.FP8: 1e-1,
 }
-LOUD = 64  # leaves standard normal samples far inside fp16
-MAX_ROWS_PADDED = 4  # rows of unequal size that are tried together
+"""Largest difference, as a share of an output's largest value.
+
+Kernels of different shapes round differently. In int8 that can move a value by one step of 1/127.
+"""
+
+LOUD = 64  # keeps standard normal samples far below the largest fp16
+MAX_ROWS_PADDED = 4  # rows of unequal size in one padded batch
 
 Array = NDArray[np.generic]
 Feeds = dict[str, Array]
@@ -52,34 +54,39 @@ Axes = Mapping[str, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A symbol that may count rows, and the axis that it is of each input and output."""
+    """A symbol that may count rows, and its axis in each input and output."""
 
     symbol: str
     axes: Axes
 
 
 class _Refuted(Exception):
-    """Rows may not run together; in words."""
+    """Rows influence each other. The message says how."""
 
 
 def rows_of_specs(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> tuple[Rows, ...]:
-    """What may count rows: symbols that inputs and outputs share, once in each; those that lead in
-    most of them first.
+    """Return the symbols that may count rows: inputs and outputs share them, once in each.
+
+    A symbol that is the first axis of most inputs and outputs comes first.
     """
-    specs, found = (*inputs, *outputs), []
+    specs = (*inputs, *outputs)
+    candidates = []
     for symbol in dict.fromkeys(symbol for spec in inputs for symbol in spec.symbols):
         shared = any(symbol in spec.symbols for spec in outputs)
         if shared and all(spec.shape.count(symbol) <= 1 for spec in specs):
-            found.append(Rows(symbol, {spec.name: _axis(spec, symbol) for spec in specs}))
-    return tuple(sorted(found, key=lambda rows: -sum(axis == 0 for axis in rows.axes.values())))
+            candidates.append(Rows(symbol, {spec.name: _axis(spec, symbol) for spec in specs}))
+    return tuple(sorted(candidates, key=lambda rows: -list(rows.axes.values()).count(0)))
 
 
 def prove_batch(
     engine: Engine, padding: tuple[Padding, ...], progress: Progress = silent
 ) -> BatchSpec:
-    """Load the engine and try. To be called in a child; raises what loading and running raise."""
-    found = rows_of_specs(engine.inputs, engine.outputs)
-    if not found:
+    """Load the engine and prove one of its symbols, in a child process.
+
+    Raises the errors of loading and running.
+    """
+    candidates = rows_of_specs(engine.inputs, engine.outputs)
+    if not candidates:
         names = [spec.name for spec in (*engine.inputs, *engine.outputs)]
         return BatchSpec(
             axes=dict.fromkeys(names),
@@ -87,8 +94,8 @@ def prove_batch(
         )
     with contextlib.closing(backends.load(engine)) as loaded:
         refuted = []
-        for number, rows in enumerate(found):
-            progress(number / len(found), rows.symbol)
+        for number, rows in enumerate(candidates):
+            progress(number / len(candidates), rows.symbol)
             spec = _proved(engine, loaded, rows, padding)
             if spec.proved:
                 return spec
@@ -97,11 +104,9 @@ def prove_batch(
 
 
 def _proved(engine: Engine, loaded: Loaded, rows: Rows, padding: tuple[Padding, ...]) -> BatchSpec:
-    """What can be said of one symbol."""
-    trial, maximum = (
-        _Trial(engine, rows),
-        max(profile.dims[rows.symbol].max for profile in engine.profiles),
-    )
+    """Return the result of the proof for one symbol."""
+    trial = _Trial(engine, rows)
+    maximum = max(profile.dims[rows.symbol].max for profile in engine.profiles)
     try:
         _at_every_profile(engine, loaded, trial.check_rows)
     except _Refuted as error:
@@ -143,7 +148,7 @@ def _axis(spec: TensorSpec, symbol: str) -> int | None:
 
 @dataclass(slots=True)
 class _Trial:
-    """One symbol on one engine, and the largest error seen so far."""
+    """The proof of one symbol on one engine, with the largest error so far."""
 
     engine: Engine
     rows: Rows
@@ -154,7 +159,7 @@ class _Trial:
         return TOLERANCE[self.engine.recipe.precision]
 
     def check_rows(self, session: Session, profile: Profile) -> None:
-        """A row in all company that this profile allows; _Refuted if it matters."""
+        """Run rows in batches of every size in the profile; _Refuted if their outputs change."""
         dim = profile.dims[self.rows.symbol]
         least, most = max(1, dim.min), dim.max
         if most == 1:
@@ -191,7 +196,7 @@ class _Trial:
                 )
 
     def check_declared(self, padding: Sequence[Padding]) -> None:
-        """_Refuted if what the plan declares is not enough to pad."""
+        """Raise _Refuted if the plan's padding does not cover every axis of the same size."""
         specs = {spec.name: spec for spec in self.engine.inputs}
         declared = {(each.input, each.axis) for each in padding}
         for name, axis in declared:
@@ -214,7 +219,7 @@ class _Trial:
                     )
 
     def check_padding(self, session: Session, profile: Profile, padding: Sequence[Padding]) -> None:
-        """Rows of unequal size together, and each alone in its own; _Refuted if they differ."""
+        """Compare rows of unequal size in one padded batch and alone; _Refuted if they differ."""
         specs = {spec.name: spec for spec in self.engine.inputs}
         for symbol in dict.fromkeys(str(specs[each.input].shape[each.axis]) for each in padding):
             dim, count = profile.dims[symbol], profile.dims[self.rows.symbol]
@@ -289,12 +294,12 @@ class _Trial:
         }
 
     def _filled(self, feeds: Tensors, kept: int, rows: int) -> Feeds:
-        """The first rows, and zeros up to `rows`."""
+        """Return the first rows, filled up with zeros to `rows` rows."""
         zeros = {name: np.zeros_like(array) for name, array in self._cut(feeds, 0, 1).items()}
         return self._joined([self._cut(feeds, 0, kept), *[zeros] * (rows - kept)])
 
     def _loud(self, feeds: Tensors, others: Tensors, kept: int) -> Feeds:
-        """The first rows, and behind them others, with large floats."""
+        """Return the first rows, followed by rows of `others` with large floats."""
         rest = self._cut(others, kept, None)
         large = {
             name: np.multiply(array, LOUD, dtype=array.dtype) if _is_float(array) else array
@@ -303,7 +308,7 @@ class _Trial:
         return self._joined([self._cut(feeds, 0, kept), large])
 
     def _joined(self, parts: Sequence[Tensors]) -> Feeds:
-        """Row beside row; what has no rows is the first one's."""
+        """Concatenate rows. An array without rows is that of the first part."""
         axes = self.rows.axes
         return {
             name: np.array(
@@ -318,7 +323,7 @@ class _Trial:
         }
 
     def _shortened(self, outputs: Tensors, symbol: str, size: int) -> Feeds:
-        """Outputs without what padding has added."""
+        """Return outputs without the padding of a symbol."""
         axes = {spec.name: _axis(spec, symbol) for spec in self.engine.outputs}
         return {
             name: array if (axis := axes[name]) is None else _along(array, axis, slice(0, size))
@@ -337,11 +342,9 @@ def _feeds(
     seed: int = 0,
     sizes: Mapping[str, int] | None = None,
 ) -> Feeds:
-    """Generated rows; inputs without rows are the same whatever the seed."""
-    chosen, values = (
-        profile.sizes("opt") | {rows.symbol: count} | dict(sizes or {}),
-        profile.values_at("opt"),
-    )
+    """Generate rows. Inputs without rows do not depend on the seed."""
+    chosen = profile.sizes("opt") | {rows.symbol: count} | dict(sizes or {})
+    values = profile.values_at("opt")
     feeds = {}
     for number, spec in enumerate(specs):
         own = number + 1000 * seed if rows.axes[spec.name] is not None else number
@@ -356,7 +359,7 @@ def _extended(
     size: int,
     padding: Sequence[Padding],
 ) -> Feeds:
-    """Filled up to `size` along every axis of this symbol."""
+    """Pad feeds to `size` along every axis of a symbol."""
     extended = dict(feeds)
     for each in padding:
         if specs[each.input].shape[each.axis] == symbol:
@@ -383,7 +386,7 @@ def _is_float(array: Array) -> bool:
 
 
 def _largest(name: str, array: Array) -> float:
-    """Of the finite values; _Refuted if there is none, for then everything would seem to agree."""
+    """Return the largest finite magnitude; _Refuted if there is no finite value."""
     values = np.abs(array.astype(np.float64))
     finite = np.isfinite(values)
     if array.size and not finite.any():
@@ -394,8 +397,9 @@ def _largest(name: str, array: Array) -> float:
 
 
 def _error(ours: Array, theirs: Array, scale: float) -> float:
-    """The largest difference, relative to `scale`; infinite where one side only is infinite or no
-    number.
+    """Return the largest difference, relative to `scale`.
+
+    It is infinite if a value is infinite or NaN on one side only.
     """
     left, right = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     same = (left == right) | (np.isnan(left) & np.isnan(right))

@@ -1,6 +1,4 @@
-"""A sweep over the batch: throughput against latency, and the best batch under a latency limit.
-Choosing is pure; drawing is apart.
-"""
+"""A batch sweep: throughput and latency of each batch size, and the best under a latency limit."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ JSON_NAME, SVG_NAME = "sweep.json", "sweep.svg"
 
 
 class SweepPoint(Frozen):
-    """One batch."""
+    """The measurement of one batch size."""
 
     batch: int
     median_s: float
@@ -32,43 +30,42 @@ class SweepPoint(Frozen):
 
 
 class Sweep(Frozen):
-    """All batches of one engine, in ascending order."""
+    """The measurements of one engine, by ascending batch size."""
 
     label: str
     symbol: str
     others: dict[str, int]  # sizes of the other symbols
-    percentile: int  # of the end-to-end latency: the highest that every batch has values enough for
+    percentile: int  # of the end-to-end latency: the highest with enough values at every batch
     limit_s: float | None  # on that percentile
     points: tuple[SweepPoint, ...]
-    best: int | None  # the batch of highest throughput within the limit; None: no batch is
+    best: int | None  # batch of highest throughput within the limit; None if no batch is within it
 
 
 def batch_symbol(inputs: Sequence[TensorSpec]) -> str:
-    """The symbolic first dimension of the first input that has one; PlanError if none has."""
-    found = next(
-        (spec.shape[0] for spec in inputs if spec.shape and isinstance(spec.shape[0], str)), None
+    """Return the symbolic first dimension of the first input that has one, else raise PlanError."""
+    for spec in inputs:
+        if spec.shape and isinstance(spec.shape[0], str):
+            return spec.shape[0]
+    shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in inputs)
+    raise PlanError(
+        f"expected an input with a symbolic first dimension, got {shapes}",
+        "compile the model with a batch dimension first",
     )
-    if found is None:
-        shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in inputs)
-        raise PlanError(
-            f"expected an input whose first dimension is symbolic, got {shapes}",
-            "compile the model with a batch dimension first",
-        )
-    return found
 
 
 def sweep_sizes(
     symbol: str, profiles: Sequence[Profile], batches: Sequence[int]
 ) -> tuple[dict[str, int], ...]:
-    """The sizes to measure: each batch once, ascending, with the usual sizes of the other symbols.
+    """Return the sizes to measure: each batch once, ascending, with opt sizes of other symbols.
+
     The benchmark checks them against the profiles.
     """
-    usual = profiles[0].sizes("opt") if profiles else {}
-    return tuple({**usual, symbol: batch} for batch in sorted(set(batches)))
+    opt_sizes = profiles[0].sizes("opt") if profiles else {}
+    return tuple({**opt_sizes, symbol: batch} for batch in sorted(set(batches)))
 
 
 def sweep_of(label: str, symbol: str, rows: Sequence[LatencyRow], limit_s: float | None) -> Sweep:
-    """The sweep that these rows make, best batch and all."""
+    """Make a sweep of these rows, with its best batch."""
     percentile = next(
         tail
         for tail in TAILS
@@ -99,32 +96,30 @@ def sweep_of(label: str, symbol: str, rows: Sequence[LatencyRow], limit_s: float
 
 
 def conclusion(sweep: Sweep) -> str:
-    """The choice in one sentence."""
-    tail, limit = (
-        tail_name(sweep),
-        "" if sweep.limit_s is None else f" within {sweep.limit_s * 1e3:g} ms",
-    )
+    """Describe the best batch in one sentence."""
+    tail = tail_name(sweep)
+    limit = "" if sweep.limit_s is None else f" within {sweep.limit_s * 1e3:g} ms"
     point = next((point for point in sweep.points if point.batch == sweep.best), None)
     if point is None:
-        least = min(sweep.points, key=lambda each: each.tail_s)
+        fastest = min(sweep.points, key=lambda point: point.tail_s)
         return (
-            f"no batch has its {tail}{limit}: the fastest, {least.batch}, takes"
-            f" {least.tail_s * 1e3:.3g} ms"
+            f"no batch has its {tail}{limit}: the fastest, {fastest.batch}, takes"
+            f" {fastest.tail_s * 1e3:.3g} ms"
         )
-    asked = f" with {tail}{limit}" if limit else ""
+    condition = f" with {tail}{limit}" if limit else ""
     return (
-        f"best batch{asked}: {point.batch}, {point.samples_per_s:,.0f} samples/s, {tail}"
+        f"best batch{condition}: {point.batch}, {point.samples_per_s:,.0f} samples/s, {tail}"
         f" {point.tail_s * 1e3:.3g} ms"
     )
 
 
 def tail_name(sweep: Sweep) -> str:
-    """`p99`, or `median`."""
+    """Return the name of the sweep's percentile, such as `p99`, or `median`."""
     return "median" if sweep.percentile == 50 else f"p{sweep.percentile}"
 
 
 def write_sweep(sweep: Sweep, folder: Path) -> tuple[Path, Path]:
-    """The sweep as JSON and as a plot, in `folder`."""
+    """Write a sweep to `folder`, as JSON and as a plot. Return both paths."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SVG_NAME).write_text(svg("sweep", partial(_draw, sweep)), encoding="utf-8")
     (folder / JSON_NAME).write_text(sweep.model_dump_json(indent=1) + "\n", encoding="utf-8")

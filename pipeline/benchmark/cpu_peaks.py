@@ -28,8 +28,9 @@ from pipeline.backends.base import run_session
 from pipeline.benchmark.roofline import with_bounds
 from pipeline.core import BuildOptions, Engine, Frozen, Precision, Progress, Recipe, Target, silent
 from pipeline.errors import BackendUnavailable, UnsupportedError
+from pipeline.host.environment import cpu_flags, cpu_name, usable_cores
 from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware
-from pipeline.measurement.measure import cpu_flags, cpu_name, measure_block, usable_cores
+from pipeline.measurement.clock import measure_block
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import home
 from pipeline.results.layer_table import LayerTable

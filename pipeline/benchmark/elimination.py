@@ -1,10 +1,9 @@
-"""Who stays in a race after a generation, and when the race is over. Pure: what the processes
-showed in, a decision out.
+"""Decide which contestants stop after a generation, and when a race ends. Pure functions.
 
-Every contestant gets one process. Whoever is far behind the best of its kind stops there. The
-others get more processes, until the intervals that the verdict rests on are narrow. An interval is
-judged by its width, never by whether it holds 1: a race that ended as soon as it does not would
-find differences between equal engines.
+Every contestant gets one process. One that is far behind the best of its kind stops there. The
+others get more processes, until the intervals that decide the verdict are narrow. The width of an
+interval decides, never whether it contains 1: otherwise the race would find differences between
+equal engines.
 """
 
 from __future__ import annotations
@@ -22,34 +21,38 @@ from pipeline.measurement.comparison import (
     compare_processes,
     pairs_of,
 )
-from pipeline.measurement.measure import Interval
+from pipeline.measurement.statistics import Interval
 
-FAR_BEHIND = 1.5  # times as slow as the best: one process is enough to stop there
-NEAR = 1.05  # an engine that is certainly slower by more than this cannot win
-MIN_NARROW_PAIRS = 6  # before an interval may end a race: the width of one over fewer is luck
+FAR_BEHIND = 1.5  # times as slow as the best: an engine stops after one process
+NEAR = 1.05  # an engine that is certainly slower by more than this factor cannot win
+MIN_NARROW_PAIRS = 6  # pairs that an interval needs to end a race: with fewer, its width is luck
 MAX_PAIRS = 16  # of an engine; more hardly narrow an interval
-NARROW = math.log(
-    1.05
-)  # half the width, in logarithms, of an interval that is narrow for any ratio
-NARROW_FAR = math.log(1.15)  # and the widest that is narrow, where the ratio is far from 1
-SHARE_OF_DISTANCE = 1 / 3  # between the two: half the width against the distance from 1
+
+NARROW = math.log(1.05)
+"""Half the width, in logarithms, of an interval that is narrow enough for any ratio."""
+
+NARROW_FAR = math.log(1.15)
+"""Half the width of the widest interval that is narrow enough for a ratio far from 1."""
+
+SHARE_OF_DISTANCE = 1 / 3
+"""Between the two: largest half width as a share of the ratio's distance from 1."""
 
 
 class Role(StrEnum):
-    """Why an engine is in the race."""
+    """The role of an engine in the race."""
 
-    BASELINE = "baseline"  # what the user has today
+    BASELINE = "baseline"  # the user's current engine
     CANDIDATE = "candidate"  # may win
-    COMPARED = "compared"  # another row of the report needs its ratio: it stays to the end
-    SHOWN = "shown"  # cannot win: one process shows where it would be
+    COMPARED = "compared"  # runs to the end, because the report needs its ratio
+    SHOWN = "shown"  # cannot win: one process shows its speed
 
 
 ELIMINATED = (Role.BASELINE, Role.CANDIDATE)
-"""Engines of these roles are held against the best of their own."""
+"""Engines of these roles are compared with the best engine of the same role."""
 
 
 class StopReason(StrEnum):
-    """Why an engine got no further processes."""
+    """Reason for the stop of an engine."""
 
     FAR_BEHIND = "far behind"
     SLOWER = "slower"
@@ -58,7 +61,7 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why an engine got no further processes, and next to which other one."""
+    """The stop of an engine: it gets no further processes."""
 
     reason: StopReason
     best: str = ""  # label of the engine that was faster
@@ -67,15 +70,13 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A contestant that is still in the race, with what its processes showed at the shape that
-    decides.
-    """
+    """A contestant in the race, with its processes' results at the first shape."""
 
     label: str
     role: Role
     processes: Processes
-    fastest_block_s: float  # the fastest and the slowest of the block medians of all its processes
-    slowest_block_s: float
+    fastest_block_s: float  # smallest block median of all its processes
+    slowest_block_s: float  # largest block median of all its processes
 
     @property
     def level_s(self) -> float:
@@ -83,30 +84,26 @@ class Runner:
 
 
 def stops(runners: Sequence[Runner]) -> list[Stop | None]:
-    """Why each of them gets no further process; None for who goes on."""
-    best = {role: _best(each for each in runners if each.role is role) for role in ELIMINATED}
-    return [_stop(best.get(each.role), each) for each in runners]
+    """Return the stop of each runner, or None for a runner that continues."""
+    best = {role: _best_of_role(runners, role) for role in ELIMINATED}
+    return [_stop(best.get(runner.role), runner) for runner in runners]
 
 
 def _stop(best: Runner | None, runner: Runner) -> Stop | None:
-    """Why a contestant need not run any more. `best`: of those it is held against, if there are
-    any.
-    """
+    """Return the stop of a contestant, or None. `best` is the best of its role, if any."""
     if runner.role is Role.SHOWN:
         return Stop(StopReason.SHOWN) if _has_been_shown(runner) else None
     return None if best is None or best is runner else _stop_behind(best, runner)
 
 
 def _has_been_shown(runner: Runner) -> bool:
-    """One process is enough to show where an engine lies; a second one where the first waited for a
-    CPU.
-    """
+    """Return True after one process, or after two if the first one waited for a CPU."""
     waiting = runner.processes.waiting
     return waiting.size > 1 or bool((waiting <= MAX_WAITING).all())
 
 
 def _stop_behind(best: Runner, other: Runner) -> Stop | None:
-    """Why `other` need not run any more beside `best`, if that is so."""
+    """Return the stop of `other` if it is too slow beside `best`, or None."""
     pairs = pairs_of(other.processes, best.processes)
     if pairs.undisturbed >= MIN_PAIRS:
         slower = _interval(other, best)
@@ -119,33 +116,31 @@ def _stop_behind(best: Runner, other: Runner) -> Stop | None:
 
 
 def _fastest_s(runner: Runner) -> float:
-    """The best that an engine has shown: its fastest process, or of a single process its fastest
-    block.
-    """
-    several = runner.processes.medians_s.size > 1
-    return float(runner.processes.medians_s.min()) if several else runner.fastest_block_s
+    """Return the best time of an engine: its fastest process, or the only one's fastest block."""
+    medians_s = runner.processes.medians_s
+    return float(medians_s.min()) if medians_s.size > 1 else runner.fastest_block_s
 
 
 def _typical_s(runner: Runner) -> float:
-    """What an engine usually shows: the middle of its processes, or of a single process its slowest
-    block.
-    """
+    """Return an engine's typical time: its level, or the slowest block of a single process."""
     return runner.level_s if runner.processes.medians_s.size > 1 else runner.slowest_block_s
 
 
 def is_decided(runners: Sequence[Runner]) -> bool:
-    """Whether more processes would not narrow anything that the verdict rests on.
+    """Return True if the intervals that decide the verdict are narrow.
 
-    That is the ratio of the best candidate to the best baseline, and to every other engine that is
-    still in the race.
+    These are the ratios of the best candidate to the best baseline, and to every other engine that
+    is still in the race.
     """
-    rivals = [each for each in runners if each.role in (Role.CANDIDATE, Role.COMPARED)]
-    best = _best(each for each in rivals if each.role is Role.CANDIDATE) or _best(rivals)
-    baseline = _best(each for each in runners if each.role is Role.BASELINE)
+    rivals = [runner for runner in runners if runner.role in (Role.CANDIDATE, Role.COMPARED)]
+    best = _best_of_role(rivals, Role.CANDIDATE) or _best(rivals)
+    baseline = _best_of_role(runners, Role.BASELINE)
     if best is None or (baseline is None and len(rivals) == 1):  # there is nothing to compare
-        return all(each.processes.medians_s.size >= MIN_NARROW_PAIRS for each in runners)
-    others = [each for each in (*rivals, baseline) if each is not None and each is not best]
-    return all(_is_narrow(each, best) for each in others)
+        return all(runner.processes.medians_s.size >= MIN_NARROW_PAIRS for runner in runners)
+    opponents = [rival for rival in rivals if rival is not best]
+    if baseline is not None:
+        opponents.append(baseline)
+    return all(_is_narrow(opponent, best) for opponent in opponents)
 
 
 def _is_narrow(one: Runner, other: Runner) -> bool:
@@ -161,12 +156,16 @@ def _is_narrow(one: Runner, other: Runner) -> bool:
 
 
 def _interval(one: Runner, other: Runner) -> Interval | None:
-    """How many times as slow `one` is as `other`; None where that cannot be told yet."""
+    """Return how many times as slow as `other` `one` is, or None if not measurable yet."""
     try:
         return compare_processes(one.processes, other.processes)
     except NotMeasurable:
         return None
 
 
+def _best_of_role(runners: Iterable[Runner], role: Role) -> Runner | None:
+    return _best(runner for runner in runners if runner.role is role)
+
+
 def _best(runners: Iterable[Runner]) -> Runner | None:
-    return min(runners, key=lambda each: each.level_s, default=None)
+    return min(runners, key=lambda runner: runner.level_s, default=None)

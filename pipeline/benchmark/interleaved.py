@@ -1,15 +1,15 @@
-"""The race: every engine in several processes of its own one after another, block by block in turn.
+"""The interleaved run (the "race"): all engines measured in turn, block by block.
 
     parent                                 one child per engine
     generation: start every child     -->  load, then sleep on the pipe
     per shape: warm up each in turn   -->  new session, run until the median settles
     per round, in random order: Take  -->  run for one block, then sleep on the pipe again; stop all
-    between generations: who is far behind stops, and the race ends once its intervals are narrow
+    between generations: slow engines stop, and the race ends once its intervals are narrow
 
-Only the child that has been asked runs; so no two engines share the cores, and what changes on the
-host meets all of them alike. Two processes that run one file can differ for as long as they live
-(how memory lies, which core a thread got): hence the generations. Who stops, and when the race is
-over, is decided in pipeline/benchmark/elimination.py.
+Only one child runs at a time. So no two engines share the cores, and changes on the host affect all
+of them alike. Two processes of the same engine can differ for as long as they live (memory layout,
+cores of the threads). So every engine runs in several processes, one in each generation.
+pipeline/benchmark/elimination.py decides which engines stop and when the race ends.
 """
 
 from __future__ import annotations
@@ -30,38 +30,53 @@ from pipeline import backends
 from pipeline.backends.base import Session, run_session
 from pipeline.benchmark.elimination import MAX_PAIRS, Role, Runner, Stop, is_decided, stops
 from pipeline.core import Engine, Progress, Tensors, silent
-from pipeline.errors import CrucibleError
+from pipeline.errors import CrucibleError, InternalError
 from pipeline.execution.child_process import Channel
 from pipeline.host.contention import CpuClock, cpu_clock
-from pipeline.measurement.comparison import MIN_PAIRS, Processes
-from pipeline.measurement.measure import (
+from pipeline.host.environment import peak_memory_bytes, usable_cores
+from pipeline.measurement.clock import (
     NANOSECOND_DIGITS,
     Clock,
     WarmUpOptions,
     measure_block,
     monotonic,
-    peak_memory_bytes,
     thinned,
-    usable_cores,
     warm_up,
 )
+from pipeline.measurement.comparison import MIN_PAIRS, Processes
 
 if TYPE_CHECKING:  # a contestant's child needs no plan
     from pipeline.plan.schema import BenchmarkConfig
 
-# the longest block: long enough that what the last child left in the caches no longer matters
 BLOCK_S = 0.5
-BLOCKS_PER_PROCESS = 3  # at least: so that one stalled block does not decide what a process showed
-USUAL_PROCESSES = 6  # that share the time to measure and to warm up which the plan gives an engine
-MAX_GENERATIONS = 2 * MAX_PAIRS  # disturbed ones are repeated, but not for ever
-MAX_WARMUP_S = (
-    3.0  # the longest that the usual processes of an engine together may warm up at one shape
-)
-REWARM_SHARE = 0.1  # of a block, before it: the caches hold the data of whoever ran last
-PHASES_SHARE = 0.2  # of a block, after it: upload, compute and download apart
-VALUES_PER_BLOCK = 2000  # of a fast model every k-th time is kept, so that a report stays readable
-POLL_S = 0.02  # how long one that is loading is waited for before the next is
-PATIENCE_S = 900.0  # for one answer; torch.compile takes minutes to load a large model
+"""The longest block: long enough that the caches' contents of the last child do not matter."""
+
+BLOCKS_PER_PROCESS = 3
+"""Minimum number of blocks, so that one stalled block does not decide a process's median."""
+
+USUAL_PROCESSES = 6
+"""Processes that share an engine's times for measuring and for warm-up in the plan."""
+
+MAX_GENERATIONS = 2 * MAX_PAIRS
+"""Limit on the repetition of disturbed generations."""
+
+MAX_WARMUP_S = 3.0
+"""Maximum warm-up of the usual processes of an engine together, at one shape."""
+
+REWARM_SHARE = 0.1
+"""Share of a block for a short warm-up before it: the caches hold the last child's data."""
+
+PHASES_SHARE = 0.2
+"""Share of a block, after it, in which upload, compute and download are timed separately."""
+
+VALUES_PER_BLOCK = 2000
+"""Maximum number of stored times: of more, every k-th is stored, to limit the report's size."""
+
+POLL_S = 0.02
+"""Wait for one loading child before the next one is polled."""
+
+PATIENCE_S = 900.0
+"""Wait for one reply; torch.compile takes minutes to load a large model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,41 +112,40 @@ class NextShape:
 class Block:
     """Child to parent: the times of one turn."""
 
-    runs: int  # whole runs timed; `end_to_end_s` holds every k-th of them
-    run_s: float  # that all of them took
-    timed_runs: int  # whose phases were timed, likewise
-    timed_compute_s: float
+    runs: int  # number of complete runs; `end_to_end_s` holds every k-th of their times
+    run_s: float  # sum of their times
+    timed_runs: int  # number of runs with timed phases
+    timed_compute_s: float  # sum of their compute times
     rewarm_s: tuple[float, ...]
     end_to_end_s: tuple[float, ...]
-    latency_s: tuple[
-        float, ...
-    ]  # from the start of the upload to the end of the download, on the session's timer
+    # From the start of the upload to the end of the download, on the session's timer.
+    latency_s: tuple[float, ...]
     upload_s: tuple[float, ...]
-    enqueue_s: tuple[
-        float, ...
-    ]  # of `execute` on the host's clock: on a GPU it returns before the work is done
+    # `execute` on the host's clock: on a GPU it returns before the work is done.
+    enqueue_s: tuple[float, ...]
     compute_s: tuple[float, ...]
     download_s: tuple[float, ...]
     peak_memory_bytes: int
-    # share of the whole runs' time in which the child was kept from a CPU, if the median can show
-    # it
+    # Share of the complete runs' time for which the child waited for a CPU; 0 if that cannot have
+    # moved the median.
     waiting: float = 0.0
 
 
 class Peer(Protocol):
-    """The parent's end of a conversation with one child: process.Child, or a double."""
+    """The parent's end of the connection to one child: Child of child_process.py, or a double.
+
+    `answered` returns True if `receive` would return, or raise, immediately.
+    """
 
     def send(self, payload: object) -> None: ...
-    def answered(
-        self, timeout_s: float
-    ) -> bool: ...  # whether `receive` would return, or raise, at once
+    def answered(self, timeout_s: float) -> bool: ...
     def receive(self, timeout_s: float | None = None) -> Any: ...
     def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RaceEntry:
-    """An engine that is to be measured, and why."""
+    """An engine to measure, and its role."""
 
     engine: Engine
     role: Role
@@ -139,7 +153,7 @@ class RaceEntry:
 
 @dataclass(slots=True)
 class Contestant:
-    """One engine in the race: its child of now, and what its children have shown so far."""
+    """One engine in the race: its current child, and the results of its children so far."""
 
     engine: Engine
     role: Role
@@ -147,13 +161,12 @@ class Contestant:
     blocks: list[list[Block]]  # per workload, in the order in which they ran
     peer: Peer | None = None
     failure: str = ""
-    may_pass: bool = False  # of the failure
-    started_s: float = 0.0  # when its last child was started, and how long that took to load
-    loading_s: float = 0.0
-    processes: list[int] = field(
-        default_factory=list
-    )  # blocks that each child gave, at every workload
-    generations: list[int] = field(default_factory=list)  # in which each child ran
+    may_pass: bool = False  # True if the failure may not occur again
+    started_s: float = 0.0  # start of its last child
+    loading_s: float = 0.0  # time that its last child took to load
+    # Number of blocks of each child, the same at every workload.
+    processes: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)  # generation of each child
     stop: Stop | None = None  # why it gets no further child
 
     @property
@@ -161,14 +174,14 @@ class Contestant:
         return not self.failure and self.stop is None
 
     def waiting(self, workload: int) -> list[float]:
-        """Per child, the share of its time that it waited for a CPU: the median of its blocks."""
+        """Return each child's share of time spent waiting for a CPU: the median of its blocks."""
         shares = np.array([block.waiting for block in self.blocks[workload]])
         ends = np.cumsum(self.processes)
         starts = ends - self.processes
         return [float(np.median(shares[a:b])) for a, b in zip(starts, ends, strict=True)]
 
     def runner(self) -> Runner:
-        """What decides whether it goes on: what its children showed at the first workload."""
+        """Return the results at the first workload, which decide whether it continues."""
         blocks = [np.asarray(block.end_to_end_s) for block in self.blocks[0]]
         block_medians_s = [float(np.median(block)) for block in blocks]
         ends = np.cumsum(self.processes)
@@ -195,10 +208,10 @@ def race(
     clock: Clock = monotonic,
     enough_runs: int | None = None,
 ) -> list[Contestant]:
-    """Run generation after generation until the race is decided, or its time is over.
+    """Run generations until the race is decided or its time is over.
 
-    A contestant that fails leaves the race; its place in the list stays. Each generation has a
-    child for every contestant that is still in the race.
+    Each generation has one child for every contestant that is still in the race. A contestant that
+    fails leaves the race and keeps its position in the list.
     """
     contestants = [
         Contestant(entry.engine, entry.role, [[] for _ in workloads], [[] for _ in workloads])
@@ -215,7 +228,7 @@ def race(
 
 @dataclass(slots=True)
 class Race:
-    """Who runs, and when."""
+    """The schedule of a race."""
 
     contestants: list[Contestant]
     workloads: Sequence[Workload]
@@ -228,17 +241,17 @@ class Race:
     cores: int = field(default_factory=usable_cores)
     order: random.Random = field(default_factory=lambda: random.Random(0))
     began_s: float = field(init=False)
-    generation_s: float = field(init=False, default=0.0)  # what the last generation took
+    generation_s: float = field(init=False, default=0.0)  # duration of the last generation
     generation_began_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.began_s = self.generation_began_s = self.clock()
 
     def goes_on(self) -> bool:
-        """Whether there is another generation.
+        """Return True if there is another generation.
 
-        The fewest that an interval needs may take twice the budget: a race without them says
-        nothing.
+        The MIN_PAIRS generations that an interval needs may take twice the budget: without them,
+        a race has no result.
         """
         if not self.racing() or self.generation >= MAX_GENERATIONS:
             return False
@@ -249,37 +262,38 @@ class Race:
         return ends_s <= budget_s and not self._is_decided()
 
     def _is_decided(self) -> bool:
-        return is_decided([each.runner() for each in self.racing()])
+        return is_decided([contestant.runner() for contestant in self.racing()])
 
     def racing(self) -> list[Contestant]:
-        """The contestants that are still in the race."""
+        """Return the contestants that are still in the race."""
         return [contestant for contestant in self.contestants if contestant.is_racing]
 
     def end_generation(self) -> None:
-        """Note who stops here, and what the generation took."""
+        """Record the contestants that stop, and the duration of the generation."""
         racing = self.racing()
-        reasons = stops([each.runner() for each in racing])
+        reasons = stops([contestant.runner() for contestant in racing])
         for contestant, reason in zip(racing, reasons, strict=True):
             contestant.stop = reason
         now_s = self.clock()
         self.generation_s, self.generation_began_s = now_s - self.generation_began_s, now_s
         self.generation += 1
 
-    def rounds(self) -> int:  # of one generation
+    def rounds(self) -> int:
+        """Return the number of rounds in a generation."""
         return max(BLOCKS_PER_PROCESS, round(self.options.duration_s / USUAL_PROCESSES / BLOCK_S))
 
     def load(self, stack: ExitStack) -> None:
-        """Start a child for each that is still in the race, and wait until all are loaded; `stack`
-        stops them.
+        """Start a child for each contestant in the race, and wait until all are loaded.
 
-        As many at once as there are cores: loading is work too, and memory peaks while it lasts.
-        Who took longest the last time begins.
+        `stack` stops the children. At most as many load at once as there are cores, because
+        loading takes CPU time and memory. The slowest to load last time starts first.
         """
         waiting = sorted(self._in_random_order(), key=lambda contestant: contestant.loading_s)
         loading: list[Contestant] = []
         while waiting or loading:
             while waiting and len(loading) < self.cores:
-                loading.append(contestant := waiting.pop())
+                contestant = waiting.pop()
+                loading.append(contestant)
                 contestant.peer, contestant.started_s = self.start(contestant.engine), monotonic()
                 stack.callback(contestant.peer.stop)
             first = _first_to_answer(loading)
@@ -288,10 +302,9 @@ class Race:
             loading.remove(first)
 
     def measure(self) -> None:
-        """Every shape: all warm up, then run their rounds.
+        """Measure every shape: all contestants warm up, then run their rounds.
 
-        The times that the plan gives an engine to warm up and to measure are shared by its usual
-        processes.
+        The usual processes of an engine share its times for warm-up and measuring in the plan.
         """
         rounds, options = self.rounds(), self.options
         warm = WarmUpOptions(
@@ -302,16 +315,15 @@ class Race:
         take = Take(options.duration_s / (USUAL_PROCESSES * rounds), self.enough_runs)
         racing = self.racing()
         for index, workload in enumerate(self.workloads):
-            shape = (
-                ", ".join(f"{name} {size}" for name, size in workload.sizes.items())
-                or "fixed shape"
-            )
+            sizes = ", ".join(f"{name} {size}" for name, size in workload.sizes.items())
+            shape = sizes or "fixed shape"
             for contestant in self._in_random_order():
                 contestant.warmups[index] += self._turn(contestant, f"warm up, {shape}", warm) or ()
             for _ in range(rounds):
                 for contestant in self._in_random_order():
                     block = self._turn(contestant, shape, take)
-                    contestant.blocks[index] += [block] if block is not None else []
+                    if block is not None:
+                        contestant.blocks[index].append(block)
             for contestant in self.racing():
                 if contestant.peer:
                     contestant.peer.send(NextShape())
@@ -324,7 +336,7 @@ class Race:
         return self.order.sample(racing, len(racing))
 
     def _turn(self, contestant: Contestant, text: str, message: object | None) -> Any:
-        """Hand the token over and wait for the answer; None from one that has left the race."""
+        """Let a contestant run, and return its reply; None if it has left the race."""
         spent = (self.clock() - self.began_s) / self.options.budget_s
         process = f"process {self.generation + 1}, {text}: {contestant.engine.recipe.label}"
         self.progress(min(spent, 1.0), process)
@@ -332,16 +344,16 @@ class Race:
 
 
 def _first_to_answer(contestants: Sequence[Contestant]) -> Contestant:
-    """Of those that are loading, one that has loaded or has left the race; the first if none does
-    within PATIENCE_S.
+    """Wait for a loading contestant that has loaded or has left the race, and return it.
+
+    After PATIENCE_S, return the next one that is polled.
     """
-    end = monotonic() + PATIENCE_S
-    asked = (
-        each
-        for each in cycle(contestants)
-        if each.failure or each.peer is None or each.peer.answered(POLL_S) or monotonic() > end
-    )
-    return next(asked)
+    end_s = monotonic() + PATIENCE_S
+    for contestant in cycle(contestants):
+        peer = contestant.peer
+        if contestant.failure or peer is None or peer.answered(POLL_S) or monotonic() > end_s:
+            return contestant
+    raise InternalError("expected at least one contestant that is loading, got none")
 
 
 def _answer(contestant: Contestant, message: object | None) -> Any:
@@ -362,21 +374,19 @@ def _answer(contestant: Contestant, message: object | None) -> Any:
 
 
 def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> None:
-    """Load an engine and run a block whenever the parent asks."""
+    """Load an engine, and run a block at each request of the parent."""
     with closing(backends.load(engine)) as loaded:
         gc.collect()
-        gc.disable()  # a collection inside a block would be counted against whichever run it hits
+        gc.disable()  # a collection would add its time to some run of a block
         channel.send(Ready())
         for workload in workloads:
             options: WarmUpOptions = channel.receive()
-            profile = next(
-                (
-                    index
-                    for index, profile in enumerate(engine.profiles)
-                    if profile.holds(workload.sizes)
-                ),
-                0,
-            )
+            matching = [
+                index
+                for index, profile in enumerate(engine.profiles)
+                if profile.holds(workload.sizes)
+            ]
+            profile = matching[0] if matching else 0
             with closing(loaded.session(profile)) as session:
                 times = warm_up(partial(run_session, session, workload.feeds), options)
                 channel.send(thinned(times, VALUES_PER_BLOCK))
@@ -395,8 +405,10 @@ def take_block(
     cpu: Callable[[], CpuClock] = cpu_clock,
     enough_runs: int | None = None,
 ) -> Block:
-    """One turn: a short warm-up, whole runs on the host's clock, then the phases of further runs on
-    the session's own timer.
+    """Run one block and return its times.
+
+    It consists of a short warm-up, complete runs on the host's clock, and further runs with phases
+    on the session's own timer.
     """
     run = partial(run_session, session, feeds)
     rewarm = measure_block(run, clock, seconds * REWARM_SHARE, enough_runs=enough_runs)
@@ -431,11 +443,13 @@ class _Phases:
 
 
 def _phases(session: Session, feeds: Tensors, seconds: float, clock: Clock) -> _Phases:
-    """Times of upload, compute and download in runs of their own: on a GPU, telling them apart
-    costs time that whole runs do not take.
+    """Time upload, compute and download, in separate runs.
+
+    On a GPU, timing the phases takes extra time, which must not be part of the complete runs.
     """
     times = _Phases()
-    whole, *timers = (session.timer() for _ in range(4))
+    total = session.timer()
+    timers = [session.timer() for _ in range(3)]
 
     def execute() -> None:
         begin = clock()
@@ -444,16 +458,16 @@ def _phases(session: Session, feeds: Tensors, seconds: float, clock: Clock) -> _
 
     def run() -> None:
         session.bind(feeds)
-        whole.start()
+        total.start()
         for timer, phase in zip(timers, (session.upload, execute, session.download), strict=True):
             timer.start()
             phase()
             timer.stop()
-        whole.stop()
+        total.stop()
         session.synchronize()
         session.fetch()
         for timer, values in zip(
-            (whole, *timers),
+            (total, *timers),
             (times.latency_s, times.upload_s, times.compute_s, times.download_s),
             strict=True,
         ):

@@ -1,9 +1,9 @@
-"""What binds a measured row: arithmetic, memory, overhead or copies; and the one next step. Pure.
+"""Find the bottleneck of a measured row (arithmetic, memory, overhead or copies) and a next step.
 
-Two times that no engine can beat are compared with the time that computing took: the graph's FLOPs
-at the peak of the precision that ran, and its bytes at the peak of the memory. Bytes are those of
-the graph as given, each node reading and writing its own, scaled to that precision's width: an
-engine that fuses moves less, so the second time is an upper estimate.
+The compute time is compared with two limits: the graph's FLOPs at the peak of the precision that
+ran, and its bytes at the peak of the memory. The bytes are those that all nodes of the source graph
+read and write, scaled to the precision's width. An engine that fuses nodes moves fewer bytes, so
+the second limit is an upper estimate. All functions are pure.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from pipeline.formatting import number_text, time_text
 from pipeline.host.gpu import Peaks
 from pipeline.results.report import BenchmarkReport, Bound, LatencyRow
 
-DOMINANT = 0.5  # share of a time at which its part is what binds
-ABOVE_PEAK = 1.1  # times the peak: more than the noise of measuring one
+DOMINANT = 0.5  # share of the time from which a part is the bottleneck
+ABOVE_PEAK = 1.1  # times the peak: more than the noise of its measurement
 FAR = 4.0  # times both limits: neither arithmetic nor memory explains the time
-# work that would be done this fast: starting kernels and handing work to threads takes as long
+
 TINY_S = 200e-6
+"""Starting kernels and passing work to threads takes as long as this."""
+
 ITEM_BYTES = {
     Precision.FP32: 4,
     Precision.TF32: 4,
@@ -49,18 +51,20 @@ NARROWER_ON_CPU = {
 def with_bounds(
     report: BenchmarkReport, precision: Precision, peaks: Peaks | None
 ) -> BenchmarkReport:
-    """The report with what binds each of its rows; `precision` is what the heavy layers ran in,
-    `peaks` those of its device.
+    """Add the bottleneck of each row to a report.
+
+    `precision` is that of the heavy layers, `peaks` are those of the device.
     """
-    rows = tuple(
-        row.model_copy(update={"bound": bound_of(row, precision, peaks)}) for row in report.rows
-    )
-    return report.model_copy(update={"rows": rows})
+    rows = []
+    for row in report.rows:
+        rows.append(row.model_copy(update={"bound": bound_of(row, precision, peaks)}))
+    return report.model_copy(update={"rows": tuple(rows)})
 
 
 def bound_of(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> Bound:
-    """What binds one row. Copies and the host's own part need no peak to be told; the rest is
-    unknown without one.
+    """Return the bottleneck of one row.
+
+    Copies and overhead on the host are found without peaks; the others need them.
     """
     kind, why, next_step = _moving(row) or _computing(row, precision, peaks)
     width = ITEM_BYTES[precision] / ITEM_BYTES[Precision.FP32]
@@ -84,7 +88,7 @@ def bound_of(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> Boun
 
 
 def _moving(row: LatencyRow) -> tuple[str, str, str] | None:
-    """Copies, or the host around the engine, if they take half of the time."""
+    """Return copies or the host's overhead as bottleneck if they take half of the time."""
     whole_s = row.end_to_end.median_s
     copies_s, compute_s = row.upload.median_s + row.download.median_s, row.compute.median_s
     if copies_s > DOMINANT * (copies_s + compute_s):

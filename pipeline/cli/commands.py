@@ -1,7 +1,7 @@
-"""The pipeline's commands. Each is a short script over the pipeline; terminal.py prints the
-results.
+"""The pipeline's commands: compile, validate, bench, inspect, onnx, lint and doctor.
 
-Progress goes to stderr, results to stdout.
+Each command is a short script over the pipeline; terminal.py prints its results. Progress goes to
+stderr, results to stdout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipeline.errors import PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.formatting import profiles_text
-from pipeline.measurement.measure import usable_cores
+from pipeline.host.environment import usable_cores
 from pipeline.plan import schema as config
 from pipeline.report import bundle as deliver
 from pipeline.results.report import Report, Verdict
@@ -50,11 +50,15 @@ def compile_(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile a model: try candidates, prove their accuracy, measure them against today's baseline,
-    and keep the best.
+    """Build, check and measure engines for a model, and keep the best.
 
-    Ends with a table, the verdict, the path of the HTML report and, as the last line, one JSON
-    document.
+    Every candidate (a backend with a precision) is built, checked for accuracy on your data and
+    measured side by side with the baseline. The output ends with a table of candidates, the
+    verdict, the path of the HTML report and, as the last line, one JSON document.
+
+    Exit codes: 0 accepted, keep or unproven; 2 rejected; 1 error in the plan or on this host.
+
+    Example: crucible compile plan.yaml --set benchmark.duration_s=10
     """
     from pipeline.compiler.compile import compile_plan, publish_report
 
@@ -66,11 +70,14 @@ def compile_(
         files = publish_report(report, folder)
     if not as_json:
         terminal.print_compiled(terminal.console(), report, files.html_file)
-    summary = {
+    summary: dict[str, object] = {
         "verdict": report.verdict,
         "winner": report.winner,
         "ratio": report.ratio.model_dump() if report.ratio else None,
-        **({"ratio_missing": report.ratio_missing} if report.ratio is None else {}),
+    }
+    if report.ratio is None:
+        summary["ratio_missing"] = report.ratio_missing
+    summary |= {
         "reasons": report.reasons,
         "reports": {
             "json": str(files.json_file),
@@ -84,14 +91,19 @@ def compile_(
 
 
 def exit_code(verdict: Verdict) -> int:
-    """What a compile with this verdict ends with."""
+    """Return the exit code of a compile with this verdict."""
     return 2 if verdict == "rejected" else 0
 
 
 @app.command()
 def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption = False) -> None:
-    """Check a compiled engine again, on the validation set of its plan or on another: --set
-    data.validation=NEW.npz.
+    """Check the accuracy of a compiled engine again.
+
+    Uses the validation set of the engine's plan, or another one: --set data.validation=NEW.npz
+
+    Exit codes: 0 passed; 2 failed; 1 error in the plan or on this host.
+
+    Example: crucible validate crucible-out/resnet50
     """
     from pipeline.compiler.remeasure import validate_again
     from pipeline.report.files import load_report
@@ -117,29 +129,35 @@ def bench(
         str,
         typer.Option(
             metavar="1,2,4,...",
-            help="Measure the engine alone at each batch: throughput against latency.",
+            help="Sweep: measure the engine alone at each of these batch sizes.",
         ),
     ] = "",
     limit_ms: Annotated[
         float | None,
         typer.Option(
-            metavar="X", help="With --batch: mark the best batch with a latency up to this."
+            metavar="X", help="With --batch: find the best batch size up to this latency in ms."
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="With --batch: where sweep.svg and sweep.json go; DIR if left out."
+            metavar="DIR",
+            help="With --batch: folder for sweep.svg and sweep.json; DIR if left out.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a compiled engine again beside its baseline: --set benchmark.duration_s=10 --set
-    'benchmark.sizes=[{batch: 1}]'.
+    """Measure the speed of a compiled engine again, beside its baseline.
 
-    Prints a summary of every shape with warnings, as trtexec does; with --batch, the throughput of
-    each batch instead. Where the compile's host was too busy to tell how fast the engine is, and
-    this run can tell, the report in DIR is completed.
+    Prints the times of every shape with warnings, as trtexec does. With --batch, it measures the
+    engine alone and prints latency and throughput of each batch size instead.
+
+    If the compile could not measure a ratio because its host was too busy, and this run can, then
+    the report in DIR is completed.
+
+    Example: crucible bench crucible-out/resnet50 --set 'benchmark.sizes=[{batch: 1}]'
+
+    Example: crucible bench crucible-out/resnet50 --batch 1,2,4,8 --limit-ms 20
     """
     from pipeline.report.files import load_report
 
@@ -158,7 +176,7 @@ def bench(
         return
     if limit_ms is not None or out is not None:
         raise PlanError(
-            "--limit-ms and --out belong to a sweep", "name the batches too: --batch 1,2,4,8"
+            "--limit-ms and --out need --batch", "add the batch sizes, for example --batch 1,2,4,8"
         )
     folder = result if result.is_dir() else result.parent
     _bench(engine, compiled, plan, folder, as_json, completes=not overrides and not compiled.ratio)
@@ -172,20 +190,22 @@ def _bench(
     as_json: bool,
     completes: bool,
 ) -> None:
-    """`completes`: the report lacks a ratio, and figures of the same plan may give it one."""
+    """Measure the engine beside its baselines, and print the results.
+
+    `completes` is True if the report lacks a ratio and this run may supply it: the plan is
+    unchanged.
+    """
     from pipeline.compiler.remeasure import benchmark_again, renewed_report
     from pipeline.report.performance_summary import summary_of
     from pipeline.results.report import BenchmarkReport
 
     with _runner(as_json, plan.name) as runner:
         remeasured = benchmark_again(compiled, plan, engine, runner)
-        renewed = (
-            renewed_report(compiled, remeasured, runner.steps, command_line())
-            if completes
-            else None
-        )
-    found = remeasured.found
-    measured = [result for result in found.results if isinstance(result, BenchmarkReport)]
+        renewed = None
+        if completes:
+            renewed = renewed_report(compiled, remeasured, runner.steps, command_line())
+    run = remeasured.found
+    measured = [result for result in run.results if isinstance(result, BenchmarkReport)]
     summaries = [summary_of(measured[-1].label, row, engine.profiles) for row in measured[-1].rows]
     if not as_json:
         console = terminal.console()
@@ -196,7 +216,7 @@ def _bench(
         for row, summary in zip(measured[-1].rows, summaries, strict=True):
             console.print(terminal.summary_table(summary))
             console.print(
-                "\n".join(terminal.summary_notes(summary, row, found)),
+                "\n".join(terminal.summary_notes(summary, row, run)),
                 highlight=False,
                 soft_wrap=True,
             )
@@ -204,28 +224,19 @@ def _bench(
     engines = [
         report.model_dump(mode="json", exclude={"rows": {"__all__": phases}}) for report in measured
     ]
-    use = found.gpu_use.model_dump() if found.gpu_use else None
+    document: dict[str, object] = {
+        "engines": engines,
+        "summary": [summary.model_dump() for summary in summaries],
+        "gpu_use": run.gpu_use.model_dump() if run.gpu_use else None,
+    }
     if renewed and renewed.ratio:
         _complete(renewed, compiled.verdict, folder, as_json)
-    verdict = (
-        {"verdict": renewed.verdict, "ratio": renewed.ratio.model_dump()}
-        if renewed and renewed.ratio
-        else {}
-    )
-    print(
-        json.dumps(
-            {
-                "engines": engines,
-                "summary": [each.model_dump() for each in summaries],
-                "gpu_use": use,
-                **verdict,
-            }
-        )
-    )
+        document |= {"verdict": renewed.verdict, "ratio": renewed.ratio.model_dump()}
+    print(json.dumps(document))
 
 
 def _complete(renewed: Report, before: Verdict, folder: Path, as_json: bool) -> None:
-    """Write a report that has a ratio now, and its engine, in the place of one that had none."""
+    """Replace a report without a ratio, and its engine, by one that has a ratio now."""
     from pipeline.compiler.compile import publish_report
 
     publish_report(renewed, folder)
@@ -235,7 +246,8 @@ def _complete(renewed: Report, before: Verdict, folder: Path, as_json: bool) -> 
     for line in terminal.verdict_lines(renewed):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
-        f"the report in {folder} said {before}, because the host could not tell; it is completed",
+        f"the report in {folder} was {before} because its ratio could not be measured; this run"
+        " measured the ratio and replaced the report",
         highlight=False,
         soft_wrap=True,
     )
@@ -272,7 +284,8 @@ def _batches(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         raise PlanError(
-            f"expected --batch as numbers from 1 on, got '{text}'", "for example --batch 1,2,4,8"
+            f"expected --batch as integers of at least 1, separated by commas, got '{text}'",
+            "for example --batch 1,2,4,8",
         )
     return [int(part) for part in parts]
 
@@ -282,17 +295,22 @@ def inspect(
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="MODEL|DIR", help="An ONNX model, or a folder that `crucible compile` wrote."
+            metavar="MODEL|DIR", help="ONNX model, or output folder of `crucible compile`."
         ),
     ],
     plugins: PluginOption,
     backend: Annotated[
-        str | None, typer.Option(help="List every node that this backend cannot run.")
+        str | None, typer.Option(help="List the nodes of MODEL that this backend cannot run.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is in a model or an engine; with --backend, every node that the backend cannot run,
-    before any build.
+    """Show the inputs, outputs and operators of a model or an engine.
+
+    With --backend, list every node that the backend cannot run, before any build.
+
+    Exit codes with --backend: 0 the backend runs every node; 1 it does not.
+
+    Example: crucible inspect model.onnx --backend tensorrt
     """
     from pipeline.cli.inspect import (
         engine_lines,
@@ -303,22 +321,24 @@ def inspect(
         refusals_of,
     )
 
-    plugin_libraries(plugins, backend)  # what is wrong with them is said whatever is inspected
+    plugin_libraries(plugins, backend)  # check the options before any work
     console = terminal.console()
     if target.is_dir():
         if backend:
             raise PlanError(
-                "--backend looks at models, and this is a folder", "give the .onnx file"
+                f"--backend needs an ONNX model, and '{target}' is a folder", "give the .onnx file"
             )
         engine = deliver.read_engine(target)
-        print(engine.model_dump_json(indent=1)) if as_json else console.print(
-            "\n".join(engine_lines(engine)), highlight=False
-        )
+        if as_json:
+            print(engine.model_dump_json(indent=1))
+        else:
+            console.print("\n".join(engine_lines(engine)), highlight=False)
         return
     if backend is None:
-        print(read_model(target).model_dump_json(indent=1)) if as_json else console.print(
-            "\n".join(model_lines(target)), highlight=False
-        )
+        if as_json:
+            print(read_model(target).model_dump_json(indent=1))
+        else:
+            console.print("\n".join(model_lines(target)), highlight=False)
         return
     refusals = refusals_of(target, backend, plugins)
     if as_json:
@@ -327,25 +347,30 @@ def inspect(
         console.print(terminal.refusal_table(refusals))
     else:
         console.print(f"{backend} runs every node of this model")
-    for line in [] if as_json else quantised_lines(target, backend):
-        console.print(line, highlight=False, soft_wrap=True)
+    if not as_json:
+        for line in quantised_lines(target, backend):
+            console.print(line, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if refusals else 0)
 
 
 @app.command("onnx")
 def write_onnx(
     plan: PlanArgument,
-    out: Annotated[Path, typer.Option(metavar="OUT.onnx", help="The file to write.")],
+    out: Annotated[Path, typer.Option(metavar="OUT.onnx", help="File to write.")],
     overrides: SetOption,
     profiles: ProfileOption,
     simplify: Annotated[
         bool,
-        typer.Option(help="The graph as candidates are made from it, or as the exporter wrote it."),
+        typer.Option(help="Write the simplified graph, or the graph as it was exported."),
     ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model of a plan as ONNX, checked and simplified as `crucible compile` does it: what
-    `crucible lint` and other tools take.
+    """Export the model of a plan to an ONNX file.
+
+    The model is exported, checked and simplified like in `crucible compile`. Use the file with
+    `crucible lint`, `crucible inspect` and other tools.
+
+    Example: crucible onnx plan.yaml --out model.onnx
     """
     from pipeline.cli.inspect import model_lines
     from pipeline.compiler.compile import export_plan
@@ -374,59 +399,60 @@ def write_onnx(
 @app.command()
 def lint(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX model that holds Q/DQ already.")
+        Path,
+        typer.Argument(
+            metavar="MODEL.onnx", help="ONNX model with QuantizeLinear and DequantizeLinear nodes."
+        ),
     ],
     profiles: ProfileOption,
     overrides: SetOption,
     backend: Annotated[
         str | None,
-        typer.Option(help="Only what matters to this backend; needed for --fix and --measure."),
+        typer.Option(help="Apply only the rules of this backend. Needed for --fix and --measure."),
     ] = None,
     fix: Annotated[
         Path | None,
         typer.Option(
             metavar="OUT.onnx",
-            help="Write the model, mended where that leaves the arithmetic as it is.",
+            help="Write a fixed model: only fixes that do not change its arithmetic.",
         ),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Print how much faster mending makes it here.")
+        bool, typer.Option("--measure", help="Measure the speedup of each fix on this host.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which Q/DQ pairs of a quantised model keep a backend from running it in 8 bits or cost
-    accuracy; --fix mends what it can.
+    """Find the Q/DQ nodes that slow down a quantised model or cost accuracy.
+
+    Each finding names a rule, the nodes, and why the backend does not run them in 8 bits or loses
+    accuracy there. --fix writes a model with every fix that does not change the arithmetic.
+
+    Example: crucible lint model.onnx --backend onnxruntime --fix fixed.onnx --measure
     """
     from pipeline.cli import lint as linting
 
-    found = linting.findings_of(model, backend)
+    findings = linting.findings_of(model, backend)
+    lines = []
     if as_json:
-        print(
-            json.dumps(
-                {
-                    name: [finding.model_dump() for finding in findings]
-                    for name, findings in found.items()
-                }
-            )
-        )
-    lines = [] if as_json else linting.finding_lines(found)
+        document = {
+            name: [finding.model_dump() for finding in of_backend]
+            for name, of_backend in findings.items()
+        }
+        print(json.dumps(document))
+    else:
+        lines += linting.finding_lines(findings)
     if backend is None and (fix or measure):
         raise PlanError(
-            "--fix and --measure need to know for which backend",
-            "add --backend, for example --backend onnxruntime",
+            "--fix and --measure need --backend", "add it, for example --backend onnxruntime"
         )
     if backend and (fix or measure):
         plan = _plan(model, overrides, profiles)
-        lines += (
-            linting.fixed_lines(linting.fix_model(model, fix, backend, plan.profiles))
-            if fix
-            else []
-        )
+        if fix:
+            lines += linting.fixed_lines(linting.fix_model(model, fix, backend, plan.profiles))
         if measure:
             with _runner(as_json, plan.name) as runner, tempfile.TemporaryDirectory() as folder:
-                lines += linting.gain_lines(
-                    linting.measure_fixes(plan, backend, Path(folder), runner), found[backend]
-                )
+                gains = linting.measure_fixes(plan, backend, Path(folder), runner)
+            lines += linting.gain_lines(gains, findings[backend])
     terminal.console(stderr=as_json).print(
         "\n".join(lines), highlight=False, soft_wrap=True, markup=False
     )
@@ -438,43 +464,48 @@ def doctor(
         bool,
         typer.Option(
             "--measure",
-            help="Measure this CPU's peaks first, and keep them: what reports take shares of.",
+            help="Measure this CPU's peak FLOP/s and bytes/s first, and store them for reports.",
         ),
     ] = False,
     threads: Annotated[
         int,
         typer.Option(
-            min=0, help="With --measure: threads, as in benchmark.threads; 0 = all cores."
+            min=0, help="With --measure: number of threads, as in benchmark.threads; 0: all cores."
         ),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what this host can build and run, with versions and CPU flags, and what to install for
-    the rest.
+    """Show what this host can build and run, and what to install for the rest.
+
+    Lists the CPU with its flags, the GPUs, the versions of the backends, the precisions that each
+    backend builds, and problems of this installation with their remedies.
+
+    Example: crucible doctor --measure
     """
     from pipeline.benchmark.cpu_peaks import keep_peaks, measure_peaks
     from pipeline.cli.doctor import examine, lines
 
     if measure:
         with _runner(as_json, "doctor") as runner:
-            keep_peaks(
-                runner.run(measure_peaks, threads, name="peaks", progress=runner.progress("peaks")),
-                threads,
-            )
-    found = examine(config.home())
+            progress = runner.progress("peaks")
+            keep_peaks(runner.run(measure_peaks, threads, name="peaks", progress=progress), threads)
+    examination = examine(config.home())
     if as_json:
-        print(found.model_dump_json())
+        print(examination.model_dump_json())
     else:
         terminal.console().print(
-            "\n".join(lines(found)), highlight=False, soft_wrap=True, markup=False
+            "\n".join(lines(examination)), highlight=False, soft_wrap=True, markup=False
         )
 
 
 def delivered_engine(folder: Path) -> Engine:
-    """The engine of a result, whose files are what they were; or said to be unchecked."""
+    """Load the engine of an output folder, and verify its files.
+
+    Print a note if the engine has no manifest to verify them against.
+    """
     engine = deliver.load_engine(folder)
     if not deliver.has_manifest(engine):
-        text = "note: this engine has no artifact.json, so nobody can say whether its files changed"
+        text = "note: this engine has no artifact.json, so changes of its files cannot be detected"
         console = terminal.console(stderr=True)
         console.print(f"{text}: compile the model again to have one", soft_wrap=True)
     return engine
@@ -500,5 +531,5 @@ def _runner(quiet: bool, plan: str) -> Iterator[Runner]:
 
 
 def command_line() -> str:
-    """The command as it was given, for reports."""
+    """Return the command line of this process, for reports."""
     return shlex.join(["crucible", *sys.argv[1:]])

@@ -1,11 +1,10 @@
-"""What this host can build and run, and what to install for the rest."""
+"""`crucible doctor`: examine what this host can build and run, and what is missing."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import shutil
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 
 from pipeline import backends
@@ -17,16 +16,17 @@ from pipeline.benchmark.cpu_peaks import load_peaks
 from pipeline.core import Frozen, Precision, Recipe, Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.amx import tiles_described
+from pipeline.host.environment import Environment, environment
 from pipeline.host.gpu import Gpu, Gpus, Peaks, find_gpus, peaks, with_hardware
-from pipeline.measurement.measure import Environment, environment
 from pipeline.plan.recipes import BF16_FLAGS, VNNI_FLAGS
 from pipeline.report.performance_summary import peaks_text
 
-LOW_DISK_BYTES = 5 * 2**30  # a ResNet-50 compile with its candidates leaves about 1 GB
-TYPICAL_TENSORRT = (
-    "10.10",
-    "11.4",
-)  # what the GPU's generation allows is told of these where none is installed
+LOW_DISK_BYTES = 5 * 2**30
+"""With less free space there is a problem: a ResNet-50 compile stores about 1 GB."""
+
+TYPICAL_TENSORRT = ("10.10", "11.4")
+"""Versions for the tables of a GPU's features where no TensorRT is installed."""
+
 NO_LEAN = "version compatibility needs the lean runtime (pip install tensorrt-lean)"
 
 
@@ -35,11 +35,11 @@ class BackendCheck(Frozen):
 
     name: str
     version: str = ""
-    builds: tuple[Precision, ...] = ()  # empty: it cannot build here
+    builds: tuple[Precision, ...] = ()  # empty: the backend cannot build here
     runs: bool = False
-    gpu: str = ""  # that it runs on
-    reason: str = ""  # why it does not build, or does not run, here
-    install: str = ""  # the next step
+    gpu: str = ""  # name of the GPU that runs its engines
+    reason: str = ""  # why the backend does not build, or does not run, here
+    install: str = ""  # next step
 
 
 class FeatureTable(Frozen):
@@ -51,13 +51,12 @@ class FeatureTable(Frozen):
 
 
 class GpuCheck(Frozen):
-    """One GPU: what it could reach, and what TensorRT can do on it."""
+    """One GPU: its peaks, and what TensorRT can do on it."""
 
     gpu: Gpu
     peaks: Peaks
-    tensorrt: tuple[
-        FeatureTable, ...
-    ]  # of the installed version, else of typical ones, by the GPU's generation only
+    # Of the installed version; if there is none, of typical versions, by the GPU's generation only.
+    tensorrt: tuple[FeatureTable, ...]
 
 
 class CpuCheck(Frozen):
@@ -65,36 +64,36 @@ class CpuCheck(Frozen):
 
     int8: str
     bf16: str
-    amx: str = ""  # why it cannot be used although the flags show it
+    amx: str = ""  # why AMX is not usable although the flags show it
 
 
 class Doctor(Frozen):
-    """The whole examination. `problems` is empty on a healthy host; a backend that is not installed
-    is no problem.
+    """Result of an examination.
+
+    `problems` is empty on a healthy host. A backend that is not installed is no problem.
     """
 
     environment: Environment
     cpu: CpuCheck
-    cpu_peaks: Peaks | None  # as `crucible doctor --measure` found them
+    cpu_peaks: Peaks | None  # as stored by `crucible doctor --measure`
     gpus: tuple[GpuCheck, ...]
-    no_gpu: str  # why there is none
+    no_gpu: str  # why there is no GPU
     backends: tuple[BackendCheck, ...]
     onnxruntimes: tuple[str, ...]  # installed distributions that provide the module onnxruntime
     store: Path
     store_free_bytes: int
     problems: tuple[str, ...]
-    warnings: tuple[str, ...] = ()  # what was reported of the installed versions
+    warnings: tuple[str, ...] = ()  # known problems of the installed versions
 
 
 def examine(store: Path) -> Doctor:
-    """Look at this host, and at the disk of the store; loads no heavy library, makes no CUDA
-    context and writes nothing.
+    """Examine this host and the disk of the store.
+
+    Loads no heavy library, makes no CUDA context and writes nothing.
     """
-    host, gpus, onnxruntimes = (
-        environment(),
-        with_hardware(find_gpus()),
-        onnxruntime_distributions(),
-    )
+    host = environment()
+    gpus = with_hardware(find_gpus())
+    onnxruntimes = onnxruntime_distributions()
     free = free_bytes(store)
     return Doctor(
         environment=host,
@@ -111,79 +110,77 @@ def examine(store: Path) -> Doctor:
     )
 
 
-def lines(found: Doctor) -> tuple[str, ...]:
-    """The examination as plain lines: the host, then each backend, then the problems."""
-    host = found.environment
+def lines(examination: Doctor) -> tuple[str, ...]:
+    """Return the examination as plain lines: the host, then each backend, then the problems."""
+    host, cpu = examination.environment, examination.cpu
+    cpu_peak = "not measured: run crucible doctor --measure"
+    if examination.cpu_peaks:
+        cpu_peak = peaks_text(examination.cpu_peaks)
     table = [
         ("CPU", f"{host.cpu}, {host.cores} cores, {host.memory_bytes / 2**30:.1f} GiB"),
-        ("CPU flags", " ".join(host.cpu_flags) or "none that matter"),
-        ("int8 on the CPU", found.cpu.int8),
-        ("bf16 on the CPU", found.cpu.bf16),
-        (
-            "CPU peak",
-            (
-                peaks_text(found.cpu_peaks)
-                if found.cpu_peaks
-                else "not measured: crucible doctor --measure"
-            ),
-        ),
-        *((("AMX", found.cpu.amx),) if found.cpu.amx else ()),
-        *(_gpu_lines(found.gpus) if found.gpus else [("GPU", f"none: {found.no_gpu}")]),
-        ("system", f"{host.os}, Python {host.python}"),
-        ("packages", ", ".join(f"{name} {version}" for name, version in host.packages.items())),
-        ("store", f"{found.store} ({found.store_free_bytes / 2**30:.1f} GiB free)"),
-        *chain.from_iterable(_backend_lines(check) for check in found.backends),
-        *(("WARNING", text) for text in found.warnings),
-        *(("PROBLEM", text) for text in found.problems),
+        ("CPU flags", " ".join(host.cpu_flags) or "none that change the speed of inference"),
+        ("int8 on the CPU", cpu.int8),
+        ("bf16 on the CPU", cpu.bf16),
+        ("CPU peak", cpu_peak),
     ]
+    if cpu.amx:
+        table.append(("AMX", cpu.amx))
+    if examination.gpus:
+        table += _gpu_lines(examination.gpus)
+    else:
+        table.append(("GPU", f"none: {examination.no_gpu}"))
+    packages = ", ".join(f"{name} {version}" for name, version in host.packages.items())
+    free = f"{examination.store_free_bytes / 2**30:.1f} GiB free"
+    table += [
+        ("system", f"{host.os}, Python {host.python}"),
+        ("packages", packages),
+        ("store", f"{examination.store} ({free})"),
+    ]
+    for check in examination.backends:
+        table += _backend_lines(check)
+    table += [("WARNING", text) for text in examination.warnings]
+    table += [("PROBLEM", text) for text in examination.problems]
     width = max(len(label) for label, _ in table)
     return tuple(f"{label:<{width}}  {text}" for label, text in table)
 
 
 def _gpu_lines(checks: tuple[GpuCheck, ...]) -> Iterable[tuple[str, str]]:
-    """What each kind of GPU is, could reach, and can do with TensorRT."""
-    for kind in dict.fromkeys((check.gpu.name, check.gpu.compute_capability) for check in checks):
-        same = [check for check in checks if (check.gpu.name, check.gpu.compute_capability) == kind]
-        check, gpu, times = same[0], same[0].gpu, f"{len(same)} x " if len(same) > 1 else ""
+    """Yield the lines of each kind of GPU: its data, its peaks, and TensorRT's features on it."""
+    kinds: dict[tuple[str, str], list[GpuCheck]] = {}
+    for check in checks:
+        kinds.setdefault((check.gpu.name, check.gpu.compute_capability), []).append(check)
+    for same_kind in kinds.values():
+        check, gpu = same_kind[0], same_kind[0].gpu
+        count = f"{len(same_kind)} x " if len(same_kind) > 1 else ""
         memory = f", {gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else ""
-        yield (
-            "GPU",
-            (
-                f"{times}{gpu.name} (compute capability {gpu.compute_capability}, driver"
-                f" {gpu.driver}{memory})"
-            ),
-        )
+        details = f"compute capability {gpu.compute_capability}, driver {gpu.driver}{memory}"
+        yield "GPU", f"{count}{gpu.name} ({details})"
         yield "", f"peak: {_peak_text(gpu, check.peaks)}"
         for table in check.tensorrt:
-            able = ", ".join(feature.name for feature in table.features if feature.available)
-            yield (
-                "",
-                (
-                    "TensorRT"
-                    f" {table.version}{'' if table.installed else ', if it were installed'}:"
-                    f" {able or 'nothing'}"
-                ),
-            )
-            for reason in dict.fromkeys(
-                feature.why_not for feature in table.features if not feature.available
-            ):
-                yield "", f"  not: {reason}"
+            for line in _feature_lines(table):
+                yield "", line
+
+
+def _feature_lines(table: FeatureTable) -> Iterable[str]:
+    available = ", ".join(feature.name for feature in table.features if feature.available)
+    condition = "" if table.installed else ", if it were installed"
+    yield f"TensorRT {table.version}{condition}: {available or 'nothing'}"
+    reasons = [feature.why_not for feature in table.features if not feature.available]
+    for reason in dict.fromkeys(reasons):
+        yield f"  not: {reason}"
 
 
 def _peak_text(gpu: Gpu, peak: Peaks) -> str:
     """`fp32 66.9, fp16 1070 TFLOP/s, dense, at 1980 MHz; memory 4813 GB/s`."""
-    rates = ", ".join(
-        f"{precision} {rate / 1e12:.{1 if rate < 1e14 else 0}f}"
-        for precision, rate in peak.flops_per_s.items()
-    )
-    arithmetic = (
-        f"{rates} TFLOP/s, dense, at {gpu.sm_clock_mhz} MHz"
-        if rates
-        else "arithmetic not known for this GPU"
-    )
-    return f"{arithmetic}; memory " + (
-        f"{peak.bytes_per_s / 1e9:.0f} GB/s" if peak.bytes_per_s else "not known"
-    )
+    rates = []
+    for precision, rate in peak.flops_per_s.items():
+        digits = 1 if rate < 1e14 else 0
+        rates.append(f"{precision} {rate / 1e12:.{digits}f}")
+    arithmetic = "arithmetic not known for this GPU"
+    if rates:
+        arithmetic = f"{', '.join(rates)} TFLOP/s, dense, at {gpu.sm_clock_mhz} MHz"
+    memory = f"{peak.bytes_per_s / 1e9:.0f} GB/s" if peak.bytes_per_s else "not known"
+    return f"{arithmetic}; memory {memory}"
 
 
 def _backend_lines(check: BackendCheck) -> Iterable[tuple[str, str]]:
@@ -191,17 +188,16 @@ def _backend_lines(check: BackendCheck) -> Iterable[tuple[str, str]]:
         yield check.name, f"not available: {check.reason}"
         yield "", f"-> {check.install}"
         return
-    runs = (
-        f"runs here{f', on {check.gpu}' if check.gpu else ''}"
-        if check.runs
-        else f"does not run here: {check.reason}"
-    )
+    runs = f"does not run here: {check.reason}"
+    if check.runs:
+        runs = f"runs here, on {check.gpu}" if check.gpu else "runs here"
     yield check.name, f"{check.version}: builds {', '.join(check.builds)}; {runs}"
 
 
 def check_backend(name: str, gpus: Gpus) -> BackendCheck:
-    """Whether a backend builds and runs here. All of them run what they build, but for
-    TensorRT-RTX, which builds for other hosts.
+    """Check whether a backend builds and runs on this host.
+
+    Every backend runs what it builds, except TensorRT-RTX, which can build for other hosts.
     """
     backend = backends.backend(name)
     try:
@@ -219,28 +215,29 @@ def check_backend(name: str, gpus: Gpus) -> BackendCheck:
 
 
 def _builds(backend: Backend, name: str, precision: Precision, target: Target) -> bool:
-    if name == "pytorch" or precision not in backend.PRECISIONS:
-        return (
-            precision in backend.PRECISIONS
-        )  # pytorch is a baseline, never a candidate, so there is no recipe to check
+    if precision not in backend.PRECISIONS:
+        return False
+    if name == "pytorch":  # a baseline, never a candidate: there is no recipe to check
+        return True
     capability = "8.9" if name == "tensorrt_rtx" else None
-    asked = Recipe(
+    recipe = Recipe(
         backend=name,
         precision=precision,
         weight_only=precision is Precision.INT4,
         compute_capability=capability,
     )
     if name == "torch":
-        asked = asked.model_copy(update={"form": "exported"})  # the one form that needs no compiler
+        # The only form that needs no compiler.
+        recipe = recipe.model_copy(update={"form": "exported"})
     try:
-        backend.check_recipe(asked, target)
+        backend.check_recipe(recipe, target)
     except UnsupportedError:
         return False
     return True
 
 
 def check_gpus(gpus: Gpus) -> tuple[GpuCheck, ...]:
-    """Every GPU with its peaks and the table of what TensorRT can do on it; needs no TensorRT."""
+    """Check every GPU: its peaks and TensorRT's features on it. Needs no TensorRT."""
     installed = installed_tensorrt()
     return tuple(
         GpuCheck(
@@ -251,7 +248,7 @@ def check_gpus(gpus: Gpus) -> tuple[GpuCheck, ...]:
 
 
 def installed_tensorrt() -> str:
-    """The version of TensorRT that is installed here, or ""."""
+    """Return the version of the installed TensorRT, or "" if there is none."""
     try:
         return trt_library.version()
     except BackendUnavailable:
@@ -259,8 +256,9 @@ def installed_tensorrt() -> str:
 
 
 def feature_tables(capability: str, installed: str) -> tuple[FeatureTable, ...]:
-    """What the installed TensorRT can do on this generation, or what typical versions could where
-    none is installed ("").
+    """Return the features of the installed TensorRT on a GPU generation.
+
+    If none is installed (""), return those of typical versions.
     """
     if installed:
         return (
@@ -281,46 +279,44 @@ def feature_tables(capability: str, installed: str) -> tuple[FeatureTable, ...]:
 
 
 def check_cpu(flags: Iterable[str], tiles: bool = True) -> CpuCheck:
-    """What int8 and bf16 run on, from the CPU's flags; `tiles`: whether CPUID describes AMX's
-    tiles.
+    """Return which instructions run int8 and bf16, from the CPU's flags.
+
+    `tiles` tells whether CPUID describes AMX's tiles.
     """
     present = set(flags)
-    hidden = (
-        "the flags show it, but this (virtual) machine hides its tiles: OpenVINO runs without it"
-        if "amx_tile" in present and not tiles
-        else ""
-    )
+    hidden_amx = ""
+    if "amx_tile" in present and not tiles:
+        hidden_amx = (
+            "the flags show it, but this (virtual) machine hides its tiles: OpenVINO runs without"
+            " it"
+        )
     if vnni := sorted(VNNI_FLAGS & present):
         int8 = f"native ({', '.join(vnni)}): 8-bit weights"
     elif "avx2" in present:
         int8 = (
-            "AVX2 only: 8-bit dot products can saturate, so weights get 7 bits (chosen by itself);"
-            " expect about half of VNNI's gain"
+            "AVX2 only: 8-bit dot products can saturate, so weights get 7 bits (chosen"
+            " automatically); expect about half of VNNI's speedup"
         )
     else:
         int8 = "no dot-product instructions known: int8 may be slower than fp32"
     native = sorted(BF16_FLAGS & present)
-    return CpuCheck(
-        int8=int8,
-        bf16=(
-            f"native ({', '.join(native)})"
-            if native
-            else "emulated: slower than fp32, not tried by default"
-        ),
-        amx=hidden,
-    )
+    bf16 = "emulated: slower than fp32, not tried by default"
+    if native:
+        bf16 = f"native ({', '.join(native)})"
+    return CpuCheck(int8=int8, bf16=bf16, amx=hidden_amx)
 
 
 def onnxruntime_distributions() -> tuple[str, ...]:
-    """Name and version of every installed distribution that provides the module `onnxruntime`: two
-    overwrite each other's files.
+    """Return name and version of each installed distribution with the module `onnxruntime`.
+
+    Two such distributions overwrite each other's files.
     """
     names = set(importlib.metadata.packages_distributions().get("onnxruntime", ()))
     return tuple(f"{name} {importlib.metadata.version(name)}" for name in sorted(names))
 
 
 def find_problems(onnxruntimes: tuple[str, ...], store: Path, free: int) -> Iterable[str]:
-    """What keeps this installation from working, each with the next step."""
+    """Yield the problems of this installation, each with its next step."""
     if not onnxruntimes:
         yield "onnxruntime is not installed: pip install onnxruntime"
     if len(onnxruntimes) > 1:
@@ -337,8 +333,7 @@ def find_problems(onnxruntimes: tuple[str, ...], store: Path, free: int) -> Iter
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space where `folder` is, or would be made."""
-    existing = next(
-        parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()
-    )
+    """Return the free space on the disk of `folder`, which need not exist yet."""
+    absolute = folder.absolute()
+    existing = next(parent for parent in (absolute, *absolute.parents) if parent.exists())
     return shutil.disk_usage(existing).free

@@ -1,4 +1,4 @@
-"""`crucible inspect`: what is in a model or an engine, and what a backend cannot run."""
+"""`crucible inspect`: describe a model or an engine, and list what a backend cannot run."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from pipeline.quantization.lint.rules import EVERYWHERE
 
 
 def read_model(path: Path) -> OnnxModel:
-    """An ONNX file's interface."""
+    """Read an ONNX file's interface."""
     return onnx_model(path.resolve().parent, path.name)
 
 
 def refusals_of(path: Path, backend: str, plugins: Sequence[Path] = ()) -> tuple[Refusal, ...]:
-    """Every node of an ONNX file that a backend cannot run, found in a child: its library may crash
-    on a strange model.
+    """Return every node of an ONNX file that a backend cannot run.
+
+    The check runs in a child process, because the backend's library may crash on a strange model.
     """
     model, libraries = read_model(path), plugin_libraries(plugins, backend)
-    backends.backend(backend).probe()  # its absence is said before anything is started
+    backends.backend(backend).probe()  # raise for a missing backend before starting a child
     return call_in_child(find_unsupported, model, backend, libraries, name=f"inspect {path.name}")
 
 
 def plugin_libraries(plugins: Sequence[Path], backend: str | None) -> tuple[Path, ...]:
-    """The plugin libraries by their full paths: a bare name would be looked for elsewhere.
-    PlanError for a backend without, or for a missing file.
+    """Return the full paths of the plugin libraries: a bare name would be searched elsewhere.
+
+    PlanError if the backend takes no plugins, or if a file is missing.
     """
     if plugins and backend != "tensorrt":
         raise PlanError(
             "only TensorRT loads plugin libraries",
-            "leave --plugin out, or add `--backend tensorrt`",
+            "remove --plugin, or add `--backend tensorrt`",
         )
     for plugin in plugins:
         if not plugin.is_file():
@@ -49,13 +51,13 @@ def plugin_libraries(plugins: Sequence[Path], backend: str | None) -> tuple[Path
 def find_unsupported(
     model: OnnxModel, backend: str, plugins: tuple[Path, ...] = (), progress: Progress = silent
 ) -> tuple[Refusal, ...]:
-    """The backend's own list of refusals."""
+    """Return the nodes that the backend itself refuses."""
     module = backends.backend(backend)
     return module.unsupported(model, module.probe(), plugins)
 
 
 def model_lines(path: Path) -> list[str]:
-    """An ONNX file on one screen."""
+    """Describe an ONNX file in a few lines, for a rich console."""
     model = read_model(path)
     operators = operator_histogram(path)
     counts = ", ".join(f"{name} {count}" for name, count in operators.items())
@@ -72,23 +74,25 @@ def model_lines(path: Path) -> list[str]:
 
 
 def quantised_lines(path: Path, backend: str | None = None) -> list[str]:
-    """Of a model that brings its own Q/DQ: how much is quantised, and what `crucible lint` finds
-    for one backend or for all; nothing of another.
+    """Describe the Q/DQ nodes of a quantised model, with the findings of `crucible lint`.
+
+    The findings are those for `backend`, or for all backends if it is None. The result is empty
+    for a model without Q/DQ nodes and for a backend without rules.
     """
     proto = read_proto(path)
-    given = given_precision(proto.graph)
-    if given is None or backend not in (None, *EVERYWHERE):
+    precision = given_precision(proto.graph)
+    if precision is None or backend not in (None, *EVERYWHERE):
         return []
     pairs = len(scales_of(proto.graph).get((QDQ[1], "", b"", b""), ()))
-    told = [
-        f"quantised to {given}: {pairs} DequantizeLinear, calibration is not needed",
+    lines = [
+        f"quantised to {precision}: {pairs} DequantizeLinear, calibration is not needed",
         *finding_lines(findings_of(path, backend)),
     ]
-    return [escape(line) for line in told]
+    return [escape(line) for line in lines]
 
 
 def engine_lines(engine: Engine) -> list[str]:
-    """An engine on one screen."""
+    """Describe an engine in a few lines, for a rich console."""
     target = engine.target
     return [
         (
@@ -107,7 +111,7 @@ def engine_lines(engine: Engine) -> list[str]:
 
 
 def _generation(target: Target) -> str:
-    """What of a CPU or a GPU decides whether the engine runs there."""
+    """Return the properties of a CPU or a GPU that decide whether the engine runs there."""
     if target.compute_capability is None:
         return " ".join(target.cpu_flags)
     driver = f", driver {target.driver}" if target.driver else ""
@@ -115,20 +119,18 @@ def _generation(target: Target) -> str:
 
 
 def _ranges(profile: Profile) -> str:
-    """`batch 1..8..64`; and the values of an input that decides a shape, `k [1]..[5]..[10]`."""
+    """Return ranges of sizes, `batch 1..8..64`, and of shape inputs, `k [1]..[5]..[9]`."""
     sizes = [f"{name} {dim.min}..{dim.opt}..{dim.max}" for name, dim in profile.dims.items()]
     values = [
-        f"{name} {list(each.min)}..{list(each.opt)}..{list(each.max)}"
-        for name, each in profile.values.items()
+        f"{name} {list(range_.min)}..{list(range_.opt)}..{list(range_.max)}"
+        for name, range_ in profile.values.items()
     ]
     return escape(", ".join([*sizes, *values]))
 
 
 def _spec_lines(role: str, specs: tuple[TensorSpec, ...]) -> list[str]:
-    return [
-        escape(
-            f"{role} {spec.name}: {spec.dtype} [{', '.join(str(dim) for dim in spec.shape)}]"
-            f" {spec.kind}"
-        )
-        for spec in specs
-    ]
+    lines = []
+    for spec in specs:
+        shape = ", ".join(str(dim) for dim in spec.shape)
+        lines.append(escape(f"{role} {spec.name}: {spec.dtype} [{shape}] {spec.kind}"))
+    return lines

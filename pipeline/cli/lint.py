@@ -1,6 +1,4 @@
-"""`crucible lint`: the findings on a quantised model, a file with what can be mended exactly, and
-what that gains, measured here.
-"""
+"""`crucible lint`: find problems of a quantised model, fix them, and measure the speedup."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from pipeline.compiler.context import Job, open_job
 from pipeline.core import Engine, OnnxModel, Profile, Recipe
 from pipeline.errors import InternalError, ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
-from pipeline.measurement.measure import Interval
+from pipeline.measurement.statistics import Interval
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.feeds import feeds_of
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
@@ -39,56 +37,57 @@ ALL = "all fixes"
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A mended file: how often each rule's fix was applied, and the largest difference of its
-    outputs, in units of their largest magnitude.
-    """
+    """A fixed model file."""
 
     path: Path
-    applied: Counter[str]
-    difference: float
+    applied: Counter[str]  # number of fixes by rule
+    difference: float  # largest difference of outputs, in units of their largest magnitude
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What one rule's fix, or all of them, gain: median of the model as given over that of the
-    mended one.
-    """
+    """The speedup of one rule's fix or of all fixes."""
 
-    what: str
-    ratio: Interval | None
-    failure: str = ""
+    what: str  # the rule, or ALL
+    ratio: Interval | None  # median of the original model over that of the fixed one
+    failure: str = ""  # why there is no ratio
 
 
 def read_named(path: Path) -> onnx.ModelProto:
-    """An ONNX file, flat, every node with a name; ModelError if it holds no Q/DQ of activations."""
+    """Read an ONNX file, flattened, with a name for every node.
+
+    ModelError if the model has no Q/DQ nodes on activations.
+    """
     proto = flatten(read_proto(path))
     if given_precision(proto.graph) is None:
         message = (
-            f"'{path}' quantises no activation: lint looks at models that hold QuantizeLinear and"
-            " DequantizeLinear already"
+            f"expected a model with QuantizeLinear and DequantizeLinear on activations; '{path}'"
+            " quantises no activation"
         )
         raise ModelError(
-            message, "to quantise a plain model, give `crucible compile` calibration data"
+            message, "to quantise a float model, give `crucible compile` calibration data"
         )
     return proto
 
 
 def findings_of(path: Path, backend: str | None) -> dict[str, tuple[Finding, ...]]:
-    """Findings per backend; for all that have rules if none is named."""
+    """Return the findings by backend: for `backend`, or for all with rules if it is None."""
     if backend is not None and backend not in EVERYWHERE:
         raise PlanError(
             f"no rules for the backend '{backend}'", f"expected one of {', '.join(EVERYWHERE)}"
         )
     proto = read_named(path)
-    return {name: lint(proto.graph, name) for name in ([backend] if backend else EVERYWHERE)}
+    names = [backend] if backend else EVERYWHERE
+    return {name: lint(proto.graph, name) for name in names}
 
 
 def fix_model(path: Path, out: Path, backend: str, profiles: tuple[Profile, ...]) -> Fixed:
-    """Write the mended model to `out`, run before and after at all sizes of the profiles;
-    ModelError, and no file, if an answer moves.
+    """Write the fixed model to `out`, and compare its outputs with those of the original.
+
+    Both models run at all sizes of the profiles. InternalError, and no file, if outputs differ.
     """
     if out.resolve() == path.resolve():
-        raise PlanError(f"--fix would overwrite '{path}'", "name another file")
+        raise PlanError(f"--fix would overwrite '{path}'", "choose another file")
     proto = read_named(path)
     model = onnx_model(path.resolve().parent, path.name)
     complete = check_profiles(model.inputs, profiles)
@@ -98,39 +97,43 @@ def fix_model(path: Path, out: Path, backend: str, profiles: tuple[Profile, ...]
     if difference > QUANTISED_TOLERANCE:
         out.unlink()
         raise InternalError(
-            f"the mended model's answers differ by {difference:.3g} of the largest magnitude after"
+            f"the fixed model's outputs differ by {difference:.3g} of their largest magnitude after"
             f" {dict(applied)}"
         )
     return Fixed(out, applied, difference)
 
 
 def largest_difference(model: OnnxModel, after: Path, profiles: tuple[Profile, ...]) -> float:
-    """Over all outputs and generated inputs, in units of an output's largest magnitude; ONNX
-    Runtime without optimisations.
+    """Return the largest difference over all outputs and generated inputs.
+
+    It is in units of an output's largest magnitude. Both models run in ONNX Runtime without
+    optimisations.
     """
-    runs = open_reference(model.path), open_reference(after)
-    worst = 0.0
+    run_before, run_after = open_reference(model.path), open_reference(after)
+    largest = 0.0
     for feeds in feeds_of(model, profiles, ()):
-        expected, got = runs[0](feeds), runs[1](feeds)
-        for name, want in expected.items():
-            apart = np.abs(np.subtract(got[name], want, dtype=np.float64)).max(initial=0.0)
-            worst = max(worst, float(apart / (np.abs(want).max(initial=0) or 1)))
-    return worst
+        expected, actual = run_before(feeds), run_after(feeds)
+        for name, values in expected.items():
+            difference = np.abs(np.subtract(actual[name], values, dtype=np.float64))
+            magnitude = np.abs(values).max(initial=0) or 1
+            largest = max(largest, float(difference.max(initial=0.0) / magnitude))
+    return largest
 
 
 def measure_fixes(plan: Plan, backend: str, folder: Path, runner: Runner) -> tuple[Gain, ...]:
-    """The model as given beside the same with each rule mended alone and with all of them, in one
-    interleaved run on this host.
+    """Measure the speedup of each rule's fix alone and of all fixes together.
+
+    The original and the fixed models run side by side in one interleaved run on this host.
     """
     job = open_job(plan, runner)
     assert job.source.path is not None
     if job.given is None:
-        read_named(job.source.path)  # says so
+        read_named(job.source.path)  # raises ModelError
     source = onnx_model(job.source.path.parent, job.source.path.name)
     target = backends.backend(backend).probe()
     (candidate,) = default_candidates({backend: target}, False, job.given)
     recipe = recipe_from_candidate(candidate, target, job.plan, False, job.given)
-    variants = {"as given": source} | dict(_mended(job.source.path, backend, folder))
+    variants = {"as given": source} | dict(_fixed_models(job.source.path, backend, folder))
     engines = [_engine(job, model, recipe, what) for what, model in variants.items()]
     roles = [Role.BASELINE, *[Role.COMPARED] * (len(engines) - 1)]
     entries = [RaceEntry(engine, role) for engine, role in zip(engines, roles, strict=True)]
@@ -143,16 +146,17 @@ def measure_fixes(plan: Plan, backend: str, folder: Path, runner: Runner) -> tup
         name="lint",
         progress=runner.progress("benchmark"),
     )
-    return tuple(
-        _gain(what, result)
-        for what, result in list(zip(variants, measured.results, strict=True))[1:]
-    )
+    _, *fixed = zip(variants, measured.results, strict=True)
+    return tuple(_gain(what, result) for what, result in fixed)
 
 
-def _mended(path: Path, backend: str, folder: Path) -> Iterable[tuple[str, OnnxModel]]:
-    """The model with each rule mended alone, where more than one can be, and with all."""
+def _fixed_models(path: Path, backend: str, folder: Path) -> Iterable[tuple[str, OnnxModel]]:
+    """Write and yield the model with each rule's fix alone, if there are several, and with all."""
     applied = list(mend(read_named(path), backend))
-    for rules in [[rule] for rule in applied if len(applied) > 1] + [applied] * bool(applied):
+    selections = [applied] if applied else []
+    if len(applied) > 1:
+        selections = [*([rule] for rule in applied), applied]
+    for rules in selections:
         proto = read_named(path)
         mend(proto, backend, rules)
         name = f"{'-and-'.join(rules)}.onnx"
@@ -176,15 +180,15 @@ def _gain(what: str, result: BenchmarkReport | BenchmarkFailure) -> Gain:
 
 
 def finding_lines(findings: dict[str, tuple[Finding, ...]]) -> list[str]:
-    """Each finding once, with the backends that it is about."""
-    about: dict[Finding, list[str]] = {}
-    for backend, each in findings.items():
-        for finding in each:
-            about.setdefault(finding, []).append(backend)
+    """Return one line for each finding, with the backends that it concerns."""
+    backends_of: dict[Finding, list[str]] = {}
+    for backend, backend_findings in findings.items():
+        for finding in backend_findings:
+            backends_of.setdefault(finding, []).append(backend)
     lines = []
-    for finding, names in about.items():
+    for finding, names in backends_of.items():
         where = f" at {', '.join(finding.nodes)}" if finding.nodes else ""
-        fix = "; --fix mends it" if finding.fixable else ""
+        fix = "; --fix fixes it" if finding.fixable else ""
         lines.append(
             f"{finding.rule} [{', '.join(names)}]{where}: {finding.why}: {finding.cost}{fix}"
         )
@@ -192,39 +196,34 @@ def finding_lines(findings: dict[str, tuple[Finding, ...]]) -> list[str]:
 
 
 def fixed_lines(fixed: Fixed) -> list[str]:
-    """What was mended, and how the answers compare."""
+    """Describe the fixes of a model, and the comparison of its outputs."""
     if not fixed.applied:
         return [
-            f"nothing can be mended without changing the arithmetic; '{fixed.path}' is the model as"
-            " it was"
+            f"no finding can be fixed without changing the arithmetic; '{fixed.path}' is the"
+            " unchanged model"
         ]
-    same = (
-        "equal bit by bit"
-        if fixed.difference == 0
-        else f"equal to {fixed.difference:.1e} of their largest magnitude"
-    )
+    agreement = "bit-identical"
+    if fixed.difference != 0:
+        agreement = f"equal to {fixed.difference:.1e} of their largest magnitude"
     counts = ", ".join(f"{rule} {count}" for rule, count in fixed.applied.items())
-    return [f"mended: {counts}; before and after, ONNX Runtime's answers are {same}: {fixed.path}"]
+    return [
+        f"fixed: {counts}; ONNX Runtime's outputs before and after are {agreement}: {fixed.path}"
+    ]
 
 
 def gain_lines(gains: tuple[Gain, ...], findings: tuple[Finding, ...]) -> list[str]:
-    """What mending gains, and which findings cannot be measured."""
+    """Describe the measured speedups, and name the rules that could not be measured."""
     lines = []
     for gain in gains:
-        interval = (
-            f"{gain.ratio.value:.3f} times as fast (95 % {gain.ratio.low:.3f} to"
-            f" {gain.ratio.high:.3f})"
-            if gain.ratio
-            else gain.failure
+        outcome = gain.failure
+        if ratio := gain.ratio:
+            interval = f"95 % {ratio.low:.3f} to {ratio.high:.3f}"
+            outcome = f"{ratio.value:.3f} times as fast ({interval})"
+        lines.append(f"measured, {gain.what}: {outcome}")
+    unfixable = dict.fromkeys(finding.rule for finding in findings if not finding.fixable)
+    if unfixable:
+        lines.append(
+            f"not measured: {', '.join(unfixable)}: fixing them changes the arithmetic, so there is"
+            " no model to compare with"
         )
-        lines.append(f"measured, {gain.what}: {interval}")
-    rest = dict.fromkeys(finding.rule for finding in findings if not finding.fixable)
-    lines += (
-        [
-            f"not measured: {', '.join(rest)}: mending them changes the arithmetic, so there is no"
-            " model to compare with"
-        ]
-        if rest
-        else []
-    )
     return lines

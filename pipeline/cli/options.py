@@ -11,18 +11,18 @@ PlanArgument = Annotated[
     Path,
     typer.Argument(
         metavar="PLAN|MODEL.onnx",
-        help="A YAML plan, or an ONNX model to compile with all defaults.",
+        help="YAML plan (docs/plan.md lists its keys), or ONNX model for a plan of defaults.",
     ),
 ]
 ResultArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A folder that `crucible compile` wrote.")
+    Path, typer.Argument(metavar="DIR", help="Output folder of `crucible compile`.")
 ]
 SetOption = Annotated[
     list[str],
     typer.Option(
         "--set",
         metavar="A.B=VALUE",
-        help="Override one key of the plan; the value is YAML. Repeatable.",
+        help="Set one key of the plan to a YAML value, e.g. benchmark.duration_s=10. Repeatable.",
         default_factory=list,
         show_default=False,
     ),
@@ -32,7 +32,8 @@ ProfileOption = Annotated[
     typer.Option(
         "--profile",
         metavar="DIM=MIN:OPT:MAX",
-        help="Range of a symbolic dimension, e.g. batch=1:8:64. Repeatable.",
+        help="Smallest, typical and largest size of a symbolic dimension, e.g. batch=1:8:64."
+        " Repeatable.",
         default_factory=list,
         show_default=False,
     ),
@@ -43,8 +44,8 @@ PluginOption = Annotated[
         "--plugin",
         metavar="LIB",
         help=(
-            "With --backend tensorrt: load this plugin library first, as `tensorrt.plugins` of a"
-            " plan does. Repeatable."
+            "Load this TensorRT plugin library first, like `tensorrt.plugins` in a plan. Needs"
+            " --backend tensorrt. Repeatable."
         ),
         default_factory=list,
         show_default=False,
@@ -53,9 +54,12 @@ PluginOption = Annotated[
 OutOption = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="DIR", help="Where reports and engine go; crucible-out/NAME if left out."
+        "--out",
+        metavar="DIR",
+        help="Folder for the reports and the engine; crucible-out/NAME if left out.",
     ),
 ]
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")
+    bool,
+    typer.Option("--json", help="Print only a JSON document to stdout, no tables and no progress."),
 ]

@@ -1,5 +1,6 @@
-"""What people see in a terminal: progress of stages on stderr, tables on stdout. Quiet and plain
-where there is no terminal.
+"""Output to a terminal: progress of stages on stderr, tables on stdout.
+
+Without a terminal, the output is plain text.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pipeline.compiler.decision import level_s
 from pipeline.core import KeptNode, Refusal
 from pipeline.execution.stage_runner import StageEvent
 from pipeline.formatting import shape_text, state_label
-from pipeline.measurement.measure import Clock, monotonic
+from pipeline.measurement.clock import Clock, monotonic
 from pipeline.report.performance_summary import (
     Summary,
     bound_text,
@@ -56,9 +57,9 @@ from pipeline.results.report import (
 )
 
 PLAIN_WIDTH = 130
-LIFE_S = 30.0  # how often a long stage prints a line where there are no bars
-MIN_ESTIMATE_S = 3.0  # a shorter estimate is over before it is read
-MIN_SHARE = 0.1  # of the time, for a precision to be shown
+LIFE_S = 30.0  # seconds between two lines of a long stage, where there are no bars
+MIN_ESTIMATE_S = 3.0  # a shorter estimate ends before anybody reads it
+MIN_SHARE = 0.1  # of the time: precisions below it are not shown
 VERDICT_STYLE = {
     "accepted": "bold green",
     "keep": "bold cyan",
@@ -69,26 +70,27 @@ VERDICT_STYLE = {
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise, where rich would end the process with exit code 1, the code of errors."""
+        """Raise BrokenPipeError. Rich itself would end the process with exit code 1."""
         raise BrokenPipeError
 
 
 def console(stderr: bool = False) -> Console:
-    """A console as wide as the terminal; wide enough for a table of candidates where there is
-    none.
+    """Return a console as wide as the terminal.
+
+    Without a terminal, it is wide enough for a table of candidates.
     """
-    terminal = _Console(stderr=stderr, emoji=False)  # `metric:a:b` is a name
+    terminal = _Console(stderr=stderr, emoji=False)  # `metric:a:b` is a name, no emoji
     if terminal.is_terminal or "COLUMNS" in os.environ:
         return terminal
     return _Console(stderr=stderr, emoji=False, width=PLAIN_WIDTH)
 
 
 class StageProgress:
-    """Shows stages as they run: bars with elapsed and expected time on a terminal; elsewhere one
-    line per finished stage.
+    """Progress of the stages.
 
-    There, a stage that takes long also prints a line every `every_s`, even while its library is
-    silent.
+    On a terminal, every running stage has a bar with its elapsed and expected time. Elsewhere,
+    every finished stage prints one line, and a long stage prints a line every `every_s` seconds,
+    even if its library reports no progress.
     """
 
     def __init__(
@@ -115,13 +117,13 @@ class StageProgress:
         # By name: when the stage started, and its last event.
         self._running: dict[str, tuple[float, StageEvent]] = {}
         self._lock = threading.RLock()  # stages may run side by side
-        self._left = threading.Event()
+        self._ended = threading.Event()
 
     def __enter__(self) -> StageProgress:
         if self._live:
             self._bars.start()
         elif not self._quiet:
-            threading.Thread(target=self._live_on, daemon=True).start()
+            threading.Thread(target=self._report_regularly, daemon=True).start()
         return self
 
     def __exit__(
@@ -130,16 +132,16 @@ class StageProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._left.set()
+        self._ended.set()
         if self._live:
             self._bars.stop()
 
     def __call__(self, event: StageEvent) -> None:
-        """Take one event of the runner."""
+        """Show one event of the runner."""
         with self._lock:
-            self._take(event)
+            self._show(event)
 
-    def _take(self, event: StageEvent) -> None:
+    def _show(self, event: StageEvent) -> None:
         name = _name(event)
         if event.state in ("started", "progress"):
             self._running[name] = (self._clock() - event.elapsed_s, event)
@@ -154,7 +156,7 @@ class StageProgress:
             self._console.print(f"[yellow]{escape(event.text)}", highlight=False)
 
     def say_alive(self) -> None:
-        """One line of each stage that has run for long."""
+        """Print one line for each stage that has run for at least `every_s` seconds."""
         with self._lock:
             running = list(self._running.values())
         for started, event in running:
@@ -169,9 +171,9 @@ class StageProgress:
         line = f"  [dim]running[/] {elapsed_s:6.1f} s  {_name(event)}"
         self._console.print(f"{line}  {details}" if details else line, highlight=False)
 
-    def _live_on(self) -> None:
+    def _report_regularly(self) -> None:
         last_s = 0.0
-        while not self._left.wait(min(1.0, self._every_s)):
+        while not self._ended.wait(min(1.0, self._every_s)):
             with self._lock:
                 first_s = min((started for started, _ in self._running.values()), default=None)
             now_s = self._clock()
@@ -197,15 +199,16 @@ class StageProgress:
 
 
 class _Expected(ProgressColumn):
-    """How long a stage will go on, by how long it took before."""
+    """Remaining time of a stage, by its duration in earlier runs."""
 
     def render(self, task: Task) -> Text:
         return Text(expectation(task.elapsed or 0.0, task.fields["estimate_s"]), style="dim")
 
 
 def expectation(elapsed_s: float, estimate_s: float | None) -> str:
-    """`about 40 s left`, or `usually 68 s` of a stage that takes longer this time; empty where
-    nothing is known, or it takes no time.
+    """Return `about 40 s left`, or `usually 68 s` for a stage that takes longer than usual.
+
+    The text is empty without an estimate, and for an estimate below MIN_ESTIMATE_S.
     """
     if estimate_s is None or estimate_s < MIN_ESTIMATE_S:
         return ""
@@ -233,8 +236,9 @@ def _line(name: str, event: StageEvent) -> str:
 
 
 def print_compiled(console: Console, report: Report, html_file: Path) -> None:
-    """Print what `crucible compile` ends with: the candidates, what limits each, the verdict, and
-    the path of the whole report.
+    """Print the result of `crucible compile`.
+
+    It consists of the candidates, their bottlenecks, the verdict and the path of the full report.
     """
     console.print(candidate_table(report))
     for line in stopped_lines(report):
@@ -248,7 +252,7 @@ def print_compiled(console: Console, report: Report, html_file: Path) -> None:
 
 
 def verdict_lines(report: Report) -> list[str]:
-    """The verdict with its reasons and next steps, for a rich console."""
+    """Return the verdict with its reasons and next steps, for a rich console."""
     style = VERDICT_STYLE[report.verdict]
     winner = f"  {escape(report.title_of(report.winner))}" if report.winner else ""
     lines = [f"[{style}]{report.verdict.upper()}[/]{winner}"]
@@ -270,7 +274,7 @@ def verdict_lines(report: Report) -> list[str]:
 
 
 def stopped_lines(report: Report) -> list[str]:
-    """Which engines ran in few processes, and why, for a rich console."""
+    """Return the engines whose measurement stopped early, and why, for a rich console."""
     return [
         f"  {escape(report.title_of(benchmark.label))}: {escape(benchmark.stopped)}"
         for benchmark in _benchmarks(report, report.candidates)
@@ -279,15 +283,16 @@ def stopped_lines(report: Report) -> list[str]:
 
 
 def _benchmarks(report: Report, candidates: Iterable[Candidate]) -> list[BenchmarkReport]:
-    """Every benchmark, those of the baselines first."""
+    """Return every benchmark, those of the baselines first."""
     benchmarks = [report.baseline, *report.baselines]
     benchmarks += [candidate.benchmark for candidate in candidates]
     return [benchmark for benchmark in benchmarks if benchmark is not None]
 
 
 def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> None:
-    """Print the table of limits; if nothing is known to bind any row, as before a CPU's peaks were
-    measured, only its rates and one line.
+    """Print the table of bottlenecks.
+
+    If no row has a known bottleneck (a CPU without measured peaks), print the rates and one line.
     """
     bounds = [row.bound for _, row in rows if row.bound]
     if not bounds:
@@ -303,7 +308,7 @@ def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> No
 
 
 def print_latency(console: Console, report: Report) -> None:
-    """Print the latencies of a report: of the baselines and of all candidates with a benchmark."""
+    """Print the latencies of a report: baselines, then all candidates with a benchmark."""
     benchmarks = [
         benchmark.model_copy(update={"label": report.title_of(benchmark.label)})
         for benchmark in _benchmarks(report, report.candidates)
@@ -314,14 +319,15 @@ def print_latency(console: Console, report: Report) -> None:
 
 
 def first_rows(report: Report) -> list[tuple[str, LatencyRow]]:
-    """Every measured engine at the first shape, baselines first."""
+    """Return the first row of every measured engine with its title, baselines first."""
     benchmarks = _benchmarks(report, sorted(report.candidates, key=level_s))
     return [(report.title_of(benchmark.label), benchmark.rows[0]) for benchmark in benchmarks]
 
 
 def summary_notes(summary: Summary, row: LatencyRow, run: Benchmarks) -> list[str]:
-    """The lines under the table of times, for a rich console: sums, what binds the row, the GPU,
-    warnings.
+    """Return the lines below the table of times, for a rich console.
+
+    They hold the sums, the bottleneck, the peaks, the use of the GPU and warnings.
     """
     lines = [*summary_lines(summary)]
     if row.bound:
@@ -333,7 +339,7 @@ def summary_notes(summary: Summary, row: LatencyRow, run: Benchmarks) -> list[st
 
 
 def validation_lines(report: ValidationReport) -> list[str]:
-    """One engine's accuracy on one set, for a rich console."""
+    """Return the accuracy of one engine on one data set, for a rich console."""
     lines = [
         f"{escape(output.output)}: max {output.max_abs:.3g}, mean {output.mean_abs:.3g}, cosine"
         f" {output.cosine:.6f}, SNR {output.snr_db:.1f} dB"
@@ -365,11 +371,11 @@ LIMIT_COLUMNS = (
     *right("GFLOP/s", "GB/s", "arithmetic", "memory"),
     *left("bound by", "next"),
 )
-RATES = 4  # the columns that need no peak
+RATES = 4  # columns of LIMIT_COLUMNS that need no peak
 
 
 def rich_table(table: Table) -> RichTable:
-    """Render a table for a rich console. Its texts are not markup."""
+    """Render a table for a rich console. Its texts contain no markup."""
     rendered = RichTable(title=escape(table.title) or None, title_justify="left")
     for column in table.columns:
         rendered.add_column(escape(column.title), justify=column.align, no_wrap=not column.wrap)
@@ -380,12 +386,12 @@ def rich_table(table: Table) -> RichTable:
 
 
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> RichTable:
-    """Texts in columns."""
+    """Return a table of left-aligned texts."""
     return rich_table(Table(left(*headings), tuple(tuple(row) for row in rows)))
 
 
 def refusal_table(refusals: tuple[Refusal, ...]) -> RichTable:
-    """Every node that a backend refuses."""
+    """Return a table of the nodes that a backend refuses."""
     rows = [
         (refusal.node, refusal.operator, str(refusal.opset), refusal.reason, refusal.remedy)
         for refusal in refusals
@@ -394,7 +400,7 @@ def refusal_table(refusals: tuple[Refusal, ...]) -> RichTable:
 
 
 def candidate_table(report: Report) -> RichTable:
-    """Candidates against the baseline, fastest first."""
+    """Return a table of the candidates against the baseline, fastest first."""
     sizes = report.baseline.rows[0].sizes if report.baseline and report.baseline.rows else {}
     columns = (
         Column("candidate", wrap=False),
@@ -443,10 +449,10 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
 
 
 def ran_text(table: LayerTable, kept_nodes: Sequence[KeptNode] = ()) -> str:
-    """`int8 43 %, fp16 11 %`: the precisions that take a good part of the time. Layers that only
-    move data are in the report.
+    """Return the precisions with at least MIN_SHARE of the time: `int8 43 %, fp16 11 %`.
 
-    With nodes that the conversion left in fp32, also their share: `fp16 90 %, nodes in fp32 4.0 %`.
+    Layers that only move data are not included; the report shows them. If the conversion left
+    nodes in fp32, their share is included: `fp16 90 %, nodes in fp32 4.0 %`.
     """
     texts = []
     for name, share in time_by_precision(table).items():
@@ -459,7 +465,7 @@ def ran_text(table: LayerTable, kept_nodes: Sequence[KeptNode] = ()) -> str:
 
 
 def ablation_table(ablation: Ablation) -> RichTable:
-    """Each switch of the placement reversed."""
+    """Return a table with each switch of the placement reversed."""
     columns = (
         *left("switch"),
         *right("drop", "change", "times before (95 %)"),
@@ -479,7 +485,10 @@ def ablation_table(ablation: Ablation) -> RichTable:
 
 
 def benchmark_table(reports: Sequence[BenchmarkReport]) -> RichTable:
-    """Every row of every engine: median and percentiles that the number of samples allows."""
+    """Return a table of every row of every engine.
+
+    It shows the median, and the percentiles for which there are enough samples.
+    """
     columns = (
         ENGINE,
         *left("sizes"),
@@ -507,7 +516,7 @@ def _tail_text(row: LatencyRow, percent: float) -> str:
 
 
 def limits_table(rows: Iterable[tuple[str, LatencyRow]], known: bool = True) -> RichTable:
-    """What binds each row, by the label of its engine; only the rates where that is not known."""
+    """Return a table of each row's bottleneck, or of its rates only if none is known."""
     columns = LIMIT_COLUMNS if known else LIMIT_COLUMNS[:RATES]
     title = "what binds each row" if known else "of the source graph"
     cells = tuple(_limit_cells(label, row)[: len(columns)] for label, row in rows)
@@ -520,14 +529,14 @@ def _limit_cells(label: str, row: LatencyRow) -> tuple[str, ...]:
 
 
 def summary_table(summary: Summary) -> RichTable:
-    """The times of every region of one row."""
+    """Return a table of the times of every region of one row."""
     columns = (*left(""), *right("min", "max", "mean", "median", "p90", "p95", "p99"))
     title = f"{summary.label} at {shape_text(summary.sizes)}"
     return rich_table(Table(columns, summary_rows(summary), title))
 
 
 def sweep_table(sweep: Sweep) -> RichTable:
-    """Every batch of a sweep, the best in bold."""
+    """Return a table of the batches of a sweep, with the best batch in bold."""
     has_tail = sweep.percentile != 50
     tail = right(tail_name(sweep)) if has_tail else ()
     columns = (*right(sweep.symbol, "median"), *tail, *right("samples/s"), *left("bound by"))
@@ -552,7 +561,7 @@ def median_text(row: LatencyRow | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that people read it in."""
+    """Format a time in us, ms or s."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.3f} ms" if seconds < 1 else f"{seconds:.2f} s"

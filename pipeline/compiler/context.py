@@ -30,8 +30,8 @@ from pipeline.data.samples import (
 )
 from pipeline.errors import ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
+from pipeline.host.environment import Environment, environment
 from pipeline.host.gpu import find_gpus
-from pipeline.measurement.measure import Environment, environment
 from pipeline.onnx_graph.files import onnx_model, read_proto
 from pipeline.plan.schema import GeneratedData, Plan
 from pipeline.plan.source import check_profiles, code_digest, source_from_config

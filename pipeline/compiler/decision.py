@@ -12,7 +12,7 @@ from pipeline.accuracy.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.benchmark.elimination import NEAR
 from pipeline.core import Precision, Recipe
 from pipeline.measurement.comparison import NotMeasurable, compare, processes_from_samples
-from pipeline.measurement.measure import Interval
+from pipeline.measurement.statistics import Interval
 from pipeline.quantization.lint.rules import SATURATES
 from pipeline.results.report import Candidate, LatencyRow, ValidationReport, Verdict
 

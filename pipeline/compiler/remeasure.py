@@ -30,7 +30,7 @@ from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of
 from pipeline.core import Engine, Note, OnnxModel
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner
-from pipeline.measurement.measure import environment
+from pipeline.host.environment import environment
 from pipeline.plan.recipes import deliverable_recipe
 from pipeline.plan.schema import Plan
 from pipeline.report.bundle import check_if_sealed

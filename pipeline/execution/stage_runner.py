@@ -19,7 +19,7 @@ from pipeline.execution.child_process import call_in_child
 from pipeline.execution.content import text_of_content
 from pipeline.execution.durations import History
 from pipeline.execution.store import Key, Store
-from pipeline.measurement.measure import monotonic
+from pipeline.measurement.clock import monotonic
 from pipeline.results.report import Step
 
 A = TypeVar("A", bound=BaseModel)

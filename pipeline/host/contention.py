@@ -1,7 +1,7 @@
-"""How long this process waited for a CPU, as the kernel counts it: evidence that a host was busy.
+"""Time for which this process waited for a CPU, from the kernel's counters.
 
-It says nothing about how fast an engine is, so a measurement may be thrown away because of it
-without favouring either side of a comparison.
+It shows that a host was busy, and does not depend on an engine's speed. So excluding a measurement
+because of it favours no side of a comparison.
 """
 
 from __future__ import annotations
@@ -11,44 +11,44 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NANOSECONDS = 1e-9
-TOUCHED_SHARE = (
-    0.25  # of the runs: half of them would move the median by as much as an interruption takes
-)
-# of the first line of /proc/stat, after its name: user nice system idle iowait irq softirq steal
+TOUCHED_SHARE = 0.25
+"""Share of interrupted runs that may move the median.
+
+With half of the runs interrupted, the median moves by the length of an interruption.
+"""
+
 STEAL_FIELD = 8
+"""Number of the field `steal` in the first line of /proc/stat, after the line's name.
+
+The fields are user, nice, system, idle, iowait, irq, softirq and steal.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuClock:
-    """What the kernel has counted so far. All zero where it does not count (no Linux, or no
-    /proc).
-    """
+    """The kernel's counters at one time. All are zero without Linux's /proc."""
 
     ran_s: float = 0.0  # of all threads of this process, on a CPU
     waited_s: float = 0.0  # of all threads of this process, ready to run, while others had the CPU
     machine_ticks: int = 0  # of all CPUs of this machine, busy and idle, in the kernel's ticks
-    stolen_ticks: int = 0  # of those, taken by the hypervisor for other machines
-    interruptions: int = (
-        0  # how often a thread of this process lost its CPU although it had work to do
-    )
+    stolen_ticks: int = 0  # those of machine_ticks that the hypervisor gave to other machines
+    interruptions: int = 0  # number of times that a thread with work to do lost its CPU
 
     def held_up_since(self, before: CpuClock, runs: int) -> float:
-        """Share of the time since `before` in which this process was kept from a CPU, if that moved
-        the median.
+        """Return the share of time since `before` spent waiting for a CPU, if it moved the median.
 
-        0 where fewer than a quarter of the `runs` in that time can have been touched: the median of
-        many short runs does not move when a few of them are interrupted, however long.
+        The result is 0 if fewer than a quarter of the `runs` in that time can have been
+        interrupted: a few interruptions, however long, do not move the median of many short runs.
         """
-        touched = (
-            self.interruptions - before.interruptions + self.stolen_ticks - before.stolen_ticks
-        )
-        return self.waiting_since(before) if touched >= TOUCHED_SHARE * runs else 0.0
+        interruptions = self.interruptions - before.interruptions
+        interruptions += self.stolen_ticks - before.stolen_ticks
+        return self.waiting_since(before) if interruptions >= TOUCHED_SHARE * runs else 0.0
 
     def waiting_since(self, before: CpuClock) -> float:
-        """Share of the time since `before` in which this process was kept from a CPU, 0 to 1.
+        """Return the share of time since `before` spent waiting for a CPU, 0 to 1.
 
-        The larger of two shares: threads that waited for other processes, and CPUs that the
-        hypervisor gave to other machines. Threads that ended meanwhile are not counted.
+        It is the larger of two shares: of threads that waited for other processes, and of CPUs
+        that the hypervisor gave to other machines. Threads that have ended are not counted.
         """
         waited = max(0.0, self.waited_s - before.waited_s)
         ran = max(0.0, self.ran_s - before.ran_s)
@@ -61,7 +61,7 @@ class CpuClock:
 
 
 def cpu_clock(proc: Path = Path("/proc")) -> CpuClock:
-    """The kernel's counts of now. Takes some microseconds per thread of this process."""
+    """Read the kernel's counters. Takes some microseconds per thread of this process."""
     ran = waited = 0
     for thread in (proc / "self" / "task").glob("*/schedstat"):
         try:
@@ -75,7 +75,7 @@ def cpu_clock(proc: Path = Path("/proc")) -> CpuClock:
 
 
 def _machine_ticks(stat: Path) -> tuple[int, int]:
-    """Ticks of all CPUs together, and those that were stolen."""
+    """Return the ticks of all CPUs together, and the stolen ones."""
     try:
         name, *ticks = stat.read_text(encoding="ascii").partition("\n")[0].split()
     except (OSError, ValueError):

@@ -1,8 +1,6 @@
-"""What a GPU does while something else runs: clocks, power, temperature and busy share, asked of
-NVML a few times a second.
+"""Monitor a GPU by NVML, several times a second: clocks, power, temperature and busy share.
 
-NVML's busy share says only that some kernel ran during the sample, not how much of the GPU it
-filled.
+NVML's busy share tells that some kernel ran during the sample, not how much of the GPU it used.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ EVERY_S = 0.25
 
 
 class Span(Frozen):
-    """Smallest, middle and largest of what was seen."""
+    """Smallest, median and largest value of the samples."""
 
     least: float
     median: float
@@ -29,7 +27,7 @@ class Span(Frozen):
 
 
 class GpuUse(Frozen):
-    """One GPU during one benchmark. None: NVML does not tell."""
+    """One GPU during one benchmark. None: NVML does not report the value."""
 
     uuid: str
     samples: int
@@ -38,12 +36,13 @@ class GpuUse(Frozen):
     power_w: Span | None = None
     temperature_c: Span | None = None
     busy_percent: Span | None = None  # share of the time in which any kernel ran
-    other_processes: tuple[int, ...] = ()  # that had the GPU open for computing, before or after
+    # Processes that used the GPU for computing, before or after the benchmark.
+    other_processes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One look at the GPU; None: no answer."""
+    """One sample of a GPU; None: NVML does not report the value."""
 
     sm_clock_mhz: float | None
     memory_clock_mhz: float | None
@@ -53,14 +52,14 @@ class Moment:
 
 
 class Watch:
-    """The moments seen so far."""
+    """The samples of a GPU so far."""
 
     def __init__(self, uuid: str) -> None:
         self.uuid = uuid
         self.moments: list[Moment] = []
 
     def use(self, others: Sequence[int] = ()) -> GpuUse | None:
-        """All of it in figures; None where there was nothing to ask."""
+        """Summarise the samples; None if there are no samples."""
         if not self.moments:
             return None
         spans = {
@@ -77,8 +76,9 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(uuid: str, nvml: Any = None, every_s: float = EVERY_S) -> Iterator[Watch]:
-    """Look at the GPU of this UUID now, every `every_s`, and at the end (`nvml`: pynvml, or a
-    double). Without NVML nothing is seen.
+    """Sample the GPU of this UUID now, every `every_s` seconds, and at the end.
+
+    `nvml` is pynvml or a double. Without NVML there are no samples.
     """
     watch = Watch(uuid)
     if not uuid:
@@ -95,28 +95,28 @@ def watching(uuid: str, nvml: Any = None, every_s: float = EVERY_S) -> Iterator[
 
 @contextlib.contextmanager
 def _watching(device: NvmlDevice, watch: Watch, every_s: float) -> Iterator[None]:
-    left = threading.Event()
+    ended = threading.Event()
 
-    def look() -> None:
+    def sample() -> None:
         watch.moments.append(_moment(device))
-        while not left.wait(every_s):
+        while not ended.wait(every_s):
             watch.moments.append(_moment(device))
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        left.set()
+        ended.set()
         thread.join()
         watch.moments.append(_moment(device))
 
 
 def _span(values: Sequence[float | None]) -> Span | None:
     known = [value for value in values if value is not None]
-    return (
-        Span(least=min(known), median=statistics.median(known), most=max(known)) if known else None
-    )
+    if not known:
+        return None
+    return Span(least=min(known), median=statistics.median(known), most=max(known))
 
 
 def _moment(device: NvmlDevice) -> Moment:

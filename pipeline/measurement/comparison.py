@@ -1,16 +1,14 @@
-"""How the speed of two engines compares: the ratio of their times with its interval, or why this
-host cannot tell.
+"""Compare the speed of two engines: the ratio of their times with its interval.
 
-Every engine runs in several processes, one after another; process i of two engines ran in the same
-generation, so what slowed that generation slowed both. The logarithm of the ratio of their medians
-is one observation, and Student's interval over these observations is the answer.
+Every engine runs in several processes, one after another. Process i of both engines ran in the same
+generation, so an influence on that generation slowed both. The logarithm of the ratio of their
+medians is one observation, and the result is Student's interval over these observations.
 
-Student's interval is only as good as its observations. One process that something else on the host
-stalled makes a mean worthless, so a *disturbed* process is not used, and another one is run
-instead. What counts as disturbed is judged by how slow it was against the other processes of the
-same engine, more strictly if it waited for a CPU: that does not know which engine is faster.
-`python -m benchmarks synthetic_clock` shows what this is worth on hosts of every kind;
-docs/measurement.md explains it.
+One process that was stalled by something else on the host makes a mean worthless. So a *disturbed*
+process is excluded, and another one runs instead. A process is disturbed if it was much slower than
+the other processes of the same engine; the limit is lower if it waited for a CPU. This rule does
+not depend on which engine is faster. `python -m benchmarks synthetic_clock` tests it on simulated
+hosts; docs/measurement.md explains it.
 """
 
 from __future__ import annotations
@@ -22,21 +20,33 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.measurement.measure import Floats, Interval, Samples, student_quantile
+from pipeline.measurement.clock import Floats, Samples
+from pipeline.measurement.statistics import Interval, student_quantile
 
-MIN_PAIRS = (
-    4  # undisturbed pairs that an interval needs: the spread of two or three says too little
-)
-MAX_WAITING = 0.1  # share of its time that a process may wait for a CPU before that is evidence
-MAX_SLOWDOWN = 2.0  # of an undisturbed process against the faster ones of its engine
-MAX_SLOWDOWN_WAITING = 1.1  # the same, of a process that waited for a CPU
-MAX_SPAN = 10.0  # an interval whose ends differ by more says nothing
-WIDENING = 1.06  # of Student's interval, since a race ends once the interval is narrow
-FASTER_SHARE = 4  # a process is compared with the slowest of the fastest quarter of its engine
+MIN_PAIRS = 4
+"""Undisturbed pairs that an interval needs: two or three do not show the spread."""
+
+MAX_WAITING = 0.1
+"""Share of its time for which a process may wait for a CPU without being suspect."""
+
+MAX_SLOWDOWN = 2.0
+"""Maximum slowdown of an undisturbed process against the faster ones of its engine."""
+
+MAX_SLOWDOWN_WAITING = 1.1
+"""The same for a process that waited for a CPU."""
+
+MAX_SPAN = 10.0
+"""Maximum ratio of an interval's ends; a wider interval has no meaning."""
+
+WIDENING = 1.06
+"""Factor on Student's interval, because a measurement ends once the interval is narrow."""
+
+FASTER_SHARE = 4
+"""A process is compared with the slowest of the fastest quarter of its engine."""
 
 
 class Obstacle(StrEnum):
-    """Why there is no ratio."""
+    """Reason for a missing ratio."""
 
     OUT_OF_TIME = "out of time"
     TOO_FEW = "too few"
@@ -45,7 +55,7 @@ class Obstacle(StrEnum):
 
 
 class NotMeasurable(ValueError):
-    """This host, or this run, cannot tell how two engines compare. The text says what was seen."""
+    """The ratio of two engines could not be measured. The text gives the evidence."""
 
     def __init__(self, obstacle: Obstacle, text: str) -> None:
         super().__init__(text)
@@ -55,51 +65,47 @@ class NotMeasurable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """What the processes of one engine showed at one shape, one value each, in the order in which
-    they ran.
-    """
+    """Results of the processes of one engine at one shape, in the order of the processes."""
 
-    generations: NDArray[np.int64]  # of the race; processes of one generation ran side by side
+    generations: NDArray[np.int64]  # processes of one generation ran in turn
     medians_s: Floats
-    waiting: Floats  # share of its time that each waited for a CPU, 0 to 1
+    waiting: Floats  # share of its time for which each process waited for a CPU, 0 to 1
 
     @property
     def slowdowns(self) -> Floats:
-        """How many times as slow each process was as the faster ones of this engine."""
+        """Return how many times as slow as the engine's faster processes each process was."""
         if not self.medians_s.size:
             return self.medians_s
-        place = math.ceil(self.medians_s.size / FASTER_SHARE) - 1
-        return np.asarray(self.medians_s / np.sort(self.medians_s)[place])
+        rank = math.ceil(self.medians_s.size / FASTER_SHARE) - 1
+        return np.asarray(self.medians_s / np.sort(self.medians_s)[rank])
 
     @property
     def disturbed(self) -> NDArray[np.bool_]:
-        """Which processes something else on the host slowed, as far as this engine alone can
-        tell.
-        """
+        """Return True for processes that were disturbed, judged by this engine alone."""
         limits = np.where(self.waited, MAX_SLOWDOWN_WAITING, MAX_SLOWDOWN)
         return np.asarray(self.slowdowns > limits)
 
     @property
     def waited(self) -> NDArray[np.bool_]:
-        """Which processes were kept from a CPU for long."""
+        """Return True for processes that waited for a CPU for long."""
         return np.asarray(self.waiting > MAX_WAITING)
 
     @property
     def level_s(self) -> float:
-        """The median of the undisturbed processes, or of all where there are no others."""
+        """Return the median of the undisturbed processes, or of all if all were disturbed."""
         undisturbed = ~self.disturbed
-        return float(
-            np.median(self.medians_s[undisturbed] if undisturbed.any() else self.medians_s)
-        )
+        medians_s = self.medians_s[undisturbed] if undisturbed.any() else self.medians_s
+        return float(np.median(medians_s))
 
     def taken(self, keep: NDArray[np.bool_]) -> Processes:
-        """Some of the processes."""
+        """Return the processes that the mask selects."""
         return Processes(self.generations[keep], self.medians_s[keep], self.waiting[keep])
 
 
 def processes_from_samples(samples: Samples) -> Processes:
-    """The processes that took these samples. Reports of earlier versions have every generation, and
-    no waiting times.
+    """Return the processes of these samples.
+
+    Reports of earlier versions have no waiting times, and processes in every generation.
     """
     medians_s = samples.process_medians_s()
     count = medians_s.size
@@ -119,20 +125,20 @@ class Pairs:
 
     @property
     def disturbed(self) -> NDArray[np.bool_]:
-        """Pairs of which something else on the host slowed one side, or both."""
+        """Return True for pairs with a disturbed process on one side or both."""
         return np.asarray(self.baseline.disturbed | self.candidate.disturbed)
 
     @property
     def undisturbed(self) -> int:
-        """How many pairs are undisturbed."""
+        """Return the number of undisturbed pairs."""
         return int((~self.disturbed).sum())
 
     @property
     def unusable(self) -> NDArray[np.bool_]:
-        """Pairs that do not count in the end: the disturbed ones, if there are enough others.
+        """Return True for pairs to exclude: the disturbed ones, if enough others remain.
 
-        A host that slowed both sides alike has hardly changed their ratio. Such pairs count where
-        there would be too few without them.
+        Otherwise, disturbed pairs are used if both sides slowed down alike: that hardly changes
+        their ratio.
         """
         disturbed = self.disturbed
         if _enough(disturbed):
@@ -143,24 +149,22 @@ class Pairs:
 
     @property
     def has_waited(self) -> NDArray[np.bool_]:
-        """Pairs of which either side was kept from a CPU for long."""
+        """Return True for pairs with a side that waited for a CPU for long."""
         return np.asarray(self.baseline.waited | self.candidate.waited)
 
     @property
     def is_loaded(self) -> bool:
-        """Whether most pairs waited for a CPU: then no process shows what an engine takes
-        without.
-        """
+        """Return True if most pairs waited for a CPU: then no process shows its own time."""
         return 2 * int(self.has_waited.sum()) > self.has_waited.size
 
     def slowest_over_fastest(self) -> float:
-        """The largest ratio of two processes of one engine."""
+        """Return the largest ratio of two processes of one engine."""
         sides = (self.baseline.medians_s, self.candidate.medians_s)
         return max(float(side.max() / side.min()) for side in sides)
 
 
 def pairs_of(baseline: Processes, candidate: Processes) -> Pairs:
-    """The generations that both engines ran in."""
+    """Return the processes of the generations in which both engines ran."""
     shared = np.intersect1d(baseline.generations, candidate.generations)
     return Pairs(
         baseline.taken(np.isin(baseline.generations, shared)),
@@ -169,15 +173,17 @@ def pairs_of(baseline: Processes, candidate: Processes) -> Pairs:
 
 
 def compare(baseline: Samples, candidate: Samples) -> Interval:
-    """Baseline median over candidate median, above 1 where the candidate is faster. Raises
-    NotMeasurable.
+    """Return median(baseline) / median(candidate): above 1 if the candidate is faster.
+
+    Raises NotMeasurable.
     """
     return compare_processes(processes_from_samples(baseline), processes_from_samples(candidate))
 
 
 def compare_processes(baseline: Processes, candidate: Processes) -> Interval:
-    """The geometric mean of the undisturbed pairs' ratios, with a 95 % interval. Raises
-    NotMeasurable.
+    """Return the geometric mean of the undisturbed pairs' ratios, with a 95 % interval.
+
+    Raises NotMeasurable.
     """
     pairs = pairs_of(baseline, candidate)
     unusable = pairs.unusable
@@ -207,13 +213,13 @@ def compare_processes(baseline: Processes, candidate: Processes) -> Interval:
 
 
 def _enough(disturbed: NDArray[np.bool_]) -> bool:
-    """Whether enough pairs are undisturbed, and more of them than not."""
+    """Return True if at least MIN_PAIRS pairs and more than half of all are undisturbed."""
     undisturbed = int((~disturbed).sum())
     return undisturbed >= MIN_PAIRS and 2 * undisturbed > disturbed.size
 
 
 def _disturbance(pairs: Pairs) -> str:
-    """What the processes of two engines suffered, in words."""
+    """Describe how the processes of two engines were disturbed."""
     slowest = (
         f"the slowest process took {pairs.slowest_over_fastest():.3g} times as long as the fastest"
     )

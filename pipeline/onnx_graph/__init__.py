@@ -1,1 +1,1 @@
-"""ONNX graphs: read, compare, count, and rewrite without changing the answers."""
+"""ONNX graphs: read, compare, count, and rewrite without changing the outputs."""

@@ -1,8 +1,7 @@
-"""Runs a model with every float activation in sight: what calibration and the overflow check look
-at.
+"""Run a model with all its float activations as outputs, for calibration and the overflow check.
 
-ONNX Runtime runs the graph as it is (optimisations off), each float tensor added to its outputs.
-One run holds all of them at once, 88 MB per ResNet-50 sample, so callers run few samples at a time
+ONNX Runtime runs the graph without optimisations, with each float tensor added to its outputs. One
+run holds all of them at once, 88 MB per ResNet-50 sample. So callers run few samples at a time
 (`rows_per_run`) and drop each array before the next run.
 """
 
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
 RUN_BYTES = 256 * 2**20
-"""Activations held at once; more gains no speed on a CPU, less leaves its threads idle."""
+"""Bytes of activations in one run; more gains no speed on a CPU, less leaves its threads idle."""
 
 KEEPS_VALUES = frozenset({"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity"})
-"""Operators whose output holds the values of their first input: they need no look of their own."""
+"""Operators with the values of their first input as output, which need no output of their own."""
 
 T = TypeVar("T")
 
@@ -34,9 +33,7 @@ FLOATS = ("tensor(float)", "tensor(float16)")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The smallest and largest finite value of a tensor, how many values it had, and how many were
-    NaN or infinite.
-    """
+    """Bounds of a tensor's finite values, with the numbers of all and of nonfinite values."""
 
     minimum: float
     maximum: float
@@ -53,17 +50,18 @@ NOTHING = Bounds(0.0, 0.0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A loaded model that shows its activations. `aliases` maps tensors that only reshape another
-    one to that one.
+    """A loaded model with its activations as outputs.
+
+    `aliases` maps a tensor that only reshapes another one to that one.
     """
 
     session: InferenceSession
     outputs: tuple[str, ...]
-    inputs: tuple[str, ...]  # the float ones
+    inputs: tuple[str, ...]  # float inputs
     aliases: dict[str, str]
 
     def run(self, feeds: Tensors) -> dict[str, NDArray[np.float32]]:
-        """Every float activation of one run, inputs included, aliases left out."""
+        """Return every float activation of one run, including inputs, without aliases."""
         arrays = (
             dict(zip(self.outputs, self.session.run(list(self.outputs), dict(feeds)), strict=True))
             if self.outputs
@@ -74,7 +72,7 @@ class Probe:
 
 
 def open_probe(model: OnnxModel) -> Probe:
-    """Load `model` with its float activations as outputs; its external data stays where it is."""
+    """Load `model` with its float activations as outputs. Its external data is not copied."""
     import onnxruntime
 
     proto = onnx.load_model(str(model.path), load_external_data=False)
@@ -100,7 +98,7 @@ def open_probe(model: OnnxModel) -> Probe:
 
 
 def _expose(graph: onnx.GraphProto) -> dict[str, str]:
-    """Make every activation an output; ONNX Runtime finds the types. Returns the aliases."""
+    """Make every activation an output, and return the aliases. ONNX Runtime infers the types."""
     constant = {tensor.name for tensor in graph.initializer} | {""}
     outputs = {value.name for value in graph.output}
     aliases: dict[str, str] = {}
@@ -119,13 +117,13 @@ def _expose(graph: onnx.GraphProto) -> dict[str, str]:
 
 
 def rows_per_run(probe: Probe, feeds: Tensors, rows: int) -> int:
-    """How many samples one run may hold within RUN_BYTES, judged by one run of `rows` samples."""
+    """Return the number of samples that one run may hold within RUN_BYTES, by a run of `rows`."""
     held = sum(array.nbytes for array in probe.run(feeds).values())
     return max(1, RUN_BYTES * rows // max(held, 1))
 
 
 def bounds_of(values: NDArray[np.float32]) -> Bounds:
-    """Signed bounds over all finite values."""
+    """Return the signed bounds of all finite values."""
     if values.size == 0:
         return NOTHING
     low, high = float(values.min()), float(values.max())  # NaN and infinities come through
@@ -137,7 +135,7 @@ def bounds_of(values: NDArray[np.float32]) -> Bounds:
 
 
 def merge(a: Bounds, b: Bounds) -> Bounds:
-    """Bounds of the values of both; a tensor without finite values says nothing about the range."""
+    """Return the bounds of both together. Bounds without finite values do not widen the range."""
     count, nonfinite = a.count + b.count, a.nonfinite + b.nonfinite
     known = [bounds for bounds in (a, b) if bounds.count > bounds.nonfinite]
     if not known:
@@ -146,7 +144,7 @@ def merge(a: Bounds, b: Bounds) -> Bounds:
 
 
 def observe(probe: Probe, feeds_list: Iterable[Tensors]) -> dict[str, Bounds]:
-    """Bounds of every activation over all feeds, aliases included."""
+    """Return the bounds of every activation over all feeds, including aliases."""
     seen: dict[str, Bounds] = {}
     for feeds in feeds_list:
         for name, values in probe.run(feeds).items():
@@ -155,5 +153,5 @@ def observe(probe: Probe, feeds_list: Iterable[Tensors]) -> dict[str, Bounds]:
 
 
 def with_aliases(probe: Probe, seen: dict[str, T]) -> dict[str, T]:
-    """Add the tensors that hold another one's values."""
+    """Add the tensors that have the values of another tensor."""
     return seen | {name: seen[source] for name, source in probe.aliases.items() if source in seen}

@@ -1,14 +1,21 @@
-"""Attention as fused kernels know it: one transposition of the keys, one scale after their product,
-a mask of one row, Softmax, product.
+"""Rewrite attention in the form that fused kernels match.
 
-Exporters write scaled_dot_product_attention out with the root of the scale on both sides, the keys
-through three dimensions, a Where against rows without any token (NaN), and a mask that fp16 cannot
-hold or that is written out for every query: 8 MB at 2,048 tokens, which each head would read again.
-Without the Where the same numbers come, as attention_masks.py writes the mask; only with one that
-adds the smallest finite number does a row without any token answer otherwise: the mean of all
-values before, attention to all of them after. TensorRT 10.6 then runs an encoder's attention in one
-kernel where it took several, or not at all: docs/tensorrt.md says how much that is worth. First of
-all queries, keys and values get products of their own, where one gave all three (split_qkv.py).
+This form has one transposition of the keys, one scale after their product, a mask of one row,
+Softmax, and the product with the values. Exporters write scaled_dot_product_attention differently:
+
+- the square root of the scale is on both sides of the product;
+- the keys are transposed through three dimensions;
+- a Where guards against rows without any token (NaN);
+- the mask holds numbers that overflow fp16, or is expanded for every query: 8 MB at 2,048 tokens,
+  which each head reads again.
+
+With the masks of attention_masks.py, the outputs are the same without the Where. There is one
+exception: if a mask adds the smallest finite number, a row without any token gave the mean of all
+values before, and attends to all of them after.
+
+TensorRT 10.6 then runs an encoder's attention in one kernel instead of several; docs/tensorrt.md
+has the speedups. Before that, a packed product of queries, keys and values is split into three
+(split_qkv.py).
 """
 
 from __future__ import annotations
@@ -23,20 +30,17 @@ from pipeline.onnx_graph.attention_masks import Masks
 from pipeline.onnx_graph.graphsurgeon import OURS, chain, exported, maker, number_of
 from pipeline.onnx_graph.split_qkv import Unpacking
 
-SCORED = (
-    (),
-    ("Mul",),
-    ("Add",),
-    ("Add", "Mul"),
-)  # from Softmax back to the product: a mask, a scale
-BETWEEN = frozenset(
-    {"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"}
-)  # Softmax and the product with the values
+SCORED = ((), ("Mul",), ("Add",), ("Add", "Mul"))
+"""Operators from Softmax back to the product of queries and keys: a mask, a scale."""
+
+BETWEEN = frozenset({"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"})
+"""Operators between Softmax and the product with the values."""
 
 
 def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """The names of the Softmax nodes whose answer is multiplied by a matrix next: not of a
-    classifier's last one.
+    """Return the names of the Softmax nodes with a matrix product behind them.
+
+    A classifier's last Softmax is not among them.
     """
     readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
     for node in graph.node:
@@ -45,7 +49,7 @@ def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
     names = []
     for softmax in (node for node in graph.node if node.op_type == "Softmax"):
         after = list(readers[softmax.output[0]])
-        for node in after:  # grows
+        for node in after:  # the loop appends to it
             if node.op_type in BETWEEN:
                 after += readers[node.output[0]]
         if any(node.op_type == "MatMul" for node in after):
@@ -54,10 +58,10 @@ def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelProto | None:
-    """The model with every written-out attention in its plain form; None where none is written out.
-    What does not look like it stays as it is.
+    """Return the model with attention in its plain form, or None if there is none to rewrite.
 
-    Without new `masks` no number that hides is changed and no guard against NaN is left out.
+    Nodes of another form do not change. If `masks` is False, masks keep their numbers, and guards
+    against NaN stay.
     """
     import onnx_graphsurgeon as gs
 
@@ -79,8 +83,9 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
 
 
 def _scoring_nodes(softmax: Any) -> list[Any]:
-    """The nodes from a Softmax back to the product of queries and keys, the last first; empty if
-    they have another form, or a scale that is not one number.
+    """Return the nodes from a Softmax back to the product of queries and keys, the last first.
+
+    The list is empty if they have another form, or a scale that is not one number.
     """
     for between in SCORED:
         nodes = chain(softmax.inputs[0], *between, "MatMul")
@@ -98,8 +103,9 @@ def _wiring(graph: Any) -> list[tuple[str, list[str], list[str]]]:
 
 
 def scaled_after(graph: Any, scores: Any) -> None:
-    """(a * s) @ (b * t): (a @ b) * (s * t). In the floats of a fused kernel nothing overflows by
-    that; elsewhere fp16 may.
+    """Rewrite (a * s) @ (b * t) as (a @ b) * (s * t).
+
+    A fused kernel accumulates in fp32, so nothing overflows there; elsewhere fp16 may overflow.
     """
     import onnx_graphsurgeon as gs
 
@@ -119,7 +125,7 @@ def scaled_after(graph: Any, scores: Any) -> None:
 
 
 def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:
-    """What a tensor is before it is multiplied by one number, and the number."""
+    """Return a tensor before its multiplication by one number, and the number, or None."""
     import onnx_graphsurgeon as gs
 
     node = maker(tensor)
@@ -133,8 +139,9 @@ def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:
 
 
 def transposed_once(scores: Any) -> None:
-    """Keys [b, t, h, d] -> [b, h, t, d] -> [b * h, t, d] -> [b * h, d, t] -> [b, h, d, t]: at
-    once.
+    """Transpose keys [b, t, h, d] to [b, h, d, t] in one step.
+
+    They were [b, t, h, d] -> [b, h, t, d] -> [b * h, t, d] -> [b * h, d, t] -> [b, h, d, t].
     """
     nodes = chain(scores.inputs[1], "Reshape", "Transpose", "Reshape", "Transpose")
     if [node.attrs.get("perm") for node in nodes[1::2]] != [[0, 2, 1], [0, 2, 1, 3]]:

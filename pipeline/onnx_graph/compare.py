@@ -1,5 +1,6 @@
-"""Runs graphs in ONNX Runtime with optimisations off and compares their outputs: the one judge of
-every graph transform.
+"""Run graphs in ONNX Runtime without optimisations, and compare their outputs.
+
+Every graph transform is checked by this module.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Runner = Callable[[Tensors], dict[str, NDArray[np.generic]]]
 
 
 def open_reference(path: Path) -> Runner:
-    """Load a graph once in ONNX Runtime on the CPU, optimisations off; the result runs feeds.
-    ModelError if it does not load or run.
+    """Load a graph in ONNX Runtime on the CPU, without optimisations. The result runs feeds.
+
+    ModelError if the graph does not load or run.
     """
     import onnxruntime
 
@@ -77,21 +79,22 @@ def open_reference(path: Path) -> Runner:
 
 
 def ort_value(array: NDArray[np.generic]) -> OrtValue:
-    """ONNX Runtime's view of a host array. bfloat16 goes in as its bits, for numpy has no name for
-    it that ONNX Runtime knows.
+    """Return an ONNX Runtime tensor over a host array.
+
+    bfloat16 is passed as its bits, because ONNX Runtime does not know numpy's dtype for it.
     """
     import onnxruntime
 
-    whole = np.require(array, requirements="C")
-    if whole.dtype == ml_dtypes.bfloat16:
+    contiguous = np.require(array, requirements="C")
+    if contiguous.dtype == ml_dtypes.bfloat16:
         return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
-            whole.view(np.uint16), onnx.TensorProto.BFLOAT16
+            contiguous.view(np.uint16), onnx.TensorProto.BFLOAT16
         )
-    return onnxruntime.OrtValue.ortvalue_from_numpy(whole)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(contiguous)
 
 
 def array_from_ort(value: OrtValue) -> NDArray[np.generic]:
-    """A copy of an ONNX Runtime tensor in host memory."""
+    """Copy an ONNX Runtime tensor to host memory."""
     if value.data_type() != "tensor(bfloat16)":
         return np.asarray(value.numpy())
     bits = np.empty(value.shape(), np.uint16)
@@ -102,12 +105,12 @@ def array_from_ort(value: OrtValue) -> NDArray[np.generic]:
 def compare_graphs(
     before: Path, after: Path, feeds_list: Iterable[Tensors], tolerance: float = 1e-4
 ) -> str:
-    """Empty if both graphs give the same outputs on all feeds, else a sentence naming the output,
-    the error and the shapes.
+    """Describe the first difference of two graphs' outputs; "" if all are equal on all feeds.
 
-    `tolerance` bounds the largest difference of a float output, in units of that output's largest
-    magnitude; all else must be equal. Feeds that `before` itself cannot run (sizes that do not fit
-    each other) prove nothing and are passed over; ModelError if that is all of them.
+    The sentence names the output, the error and the shapes. `tolerance` limits the largest
+    difference of a float output, in units of that output's largest magnitude; other outputs must be
+    equal. Feeds that `before` cannot run (sizes that do not fit each other) are skipped. ModelError
+    if no feeds remain.
     """
     reference = open_reference(before)
     compared, refusal = (
@@ -140,20 +143,23 @@ def compare_graphs(
 
 
 def compare_outputs(expected: Tensors, got: Tensors, tolerance: float) -> str:
-    """The first difference between two sets of outputs as a sentence; empty if there is none.
-    `tolerance` as in `compare_graphs`.
+    """Describe the first difference between two sets of outputs; "" if there is none.
+
+    `tolerance` is that of `compare_graphs`.
     """
     if list(expected) != list(got):
         return f"expected outputs {', '.join(expected)}, got {', '.join(got)}"
-    for name, want in expected.items():
-        have = got[name]
-        if want.shape != have.shape or want.dtype != have.dtype:
+    for name, reference in expected.items():
+        array = got[name]
+        if reference.shape != array.shape or reference.dtype != array.dtype:
             return (
-                f"output '{name}': expected {want.dtype}{list(want.shape)}, got"
-                f" {have.dtype}{list(have.shape)}"
+                f"output '{name}': expected {reference.dtype}{list(reference.shape)}, got"
+                f" {array.dtype}{list(array.shape)}"
             )
-        error = _difference(want, have)
-        allowed = max(tolerance, 8 * _epsilon(want.dtype)) if _is_float(want.dtype) else 0.0
+        error = _difference(reference, array)
+        allowed = 0.0
+        if _is_float(reference.dtype):
+            allowed = max(tolerance, 8 * _epsilon(reference.dtype))
         if not error <= allowed:
             return (
                 f"output '{name}' differs by {error:.3g} of its largest magnitude (allowed"
@@ -170,13 +176,14 @@ def _epsilon(dtype: np.dtype[np.generic]) -> float:
     return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
 
 
-def _difference(want: NDArray[np.generic], have: NDArray[np.generic]) -> float:
-    """Largest difference over largest magnitude; infinite where NaN or infinities are not at the
-    same places.
+def _difference(expected: NDArray[np.generic], actual: NDArray[np.generic]) -> float:
+    """Return the largest difference over the largest magnitude.
+
+    It is infinite if NaN or infinities are at different positions.
     """
-    if not _is_float(want.dtype):
-        return 0.0 if np.array_equal(want, have) else math.inf
-    a, b = want.astype(np.float64), have.astype(np.float64)
+    if not _is_float(expected.dtype):
+        return 0.0 if np.array_equal(expected, actual) else math.inf
+    a, b = expected.astype(np.float64), actual.astype(np.float64)
     finite = np.isfinite(a)
     if (
         not np.array_equal(a[~finite], b[~finite], equal_nan=True)

@@ -1,4 +1,4 @@
-"""Compute what depends on constants only."""
+"""Fold constants: compute the nodes that depend on constants only."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ CONSTANT_DTYPES = {
 
 
 def fold_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Compute what depends on constants only, and drop nodes that no output needs. Outputs stay,
-    whatever they depend on.
+    """Compute nodes that depend on constants only, and remove nodes that no output needs.
+
+    All outputs stay.
     """
     import onnx_graphsurgeon
 
@@ -41,10 +42,9 @@ def fold_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
     graph.toposort()
     graph.fold_constants(
         size_threshold=FOLD_LIMIT_BYTES,
-        partitioning="basic",  # what cannot be computed does not keep the rest from being computed
+        partitioning="basic",  # a node that cannot be computed does not stop the others
         should_exclude_node=lambda node: node.op in RANDOM,
-        # a subgraph that uses constants of the graph around it sends GraphSurgeon into endless
-        # recursion
+        # GraphSurgeon recurses endlessly in a subgraph that uses constants of its outer graph.
         recurse_subgraphs=False,
     )
     graph.cleanup().toposort()

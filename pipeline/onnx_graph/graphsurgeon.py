@@ -1,6 +1,4 @@
-"""A graph as GraphSurgeon has it: what made a tensor, what is constant, and the way back to a
-model.
-"""
+"""Helpers for graphs of GraphSurgeon: producers, constants, and the export to a model."""
 
 from __future__ import annotations
 
@@ -9,15 +7,17 @@ from typing import Any
 import numpy as np
 import onnx
 
-OURS = "plain_attention/"  # begins the names that are put in, so that they meet no others
-SEPARATE = (
-    4  # the first IR version whose initializers need not be inputs, which GraphSurgeon leaves out
-)
+OURS = "plain_attention/"
+"""Prefix of the names of added nodes and tensors, so that they differ from all others."""
+
+SEPARATE = 4
+"""First IR version in which initializers need not be inputs, as GraphSurgeon writes them."""
 
 
 def chain(tensor: Any, *operators: str) -> list[Any]:
-    """The nodes of these operators that made a tensor, the last first, by their first inputs; empty
-    if it was made otherwise.
+    """Follow first inputs back from a tensor through nodes of these operators, the last first.
+
+    The list is empty if the producers have other operators.
     """
     nodes: list[Any] = []
     for operator in operators:
@@ -29,20 +29,19 @@ def chain(tensor: Any, *operators: str) -> list[Any]:
 
 
 def maker(tensor: Any) -> Any:
-    """The node that made a tensor; None for an input or a constant."""
+    """Return the node that produces a tensor; None for an input or a constant."""
     return tensor.inputs[0] if tensor.inputs else None
 
 
 def permutation(node: Any) -> tuple[int, ...]:
-    """The order of the axes that a node transposes to; empty of any other node, and where it does
-    not say one.
-    """
+    """Return the axes' order of a Transpose node; empty for other nodes and without an order."""
     return tuple(node.attrs.get("perm", ())) if node is not None and node.op == "Transpose" else ()
 
 
 def constant(tensor: Any) -> Any:
-    """The initializer that a tensor is, or the tensor in the node `Constant` that makes it; None
-    where it is neither.
+    """Return a tensor that is an initializer, or the value of the `Constant` that produces it.
+
+    The result is None for other tensors.
     """
     import onnx_graphsurgeon as gs
 
@@ -53,13 +52,13 @@ def constant(tensor: Any) -> Any:
 
 
 def constant_of(tensor: Any) -> np.ndarray | None:
-    """The array of a constant."""
+    """Return the array of a constant."""
     initializer = constant(tensor)
     return None if initializer is None else np.asarray(initializer.values)
 
 
 def floats_of(tensor: Any) -> np.ndarray | None:
-    """The array of a constant in fp16 or fp32; None in bf16, which numpy does not know."""
+    """Return the array of an fp16 or fp32 constant; None for bf16, which numpy does not know."""
     initializer = constant(tensor)
     if initializer is None or initializer.dtype not in (np.float16, np.float32):
         return None
@@ -67,15 +66,13 @@ def floats_of(tensor: Any) -> np.ndarray | None:
 
 
 def number_of(tensor: Any) -> np.ndarray | None:
-    """The one number of a constant in fp16 or fp32, without dimensions."""
+    """Return the number of an fp16 or fp32 constant with one element, without dimensions."""
     values = floats_of(tensor)
     return values.reshape(()) if values is not None and values.size == 1 else None
 
 
 def exported(graph: Any, source: onnx.ModelProto) -> onnx.ModelProto:
-    """The model of a graph that was changed, with what GraphSurgeon does not keep of the model that
-    it came from.
-    """
+    """Export a changed graph, with the metadata of its source that GraphSurgeon drops."""
     import onnx_graphsurgeon as gs
 
     model: onnx.ModelProto = gs.export_onnx(graph.cleanup().toposort())

@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline.core import Precision
 from pipeline.formatting import shape_text, state_label
-from pipeline.measurement.measure import thinned
+from pipeline.measurement.clock import thinned
 from pipeline.report.tables import (
     LAYER_ERRORS,
     MAX_ERROR,

@@ -12,7 +12,8 @@ from pipeline.core import Frozen, Profile
 from pipeline.formatting import number_text, shape_text, time_text
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
-from pipeline.measurement.measure import Interval, Samples
+from pipeline.measurement.clock import Samples
+from pipeline.measurement.statistics import Interval
 from pipeline.results.precision_audit import percent_text
 from pipeline.results.report import Bound, LatencyRow
 

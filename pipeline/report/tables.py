@@ -23,7 +23,7 @@ from pipeline.formatting import (
     state_label,
     time_text,
 )
-from pipeline.measurement.measure import Samples
+from pipeline.measurement.clock import Samples
 from pipeline.report.performance_summary import gpu_lines, limit_cells, peaks_text, ratio_text
 from pipeline.results.layer_table import Layer, LayerTable
 from pipeline.results.precision_audit import (

@@ -8,9 +8,11 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.core import Engine, Frozen, KeptNode, Note, Precision, Recipe
+from pipeline.host.environment import Environment
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse
-from pipeline.measurement.measure import Environment, Interval, Samples
+from pipeline.measurement.clock import Samples
+from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import Plan
 from pipeline.results.layer_table import LayerTable
 

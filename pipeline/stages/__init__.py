@@ -1,3 +1,5 @@
-"""One module per stage. A stage's functions run in a child, write under `out` if they make files,
-and know nothing of caches or of other stages.
+"""The stages of a compile, one module each.
+
+A stage's functions run in a child process and write their files under `out`. They do not use the
+store or other stages.
 """

@@ -1,5 +1,6 @@
-"""Measure: latency of every engine, interleaved in one race (`interleaved.py`), as rows of a
-report.
+"""Benchmark: measure the latency of all engines in one interleaved run, as rows of a report.
+
+`pipeline/benchmark/interleaved.py` runs the engines in turn.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from pipeline.benchmark.interleaved import (
 from pipeline.core import Engine, Note, OnnxModel, Point, Profile, Progress, TensorSpec, silent
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import Child
+from pipeline.host.environment import usable_cores
 from pipeline.host.gpu import find_gpus
 from pipeline.host.gpu_monitor import watching
+from pipeline.measurement.clock import Samples, samples_from_blocks
 from pipeline.measurement.comparison import NotMeasurable, Obstacle, compare
-from pipeline.measurement.measure import Interval, Samples, samples_from_blocks, usable_cores
+from pipeline.measurement.statistics import Interval
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.onnx_graph.flops import node_costs, total
 from pipeline.plan.schema import BenchmarkConfig
@@ -42,8 +45,9 @@ from pipeline.results.report import (
 
 OUT_OF_TIME = "the time for measuring (`benchmark.budget_s`) was over after {processes}"
 ENOUGH_RUNS = 500
-"""Runs of a block that tell its median: more of very short ones are a loss of time, where nobody
-asks for a far percentile.
+"""Runs that determine a block's median.
+
+More runs of a very fast engine waste time unless far percentiles are needed.
 """
 
 
@@ -54,12 +58,12 @@ def benchmark(
     enough_runs: int | None = ENOUGH_RUNS,
     progress: Progress = silent,
 ) -> Benchmarks:
-    """Latency of every engine at every size, interleaved in one race; ratios refer to the fastest
-    baseline.
+    """Measure the latency of every engine at every size, in one interleaved run.
 
-    `model` is the source graph: its FLOPs count for all. An engine that fails is a BenchmarkFailure
-    in its place; the others go on. PlanError if a size lies outside the profiles. A block of so
-    many runs as `enough_runs` may end before its time; None: never.
+    Ratios refer to the fastest baseline. `model` is the source graph: its FLOPs apply to all
+    engines. An engine that fails gives a BenchmarkFailure in its position; the others continue. A
+    block may end before its time once it holds `enough_runs` runs, or never if that is None.
+    PlanError if a size lies outside the profiles.
     """
     engines = [entry.engine for entry in entries]
     workloads = workloads_from_plan(engines, model, options)
@@ -87,7 +91,7 @@ def benchmark(
 
 @dataclass(frozen=True, slots=True)
 class BusyHost:
-    """What else may have used the host, for the sentence that says why there is no ratio."""
+    """The load of the host, for the message about a missing ratio."""
 
     load_1min: float
     cores: int
@@ -98,8 +102,9 @@ class BusyHost:
 
 
 def with_threads(engine: Engine, threads: int) -> Engine:
-    """The engine to be loaded with this many threads: equal for all, whatever each was built
-    with.
+    """Return the engine with a number of threads to load it with, equal for all engines.
+
+    It may differ from the number of threads of the build.
     """
     return engine.model_copy(update={"threads": threads})
 
@@ -110,17 +115,17 @@ def with_threads(engine: Engine, threads: int) -> Engine:
 def workloads_from_plan(
     engines: Sequence[Engine], model: OnnxModel, options: BenchmarkConfig
 ) -> tuple[Workload, ...]:
-    """The plan's sizes, or the usual size of every profile; checked against all engines before
-    anything starts.
+    """Return the workloads of the plan's sizes, or of each profile's opt size.
+
+    All sizes are checked against all engines before any measurement starts.
     """
     if not engines:
         raise PlanError(
             "expected at least one engine to measure, got none",
-            "name engines, or candidates in the plan",
+            "give engines, or candidates in the plan",
         )
-    choices = (
-        options.sizes or tuple(profile.sizes("opt") for profile in engines[0].profiles) or ({},)
-    )
+    opt_sizes = tuple(profile.sizes("opt") for profile in engines[0].profiles)
+    choices = options.sizes or opt_sizes or ({},)
     for engine in engines:
         check_sizes(choices, model.inputs, engine.profiles)
     profiles = engines[0].profiles
@@ -132,25 +137,26 @@ def workloads_from_plan(
 
 
 def values_at(sizes: dict[str, int], profiles: Sequence[Profile]) -> dict[str, tuple[int, ...]]:
-    """Values of the inputs that decide shapes: those of the profile's point with these sizes, else
-    the usual ones.
+    """Return the values of the shape inputs at these sizes.
+
+    They are those of the profile's point with exactly these sizes, or else the profile's opt
+    values.
     """
-    holding = [profile for profile in profiles if profile.holds(sizes)]
+    matching = [profile for profile in profiles if profile.holds(sizes)]
     points: tuple[Point, ...] = ("opt", "min", "max")
-    exact = [
-        profile.values_at(point)
-        for profile in holding
-        for point in points
-        if profile.sizes(point) == sizes
-    ]
-    return next(iter((*exact, *(profile.values_at("opt") for profile in holding))), {})
+    for profile in matching:
+        for point in points:
+            if profile.sizes(point) == sizes:
+                return profile.values_at(point)
+    return matching[0].values_at("opt") if matching else {}
 
 
 def check_sizes(
     choices: Iterable[dict[str, int]], inputs: Sequence[TensorSpec], profiles: Sequence[Profile]
 ) -> None:
-    """PlanError unless every choice gives a size to each symbol of the inputs, and no other, inside
-    a profile.
+    """Raise PlanError unless each choice fits the inputs and lies inside a profile.
+
+    A choice must give a size to every symbol of the inputs, and to no other.
     """
     symbols = {symbol for spec in inputs for symbol in spec.symbols}
     for sizes in choices:
@@ -158,50 +164,53 @@ def check_sizes(
             raise PlanError(
                 "benchmark.sizes: expected a size for each of"
                 f" {', '.join(sorted(symbols)) or 'no symbols'}, got {sizes}",
-                "name every symbolic dimension of the inputs, and no other",
+                "give a size for every symbolic dimension of the inputs, and for no other",
             )
         if profiles and not any(profile.holds(sizes) for profile in profiles):
-            allowed = "; ".join(
-                ", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items())
-                for profile in profiles
-            )
+            allowed = "; ".join(_ranges(profile) for profile in profiles)
             raise PlanError(
                 f"benchmark.sizes: expected {allowed}, got {sizes}",
                 "measure inside the profiles, or widen a profile and compile again",
             )
 
 
+def _ranges(profile: Profile) -> str:
+    return ", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items())
+
+
 def _workload(
     sizes: dict[str, int], values: dict[str, tuple[int, ...]], model: OnnxModel
 ) -> Workload:
     costs = node_costs(model.path, sizes)
+    amounts = []
+    for cost in costs:
+        amounts += [cost.bytes_read, cost.bytes_written]
     return Workload(
         sizes=sizes,
         feeds=draw_feeds(model.inputs, sizes, 0, values),
         rows=rows_per_run(model.inputs, sizes),
         flops=total(cost.flops for cost in costs),
-        moved_bytes=total(
-            amount for cost in costs for amount in (cost.bytes_read, cost.bytes_written)
-        ),
+        moved_bytes=total(amounts),
     )
 
 
 def rows_per_run(inputs: Sequence[TensorSpec], sizes: dict[str, int]) -> int:
-    """The batch: the size of the symbol that is the first dimension of every input; 1 where there
-    is none.
+    """Return the batch size: the size of the symbol that is the first dimension of every input.
+
+    The result is 1 if there is no such symbol.
     """
-    first = {spec.shape[0] if spec.shape else None for spec in inputs}
-    symbol = first.pop() if len(first) == 1 else None
+    first_dims = {spec.shape[0] if spec.shape else None for spec in inputs}
+    symbol = first_dims.pop() if len(first_dims) == 1 else None
     return sizes[symbol] if isinstance(symbol, str) else 1
 
 
-# -- what it says ------------------------------------------------------------
+# -- the report --------------------------------------------------------------
 
 
 def results(
     contestants: Sequence[Contestant], workloads: Sequence[Workload], host: BusyHost
 ) -> tuple[BenchmarkReport | BenchmarkFailure, ...]:
-    """A report or a failure per contestant, in order."""
+    """Return a report or a failure for each contestant, in order."""
     baseline = baseline_of(contestants)
     reports: list[BenchmarkReport | BenchmarkFailure] = []
     for contestant in contestants:
@@ -224,13 +233,17 @@ def results(
 
 
 def baseline_of(contestants: Sequence[Contestant]) -> Contestant | None:
-    """The fastest baseline, of which all others say how many times as fast they are."""
-    ran = [each for each in contestants if each.role is Role.BASELINE and not each.failure]
-    return min(ran, key=lambda each: each.runner().level_s, default=None)
+    """Return the fastest baseline, to which all ratios refer."""
+    baselines = [
+        contestant
+        for contestant in contestants
+        if contestant.role is Role.BASELINE and not contestant.failure
+    ]
+    return min(baselines, key=lambda baseline: baseline.runner().level_s, default=None)
 
 
 def stop_text(contestant: Contestant) -> str:
-    """Why a contestant ran in few processes; empty for one that ran to the end."""
+    """Return why a contestant was stopped early, or "" for one that ran to the end."""
     stop, count = contestant.stop, len(contestant.processes)
     if stop is None:
         return ""
@@ -243,14 +256,14 @@ def stop_text(contestant: Contestant) -> str:
 def _ratio(
     contestant: Contestant, baseline: Contestant | None, index: int, host: BusyHost
 ) -> tuple[Interval | None, str]:
-    """How many times as fast as the baseline, or why that is not known."""
+    """Return how many times as fast as the baseline a contestant is, or why that is unknown."""
     if baseline is None:
         return None, ""
     try:
         return compare(_end_to_end(baseline, index), _end_to_end(contestant, index)), ""
     except NotMeasurable as error:
-        few = error.obstacle in (Obstacle.OUT_OF_TIME, Obstacle.TOO_FEW)
-        if few and (stopped := stop_text(contestant) or stop_text(baseline)):
+        stopped = stop_text(contestant) or stop_text(baseline)
+        if stopped and error.obstacle in (Obstacle.OUT_OF_TIME, Obstacle.TOO_FEW):
             return None, stopped
         if error.obstacle is Obstacle.OUT_OF_TIME:
             return None, OUT_OF_TIME.format(processes=error.text)

@@ -1,5 +1,6 @@
-"""Build: one converted graph into one engine. Refuses before the build what the backend cannot run,
-with every node named.
+"""Build: make an engine from a converted graph.
+
+Before the build, every node that the backend cannot run is reported.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from pipeline.errors import UnsupportedError
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """The engine of a converted graph. Raises UnsupportedError that lists every node the backend
-    cannot run.
+    """Build the engine of a converted graph.
+
+    Raises UnsupportedError with a list of all nodes that the backend cannot run.
     """
     backend = backends.backend(recipe.backend)
     progress(None, "looking for unsupported nodes")
@@ -26,9 +28,12 @@ def build(
 
 
 def unsupported_error(backend: str, refusals: tuple[Refusal, ...]) -> UnsupportedError:
-    """One error for all nodes that a backend refuses."""
-    lines = [f"  {r.node}: {r.operator} (opset {r.opset}): {r.reason}" for r in refusals]
-    remedies = dict.fromkeys(r.remedy for r in refusals)
+    """Return one error for all nodes that a backend refuses."""
+    lines = [
+        f"  {refusal.node}: {refusal.operator} (opset {refusal.opset}): {refusal.reason}"
+        for refusal in refusals
+    ]
+    remedies = dict.fromkeys(refusal.remedy for refusal in refusals)
     return UnsupportedError(
         f"{backend} cannot run {len(refusals)} nodes of this model:\n" + "\n".join(lines),
         "; ".join(remedies),

@@ -1,12 +1,13 @@
-"""Calibrate: which range each activation needs, read off real samples.
+"""Calibrate: find the range of each activation on real samples.
 
-One pass over the set: each run of the model gives the signed bounds of every tensor and counts its
-values into bins, and is then dropped. ONNX Runtime's own entropy and percentile searches choose the
-range from the bins. Its calibrators keep every activation of all samples, or append bins as larger
-values come, so that the result depends on the order of the batches. Here the bins span a power of
-two: when a larger value comes, pairs of bins merge exactly, and the counts are those that all the
-binned values at once would give, in any order. Of a tensor too large for that every n-th value is
-binned; the bounds take them all.
+The stage makes one pass over the set. Each run of the model updates the signed bounds of every
+tensor, counts the values in bins, and is then dropped. ONNX Runtime's entropy and percentile
+searches choose the range from the bins.
+
+ONNX Runtime's own calibrators keep every activation of all samples, or append bins as larger values
+come, so their result depends on the order of the batches. Here the bins span a power of two. When a
+larger value comes, pairs of bins merge exactly. So the counts do not depend on the order of the
+values. For a very large tensor, every n-th value is binned; the bounds include all values.
 """
 
 from __future__ import annotations
@@ -46,25 +47,32 @@ from pipeline.onnx_graph.activations import (
 from pipeline.plan.schema import CalibrationConfig
 
 BINS = 1024
-"""Over twice the power of two above the largest magnitude, so that a search sees 512 to 1024 of
-them, for 0.1 to 0.2 s per tensor. ONNX Runtime's default of 128 leaves the entropy search with a
-single candidate.
+"""Bins over twice the power of two above the largest magnitude.
+
+A search sees 512 to 1024 of them and takes 0.1 to 0.2 s per tensor. ONNX Runtime's default of 128
+leaves the entropy search a single candidate.
 """
 
-LEVELS = 128  # that the entropy search gives a quantised tensor: ONNX Runtime's default
+LEVELS = 128  # of a quantised tensor in the entropy search: ONNX Runtime's default
 SHOWN_BINS = 64  # of the histogram in the table
-BINNED_PER_RUN = 131_072  # values of a tensor that go into bins per run: of larger ones every n-th
+BINNED_PER_RUN = 131_072  # values of a tensor in bins per run; of a larger tensor, every n-th value
 BLOCK = 65_536  # values binned at a time, so that the work stays in the CPU's cache
 MIN_LIMIT = 2.0**-64  # smaller values count as zero in the bins
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 ADVISED_SAMPLES = 500
 MIN_SAMPLES = 100
 
-COVER_SAMPLES = 64  # of the selection set, spread over it, that the ranges are held against
-# of a tensor's values beyond all that calibration saw; of the same kind of data, 2 in the number of
-# samples
+COVER_SAMPLES = 64
+"""Samples of the selection set, spread over it, on which the ranges are checked."""
+
 MAX_OUTSIDE = 0.1
-MIN_REACHED = 1 / 8  # of the range that int8 got: below, 3 of the 8 bits are never used
+"""Maximum share of a tensor's values beyond those of the calibration.
+
+For data of the same kind, 2 in the number of samples are expected.
+"""
+
+MIN_REACHED = 1 / 8
+"""Minimum share of an int8 range that values reach: below it, 3 of the 8 bits are never used."""
 
 Counts = NDArray[np.int64]
 
@@ -77,15 +85,16 @@ def calibrate(
     out: Path,
     progress: Progress = silent,
 ) -> CalibrationTable:
-    """Ranges of all float activations, as out/table.json too. `options.samples` is rounded up to
-    whole batches. Raises DataError.
+    """Return the ranges of all float activations, and write them to out/table.json.
+
+    `options.samples` is rounded up to whole batches. Raises DataError.
     """
     progress(0.0, "loading")
     probe = open_probe(model)
-    used, seen = _collect(probe, samples, options, progress)
+    used, tallies = _collect(probe, samples, options, progress)
     ranges: dict[str, TensorRange] = {}
-    for done, (name, tally) in enumerate(seen.items()):
-        progress(0.7 + 0.3 * done / len(seen), f"{method} range of '{name}'")
+    for done, (name, tally) in enumerate(tallies.items()):
+        progress(0.7 + 0.3 * done / len(tallies), f"{method} range of '{name}'")
         ranges[name] = _range(tally, method, options.percentile)
     table = CalibrationTable(
         root=out,
@@ -94,7 +103,7 @@ def calibrate(
         set_digest=samples.digest,
         samples=used,
         ranges=dict(sorted(with_aliases(probe, ranges).items())),
-        notes=_notes(used, {name: tally.bounds for name, tally in seen.items()}),
+        notes=_notes(used, {name: tally.bounds for name, tally in tallies.items()}),
     )
     table.path.write_text(_readable(table), encoding="utf-8")
     return table
@@ -102,9 +111,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class Tally:
-    """What was seen of one tensor so far: bounds over all values, counts in BINS equal bins over
-    [-limit, limit).
-    """
+    """Values of one tensor: bounds of all, and counts in BINS equal bins over [-limit, limit)."""
 
     bounds: Bounds = NOTHING
     limit: float = MIN_LIMIT  # a power of two
@@ -116,10 +123,11 @@ class Tally:
         while self.limit <= bounds.largest:
             self._double()
         flat = values.reshape(-1)
-        flat = flat[
-            :: flat.size // BINNED_PER_RUN | 1
-        ]  # odd: does not fall in with the even sizes of rows and channels
-        self.counts += bin_counts(flat[np.isfinite(flat)] if bounds.nonfinite else flat, self.limit)
+        step = flat.size // BINNED_PER_RUN | 1  # odd: rows and channels have even sizes
+        flat = flat[::step]
+        if bounds.nonfinite:
+            flat = flat[np.isfinite(flat)]
+        self.counts += bin_counts(flat, self.limit)
 
     def _double(self) -> None:
         merged = np.zeros(BINS, np.int64)
@@ -127,7 +135,7 @@ class Tally:
         self.limit, self.counts = self.limit * 2, merged
 
     def histogram(self) -> tuple[Counts, NDArray[np.float32]]:
-        """The bins that hold values, an equal number to both sides of zero, and their edges."""
+        """Return the bins with values, equally many on both sides of zero, and their edges."""
         width = 2 * self.limit / BINS
         half = min(int(self.bounds.largest / width) + 1, BINS // 2)
         edges = np.clip(np.arange(-half, half + 1) * width, -FLOAT32_MAX, FLOAT32_MAX)
@@ -135,47 +143,47 @@ class Tally:
 
 
 def bin_counts(values: NDArray[np.float32], limit: float) -> Counts:
-    """np.histogram(values, BINS, (-limit, limit)), three times as fast, and exact: the limit is a
-    power of two above all values.
+    """Return the counts of np.histogram(values, BINS, (-limit, limit)), three times as fast.
+
+    They are exact, because the limit is a power of two above all values.
     """
     scale = np.float32(BINS / 2 / limit)
     counts = np.zeros(BINS, np.int64)
     for start in range(0, values.size, BLOCK):
-        places = values[start : start + BLOCK] * scale
-        np.floor(places, out=places)
-        counts += np.bincount(places.astype(np.intp) + BINS // 2, minlength=BINS)
+        indices = values[start : start + BLOCK] * scale
+        np.floor(indices, out=indices)
+        counts += np.bincount(indices.astype(np.intp) + BINS // 2, minlength=BINS)
     return counts
 
 
 def _collect(
     probe: Probe, samples: CalibrationSet, options: CalibrationConfig, progress: Progress
 ) -> tuple[int, dict[str, Tally]]:
-    """Run the samples; how many were used, and what was seen of each tensor."""
+    """Run the samples. Return the number of samples and the tally of each tensor."""
     first = next(iter(samples.batches(1)), None)
     if first is None:
         raise DataError(
-            "the calibration set holds no samples", f"give about {ADVISED_SAMPLES} real samples"
+            "the calibration set has no samples", f"give about {ADVISED_SAMPLES} real samples"
         )
     size = min(options.batch, rows_per_run(probe, first.feeds, first.samples))
-    wanted = min(options.samples or samples.samples, samples.samples)
+    goal = min(options.samples or samples.samples, samples.samples)
     used = 0
-    seen: dict[str, Tally] = defaultdict(Tally)
+    tallies: dict[str, Tally] = defaultdict(Tally)
     for batch in samples.batches(size):
-        if used >= wanted:
+        if used >= goal:
             break
         for name, values in probe.run(batch.feeds).items():
-            seen[name].add(values)
+            tallies[name].add(values)
         used += batch.samples
-        progress(0.7 * min(used / wanted, 1.0), f"{used} of {wanted} samples")
-    return used, dict(seen)
+        progress(0.7 * min(used / goal, 1.0), f"{used} of {goal} samples")
+    return used, dict(tallies)
 
 
 def _range(tally: Tally, method: CalibrationMethod, percentile: float) -> TensorRange:
     bounds = tally.bounds
     low, high = bounds.minimum, bounds.maximum
-    if (
-        method is not CalibrationMethod.MINMAX and bounds.largest >= tally.limit / 2
-    ):  # else all count as zero
+    all_zero = bounds.largest < tally.limit / 2  # in the bins, which have a smallest limit
+    if method is not CalibrationMethod.MINMAX and not all_zero:
         low, high = _search(tally, method, percentile)
     return TensorRange(
         minimum=bounds.minimum,
@@ -189,7 +197,7 @@ def _range(tally: Tally, method: CalibrationMethod, percentile: float) -> Tensor
 
 
 def _search(tally: Tally, method: CalibrationMethod, percentile: float) -> tuple[float, float]:
-    """ONNX Runtime's choice of a range for these counts; it stays inside the signed bounds."""
+    """Let ONNX Runtime choose a range for these counts, inside the signed bounds."""
     from onnxruntime.quantization.calibrate import HistogramCollector
 
     collector = HistogramCollector(
@@ -210,62 +218,47 @@ def _search(tally: Tally, method: CalibrationMethod, percentile: float) -> tuple
 def _notes(used: int, bounds: dict[str, Bounds]) -> tuple[Note, ...]:
     notes = []
     if used < MIN_SAMPLES:
-        notes.append(
-            Note(
-                stage="calibrate",
-                text=(
-                    f"{used} calibration samples are few: ranges may miss real values; about"
-                    f" {ADVISED_SAMPLES} is advised"
-                ),
-            )
+        text = (
+            f"{used} calibration samples are few: ranges may miss real values; about"
+            f" {ADVISED_SAMPLES} is advised"
         )
+        notes.append(Note(stage="calibrate", text=text))
     elif used < ADVISED_SAMPLES:
-        notes.append(
-            Note(
-                stage="calibrate",
-                text=f"{used} calibration samples; about {ADVISED_SAMPLES} is advised",
-                level="info",
-            )
+        text = f"{used} calibration samples; about {ADVISED_SAMPLES} is advised"
+        notes.append(Note(stage="calibrate", text=text, level="info"))
+    nonfinite = {name: seen.nonfinite for name, seen in bounds.items() if seen.nonfinite}
+    if nonfinite:
+        shown = ", ".join(f"'{name}'" for name in list(nonfinite)[:3])
+        if len(nonfinite) > 3:
+            shown += ", ..."
+        text = (
+            f"{sum(nonfinite.values())} NaN or infinite values in {len(nonfinite)} tensors"
+            f" ({shown}) are left out of their ranges"
         )
-    strange = [name for name, seen in bounds.items() if seen.nonfinite]
-    if strange:
-        values = sum(bounds[name].nonfinite for name in strange)
-        shown = ", ".join(f"'{name}'" for name in strange[:3]) + (
-            ", ..." if len(strange) > 3 else ""
-        )
-        notes.append(
-            Note(
-                stage="calibrate",
-                text=(
-                    f"{values} NaN or infinite values in {len(strange)} tensors ({shown}) are left"
-                    " out of their ranges"
-                ),
-            )
-        )
+        notes.append(Note(stage="calibrate", text=text))
     return tuple(notes)
 
 
 def _readable(table: CalibrationTable) -> str:
-    """JSON with one line per tensor."""
+    """Format a table as JSON with one line per tensor."""
     head = {
         "method": table.method,
         "set_digest": table.set_digest,
         "samples": table.samples,
         "notes": [note.text for note in table.notes],
     }
-    lines = ",\n".join(
-        f"  {json.dumps(name)}: {seen.model_dump_json()}" for name, seen in table.ranges.items()
-    )
-    return (
-        json.dumps(head, indent=1).removesuffix("\n}") + ',\n "ranges": {\n' + lines + "\n }\n}\n"
-    )
+    lines = [
+        f"  {json.dumps(name)}: {range_.model_dump_json()}" for name, range_ in table.ranges.items()
+    ]
+    opening = json.dumps(head, indent=1).removesuffix("\n}")
+    return opening + ',\n "ranges": {\n' + ",\n".join(lines) + "\n }\n}\n"
 
 
 # -- do the ranges hold for other samples? -----------------------------------
 
 
 class Coverage(Frozen):
-    """How the ranges fit what another set reaches. `failure` is empty where they fit."""
+    """Result of a check of the ranges on another set. `failure` is empty if they fit."""
 
     samples: int
     failure: str = ""
@@ -273,19 +266,16 @@ class Coverage(Frozen):
 
 @dataclass(slots=True)
 class Reach:
-    """What another set reaches of one tensor."""
+    """Values of one tensor on another set."""
 
     bounds: Bounds = NOTHING
-    outside: int = 0  # values beyond all that calibration saw
+    outside: int = 0  # number of values beyond those of the calibration
 
     def add(self, values: NDArray[np.float32], known: TensorRange) -> None:
         self.bounds = merge(self.bounds, bounds_of(values))
         if self.bounds.minimum < known.minimum or self.bounds.maximum > known.maximum:
-            self.outside += int(
-                np.count_nonzero(
-                    np.isfinite(values) & ((values < known.minimum) | (values > known.maximum))
-                )
-            )
+            beyond = (values < known.minimum) | (values > known.maximum)
+            self.outside += int(np.count_nonzero(np.isfinite(values) & beyond))
 
     @property
     def share_outside(self) -> float:
@@ -295,23 +285,22 @@ class Reach:
 def cover(
     model: OnnxModel, table: CalibrationTable, samples: SampleSet, progress: Progress = silent
 ) -> Coverage:
-    """Hold the ranges of a calibration table against what some samples of another set reach."""
+    """Check the ranges of a calibration table on some samples of another set."""
     probe = open_probe(model)
-    seen: dict[str, Reach] = defaultdict(Reach)
-    looked = 0
+    reaches: dict[str, Reach] = defaultdict(Reach)
+    goal = min(samples.samples, COVER_SAMPLES)
+    checked = 0
     for batch in _spread(probe, samples):
         for name, values in probe.run(batch.feeds).items():
             if name in table.ranges and values.size:
-                seen[name].add(values, table.ranges[name])
-        looked += batch.samples
-        progress(
-            min(looked / min(samples.samples, COVER_SAMPLES), 1.0), f"{looked} samples looked at"
-        )
-    return Coverage(samples=looked, failure=_misfit(table, seen))
+                reaches[name].add(values, table.ranges[name])
+        checked += batch.samples
+        progress(min(checked / goal, 1.0), f"{checked} samples checked")
+    return Coverage(samples=checked, failure=_misfit(table, reaches))
 
 
 def _spread(probe: Probe, samples: SampleSet) -> Iterator[Batch]:
-    """Batches of about COVER_SAMPLES samples in all, at even distances: a set may be sorted."""
+    """Yield batches of about COVER_SAMPLES samples, at even distances: a set may be sorted."""
     first = next(iter(samples.batches(1)))
     size = min(COVER_SAMPLES // 8, rows_per_run(probe, first.feeds, first.samples))
     due = 0.0
@@ -322,12 +311,9 @@ def _spread(probe: Probe, samples: SampleSet) -> Iterator[Batch]:
 
 
 def _misfit(table: CalibrationTable, seen: dict[str, Reach]) -> str:
-    """The tensor that fits worst, and how many do not fit."""
-    outside = {
-        name: reach.share_outside
-        for name, reach in seen.items()
-        if reach.share_outside > MAX_OUTSIDE
-    }
+    """Describe the tensor that fits worst, with the number of those that do not fit."""
+    shares = {name: reach.share_outside for name, reach in seen.items()}
+    outside = {name: share for name, share in shares.items() if share > MAX_OUTSIDE}
     if outside:
         name = max(outside, key=lambda name: outside[name])
         known, bounds = table.ranges[name], seen[name].bounds
@@ -339,12 +325,12 @@ def _misfit(table: CalibrationTable, seen: dict[str, Reach]) -> str:
             f"{NOT_COVERED}: {here} (here {bounds.minimum:.4g} to {bounds.maximum:.4g}); so in"
             f" {len(outside)} of {len(seen)} tensors"
         )
-    ranges = {name: max(abs(table.ranges[name].low), abs(table.ranges[name].high)) for name in seen}
-    reached = {
-        name: seen[name].bounds.largest / most
-        for name, most in ranges.items()
-        if seen[name].bounds.largest < MIN_REACHED * most
-    }
+    ranges = {}
+    reached = {}
+    for name, reach in seen.items():
+        ranges[name] = max(abs(table.ranges[name].low), abs(table.ranges[name].high))
+        if reach.bounds.largest < MIN_REACHED * ranges[name]:
+            reached[name] = reach.bounds.largest / ranges[name]
     if not reached:
         return ""
     name = min(reached, key=lambda name: reached[name])

@@ -1,5 +1,6 @@
-"""Convert: one recipe, one graph. Precision is written into it as Casts and Q/DQ pairs; names,
-dtypes and shapes of the interface stay.
+"""Convert: write a recipe's precision into a graph, as Casts and Q/DQ pairs.
+
+Names, dtypes and shapes of the interface do not change.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from pipeline.quantization.placement import KERNELS, Kernels, place
 LOW = (Precision.FP16, Precision.BF16)
 QUANTISED = (Precision.INT8, Precision.FP8)
 TENSORRTS = ("tensorrt", "tensorrt_rtx")
-HALF_STEP = 1 / 255  # of the largest value: as far as int8 itself rounds that
+HALF_STEP = 1 / 255  # of the largest value: the rounding error of int8 itself
 
 
 def convert(
@@ -56,21 +57,21 @@ def convert(
     out: Path,
     progress: Progress = silent,
 ) -> OnnxModel:
-    """`model` as `recipe` wants it, in folder `out`.
+    """Convert `model` by `recipe`, into folder `out`.
 
-    Which nodes fp16 would break is read off `table`, else off runs of `samples`; with neither, a
-    note says that nobody looked. A model that holds Q/DQ already keeps every one of its scales.
-    Raises PlanError, UnsupportedError.
+    The nodes that overflow in fp16 are found by the ranges in `table`, or else by runs of
+    `samples`. Without both, a note says that overflow was not checked. A model with Q/DQ nodes
+    keeps all its scales. Raises PlanError, UnsupportedError.
     """
     proto = read_proto(model.path)
     quantised = holds_qdq(proto.graph)
     quantise = (
         recipe.precision is Precision.INT8 and recipe.quantizer == "crucible" and not quantised
     )
-    around = (
-        recipe.rest if quantise or (quantised and recipe.quantizer == "given") else None
-    )  # what surrounds the pairs
-    low = next((each for each in (recipe.precision, around) if each in LOW), None)
+    # Precision of the operators around the Q/DQ pairs.
+    around = recipe.rest if quantise or (quantised and recipe.quantizer == "given") else None
+    precisions = (recipe.precision, around)
+    low = next((precision for precision in precisions if precision in LOW), None)
     proto = flatten(raise_opset(proto, _least_opset(low, quantise, quantised)))
     kept = kept_nodes(proto.graph, recipe.keep_fp32)
     if recipe.realised_in == "runtime" or not (quantise or low):
@@ -78,15 +79,12 @@ def convert(
     notes: list[Note] = []
     reasons: dict[str, str] = {}
     if low is Precision.FP16:
-        progress(0.1, "looking for values that fp16 cannot hold")
+        progress(0.1, "checking for values that overflow fp16")
         reasons = reasons_for_fp32(proto.graph, _bounds(model, table, samples, notes))
         notes += overflow_notes(proto.graph, reasons)
     if low and recipe.backend in TENSORRTS:
-        untyped = {
-            name: why
-            for name, why in parser_reasons(proto.graph, low).items()
-            if name not in reasons
-        }
+        untyped = parser_reasons(proto.graph, low)
+        untyped = {name: why for name, why in untyped.items() if name not in reasons}
         notes += fp32_notes(proto.graph, untyped, f"TensorRT takes them in {low} no other way")
         reasons |= untyped
     high = kept | reasons.keys()
@@ -101,14 +99,13 @@ def convert(
     progress(0.8, "writing")
     write_proto(proto, out / "model.onnx")
     unnamed = {name: why for name, why in reasons.items() if name not in kept}
-    made = with_same_interface(model, onnx_model(out, "model.onnx", recipe.precision, tuple(notes)))
-    return made.model_copy(update={"kept_fp32": kept_in_fp32(proto.graph, unnamed)})
+    converted = onnx_model(out, "model.onnx", recipe.precision, tuple(notes))
+    converted = with_same_interface(model, converted)
+    return converted.model_copy(update={"kept_fp32": kept_in_fp32(proto.graph, unnamed)})
 
 
 def _least_opset(low: Precision | None, quantise: bool, quantised: bool) -> int:
-    """The oldest operator set in which the converted graph can be said; 0 where nothing is asked of
-    it.
-    """
+    """Return the lowest opset that can express the converted graph; 0 without a conversion."""
     return max(
         QDQ_OPSET if quantise else 0,
         MIN_OPSET[low] if low else 0,
@@ -117,28 +114,25 @@ def _least_opset(low: Precision | None, quantise: bool, quantised: bool) -> int:
 
 
 def _unchanged(model: OnnxModel, recipe: Recipe, quantised: bool, out: Path) -> OnnxModel:
-    """The same graph again; one that holds Q/DQ is int8 if the recipe calls it so."""
+    """Copy the graph. One with Q/DQ nodes gets the recipe's precision if that is quantised."""
     copy_model(model.path, out / model.file)
     if not quantised:
         return onnx_model(out, model.file, model.precision)
     note = Note(
         stage="convert",
-        text="the model holds Q/DQ pairs: every scale is kept, nothing is calibrated",
+        text="the model has Q/DQ pairs: every scale is kept, nothing is calibrated",
         level="info",
     )
-    return onnx_model(
-        out,
-        model.file,
-        recipe.precision if recipe.precision in QUANTISED else model.precision,
-        (note,),
-    )
+    precision = recipe.precision if recipe.precision in QUANTISED else model.precision
+    return onnx_model(out, model.file, precision, (note,))
 
 
 def _rounded(
     exact: Mapping[str, Scale], rounded: Mapping[str, Scale], low: Precision
 ) -> list[Note]:
-    """How far the model's own scales moved, where the operators around them are in 16 bits and the
-    scales must be too.
+    """Return a note on how far the model's own scales moved.
+
+    If the operators around the pairs are in 16 bits, the scales must be in 16 bits too.
     """
     moves = {
         name: np.abs(rounded[name] - scale).max() / np.abs(scale).max()
@@ -162,16 +156,15 @@ def _bounds(
     samples: tuple[Tensors, ...],
     notes: list[Note],
 ) -> Mapping[str, Bounds]:
-    """What every activation reaches: from the table, or from runs of real samples."""
+    """Return the bounds of every activation, from the table or from runs of real samples."""
     if table is not None:
         return {
             name: Bounds(seen.minimum, seen.maximum, seen.count, seen.nonfinite)
             for name, seen in table.ranges.items()
         }
     if not samples:
-        notes.append(
-            Note(stage="convert", text="no data: nobody looked whether activations overflow fp16")
-        )
+        text = "no data: not checked whether activations overflow fp16"
+        notes.append(Note(stage="convert", text=text))
         return {}
     return observe(open_probe(model), samples)
 
@@ -179,8 +172,9 @@ def _bounds(
 def _quantise(
     proto: onnx.ModelProto, recipe: Recipe, table: CalibrationTable | None, kept: frozenset[str]
 ) -> list[Note]:
-    """Insert Q/DQ in place. UnsupportedError if there is no place for any, or the graph is not
-    fp32.
+    """Insert Q/DQ pairs into the graph in place.
+
+    UnsupportedError if no operator can be quantised, or if the graph is not fp32.
     """
     if table is None:
         raise PlanError(
@@ -193,24 +187,21 @@ def _quantise(
     )
     if not sites.weights and not sites.activations:
         message = (
-            "nothing can be quantised: no operator of this graph falls under the placement rules,"
-            " so int8 would only be its name"
+            "nothing can be quantised: no operator of this graph matches the placement rules,"
+            " so the engine would not run in int8"
         )
         raise UnsupportedError(
             message,
-            "choose another precision, or switch on more rules, for example `placement:"
+            "choose another precision, or enable more rules, for example `placement:"
             " {last_layer: true}`",
         )
     weights = {site.tensor for site in sites.weights}
-    if narrow := [
-        tensor.name
-        for tensor in proto.graph.initializer
-        if tensor.name in weights and tensor.data_type != onnx.TensorProto.FLOAT
-    ]:
-        raise UnsupportedError(
-            f"int8 is made from an fp32 graph, and the weight '{narrow[0]}' is not fp32",
-            "give the model in fp32",
-        )
+    for tensor in proto.graph.initializer:
+        if tensor.name in weights and tensor.data_type != onnx.TensorProto.FLOAT:
+            raise UnsupportedError(
+                f"int8 needs an fp32 graph, and the weight '{tensor.name}' is not fp32",
+                "give the model in fp32",
+            )
     insert_qdq(
         proto,
         sites,

@@ -1,5 +1,6 @@
-"""Prove: which precision every kernel of an engine really runs in, and for how long. The verdict on
-it is `pipeline.results.precision_audit`.
+"""Inspect layers: read the precision and the time of every kernel of an engine.
+
+`pipeline.results.precision_audit` judges the result.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pipeline.results.layer_table import LayerTable
 
 
 class Proof(Frozen):
-    """What one engine really runs; None where its backend gives no evidence."""
+    """The layers of one engine; None if its backend does not report them."""
 
     table: LayerTable | None = None
 
@@ -27,35 +28,35 @@ def prove(
     profile: int = 0,
     progress: Progress = silent,
 ) -> Proof:
-    """The layer table of one profile of an engine, timed on `feeds` by plain enqueue, in this
-    process.
+    """Return the layer table of one profile of an engine.
 
-    `model` is the converted graph that the engine was built from: it gives each node its operator,
-    without which no fusion can be named.
+    The layers are timed on `feeds` by plain enqueue, in this process. `model` is the converted
+    graph of the engine: it tells the operator of each node, which the names of fusions need.
     """
     progress(None, "timing every layer")
     table = backends.backend(engine.target.backend).layers(engine, feeds, profile)
-    return Proof(
-        table=with_operators(table, operators_of(model.path))
-        if table is not None and model is not None
-        else table
-    )
+    if table is not None and model is not None:
+        table = with_operators(table, operators_of(model.path))
+    return Proof(table=table)
 
 
 def with_operators(table: LayerTable, operators: Mapping[str, str]) -> LayerTable:
-    """The table with the operator of every node of every layer."""
-    layers = (
-        layer.model_copy(
-            update={"operators": tuple(operators.get(node, "") for node in layer.nodes)}
-        )
-        for layer in table.layers
-    )
+    """Add the operator of every node to the layers of a table."""
+    layers = []
+    for layer in table.layers:
+        of_layer = tuple(operators.get(node, "") for node in layer.nodes)
+        layers.append(layer.model_copy(update={"operators": of_layer}))
     return table.model_copy(update={"layers": tuple(layers)})
 
 
 def operators_of(path: Path) -> dict[str, str]:
-    """Operator by node name, subgraphs too; a node without a name goes by its first output."""
-    nodes = (
-        node for inner in graphs_of(read_proto(path, weights=False).graph) for node in inner.node
-    )
-    return {node.name or next(iter(node.output), ""): operator_of(node) for node in nodes}
+    """Return the operators of all nodes by node name, subgraphs included.
+
+    The key of a node without a name is its first output.
+    """
+    operators = {}
+    for graph in graphs_of(read_proto(path, weights=False).graph):
+        for node in graph.node:
+            name = node.name or next(iter(node.output), "")
+            operators[name] = operator_of(node)
+    return operators

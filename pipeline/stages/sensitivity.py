@@ -1,5 +1,6 @@
-"""Rank: which nodes of a low graph (int8, fp16, bf16) lose the most, by what real samples do in
-them; the worst first.
+"""Sensitivity: rank the nodes of a reduced-precision graph (int8, fp16, bf16) by their errors.
+
+The errors are measured on real samples. The worst node comes first.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ from pipeline.quantization.sensitivity_graph import (
 )
 from pipeline.results.report import NodeHarm, NodeRanking
 
-MAX_SAMPLES = (
-    128  # looked at, and the worst ones besides: each run holds every activation three times
-)
+MAX_SAMPLES = 128
+"""Number of samples, besides the worst ones: each run holds every activation three times."""
+
 AMPLIFIED = {Precision.FP16: 2.0**-8, Precision.BF16: 2.0**-5}
-"""Relative error of a node that does more than round: rounding its inputs and outputs alone costs
-about an eighth of it.
+"""Relative error above which a node amplifies errors.
+
+Rounding of its inputs and outputs alone gives about an eighth of it.
 """
 
 FLOAT = np.dtype(np.float32)
 HALVES = frozenset(DTYPES.values())
-MEANS_NEVER = 1e30  # a mask of -3.4e38 is infinite in bf16, and as good
-MAX_ERROR = 1e6  # stands for "nothing is left": values become NaN or infinite
+MASKED = 1e30  # larger magnitudes stand for infinity: a mask of -3.4e38 is infinite in bf16
+MAX_ERROR = 1e6  # the error of values that become NaN or infinite
 
 NORMALISATIONS = frozenset(
     {
@@ -62,7 +64,7 @@ NORMALISATIONS = frozenset(
         "LpNormalization",
     }
 )
-"""They sum up squares: in fp16 those overflow where the values themselves are far from it."""
+"""Operators that sum squares, which overflow fp16 at far smaller values than their inputs do."""
 
 SUMS = frozenset(
     {
@@ -76,12 +78,13 @@ SUMS = frozenset(
         "GlobalAveragePool",
     }
 )
-PARTS = frozenset(
-    {"Pow", "Sqrt", "Reciprocal", "Div", "Exp", "Log"}
-)  # of which exporters build the ones above
+PARTS = frozenset({"Pow", "Sqrt", "Reciprocal", "Div", "Exp", "Log"})
+"""Operators from which exporters build the ones above."""
+
 DELICATE = NORMALISATIONS | SUMS | PARTS
-"""Sums over many values, and what follows them: a kernel may add them up in 16 bits, which the
-shadows do not show.
+"""Sums over many values, and the operators that follow them.
+
+A kernel may add the values in 16 bits, which the shadows do not show.
 """
 
 
@@ -93,8 +96,9 @@ def rank_nodes(
     out: Path,
     progress: Progress = silent,
 ) -> NodeRanking:
-    """Rank the nodes that run low in `low`, as `convert` made it of `source`. `worst` are samples
-    to look at in any case, by index.
+    """Rank the reduced-precision nodes of `low`, which `convert` made from `source`.
+
+    `worst` are the indices of samples to run in any case.
     """
     progress(0.0, "writing the graph with its shadows")
     lossy = read_proto(low.path)
@@ -102,8 +106,8 @@ def rank_nodes(
     if low.precision is Precision.INT8 and holds_qdq(exact.graph):
         return NodeRanking(
             failure=(
-                "the model came with its own Q/DQ pairs, and every scale is kept: take out those of"
-                " a node before the compile"
+                "the model has its own Q/DQ pairs, and every scale is kept: to run a node in fp32,"
+                " remove its pairs before the compile"
             )
         )
     shadows = add_shadows(exact, lossy, tensors_of_16_bits(read_proto(low.path, weights=False)))
@@ -125,7 +129,7 @@ def rank_nodes(
 
 
 def _probe_of(proto: onnx.ModelProto, file: Path, tensors: Collection[str]) -> Probe:
-    """Load a graph that outputs `tensors`. Its files, as large as the model, are removed."""
+    """Load a graph that outputs `tensors`. Remove its files, which are as large as the model."""
     write_proto(proto, file)
     probe = open_probe(onnx_model(file.parent, file.name))
     for path in (*external_files(file), file):
@@ -135,8 +139,9 @@ def _probe_of(proto: onnx.ModelProto, file: Path, tensors: Collection[str]) -> P
 
 
 def worth_keeping(harm: NodeHarm, precision: Precision) -> bool:
-    """Whether fp32 may help a node: every one that runs in 8 bits, of those in 16 bits what
-    overflows, is delicate, or does more than round.
+    """Return True if fp32 may help a node.
+
+    That is every 8-bit node, and a 16-bit node that overflows, is delicate or amplifies errors.
     """
     if precision not in AMPLIFIED:
         return True
@@ -148,14 +153,8 @@ def _worst_first(harm: NodeHarm) -> tuple[float, float]:
 
 
 def _harm(shadow: Shadow, observations: _Observations, precision: Precision) -> NodeHarm:
-    largest = max(
-        (
-            observations.bounds[name].largest
-            for name in shadow.tensors
-            if name in observations.bounds
-        ),
-        default=0.0,
-    )
+    bounds = [observations.bounds.get(name, NOTHING) for name in shadow.tensors]
+    largest = max((bound.largest for bound in bounds), default=0.0)
     return NodeHarm(
         node=shadow.node,
         operator=shadow.operator,
@@ -167,17 +166,17 @@ def _harm(shadow: Shadow, observations: _Observations, precision: Precision) -> 
 
 
 def overflows(operator: str, largest: float) -> bool:
-    """Whether values of this size, or their squares where the operator sums those up, come so near
-    to the limit of fp16 that others go beyond.
+    """Return True if values of this size are too near to the limit of fp16.
+
+    For an operator that sums squares, the squares count.
     """
-    return (largest**2 if operator in NORMALISATIONS else largest) > SAFE_FRACTION * MAX_FP16
+    magnitude = largest**2 if operator in NORMALISATIONS else largest
+    return magnitude > SAFE_FRACTION * MAX_FP16
 
 
 @dataclass(slots=True)
 class _Observations:
-    """What the runs have shown so far: bounds per tensor of the model, the largest errors per
-    node.
-    """
+    """Results of the runs: bounds by tensor of the model, and the largest errors by node."""
 
     samples: int = 0
     bounds: dict[str, Bounds] = field(default_factory=dict)
@@ -201,15 +200,14 @@ def _observe(
     bounded = frozenset(name for shadow in shadows for name in shadow.tensors)
     for batch in batches:
         feeds = _as_fp32(batch.feeds)
-        values, lossy_values = (
-            with_aliases(probe, dict(probe.run(feeds))) for probe in (exact, lossy)
-        )
+        values = with_aliases(exact, dict(exact.run(feeds)))
+        lossy_values = with_aliases(lossy, dict(lossy.run(feeds)))
         for name in bounded.intersection(values):
             bounds = observations.bounds.get(name, NOTHING)
             observations.bounds[name] = merge(bounds, bounds_of(values[name]))
         for shadow in shadows:
             for name, shadow_name, lossy_name in shadow.outputs:
-                if name not in values:  # integers, or made of constants only
+                if name not in values:  # integers, or computed from constants only
                     continue
                 own = relative_error(values[name], values[shadow_name], dtype)
                 accumulated = relative_error(values[name], lossy_values[lossy_name], dtype)
@@ -221,7 +219,7 @@ def _observe(
 def _batches_to_run(
     probe: Probe, samples: SampleSet, worst: tuple[int, ...], progress: Progress
 ) -> Iterator[Batch]:
-    """The batches of the first samples, and those that hold the worst ones."""
+    """Yield the batches of the first samples, and those with the worst ones."""
     first = next(iter(samples.batches(1)))
     size = min(rows_per_run(probe, _as_fp32(first.feeds), first.samples), MAX_SAMPLES)
     last, count = max((MAX_SAMPLES - 1, *worst)), 0
@@ -229,7 +227,7 @@ def _batches_to_run(
         holds_worst = any(batch.first <= index < batch.first + batch.samples for index in worst)
         if batch.first < MAX_SAMPLES or holds_worst:
             share = min(count / min(samples.samples, MAX_SAMPLES), 1.0)
-            progress(share, f"{count} samples looked at")
+            progress(share, f"{count} samples run")
             count += batch.samples
             yield batch
 
@@ -244,13 +242,13 @@ def _as_fp32(feeds: Tensors) -> Tensors:
 def relative_error(
     exact: NDArray[np.float32], low: NDArray[np.float32], dtype: np.dtype[np.generic]
 ) -> float:
-    """The norm of the error of `low`, rounded to `dtype`, over the norm of `exact`; MAX_ERROR where
-    values become NaN or infinite.
+    """Return the norm of the error of `low`, rounded to `dtype`, over the norm of `exact`.
 
-    A value that stands for minus infinity in a mask is not counted, as an infinity is not.
+    The result is MAX_ERROR if values become NaN or infinite. Infinite values of `exact`, and
+    values that stand for infinity in a mask, are excluded.
     """
-    counted = np.abs(exact) < MEANS_NEVER  # and no NaN
-    with np.errstate(over="ignore", invalid="ignore"):  # that is what is looked for
+    counted = np.abs(exact) < MASKED  # False for NaN
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below
         rounded = low.astype(dtype).astype(np.float64)[counted]
     if not np.isfinite(rounded).all():
         return MAX_ERROR

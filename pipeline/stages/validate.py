@@ -1,12 +1,11 @@
-"""Validate: does an engine still give the right answers? Streams samples through it and compares
-with stored reference outputs.
+"""Validate: compare an engine's outputs with stored reference outputs, sample by sample.
 
-The reference runs once, in a process of its own (`run_reference`), and its outputs go to disk: so
-no candidate ever runs beside torch, and both passes hold one batch in memory. A wrong engine is a
-report with `failures`, never an exception.
+The reference runs once, in its own process (`run_reference`), and writes its outputs to disk. So
+no candidate ever runs beside torch, and both passes hold one batch in memory. A wrong engine gives
+a report with `failures`, never an exception.
 
-All samples run at one batch size. The sizes that `pipeline.accuracy.gate` names come after that,
-each with some of them.
+All samples run at one batch size. The sizes of `pipeline.accuracy.gate` follow, each with some of
+the samples.
 """
 
 from __future__ import annotations
@@ -58,28 +57,28 @@ from pipeline.results.report import (
     size_text,
 )
 
-ENOUGH_SAMPLES = (
-    200  # below, the 95 % interval of a rate near 98 % is wider than plus or minus 2 points
-)
-JOINED_SAMPLES = 64  # of small batches that are compared together
-JOINED_VALUES = 100_000  # and of all outputs of these
+ENOUGH_SAMPLES = 200
+"""With fewer, the 95 % interval of a rate near 98 % is wider than plus or minus 2 points."""
 
+JOINED_SAMPLES = 64
+"""Maximum number of samples in small batches that are compared together."""
+
+JOINED_VALUES = 100_000
+"""Maximum number of output values in small batches that are compared together."""
 
 Role = Literal["selection", "validation", "generated"]
 
 
 class PointOutputs(Frozen):
-    """What the reference answers at one size of the gate."""
+    """The reference's outputs at one size of the gate."""
 
     point: GatePoint
     files: tuple[str, ...]
-    not_run: str = ""  # why there is no answer
+    not_run: str = ""  # why there are no outputs
 
 
 class ReferenceOutputs(Artifact):
-    """What the reference answers to every sample of one set. `file` is the folder of the
-    batches.
-    """
+    """The reference's outputs for every sample of one set. `file` is the folder of the batches."""
 
     digest: str  # of all output values
     set_digest: str
@@ -92,7 +91,7 @@ class ReferenceOutputs(Artifact):
 
 @dataclass(slots=True)
 class _Sessions:
-    """The session whose profile holds a batch, opened when first needed."""
+    """Sessions of one engine by profile, each opened at its first use."""
 
     engine: Engine
     loaded: Loaded
@@ -100,26 +99,26 @@ class _Sessions:
     opened: dict[int, Session]
 
     def run(self, feeds: Tensors, profile: int | None = None) -> Tensors:
-        """The answers, in this profile or in the first one that holds the feeds."""
-        return run_session(
-            self._session(self._profile(feeds) if profile is None else profile), feeds
-        )
+        """Run the feeds in `profile`, or in the first profile that holds them if it is None."""
+        if profile is None:
+            profile = self._profile(feeds)
+        return run_session(self._session(profile), feeds)
 
     def _profile(self, feeds: Tensors) -> int:
         shapes = {name: array.shape for name, array in feeds.items()}
         known = set(shapes) >= {spec.name for spec in self.engine.inputs}
         sizes = sizes_from_shapes(self.engine.inputs, shapes) if known else ""
         if isinstance(sizes, str):
-            return 0  # bind says what is wrong
-        return next(
-            (index for index, profile in enumerate(self.engine.profiles) if profile.holds(sizes)), 0
-        )
+            return 0  # the session reports the error when it binds the feeds
+        for index, profile in enumerate(self.engine.profiles):
+            if profile.holds(sizes):
+                return index
+        return 0
 
     def _session(self, profile: int) -> Session:
         if profile not in self.opened:
-            self.opened[profile] = self.stack.enter_context(
-                contextlib.closing(self.loaded.session(profile))
-            )
+            session = contextlib.closing(self.loaded.session(profile))
+            self.opened[profile] = self.stack.enter_context(session)
         return self.opened[profile]
 
 
@@ -138,66 +137,66 @@ def run_reference(
     out: Path,
     progress: Progress = silent,
 ) -> ReferenceOutputs:
-    """Run the reference over a set, then at other sizes, and store its outputs under `out`, one
-    file per batch.
+    """Run the reference over a set, then at other sizes. Store its outputs under `out`.
+
+    There is one file for each batch.
     """
     (out / "batches").mkdir()
-    answers = _Answers(engine.outputs, out)
+    writer = _OutputWriter(engine.outputs, out)
     done = 0
     with _open(engine) as sessions:
         for item in samples.batches(batch):
-            answers.add(sessions.run(item.feeds))
+            writer.add(sessions.run(item.feeds))
             done += item.samples
             progress(done / samples.samples, f"{done} of {samples.samples} samples")
-        files = tuple(answers.files)
-        elsewhere = []
+        files = tuple(writer.files)
+        point_outputs = []
         for number, point in enumerate(points):
             progress(number / len(points), f"at {size_text(point.sizes)}")
-            elsewhere.append(_reference_at(point, sessions, samples, answers))
+            point_outputs.append(_reference_at(point, sessions, samples, writer))
     return ReferenceOutputs(
         root=out,
         file="batches",
-        digest=answers.content.hexdigest(),
+        digest=writer.content.hexdigest(),
         set_digest=samples.digest,
         batch=batch,
         samples=samples.samples,
         outputs=engine.outputs,
         files=files,
-        points=tuple(elsewhere),
+        points=tuple(point_outputs),
     )
 
 
 def _reference_at(
-    point: GatePoint, sessions: _Sessions, samples: SampleSet, answers: _Answers
+    point: GatePoint, sessions: _Sessions, samples: SampleSet, writer: _OutputWriter
 ) -> PointOutputs:
-    """Its answers at one size, or why it has none there: a size that the plan allows may be beyond
-    the model.
+    """Run the reference at one size. The result holds its outputs, or why it has none.
+
+    A size that the plan allows may be too large or too small for the model.
     """
-    before = len(answers.files)
+    before = len(writer.files)
     try:
         for item in feeds_at(point, samples):
-            answers.add(sessions.run(item.feeds))
-    except Exception as error:  # of the user's code: anything may come
-        if _is_of_host(error):
+            writer.add(sessions.run(item.feeds))
+    except Exception as error:  # the user's code may raise anything
+        if _is_host_error(error):
             raise
         return PointOutputs(
             point=point, files=(), not_run=f"the reference fails there: {first_line(error)}"
         )
-    return PointOutputs(point=point, files=tuple(answers.files[before:]))
+    return PointOutputs(point=point, files=tuple(writer.files[before:]))
 
 
-def _is_of_host(error: Exception) -> bool:
-    """Whether an error is a bug of ours, or of this host, so that it says nothing about the
-    size.
-    """
-    return (
-        isinstance(error, InternalError | MemoryError) or getattr(error, "errno", None) is not None
-    )
+def _is_host_error(error: Exception) -> bool:
+    """Return True for our own bugs and errors of this host: they do not depend on the size."""
+    if isinstance(error, InternalError | MemoryError):
+        return True
+    return getattr(error, "errno", None) is not None
 
 
 @dataclass(slots=True)
-class _Answers:
-    """The files of a reference's outputs, and what their digest is of."""
+class _OutputWriter:
+    """Writer of a reference's outputs: one file for each batch, and the digest of all."""
 
     outputs: tuple[TensorSpec, ...]
     out: Path
@@ -214,9 +213,9 @@ class _Answers:
 
 
 def _storable(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    return (
-        array.astype(np.float32) if array.dtype.kind == "V" else array
-    )  # bfloat16: .npz has no name for it
+    if array.dtype.kind == "V":  # bfloat16, which .npz cannot store
+        return array.astype(np.float32)
+    return array
 
 
 def validate(
@@ -227,21 +226,21 @@ def validate(
     batch: int,
     progress: Progress = silent,
 ) -> ValidationReport:
-    """Compare an engine with the reference, sample by sample. Both must have seen the same set in
-    the same batches.
+    """Compare an engine with the reference, sample by sample.
 
-    An engine that fails on the whole set is not looked at at other sizes.
-    Raises PlanError for an output the model lacks, DataError for a metric that the set cannot give.
+    Both must run the same set in the same batches. An engine that fails on the set is not checked
+    at other sizes. Raises PlanError for an output that the model lacks, and DataError for a metric
+    that cannot be computed from the set.
     """
     if (reference.set_digest, reference.batch) != (samples.digest, batch):
         raise InternalError(
-            "the reference outputs are of another set or batch size than the candidate is given"
+            "the reference outputs belong to another set or batch size than the candidate's samples"
         )
     generated = is_generated(samples)
     if samples.samples < 2 and not generated:
         raise DataError(
-            f"the {samples.role} set holds one sample, which says nothing about others",
-            f"give {ENOUGH_SAMPLES} or more",
+            f"expected at least 2 samples in the {samples.role} set, got {samples.samples}",
+            f"give {ENOUGH_SAMPLES} samples or more",
         )
     check_outputs(options, reference.outputs)
     role = "generated" if generated else samples.role
@@ -259,33 +258,28 @@ def validate(
 
 
 def _judge(reference: ReferenceOutputs, samples: SampleSet, options: AccuracyConfig) -> _Judge:
-    """Tallies of every output, and the metric where the set can give one."""
+    """Return empty tallies of every output, and the metric if the set allows one."""
     tallies = tuple(
         _Tally(spec.name, options.per_output.get(spec.name, options.thresholds))
         for spec in reference.outputs
     )
-    return _Judge(
-        tallies,
-        (
-            None
-            if is_generated(samples)
-            else open_metric(options, reference.outputs, samples.has_labels)
-        ),
-    )
+    if is_generated(samples):
+        return _Judge(tallies, None)
+    return _Judge(tallies, open_metric(options, reference.outputs, samples.has_labels))
 
 
 def is_generated(samples: SampleSet) -> bool:
-    """Whether no sample of a set is the user's."""
+    """Return True if all samples of a set are generated."""
     return all(isinstance(part, GeneratedPart) for part in samples.parts)
 
 
 def check_outputs(options: AccuracyConfig, outputs: tuple[TensorSpec, ...]) -> None:
-    """PlanError if the plan's limits or metric name an output that the model lacks."""
+    """Raise PlanError if the plan's limits or metric name an output that the model lacks."""
     known = [spec.name for spec in outputs]
-    asked = dict.fromkeys(options.per_output, "accuracy.per_output")
+    key_of = dict.fromkeys(options.per_output, "accuracy.per_output")
     if options.output is not None:
-        asked[options.output] = "accuracy.output"
-    for name, key in asked.items():
+        key_of[options.output] = "accuracy.output"
+    for name, key in key_of.items():
         if name not in known:
             raise PlanError(
                 f"{key} names '{name}', which is no output; the model has {', '.join(known)}",
@@ -296,8 +290,9 @@ def check_outputs(options: AccuracyConfig, outputs: tuple[TensorSpec, ...]) -> N
 def _interface_failures(
     candidate: tuple[TensorSpec, ...], reference: tuple[TensorSpec, ...]
 ) -> list[str]:
-    """Missing, extra and moved outputs, and other dtypes."""
-    ours, theirs = {spec.name: spec for spec in candidate}, {spec.name: spec for spec in reference}
+    """Describe missing, additional and reordered outputs, and outputs of another dtype."""
+    ours = {spec.name: spec for spec in candidate}
+    theirs = {spec.name: spec for spec in reference}
     has = ", ".join(ours) or "none"
     failures = [
         f"output '{name}' is missing; the engine has {has}" for name in theirs if name not in ours
@@ -324,43 +319,45 @@ def _stream(
     judge: _Judge,
     progress: Progress,
 ) -> list[str]:
-    """Feed the judge batch by batch; stops at the first output of another shape and says so."""
+    """Compare all samples batch by batch. Return the failures that ended the comparison."""
 
-    def answers() -> Iterator[_Answered]:
+    def compared_batches() -> Iterator[_BatchOutputs]:
         done = 0
         for item, file in zip(samples.batches(reference.batch), reference.files, strict=True):
-            yield _Answered(sessions.run(item.feeds), _load(reference, file), item)
+            yield _BatchOutputs(sessions.run(item.feeds), _load(reference, file), item)
             done += item.samples
             progress(done / samples.samples, f"{done} of {samples.samples} samples")
 
-    return _compare_all(answers(), judge)[1]
+    _, failures = _compare_all(compared_batches(), judge)
+    return failures
 
 
-def _compare_all(answers: Iterable[_Answered], judge: _Judge) -> tuple[int, list[str]]:
-    """How many samples were compared, and outputs of another shape, which end the comparison.
+def _compare_all(batches: Iterable[_BatchOutputs], judge: _Judge) -> tuple[int, list[str]]:
+    """Compare batches. Return the number of compared samples and the shape failures.
 
-    Small batches are compared together: that takes as long as comparing one of them.
+    An output of another shape ends the comparison. Small batches are compared together: that takes
+    as long as comparing one of them.
     """
-    compared, waiting = 0, None
-    for answered in answers:
-        if failures := answered.shape_failures():
+    compared, pending = 0, None
+    for batch in batches:
+        if failures := batch.shape_failures():
             return compared, failures
-        compared += answered.item.distinct_samples
-        if waiting is None:
-            waiting = answered
-        elif answered.may_join(waiting):
-            waiting = waiting.with_next(answered)
+        compared += batch.item.distinct_samples
+        if pending is None:
+            pending = batch
+        elif batch.may_join(pending):
+            pending = pending.with_next(batch)
         else:
-            waiting.judge(judge)
-            waiting = answered
-    if waiting is not None:
-        waiting.judge(judge)
+            pending.judge(judge)
+            pending = batch
+    if pending is not None:
+        pending.judge(judge)
     return compared, []
 
 
 @dataclass(frozen=True, slots=True)
-class _Answered:
-    """One batch, and what an engine and the reference answer to it."""
+class _BatchOutputs:
+    """The outputs of an engine and of the reference for one batch."""
 
     outputs: Tensors
     expected: Tensors
@@ -376,8 +373,8 @@ class _Answered:
                 failures.append(f"output '{name}' has shape {shape} for {where}, {expected}")
         return failures
 
-    def may_join(self, before: _Answered) -> bool:
-        """Whether both are small, and this one goes on where the other ends, row by row."""
+    def may_join(self, before: _BatchOutputs) -> bool:
+        """Return True if both batches are small, have rows, and this one directly follows."""
         return (
             self._has_rows()
             and before._has_rows()
@@ -387,13 +384,13 @@ class _Answered:
             and self._values() + before._values() <= JOINED_VALUES
         )
 
-    def with_next(self, after: _Answered) -> _Answered:
-        """Both as one batch."""
-        return _Answered(
+    def with_next(self, after: _BatchOutputs) -> _BatchOutputs:
+        """Return both batches as one."""
+        return _BatchOutputs(
             _concatenated(self.outputs, after.outputs),
             _concatenated(self.expected, after.expected),
             Batch(
-                feeds={},  # the engine has had them
+                feeds={},  # no longer needed: the engine has run them
                 labels=_joined_labels(self.item, after.item),
                 first=self.item.first,
                 samples=self.item.samples + after.item.samples,
@@ -404,7 +401,7 @@ class _Answered:
         judge.add(self.outputs, self.expected, self.item)
 
     def _has_rows(self) -> bool:
-        """Whether each sample is a row of every output, and none is there twice."""
+        """Return True if each sample is a row of every output, and no sample occurs twice."""
         if self.item.whole or self.item.distinct is not None:
             return False
         return all(array.shape[:1] == (self.item.samples,) for array in self.expected.values())
@@ -432,18 +429,14 @@ def _joined_labels(before: Batch, after: Batch) -> NDArray[np.generic] | None:
 def with_sizes(
     report: ValidationReport, checks: Sequence[SizeCheck], profiles: int
 ) -> ValidationReport:
-    """The report with what was found at other sizes; an engine that fails at one of them fails."""
+    """Add the checks at other sizes to a report. An engine that fails at one of them fails."""
     failures, notes = [], []
     for check in checks:
         where = check.in_words(profiles)
         failures += [f"at {where}: {failure}" for failure in check.failures]
         if check.not_checked:
-            notes.append(
-                Note(
-                    stage="validate",
-                    text=f"{report.role}: not checked at {where}: {check.not_checked}",
-                )
-            )
+            text = f"{report.role}: not checked at {where}: {check.not_checked}"
+            notes.append(Note(stage="validate", text=text))
     return report.model_copy(
         update={
             "sizes": tuple(checks),
@@ -460,44 +453,43 @@ def _at_sizes(
     options: AccuracyConfig,
     progress: Progress,
 ) -> Iterator[SizeCheck]:
-    """The gate at each other size of the reference's answers."""
-    for number, each in enumerate(reference.points):
-        progress(number / len(reference.points), f"at {size_text(each.point.sizes)}")
-        check = SizeCheck(
-            profile=each.point.profile, sizes=each.point.sizes, inputs=each.point.inputs, samples=0
-        )
+    """Check the engine at each other size of the reference's outputs."""
+    for number, expected in enumerate(reference.points):
+        point = expected.point
+        progress(number / len(reference.points), f"at {size_text(point.sizes)}")
+        check = SizeCheck(profile=point.profile, sizes=point.sizes, inputs=point.inputs, samples=0)
         if is_generated(samples):
             check = check.model_copy(update={"inputs": "generated"})
-        if each.not_run:
-            yield check.model_copy(update={"not_checked": each.not_run})
+        if expected.not_run:
+            yield check.model_copy(update={"not_checked": expected.not_run})
             continue
         judge = _judge(reference, samples, options)
-        if each.point.inputs == "generated":
+        if point.inputs == "generated":
             judge = replace(judge, metric=None)
         try:
-            compared, failures = _compare_at(each, sessions, reference, samples, judge)
+            compared, failures = _compare_at(expected, sessions, reference, samples, judge)
         except Exception as error:  # of a library, or of the user's code
-            if _is_of_host(error):
+            if _is_host_error(error):
                 raise
             compared, failures = 0, [f"the engine fails there: {first_line(error)}"]
         yield judge.check(check, compared, samples.samples, failures)
 
 
 def _compare_at(
-    answers: PointOutputs,
+    expected: PointOutputs,
     sessions: _Sessions,
     reference: ReferenceOutputs,
     samples: SampleSet,
     judge: _Judge,
 ) -> tuple[int, list[str]]:
-    """How many samples were compared, and outputs of another shape."""
+    """Compare at one size. Return the number of compared samples and the shape failures."""
 
-    def answered() -> Iterator[_Answered]:
-        for item, file in zip(feeds_at(answers.point, samples), answers.files, strict=True):
-            outputs = sessions.run(item.feeds, answers.point.profile)
-            yield _Answered(outputs, _load(reference, file), item)
+    def compared_batches() -> Iterator[_BatchOutputs]:
+        for item, file in zip(feeds_at(expected.point, samples), expected.files, strict=True):
+            outputs = sessions.run(item.feeds, expected.point.profile)
+            yield _BatchOutputs(outputs, _load(reference, file), item)
 
-    return _compare_all(answered(), judge)
+    return _compare_all(compared_batches(), judge)
 
 
 def _load(reference: ReferenceOutputs, file: str) -> dict[str, NDArray[np.generic]]:
@@ -517,12 +509,11 @@ class _Statistics:
 def _compare(
     outputs: Tensors, expected: Tensors, tallies: tuple[_Tally, ...]
 ) -> dict[str, _Statistics]:
-    """Polygraphy's comparison of one batch; values that are not finite are counted by the tallies
-    and masked here.
+    """Compare one batch by Polygraphy.
 
-    Every setting that has a lenient default is given: the element-wise check would pass on absolute
-    *or* relative error, outputs are matched by position when their names differ, and the log prints
-    whole arrays.
+    The tallies count values that are not finite; they are masked here. The call sets every option
+    with a lenient default: by default, the element-wise check passes on absolute *or* relative
+    error, outputs are matched by position if their names differ, and the log prints whole arrays.
     """
     from polygraphy.comparator import Comparator, RunResults, SimpleCompareFunc
     from polygraphy.logger import G_LOGGER
@@ -534,14 +525,14 @@ def _compare(
     }
     if not pairs:
         return {}
+    tolerances = {"": math.inf}
+    for tally in tallies:
+        limit = tally.limits.max_abs
+        tolerances[tally.name] = math.inf if limit is None else limit
     check = SimpleCompareFunc(
         check_shapes=True,
         check_error_stat="max",
-        atol={
-            tally.name: math.inf if tally.limits.max_abs is None else tally.limits.max_abs
-            for tally in tallies
-        }
-        | {"": math.inf},
+        atol=tolerances,
         rtol=0.0,
         infinities_compare_equal=True,
         find_output_func=lambda name, index, result: [name],
@@ -549,17 +540,15 @@ def _compare(
     with torch_hidden(), G_LOGGER.verbosity(G_LOGGER.CRITICAL):
         runs = RunResults()
         runs.add([{name: pair[0] for name, pair in pairs.items()}], runner_name="candidate")
-        runs.add(
-            [{name: pair[1] for name, pair in pairs.items()}], runner_name="reference"
-        )  # second: relative errors are taken from it
+        # Relative errors refer to the second run.
+        runs.add([{name: pair[1] for name, pair in pairs.items()}], runner_name="reference")
         results = Comparator.compare_accuracy(runs, compare_func=check)
-    found = results[0]["candidate", "reference"][0]
-    return {
-        name: _Statistics(
-            found[name].max_absdiff, found[name].mean_absdiff, found[name].max_reldiff
-        )
-        for name in pairs
-    }
+    by_output = results[0]["candidate", "reference"][0]
+    statistics = {}
+    for name in pairs:
+        errors = by_output[name]
+        statistics[name] = _Statistics(errors.max_absdiff, errors.mean_absdiff, errors.max_reldiff)
+    return statistics
 
 
 @dataclass(slots=True)
@@ -588,11 +577,9 @@ class _Tally:
         statistics: _Statistics,
     ) -> None:
         candidate, reference = rows(output, item.samples), rows(expected, item.samples)
-        bad = (
-            ~np.isfinite(candidate)
-            & (candidate != reference)
-            & ~(np.isnan(candidate) & np.isnan(reference))
-        ).any(axis=1)
+        both_nan = np.isnan(candidate) & np.isnan(reference)
+        wrong = ~np.isfinite(candidate) & (candidate != reference) & ~both_nan
+        wrong_rows = wrong.any(axis=1)
         candidate, reference, nan, inf = mask_nonfinite(candidate, reference)
         self.nan += nan
         self.inf += inf
@@ -603,7 +590,8 @@ class _Tally:
         self.cosine = min(self.cosine, float(cosine_per_sample(candidate, reference).min()))
         self.signal += float(np.square(reference).sum())
         self.noise += float(np.square(candidate - reference).sum())
-        self._remember_worst(np.where(bad, np.inf, np.abs(candidate - reference).max(axis=1)), item)
+        errors = np.abs(candidate - reference).max(axis=1)
+        self._remember_worst(np.where(wrong_rows, np.inf, errors), item)
 
     def _remember_worst(self, errors: Floats, item: Batch) -> None:
         row = int(errors.argmax())
@@ -638,25 +626,21 @@ class _Tally:
         )
 
 
-def _over(what: str, got: float, limit: float | None) -> str:
-    return (
-        f"{what} {got:.4g} is over the limit {limit:.4g}"
-        if limit is not None and got > limit
-        else ""
-    )
+def _over(figure: str, value: float, limit: float | None) -> str:
+    if limit is None or not value > limit:
+        return ""
+    return f"{figure} {value:.4g} is over the limit {limit:.4g}"
 
 
-def _under(what: str, got: float, limit: float | None) -> str:
-    return (
-        f"{what} {got:.4f} is under the limit {limit:.4g}"
-        if limit is not None and got < limit
-        else ""
-    )
+def _under(figure: str, value: float, limit: float | None) -> str:
+    if limit is None or not value < limit:
+        return ""
+    return f"{figure} {value:.4f} is under the limit {limit:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    """Everything that is gathered over the batches of one engine."""
+    """Errors and the metric of one engine, accumulated over its batches."""
 
     tallies: tuple[_Tally, ...]
     metric: TaskMetric | None
@@ -664,21 +648,20 @@ class _Judge:
     def add(self, outputs: Tensors, expected: Tensors, item: Batch) -> None:
         statistics = _compare(outputs, expected, self.tallies)
         for tally in self.tallies:
-            if (
-                tally.name in statistics
-            ):  # absent: an output without elements, of a shape that depends on the data
+            # An output whose shape depends on the data may have no elements, and no statistics.
+            if tally.name in statistics:
                 tally.add(outputs[tally.name], expected[tally.name], item, statistics[tally.name])
         if self.metric is not None:
-            ours, theirs = (
-                _distinct(by_sample(tensors[self.metric.output], item.samples, item.whole), item)
-                for tensors in (outputs, expected)
-            )
+            output = self.metric.output
+            labels = None if item.labels is None else _distinct(item.labels, item)
             self.metric.add(
-                ours, None if item.labels is None else _distinct(item.labels, item), theirs
+                _distinct(by_sample(outputs[output], item.samples, item.whole), item),
+                labels,
+                _distinct(by_sample(expected[output], item.samples, item.whole), item),
             )
 
     def report(self, role: str, samples: SampleSet, failures: list[str]) -> ValidationReport:
-        """The verdict; figures only if all samples were compared."""
+        """Return the report. It has figures only if all samples were compared."""
         complete = not failures
         outputs, failures = self._errors(failures)
         metric, notes = None, []
@@ -686,13 +669,12 @@ class _Judge:
             metric, metric_failures = self.metric.result()
             failures += metric_failures
             if samples.samples < ENOUGH_SAMPLES:
-                between = (
-                    f" (95 % {metric.interval.low:+.4f} to {metric.interval.high:+.4f})"
-                    if metric
-                    else ""
-                )
+                interval = ""
+                if metric:
+                    low, high = metric.interval.low, metric.interval.high
+                    interval = f" (95 % {low:+.4f} to {high:+.4f})"
                 text = (
-                    f"{role}: {samples.samples} samples leave the drop uncertain{between};"
+                    f"{role}: {samples.samples} samples leave the drop uncertain{interval};"
                     f" {ENOUGH_SAMPLES} or more narrow its interval"
                 )
                 notes.append(Note(stage="validate", text=text))
@@ -709,10 +691,10 @@ class _Judge:
     def check(
         self, check: SizeCheck, compared: int, samples: int, failures: list[str]
     ) -> SizeCheck:
-        """What was found at one size. `samples`: of the whole set, of which `compared` were run.
+        """Complete the check of one size, at which `compared` of the set's `samples` were run.
 
-        Of a part of the set, only a drop whose whole interval is over the limit counts. A metric of
-        the user's own may need the whole set, so of a part it is not asked.
+        On a part of the set, a drop fails only if its whole interval is over the limit. A metric of
+        the user may need the whole set, so it is not computed on a part.
         """
         complete = not failures
         outputs, failures = self._errors(failures)
@@ -736,17 +718,16 @@ class _Judge:
         )
 
     def _errors(self, failures: list[str]) -> tuple[tuple[OutputError, ...], list[str]]:
-        """The errors of all outputs, if all were compared, and what is wrong with them."""
+        """Return the errors of all outputs, if there are no failures yet, and all failures."""
         outputs = () if failures else tuple(tally.result() for tally in self.tallies)
-        return outputs, failures + [
-            f"output '{error.output}': {failure}" for error in outputs for failure in error.failures
-        ]
+        for error in outputs:
+            named = [f"output '{error.output}': {failure}" for failure in error.failures]
+            failures = failures + named
+        return outputs, failures
 
 
 def _distinct(array: NDArray[np.generic], item: Batch) -> NDArray[np.generic]:
-    """The rows that repeat no other; an array without rows as it is."""
-    return (
-        array[list(item.distinct)]
-        if item.distinct is not None and len(array) == item.samples
-        else array
-    )
+    """Return the rows that repeat no other row, or an array without rows unchanged."""
+    if item.distinct is None or len(array) != item.samples:
+        return array
+    return array[list(item.distinct)]

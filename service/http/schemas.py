@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from pipeline.core import Frozen
-from pipeline.measurement.measure import Interval, Samples
+from pipeline.measurement.clock import Samples
+from pipeline.measurement.statistics import Interval
 from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME
 from pipeline.results.report import (
     BenchmarkReport,

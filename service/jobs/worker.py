@@ -212,8 +212,8 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
 
     from pipeline.backends import BACKENDS, backend
     from pipeline.compiler import candidates, compile
+    from pipeline.host.environment import environment
     from pipeline.host.gpu import find_gpus
-    from pipeline.measurement.measure import environment
 
     targets = {}
     for name in BACKENDS:

@@ -26,7 +26,7 @@ from typing import Literal
 from pipeline.core import Engine
 from pipeline.errors import CrucibleError
 from pipeline.execution.exit_causes import crucible_error
-from pipeline.measurement.measure import usable_cores
+from pipeline.host.environment import usable_cores
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service import logs
 from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unprocessable

@@ -19,7 +19,7 @@ from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Recipe, Ta
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.host.gpu import Peaks, find_gpus
-from pipeline.measurement.measure import samples_from_blocks
+from pipeline.measurement.clock import samples_from_blocks
 from pipeline.plan.schema import plan_from_document
 from pipeline.results.layer_table import Layer, LayerTable
 from pipeline.results.report import BenchmarkReport, LatencyRow

@@ -17,8 +17,8 @@ from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.benchmark.interleaved import Block, NextShape, Take, Workload
 from pipeline.core import BuildOptions, Precision, Recipe, Target
 from pipeline.execution.child_process import Channel
+from pipeline.measurement.clock import WarmUpOptions, samples_from_blocks
 from pipeline.measurement.comparison import MIN_PAIRS
-from pipeline.measurement.measure import WarmUpOptions, samples_from_blocks
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.report import BenchmarkFailure

@@ -18,7 +18,7 @@ from pipeline.benchmark.interleaved import RaceEntry, Ready, Take, Workload, rac
 from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, Tensors, TensorSpec
 from pipeline.errors import ChildDied
 from pipeline.host.contention import CpuClock
-from pipeline.measurement.measure import WarmUpOptions, warm_up
+from pipeline.measurement.clock import WarmUpOptions, warm_up
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.stages.benchmark import BusyHost, results
 

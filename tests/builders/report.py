@@ -19,7 +19,9 @@ from pipeline.core import (
     Target,
     TensorSpec,
 )
-from pipeline.measurement.measure import Environment, Interval, Samples
+from pipeline.host.environment import Environment
+from pipeline.measurement.clock import Samples
+from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import AccuracyConfig, DataConfig, ModelConfig, Plan
 from pipeline.results.precision_audit import mislabelled
 from pipeline.results.report import (

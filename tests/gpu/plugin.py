@@ -17,8 +17,8 @@ import pytest
 
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.errors import BackendUnavailable
+from pipeline.host.environment import environment
 from pipeline.host.gpu import Gpus
-from pipeline.measurement.measure import environment
 
 WORST_FIRST = ("error", "failed", "skipped", "passed", "not run")
 MAX_REASON = 500

@@ -51,8 +51,8 @@ from pipeline.core import (
     silent,
 )
 from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
+from pipeline.host.environment import cpu_flags, cpu_name, usable_cores
 from pipeline.host.gpu import find_gpus
-from pipeline.measurement.measure import cpu_flags, cpu_name, usable_cores
 from pipeline.onnx_graph.files import copy_model, file_size
 from pipeline.results.layer_table import LayerTable
 

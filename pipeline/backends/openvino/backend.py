@@ -54,7 +54,7 @@ from pipeline.core import (
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
 from pipeline.host.amx import tiles_described
-from pipeline.measurement.measure import cpu_flags, cpu_name, usable_cores
+from pipeline.host.environment import cpu_flags, cpu_name, usable_cores
 from pipeline.onnx_graph.files import file_size
 from pipeline.results.layer_table import LayerTable
 

@@ -63,7 +63,7 @@ from pipeline.core import (
     silent,
 )
 from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError
-from pipeline.measurement.measure import usable_cores
+from pipeline.host.environment import usable_cores
 from pipeline.plan.source import digest_of_source
 
 if TYPE_CHECKING:

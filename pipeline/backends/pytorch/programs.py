@@ -73,7 +73,8 @@ from pipeline.errors import (
     UnsupportedError,
 )
 from pipeline.execution.child_process import Child
-from pipeline.measurement.measure import monotonic, usable_cores
+from pipeline.host.environment import usable_cores
+from pipeline.measurement.clock import monotonic
 from pipeline.onnx_graph.feeds import draw_feeds
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from pipeline.backends.pytorch.module import (
 )
 from pipeline.core import Engine, Profile, Target, Tensors
 from pipeline.host.amx import tiles_described
+from pipeline.host.environment import cpu_flags, cpu_name
 from pipeline.host.gpu import find_gpus
-from pipeline.measurement.measure import cpu_flags, cpu_name
 from pipeline.onnx_graph.feeds import draw_feeds
 
 if TYPE_CHECKING:

@@ -2,13 +2,12 @@
 
 Three steps, each in a child process, and each compared with its input:
 
-1. `surgery.py`: the user's own surgery, where the plan names one. It was asked for, so that a
-   changed answer is an error.
-2. `attention_rewrite.py`: attention is written plainly, where there is any, or left as it was. It
-   is tried again after step 3: TorchScript's exports know no shapes before, and compute their
-   constants.
-3. `simplifier.py`: onnxsim and GraphSurgeon. A simplifier may crash, hang, bake the batch of its
-   example, or fold away what a backend needs (Q/DQ). Then its result is rolled back.
+1. `surgery.py`: the user's own surgery, if the plan names one. Changed outputs are an error.
+2. `attention_rewrite.py`: attention is rewritten plainly, or kept if that fails. The step is
+   repeated after step 3, because TorchScript's exports have no shapes and compute their constants
+   before.
+3. `simplifier.py`: onnxsim and GraphSurgeon. A simplifier may crash, hang, fix the batch size of
+   its example, or remove nodes that a backend needs (Q/DQ). Then its result is discarded.
 """
 
 from __future__ import annotations
@@ -55,28 +54,27 @@ def simplify(
     progress: Progress,
     simplifier: Simplifier = run_onnxsim,
 ) -> OnnxModel:
-    """Return a model under `out` that computes the same with fewer nodes, after the user's surgery,
-    its attention plain; its notes say what happened.
+    """Return a model under `out` that computes the same with fewer nodes, and notes on the steps.
 
-    Equal on all samples and on generated inputs at min, opt, max and an odd size of every profile,
-    with the same interface. Otherwise the input model itself, copied, with a warning that says why;
-    surgery, which was asked for, then is a ModelError.
+    Its interface is the same, and its outputs are equal on all samples and on generated inputs at
+    min, opt, max and an odd size of every profile. Otherwise the result is a copy of the input
+    model with a warning. A surgery that changes the outputs is a ModelError.
     """
     request = SimplifyRequest(profiles, options, samples, progress)
     notes: tuple[Note, ...] = ()
     if options.surgery:
         model = operate(model, request, options.surgery, out / OPERATED)
         notes += model.notes
-    has_attention = options.plain_attention and bool(
-        attentions(read_proto(model.path, weights=False).graph)
-    )
+    has_attention = False
+    if options.plain_attention:
+        has_attention = bool(attentions(read_proto(model.path, weights=False).graph))
     if has_attention:
         model = with_plain_attention(model, request, out / ATTENDED)
         notes += model.notes
     result = _simplified(model, request, out, simplifier) if options.enabled else _copy(model, out)
     rewrite_failed = any(note.level != "info" for note in model.notes)
     if has_attention and options.enabled and not rewrite_failed:
-        # what was computed before is constant now
+        # Computed values of the graph may be constants now.
         last = with_plain_attention(result, request, out / AT_LAST)
         result = _last_or_before(last, result, out)
     for folder in (out / OPERATED, out / ATTENDED, out / AT_LAST):
@@ -92,7 +90,7 @@ def simplify(
 def _simplified(
     model: OnnxModel, request: SimplifyRequest, out: Path, simplifier: Simplifier
 ) -> OnnxModel:
-    """The simplified model, or the model itself with the reason."""
+    """Return the simplified model, or a copy of the model with a note on the failure."""
     target, retryable = out / FILE, False
     try:
         call_in_child(
@@ -112,7 +110,10 @@ def _simplified(
     except (ChildDied, InternalError, ModelError) as error:
         fault, retryable = error.message, error.may_pass
     if fault:
-        text = f"rolled back, the graph goes on as it was{retry_clause(retryable)}: {fault}"
+        text = (
+            "simplification was discarded and the original graph is used"
+            f"{retry_clause(retryable)}: {fault}"
+        )
         copy = _copy(model, out, Note(stage=STAGE, text=text))
         return copy.model_copy(update={"provisional": retryable})
     nodes_before = sum(operator_histogram(model.path).values())
@@ -125,9 +126,10 @@ def _simplified(
 
 
 def _last_or_before(last: OnnxModel, before: OnnxModel, out: Path) -> OnnxModel:
-    """The model of the last rewrite, under `out`; the model before it where that changed nothing.
+    """Return the model of the last rewrite under `out`, or the one before if it changed nothing.
 
-    A last rewrite that may succeed next time leaves its note, and makes the result provisional.
+    If the last rewrite failed and may succeed next time, its note is added and the result is
+    provisional.
     """
     is_changed = last.path != before.path
     if not is_changed and not last.provisional:

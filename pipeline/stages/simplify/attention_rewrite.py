@@ -1,4 +1,4 @@
-"""Write attention plainly, with new masks or, where those change an answer, with the old ones."""
+"""Write attention plainly, with new masks or, if those change outputs, with the old ones."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class NothingToRewrite:
-    """No attention is written out."""
+    """The graph has no attention to rewrite."""
 
 
 Outcome = Success | Difference | Failure | NothingToRewrite
 
 
 def with_plain_attention(model: OnnxModel, request: SimplifyRequest, out: Path) -> OnnxModel:
-    """Return the model with attention written plainly, under `out`; its notes say how.
+    """Return the model with attention written plainly, under `out`, with a note.
 
-    New masks are tried first, then the old ones. Where both change an answer, or where the rewrite
-    fails, the model itself is returned, with a warning.
+    New masks are tried first, then the old ones. If both change outputs, or if the rewrite fails,
+    the model itself is returned with a warning.
     """
     difference = ""
     for masks in (True, False):
@@ -82,12 +82,12 @@ def with_plain_attention(model: OnnxModel, request: SimplifyRequest, out: Path) 
 
 
 def _attempt(model: OnnxModel, request: SimplifyRequest, out: Path, masks: bool) -> Outcome:
-    """Rewrite attention in a child process, and compare; without new `masks` if False.
+    """Rewrite attention in a child process, and compare. Use new masks if `masks` is True.
 
-    Generated inputs hide no row entirely: what a model answers to that is no answer, and the
-    samples show whether such rows come.
+    Generated inputs mask no row completely: a model's output for such a row has no meaning, and the
+    samples show whether such rows occur.
     """
-    request.progress(None, "writing attention plainly")
+    request.progress(None, "rewriting attention")
     out.mkdir()
     try:
         call_in_child(
@@ -101,7 +101,7 @@ def _attempt(model: OnnxModel, request: SimplifyRequest, out: Path, masks: bool)
         )
         if not (out / FILE).is_file():
             return NothingToRewrite()
-        request.progress(None, "comparing with the model as it was written")
+        request.progress(None, "comparing with the original attention")
         after = onnx_model(out, FILE, model.precision)
         difference = losses(model, after)
         if not difference:
@@ -113,7 +113,7 @@ def _attempt(model: OnnxModel, request: SimplifyRequest, out: Path, masks: bool)
 
 
 def _with_note(before: OnnxModel, after: OnnxModel, difference: str) -> OnnxModel:
-    """The rewritten model with a note; `difference` is that of the attempt with new masks."""
+    """Add a note to the rewritten model; `difference` is that of the attempt with new masks."""
     text = "attention is written plainly"
     changes = operator_changes(before, after)
     if changes:
@@ -125,7 +125,7 @@ def _with_note(before: OnnxModel, after: OnnxModel, difference: str) -> OnnxMode
 
 
 def _unchanged(model: OnnxModel, fault: str, retryable: bool) -> OnnxModel:
-    """The model as it was, with a warning if there is a fault."""
+    """Return the original model, with a warning if there is a fault."""
     notes: tuple[Note, ...] = ()
     if fault:
         text = f"attention stays as it was written{retry_clause(retryable)}: {fault}"
@@ -134,7 +134,7 @@ def _unchanged(model: OnnxModel, fault: str, retryable: bool) -> OnnxModel:
 
 
 def _attend_file(masks: bool, source: Path, target: Path, progress: Progress) -> None:
-    """The child's work; nothing is written where no attention is written out."""
+    """Rewrite a file, in a child process. Write no file if there is no attention to rewrite."""
     plain = plain_attention(read_proto(source), masks)
     if plain is not None:
         restore_interface(read_proto(source, weights=False), plain)
@@ -142,9 +142,12 @@ def _attend_file(masks: bool, source: Path, target: Path, progress: Progress) ->
 
 
 def rewrite_tolerance(model: OnnxModel) -> float:
-    """The tolerance for plain attention, which rounds elsewhere: what comes out in fp32 may have
-    been in 16 bits before.
+    """Return the tolerance for plain attention, which rounds in other places.
+
+    fp32 outputs of a model with 16-bit constants may come from 16-bit values.
     """
     constants = read_proto(model.path, weights=False).graph.initializer
-    holds_halves = any(tensor.data_type in HALF for tensor in constants)
-    return max(tolerance_of(model), HALF_TOLERANCE if holds_halves else 0.0)
+    tolerance = tolerance_of(model)
+    if any(tensor.data_type in HALF for tensor in constants):
+        return max(tolerance, HALF_TOLERANCE)
+    return tolerance

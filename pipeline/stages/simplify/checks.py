@@ -1,4 +1,4 @@
-"""What the steps of simplification share: their request, and how a changed graph is checked."""
+"""The request of a simplification, and the checks of a changed graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROWTH_LIMIT = 1.1  # file size after / before: folding that costs more is not w
 
 @dataclass(frozen=True, slots=True)
 class SimplifyRequest:
-    """What every step needs beside the model."""
+    """The arguments of every step, except the model."""
 
     profiles: tuple[Profile, ...]
     options: SimplifyConfig
@@ -29,26 +29,27 @@ class SimplifyRequest:
 
 
 def retry_clause(retryable: bool) -> str:
-    """The part of a note that says whether a failure may be gone next time."""
+    """Return the clause of a note that announces a retry, or "" if there is none."""
     return ", and the next compile tries again" if retryable else ""
 
 
 def tolerance_of(model: OnnxModel) -> float:
-    """By how much the outputs of a changed graph may differ."""
+    """Return the largest allowed difference of a changed graph's outputs."""
     precision = given_precision(read_proto(model.path, weights=False).graph)
     return TOLERANCE if precision is None else QUANTISED_TOLERANCE
 
 
 def operator_changes(before: OnnxModel, after: OnnxModel) -> str:
-    """How many nodes of each operator came or went: "Mul +1, Where -2"; empty if none."""
+    """Return the change in the number of nodes by operator: "Mul +1, Where -2"; "" if none."""
     nodes = Counter(operator_histogram(after.path))
     nodes.subtract(operator_histogram(before.path))
     return ", ".join(f"{operator} {count:+d}" for operator, count in nodes.items() if count)
 
 
 def losses(before: OnnxModel, after: OnnxModel) -> str:
-    """What a changed model lacks by its interface, Q/DQ, operator domains and size; empty if
-    nothing.
+    """Describe a fault of a changed model's interface, Q/DQ nodes, operator domains or size.
+
+    The result is "" if there is no fault.
     """
     if changed := changed_interface(before, after):
         return changed
@@ -57,7 +58,7 @@ def losses(before: OnnxModel, after: OnnxModel) -> str:
     foreign = {operator for operator in operator_histogram(after.path) if "::" in operator}
     foreign -= set(operator_histogram(before.path))
     if foreign:
-        return f"operators outside the ONNX standard were put in: {', '.join(sorted(foreign))}"
+        return f"operators outside the ONNX standard were added: {', '.join(sorted(foreign))}"
     size_before, size_after = file_size(before.path), file_size(after.path)
     if size_after > GROWTH_LIMIT * size_before + FOLD_LIMIT_BYTES:
         return f"the file grew from {size_before:,} to {size_after:,} bytes"

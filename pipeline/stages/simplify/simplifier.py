@@ -27,11 +27,13 @@ MERGES_OF_QDQ = ("eliminate_common_subexpression", "eliminate_duplicate_initiali
 
 
 def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
-    """Run onnxsim with its own check off and every input shape left as it is. For a child process:
-    it hides modules from the rest of it.
+    """Run onnxsim without its own check, and without changing input shapes.
+
+    Call it in a child process only: it hides modules from the rest of the process.
     """
+    # onnxsim tries to import both, which takes 5 s, and does not need them.
     for unused in ("torch", "sympy"):
-        sys.modules.setdefault(unused, None)  # type: ignore[arg-type]  # onnxsim tries to import both, for 5 s, and simplifies without
+        sys.modules.setdefault(unused, None)  # type: ignore[arg-type]
     import onnxsim
 
     skipped = list(SKIPPED_OPTIMIZERS)
@@ -49,9 +51,7 @@ def run_onnxsim(source: Path, target: Path, progress: Progress) -> None:
 
 
 def simplify_file(simplifier: Simplifier, source: Path, target: Path, progress: Progress) -> None:
-    """The child's work: the simplifier, then GraphSurgeon, then the names of the interface put
-    back.
-    """
+    """Run the simplifier and fold constants, then restore the names of the interface."""
     draft = target.with_name("draft.onnx")
     progress(None, "simplifying")
     simplifier(source, draft, progress)

@@ -1,6 +1,7 @@
-"""The user's own surgery: `module:function`, called as `function(model)` with the complete
-`onnx.ModelProto`. It returns the model with other nodes that compute the same through the same
-inputs and outputs.
+"""The user's own surgery: a function that changes the nodes of a graph.
+
+The plan names it as `module:function`. It is called as `function(model)` with the complete
+`onnx.ModelProto`, and returns a model that computes the same with the same inputs and outputs.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from pipeline.stages.simplify.checks import (
 
 
 def operate(model: OnnxModel, request: SimplifyRequest, surgery: str, out: Path) -> OnnxModel:
-    """Return the model after one surgery, under `out`. ModelError with the reason unless it
-    computes the same through the same interface.
+    """Return the model after the surgery, under `out`.
+
+    ModelError if the interface or the outputs have changed.
     """
     out.mkdir()
     request.progress(None, f"surgery by {surgery}")
@@ -54,7 +56,7 @@ def operate(model: OnnxModel, request: SimplifyRequest, surgery: str, out: Path)
     if fault:
         raise ModelError(
             f"surgery by '{surgery}' changed the model: {fault}",
-            "correct the function, or leave `simplify.surgery` out",
+            "correct the function, or remove `simplify.surgery`",
         )
     changes = operator_changes(model, after) or "no operator"
     text = f"surgery by '{surgery}' changed {changes}, and the model still computes the same"
@@ -64,12 +66,12 @@ def operate(model: OnnxModel, request: SimplifyRequest, surgery: str, out: Path)
 def _operate_file(
     surgery: str, python_path: Path, source: Path, target: Path, progress: Progress
 ) -> None:
-    """The child's work: the user's function between reading and writing the model."""
+    """Read a model, call the user's function and write its result. Runs in a child process."""
     operation = _load_surgery(surgery, python_path)
     before = read_proto(source)
     try:
         after = operation(before)
-    except (Exception, SystemExit) as error:  # the user's code: anything may come
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ModelError(
             f"surgery '{surgery}' raised {type(error).__name__}: {error}",
             "run the function on the model by itself",
@@ -90,7 +92,7 @@ def _operate_file(
 
 def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto], object]:
     module, _, name = surgery.partition(":")
-    # it stays on the path: the function may import more when it is called
+    # The folder stays on the path: the function may import more when it is called.
     sys.path.insert(0, str(python_path))
     try:
         function = getattr(importlib.import_module(module), name)
@@ -108,4 +110,4 @@ def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto]
             " function",
             "correct `simplify.surgery`",
         )
-    return function  # type: ignore[no-any-return]  # what the user wrote; its value is checked
+    return function  # type: ignore[no-any-return]  # the user's function; the caller checks its result

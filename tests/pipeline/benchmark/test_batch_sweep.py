@@ -69,7 +69,7 @@ def test_the_batch_is_the_first_symbolic_dimension() -> None:
         TensorSpec(name="x", dtype="float32", shape=(3, "n")),
     )
     assert batch_symbol([fixed, ids]) == "n"
-    with pytest.raises(PlanError, match=r"first dimension is symbolic, got x \[3, 'n'\]"):
+    with pytest.raises(PlanError, match=r"symbolic first dimension, got x \[3, 'n'\]"):
         batch_symbol([fixed])
 
 

@@ -21,7 +21,7 @@ from pipeline.compiler.compile import BENCHMARK
 from pipeline.core import Engine, Target
 from pipeline.errors import ChildDied, ChildKilled
 from pipeline.host.contention import CpuClock
-from pipeline.measurement.measure import WarmUpOptions
+from pipeline.measurement.clock import WarmUpOptions
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import BusyHost, baseline_of, results

@@ -7,7 +7,7 @@ import pytest
 from pipeline.benchmark.roofline import bound_of, with_bounds
 from pipeline.core import Precision
 from pipeline.host.gpu import Peaks
-from pipeline.measurement.measure import Samples
+from pipeline.measurement.clock import Samples
 from pipeline.results.report import BenchmarkReport, LatencyRow
 
 PEAKS = Peaks(

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from pipeline.benchmark.cpu_peaks import load_peaks
 from pipeline.core import Precision
-from pipeline.measurement.measure import usable_cores
+from pipeline.host.environment import usable_cores
 from pipeline.onnx_graph.files import read_proto
 from tests.builders.cli import (
     ONE_PROCESS,
@@ -231,21 +231,24 @@ def test_bench_sweeps_over_the_batch(compiled: tuple[Path, Path], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        (("--batch", "1,x"), "expected --batch as numbers from 1 on, got '1,x'"),
-        (("--batch", "0"), "expected --batch as numbers from 1 on"),
+        (
+            ("--batch", "1,x"),
+            "expected --batch as integers of at least 1, separated by commas",
+        ),
+        (("--batch", "0"), "expected --batch as integers of at least 1"),
         (("--batch", "17"), "expected batch 1 to 16"),
-        (("--limit-ms", "5"), "belong to a sweep"),
+        (("--limit-ms", "5"), "need --batch"),
     ],
 )
 def test_a_bad_sweep_is_refused(
-    compiled: tuple[Path, Path], options: tuple[str, ...], said: str
+    compiled: tuple[Path, Path], options: tuple[str, ...], message: str
 ) -> None:
     folder, home = compiled
     done = crucible("bench", folder / "out", *options, env={"CRUCIBLE_HOME": str(home)})
     assert done.code == 1, done.out
-    assert said in done.err
+    assert message in done.err
 
 
 def test_bench_completes_a_report_that_lacks_a_ratio_if_the_host_can_tell_now(
@@ -265,7 +268,7 @@ def test_bench_completes_a_report_that_lacks_a_ratio_if_the_host_can_tell_now(
         assert after["verdict"] == done.summary["verdict"] in ("accepted", "keep")
         assert after["ratio"] == done.summary["ratio"] is not None
         assert after["delivered"] is not None
-        assert "it is completed" in done.out
+        assert "replaced the report" in done.out
     else:  # the host is busy
         assert after == report
 

@@ -55,7 +55,7 @@ def test_the_mended_file_answers_as_the_given_one_and_has_fewer_findings(
         finding_lines(findings_of(normed, "openvino"))
     )
     again = fix_model(fixed.path, tmp_path / "again.onnx", "openvino", PROFILES)
-    assert "nothing can be mended" in fixed_lines(again)[0]
+    assert "no finding can be fixed" in fixed_lines(again)[0]
 
 
 def test_a_finding_of_several_backends_is_told_once(normed: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_finding_of_several_backends_is_told_once(normed: Path) -> None:
     assert line.startswith(
         "norm-after [onnxruntime, openvino, tensorrt, tensorrt_rtx] at conv, undo, bias, norm: "
     )
-    assert line.endswith("; --fix mends it")
+    assert line.endswith("; --fix fixes it")
 
 
 def test_inspect_tells_the_findings_of_a_quantised_model_only(normed: Path, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def store(folder: Path):  # type: ignore[no-untyped-def]
     [
         (("plain.onnx",), "quantises no activation"),
         (("plain.onnx", "--backend", "pytorch"), "no rules for the backend 'pytorch'"),
-        (("model.onnx", "--fix", "out.onnx"), "--fix and --measure need to know for which backend"),
+        (("model.onnx", "--fix", "out.onnx"), "--fix and --measure need --backend"),
         (("model.onnx", "--backend", "openvino", "--fix", "out.onnx"), "has no range in the plan"),
         (
             ("model.onnx", "--backend", "openvino", "--fix", "model.onnx", "--profile", "N=1"),

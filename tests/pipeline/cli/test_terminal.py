@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pipeline.cli.terminal import StageProgress, benchmark_table, console, expectation
 from pipeline.execution.stage_runner import StageEvent
-from pipeline.measurement.measure import Samples
+from pipeline.measurement.clock import Samples
 from pipeline.results.report import BenchmarkReport, LatencyRow
 
 

@@ -17,7 +17,8 @@ from pipeline.compiler.ablation import (
     reversals,
 )
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
-from pipeline.measurement.measure import Interval, Samples
+from pipeline.measurement.clock import Samples
+from pipeline.measurement.statistics import Interval
 from pipeline.report.files import load_report, write_report
 from pipeline.report.markdown import markdown
 from pipeline.report.tables import sections

@@ -28,7 +28,7 @@ from pipeline.errors import PlanError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
-from pipeline.measurement.measure import cpu_flags
+from pipeline.host.environment import cpu_flags
 from pipeline.plan.schema import load_plan
 from pipeline.results.report import BenchmarkReport, Benchmarks, Report
 from pipeline.stages.benchmark import benchmark

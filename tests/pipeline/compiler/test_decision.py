@@ -23,7 +23,8 @@ from pipeline.compiler.decision import (
     speed_ratio,
 )
 from pipeline.core import CalibrationMethod, Note, Precision, Recipe
-from pipeline.measurement.measure import Interval, Samples
+from pipeline.measurement.clock import Samples
+from pipeline.measurement.statistics import Interval
 from pipeline.quantization.lint.rules import SATURATES
 from pipeline.results.report import (
     BenchmarkReport,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cpu import synthetic_clock
+from pipeline.measurement.clock import Samples, samples_from_blocks
 from pipeline.measurement.comparison import (
     MAX_SPAN,
     WIDENING,
@@ -20,7 +21,6 @@ from pipeline.measurement.comparison import (
     pairs_of,
     processes_from_samples,
 )
-from pipeline.measurement.measure import Samples, samples_from_blocks
 
 TRIALS = 150
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.measurement.measure import Interval
+from pipeline.measurement.statistics import Interval
 from pipeline.report.markdown import markdown
 from pipeline.results.report import Report
 

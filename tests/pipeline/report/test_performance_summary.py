@@ -9,7 +9,7 @@ from pipeline.benchmark.roofline import bound_of
 from pipeline.core import DimRange, Precision, Profile
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
-from pipeline.measurement.measure import Samples
+from pipeline.measurement.clock import Samples
 from pipeline.report.performance_summary import (
     gpu_lines,
     limit_cells,

@@ -45,7 +45,7 @@ def test_few_samples_are_a_warning_and_one_is_an_error(bench: Bench) -> None:
         "selection: 20 samples leave the drop uncertain (95 % -0.1611 to +0.1611); 200 or more"
         " narrow its interval"
     ]
-    with pytest.raises(DataError, match="holds one sample"):
+    with pytest.raises(DataError, match="expected at least 2 samples in the"):
         bench.validate(bench.engine(SAME), bench.samples(x[:1], labels[:1]))
 
 

@@ -26,7 +26,7 @@ from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.execution.child_process import call_in_child
 from pipeline.host.amx import tiles_described
-from pipeline.measurement.measure import cpu_flags
+from pipeline.host.environment import cpu_flags
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.stages.convert import convert

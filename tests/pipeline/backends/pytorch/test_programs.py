@@ -42,7 +42,7 @@ from pipeline.errors import (
     UnsupportedError,
 )
 from pipeline.execution.child_process import call_in_child
-from pipeline.measurement.measure import cpu_flags
+from pipeline.host.environment import cpu_flags
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.plan.source import digest_of_source
 from tests.pipeline.backends.pytorch.builders import (
