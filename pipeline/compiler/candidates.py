@@ -22,7 +22,7 @@ from pipeline.backends.tensorrt.calibrator import calibrate_with_tensorrt
 from pipeline.backends.tensorrt.library import BINDINGS, release_warnings
 from pipeline.backends.tensorrt.modelopt import quantize_with_modelopt
 from pipeline.compiler.ablation import Ablated, base_of, reversals
-from pipeline.compiler.context import FEEDS_FOR_CHECKS, Job, batch_rows
+from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, batch_rows
 from pipeline.compiler.fallback import (
     ANY_SHAPE,
     Attempt,
@@ -166,29 +166,31 @@ class Prepared:
     ablated: Ablated | None = None
 
 
-def check_candidates(job: Job) -> None:
+def check_candidates(context: CompileContext) -> None:
     """Say what is wrong with the plan's candidates before anything is exported.
 
     int8 needs calibration data, unless a PyTorch model brings scales of its own: where that
     decides, the model is run once to see.
     """
-    if job.source.kind != "onnx":
-        here = job.target("pytorch")
-        baseline_recipes(job.plan.benchmark.baselines, here, castable=job.source.kind != "pt2")
+    if context.source.kind != "onnx":
+        here = context.target("pytorch")
+        baseline_recipes(
+            context.plan.benchmark.baselines, here, castable=context.source.kind != "pt2"
+        )
     try:
-        recipes_of(job)
+        recipes_of(context)
     except PlanError:
-        if job.data.calibration is not None or job.source.kind == "onnx":
+        if context.data.calibration is not None or context.source.kind == "onnx":
             raise
-        recipes_of(job, exported=False)  # what else is wrong needs no model to be loaded
-        if not job.runner.run(
-            quantises, job.source, *job.samples.first(1), name="does the model quantise?"
+        recipes_of(context, exported=False)  # what else is wrong needs no model to be loaded
+        if not context.runner.run(
+            quantises, context.source, *context.samples.first(1), name="does the model quantise?"
         ):
             raise
 
 
 def recipes_of(
-    job: Job, exported: bool = True, size: int | None = None
+    context: CompileContext, exported: bool = True, size: int | None = None
 ) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
     """The recipes to try. A backend that the plan names must be here; of the others, those that
     are.
@@ -197,11 +199,13 @@ def recipes_of(
     calibration data. `size`: bytes of the exported model. Beside TensorRT a small one is not
     compiled by AOTInductor, unless the plan names it.
     """
-    calibrated = job.data.calibration is not None or not (exported or job.source.kind == "onnx")
-    named = {candidate.backend for candidate in job.plan.candidates}
+    calibrated = context.data.calibration is not None or not (
+        exported or context.source.kind == "onnx"
+    )
+    named = {candidate.backend for candidate in context.plan.candidates}
     targets, notes = {}, []
-    for name in named or (*(GPU_BACKENDS if job.has_gpu else ()), "onnxruntime", "openvino"):
-        if name == "torch" and not named and job.source.kind == "onnx":
+    for name in named or (*(GPU_BACKENDS if context.has_gpu else ()), "onnxruntime", "openvino"):
+        if name == "torch" and not named and context.source.kind == "onnx":
             continue
         if (
             name == "torch"
@@ -213,12 +217,12 @@ def recipes_of(
             notes.append(Note(stage="candidates", text=TOO_SMALL_FOR_AOTI, level="info"))
             continue
         try:
-            targets[name] = job.target(name)
+            targets[name] = context.target(name)
         except BackendUnavailable as error:
             if named:
                 raise
             notes.append(missing_backend_note(name, error.message))
-    if not calibrated and not named and not job.given:
+    if not calibrated and not named and not context.given:
         notes.append(
             Note(
                 stage="candidates",
@@ -226,19 +230,19 @@ def recipes_of(
                 level="info",
             )
         )
-    candidates = job.plan.candidates or default_candidates(
+    candidates = context.plan.candidates or default_candidates(
         targets,
         calibrated,
-        job.given,
-        gpu_providers() if job.has_gpu else (),
+        context.given,
+        gpu_providers() if context.has_gpu else (),
     )
     found = (
-        recipes_from_candidate(each, targets[each.backend], job.plan, calibrated, job.given)
+        recipes_from_candidate(each, targets[each.backend], context.plan, calibrated, context.given)
         for each in candidates
     )
     recipes = distinct(chain.from_iterable(found))
     check_any(recipes, targets)
-    return recipes, (*notes, *release_notes(targets), *unused_notes(job))
+    return recipes, (*notes, *release_notes(targets), *unused_notes(context))
 
 
 def release_notes(targets: Mapping[str, Target]) -> tuple[Note, ...]:
@@ -263,13 +267,13 @@ def check_any(recipes: Sequence[Recipe], targets: Mapping[str, Target]) -> None:
         raise refused[0]
 
 
-def unused_notes(job: Job) -> tuple[Note, ...]:
+def unused_notes(context: CompileContext) -> tuple[Note, ...]:
     """What the plan asks for in vain, since the model brings its own scales."""
-    if job.given is None:
+    if context.given is None:
         return ()
     unused = {
-        "calibration data is not needed": job.data.calibration is not None,
-        "`ablate` has no switches to reverse": job.plan.ablate,
+        "calibration data is not needed": context.data.calibration is not None,
+        "`ablate` has no switches to reverse": context.plan.ablate,
     }
     return tuple(
         Note(stage="calibrate", text=f"{text}: the model brings its own Q/DQ", level="info")
@@ -286,25 +290,27 @@ class Outcome:
     bug: InternalError | None = None
 
 
-def prepare(job: Job, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs) -> Outcome:
+def prepare(
+    context: CompileContext, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs
+) -> Outcome:
     """Convert, build and check one candidate, as far as it comes. What stops it is its reason."""
     candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
     try:
-        backends.backend(recipe.backend).check_recipe(recipe, job.target(recipe.backend))
-        check_crashed(job, recipe)
-        converted = convert_model(job, model, recipe)
-        engine = build_engine(job, converted, recipe)
+        backends.backend(recipe.backend).check_recipe(recipe, context.target(recipe.backend))
+        check_crashed(context, recipe)
+        converted = convert_model(context, model, recipe)
+        engine = build_engine(context, converted, recipe)
         candidate = with_engine(candidate, engine, model, converted)
-        tables = prove_engine(job, engine, converted)
-        plain_attention = job.plan.simplify.plain_attention
+        tables = prove_engine(context, engine, converted)
+        plain_attention = context.plan.simplify.plain_attention
         candidate = with_layers(candidate, tables, converted, plain_attention)
-        candidate = with_answers(job, model, candidate, engine, expected)
+        candidate = with_answers(context, model, candidate, engine, expected)
     except InternalError as error:  # the others may still be right
         reason = f"a bug in Crucible, please report it: {error.message}"
         return Outcome(stopped(candidate, "failed", reason), error)
     except CANNOT_BUILD as error:
         if isinstance(error, LoadCrashed):
-            job.crashed[recipe.form or ""] = recipe.label
+            context.crashed[recipe.form or ""] = recipe.label
         return Outcome(stopped(candidate, state_after(error, candidate), error.message))
     return Outcome(candidate)
 
@@ -332,16 +338,20 @@ def with_engine(
 
 
 def with_answers(
-    job: Job, model: OnnxModel, candidate: Candidate, engine: Engine, expected: ReferenceOutputs
+    context: CompileContext,
+    model: OnnxModel,
+    candidate: Candidate,
+    engine: Engine,
+    expected: ReferenceOutputs,
 ) -> Candidate:
     """The candidate with the check of its answers on the selection set, which decides its state.
 
     A mislabelled one stays so: its answers are reported, but it cannot win whatever they are.
     """
-    report = check_engine(job, engine, expected, job.data.selection)
+    report = check_engine(context, engine, expected, context.data.selection)
     if candidate.state == "mislabelled":
         return candidate.model_copy(update={"selection": report})
-    misfit = ranges_misfit(job, model, candidate.recipe)
+    misfit = ranges_misfit(context, model, candidate.recipe)
     update: dict[str, object] = {"selection": report, "reason": "; ".join(report.failures)}
     if report.passed:
         update["state"] = "measured"
@@ -355,32 +365,32 @@ def with_answers(
     return candidate.model_copy(update=update)
 
 
-def check_crashed(job: Job, recipe: Recipe) -> None:
+def check_crashed(context: CompileContext, recipe: Recipe) -> None:
     """UnsupportedError for a form of program of which another precision crashed on this host: a
     build takes a minute.
     """
-    if recipe.form in job.crashed:
+    if recipe.form in context.crashed:
         message = (
-            f"not built: {job.crashed[recipe.form]}, made in the same way, crashed on this host"
+            f"not built: {context.crashed[recipe.form]}, made in the same way, crashed on this host"
         )
         raise UnsupportedError(message, "see what its reason says")
 
 
 def prepare_all(
-    job: Job, model: OnnxModel, recipes: Sequence[Recipe], expected: ReferenceOutputs
+    context: CompileContext, model: OnnxModel, recipes: Sequence[Recipe], expected: ReferenceOutputs
 ) -> list[Outcome]:
     """Every candidate, in order; several at a time where that cannot disturb what is measured."""
-    if job.runner.workers == 1 or not may_overlap(model, recipes, job.has_gpu):
-        return [prepare(job, model, recipe, expected) for recipe in recipes]
-    branches = [job.runner.branch() for _ in recipes]
-    jobs = [replace(job, runner=branch) for branch in branches]
+    if context.runner.workers == 1 or not may_overlap(model, recipes, context.has_gpu):
+        return [prepare(context, model, recipe, expected) for recipe in recipes]
+    branches = [context.runner.branch() for _ in recipes]
+    contexts = [replace(context, runner=branch) for branch in branches]
     try:
-        with ThreadPoolExecutor(job.runner.workers) as pool:
-            arguments = zip(jobs, repeat(model), recipes, repeat(expected))
+        with ThreadPoolExecutor(context.runner.workers) as pool:
+            arguments = zip(contexts, repeat(model), recipes, repeat(expected))
             return results_of([pool.submit(prepare, *each) for each in arguments])
     finally:
         for branch in branches:
-            job.runner.take_over(branch)
+            context.runner.take_over(branch)
 
 
 def candidates_of(outcomes: Sequence[Outcome]) -> list[Candidate]:
@@ -439,7 +449,7 @@ def lint_notes(converted: OnnxModel, recipe: Recipe, target: Target) -> tuple[No
 
 
 def rescue(
-    job: Job,
+    context: CompileContext,
     model: OnnxModel,
     candidates: Sequence[Candidate],
     expected: ReferenceOutputs,
@@ -449,18 +459,18 @@ def rescue(
     """
     known = {candidate.label: candidate for candidate in candidates}
     stories = []
-    for failed in to_rescue(candidates) if job.plan.rescue else ():
+    for failed in to_rescue(candidates) if context.plan.rescue else ():
         history: list[Tried | Skipped] = []
-        for attempt in attempts(job, model, failed, frozenset(known), history):
+        for attempt in attempts(context, model, failed, frozenset(known), history):
             if isinstance(attempt, Skipped):
                 history.append(attempt)
                 continue
             label = attempt.recipe.label
             if label not in known:  # the plan may have it, or an earlier rescue
-                tuned = job.plan.model_copy(
-                    update={"profiles": attempt.profiles or job.plan.profiles}
+                tuned = context.plan.model_copy(
+                    update={"profiles": attempt.profiles or context.plan.profiles}
                 )
-                outcome = prepare(replace(job, plan=tuned), model, attempt.recipe, expected)
+                outcome = prepare(replace(context, plan=tuned), model, attempt.recipe, expected)
                 known[label] = outcome.candidate
             history.append(tried := Tried(attempt, known[label]))
             if ends(tried):
@@ -474,7 +484,7 @@ def rescue(
 
 
 def attempts(
-    job: Job,
+    context: CompileContext,
     model: OnnxModel,
     failed: Candidate,
     known: frozenset[str],
@@ -490,16 +500,16 @@ def attempts(
     if in_16_bits or in_fp32(failed).recipe.label in known:
         yield in_fp32(failed)
     if in_16_bits:
-        yield from with_opt_moved(failed, job.plan.profiles)
+        yield from with_opt_moved(failed, context.plan.profiles)
     yield from by_other_methods(failed)
     if keeps_nodes(failed.recipe):
         best = nearest(failed, history)
-        yield from with_nodes_kept(best, rank(job, model, best), job.plan.keep_builds)
+        yield from with_nodes_kept(best, rank(context, model, best), context.plan.keep_builds)
     if precision is Precision.FP16:
         yield in_bf16(failed)
 
 
-def rank(job: Job, model: OnnxModel, failed: Candidate) -> NodeRanking:
+def rank(context: CompileContext, model: OnnxModel, failed: Candidate) -> NodeRanking:
     """What low precision does to each node on the selection set, its worst samples included; or why
     that cannot be said, or helps nobody.
     """
@@ -508,17 +518,17 @@ def rank(job: Job, model: OnnxModel, failed: Candidate) -> NodeRanking:
         if failed.selection
         else ()
     )
-    samples = job.data.selection
+    samples = context.data.selection
     backend = backends.backend(failed.recipe.backend)
     try:  # first whether it can keep any
-        backend.check_recipe(keeping(failed.recipe, ["*"]), job.target(failed.recipe.backend))
+        backend.check_recipe(keeping(failed.recipe, ["*"]), context.target(failed.recipe.backend))
         low = convert_model(
-            job,
+            context,
             model,
             failed.recipe.model_copy(update={"realised_in": "graph", "rest": Precision.FP32}),
         )  # one loss at a time
         work = partial(rank_nodes, model, low, samples, worst)
-        return job.runner.stage(StageCall(RANK, NodeRanking, work, subject=failed.label))
+        return context.runner.stage(StageCall(RANK, NodeRanking, work, subject=failed.label))
     except (UnsupportedError, BackendUnavailable, ModelError, ChildDied) as error:
         return NodeRanking(failure=error.message)
     except InternalError as error:  # the next steps may still help
@@ -526,7 +536,7 @@ def rank(job: Job, model: OnnxModel, failed: Candidate) -> NodeRanking:
 
 
 def ablate(
-    job: Job,
+    context: CompileContext,
     model: OnnxModel,
     prepared: Prepared,
     expected: ReferenceOutputs,
@@ -534,26 +544,28 @@ def ablate(
     """The candidates, and those with one switch of the best int8 candidate reversed. Nothing is
     built where a switch leaves the graph as it is.
     """
-    base = base_of(prepared.candidates) if job.plan.ablate else None
+    base = base_of(prepared.candidates) if context.plan.ablate else None
     if base is None:
         return prepared
     known = {candidate.label: candidate for candidate in prepared.candidates}
     tried = []
     for reversal in reversals(base.recipe):
         label = reversal.recipe.label
-        changes = label in known or not same_graph(job, model, base.recipe, reversal.recipe)
+        changes = label in known or not same_graph(context, model, base.recipe, reversal.recipe)
         if changes and label not in known:
-            known[label] = prepare(job, model, reversal.recipe, expected).candidate
+            known[label] = prepare(context, model, reversal.recipe, expected).candidate
         tried.append(replace(reversal, changes=changes))
     return replace(prepared, candidates=tuple(known.values()), ablated=Ablated(base, tuple(tried)))
 
 
-def same_graph(job: Job, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
+def same_graph(context: CompileContext, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
     """Whether two recipes are converted to one and the same graph. False where one cannot be
     converted: `prepare` says why.
     """
     try:
-        return convert_model(job, model, one).digest == convert_model(job, model, other).digest
+        return (
+            convert_model(context, model, one).digest == convert_model(context, model, other).digest
+        )
     except CrucibleError:
         return False
 
@@ -628,7 +640,9 @@ def _with_table(
     )
 
 
-def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> tuple[LayerTable, ...]:
+def prove_engine(
+    context: CompileContext, engine: Engine, converted: OnnxModel
+) -> tuple[LayerTable, ...]:
     """Which precision every kernel of the engine really runs, timed at the usual size of each
     profile.
 
@@ -646,124 +660,130 @@ def prove_engine(job: Job, engine: Engine, converted: OnnxModel) -> tuple[LayerT
         if index:
             subject += f", profile {index + 1}"
         work = partial(prove, engine, feeds, converted, index)
-        proof = job.runner.stage(
+        proof = context.runner.stage(
             StageCall(PROVE, Proof, work, subject=subject, target=engine.target)
         )
         found += [proof.table] if proof.table else []
     return tuple(found)
 
 
-def convert_model(job: Job, model: OnnxModel, recipe: Recipe) -> OnnxModel:
+def convert_model(context: CompileContext, model: OnnxModel, recipe: Recipe) -> OnnxModel:
     """The graph that this recipe asks for."""
     if recipe.weight_only:  # needs no data
         stage, compress = WEIGHT_QUANTIZERS[recipe.quantizer]
         work = partial(compress, model, recipe)
-        return job.runner.stage(StageCall(stage, OnnxModel, work, subject=recipe.label))
+        return context.runner.stage(StageCall(stage, OnnxModel, work, subject=recipe.label))
     quantizer: str = recipe.quantizer
     if recipe.realised_in == "flags" and recipe.precision is Precision.INT8:
         quantizer = "tensorrt"
-    if quantizer in QUANTIZERS and job.data.calibration is not None:
-        return quantize_by(quantizer, job, model, recipe, job.data.calibration)
+    if quantizer in QUANTIZERS and context.data.calibration is not None:
+        return quantize_by(quantizer, context, model, recipe, context.data.calibration)
     if recipe.precision is Precision.FP32 or recipe.realised_in != "graph":
         return model
-    table = calibration_table(job, model, recipe)
-    work = partial(convert, model, recipe, table, job.samples.first(FEEDS_FOR_CHECKS))
-    converted = job.runner.stage(StageCall(CONVERT, OnnxModel, work, subject=recipe.label))
+    table = calibration_table(context, model, recipe)
+    work = partial(convert, model, recipe, table, context.samples.first(FEEDS_FOR_CHECKS))
+    converted = context.runner.stage(StageCall(CONVERT, OnnxModel, work, subject=recipe.label))
     if table is None:
         return converted
     return converted.model_copy(update={"notes": (*table.notes, *converted.notes)})
 
 
 def quantize_by(
-    quantizer: str, job: Job, model: OnnxModel, recipe: Recipe, calibration: CalibrationSet
+    quantizer: str,
+    context: CompileContext,
+    model: OnnxModel,
+    recipe: Recipe,
+    calibration: CalibrationSet,
 ) -> OnnxModel:
     """A library that chooses ranges and placement by itself stands in the place of calibrate and
     convert.
     """
     stage, quantize = QUANTIZERS[quantizer]
-    options = job.build_options(recipe.backend)
+    options = context.build_options(recipe.backend)
     call = StageCall(
         stage,
         OnnxModel,
-        partial(quantize, model, calibration, recipe, job.plan.calibration, options),
-        depends_on=job.plugin_digests(recipe.backend),
+        partial(quantize, model, calibration, recipe, context.plan.calibration, options),
+        depends_on=context.plugin_digests(recipe.backend),
         subject=recipe.label,
-        target=job.target(recipe.backend),
+        target=context.target(recipe.backend),
     )
-    return job.runner.stage(call)
+    return context.runner.stage(call)
 
 
-def calibration_table(job: Job, model: OnnxModel, recipe: Recipe) -> CalibrationTable | None:
+def calibration_table(
+    context: CompileContext, model: OnnxModel, recipe: Recipe
+) -> CalibrationTable | None:
     """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None
     where there is no data, or the model has its own.
     """
-    if job.data.calibration is None or recipe.quantizer == "given":
+    if context.data.calibration is None or recipe.quantizer == "given":
         return None
     method = recipe.method or CalibrationMethod.MINMAX
-    work = partial(calibrate, model, job.data.calibration, method, job.plan.calibration)
-    return job.runner.stage(StageCall(CALIBRATE, CalibrationTable, work, subject=str(method)))
+    work = partial(calibrate, model, context.data.calibration, method, context.plan.calibration)
+    return context.runner.stage(StageCall(CALIBRATE, CalibrationTable, work, subject=str(method)))
 
 
-def ranges_misfit(job: Job, model: OnnxModel, recipe: Recipe) -> str:
+def ranges_misfit(context: CompileContext, model: OnnxModel, recipe: Recipe) -> str:
     """Why the calibration set says nothing about the selection set; empty where it does, or where
     nobody can tell.
     """
     ranged = recipe.precision is Precision.INT8 and not recipe.weight_only
-    table = calibration_table(job, model, recipe) if ranged else None
-    selection = job.plan.data.selection
+    table = calibration_table(context, model, recipe) if ranged else None
+    selection = context.plan.data.selection
     if table is None or selection is None or isinstance(selection, GeneratedData):
         return ""
-    work = partial(cover, model, table, job.data.selection)
+    work = partial(cover, model, table, context.data.selection)
     call = StageCall(COVER, Coverage, work, subject=str(table.method))
-    return job.runner.stage(call).failure
+    return context.runner.stage(call).failure
 
 
-def build_engine(job: Job, model: OnnxModel, recipe: Recipe) -> Engine:
+def build_engine(context: CompileContext, model: OnnxModel, recipe: Recipe) -> Engine:
     """The engine of a converted graph; of torch that of the source, whose export the graph is."""
     backend = backends.backend(recipe.backend)
     on_cpu = recipe.provider == "cpu"
     call = StageCall(
         replace(BUILD, tools=backend.DISTRIBUTIONS),
         Engine,
-        partial(build, model, recipe, job.build_options(recipe.backend)),
-        depends_on=job.plugin_digests(recipe.backend),
+        partial(build, model, recipe, context.build_options(recipe.backend)),
+        depends_on=context.plugin_digests(recipe.backend),
         subject=recipe.label,
-        target=job.target(recipe.backend) if on_cpu else provider_target(),
+        target=context.target(recipe.backend) if on_cpu else provider_target(),
     )
-    return job.runner.stage(call)
+    return context.runner.stage(call)
 
 
 def check_engine(
-    job: Job, engine: Engine, expected: ReferenceOutputs, samples: SampleSet
+    context: CompileContext, engine: Engine, expected: ReferenceOutputs, samples: SampleSet
 ) -> ValidationReport:
     """One engine against the reference on one set."""
-    accuracy = job.plan.accuracy
+    accuracy = context.plan.accuracy
     code: tuple[object, ...] = ()
     if ":" in accuracy.metric:  # the user's own
         code = (code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric"),)
     call = StageCall(
         VALIDATE,
         ValidationReport,
-        partial(validate, engine, expected, samples, accuracy, batch_rows(job)),
+        partial(validate, engine, expected, samples, accuracy, batch_rows(context)),
         depends_on=(engine.recipe, *code),
         subject=f"{engine.recipe.label} on {samples.role}",
     )
-    return job.runner.stage(call)
+    return context.runner.stage(call)
 
 
 def reference_outputs(
-    job: Job, reference: Engine, samples: SampleSet, at_every_size: bool = True
+    context: CompileContext, reference: Engine, samples: SampleSet, at_every_size: bool = True
 ) -> ReferenceOutputs:
     """What the reference answers to every sample of a set, and at the other sizes of every
     profile.
     """
-    rows = batch_rows(job)
-    points = gate_points(samples, job.plan.profiles, rows) if at_every_size else ()
+    rows = batch_rows(context)
+    points = gate_points(samples, context.plan.profiles, rows) if at_every_size else ()
     call = StageCall(
         REFERENCE,
         ReferenceOutputs,
         partial(run_reference, reference, samples, rows, points),
-        depends_on=(job.source,),
+        depends_on=(context.source,),
         subject=samples.role,
     )
-    return job.runner.stage(call)
+    return context.runner.stage(call)

@@ -31,7 +31,7 @@ from pipeline.compiler.candidates import (
     reference_outputs,
     rescue,
 )
-from pipeline.compiler.context import FEEDS_FOR_CHECKS, Job, open_job
+from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, open_context
 from pipeline.compiler.decision import (
     Baseline,
     Decision,
@@ -103,34 +103,34 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     Raises a CrucibleError for a request that is impossible; an engine that is wrong or slow is part
     of the report.
     """
-    job = open_job(plan, runner)
-    check_candidates(job)
+    context = open_context(plan, runner)
+    check_candidates(context)
 
-    exported = export_model(job)
+    exported = export_model(context)
     check_outputs(plan.accuracy, exported.outputs)
     check_serving(plan.serving, exported.inputs, exported.outputs)
-    model = simplify_model(job, exported)
-    job = replace(job, given=given_precision(read_proto(model.path, weights=False).graph))
-    recipes, notes = recipes_of(job, size=file_size(model.path))
-    reference = build_reference(job, exported)
-    expected = reference_outputs(job, reference, job.data.selection)
-    checked = check_baselines(job, build_baselines(job, exported), reference, expected)
+    model = simplify_model(context, exported)
+    context = replace(context, given=given_precision(read_proto(model.path, weights=False).graph))
+    recipes, notes = recipes_of(context, size=file_size(model.path))
+    reference = build_reference(context, exported)
+    expected = reference_outputs(context, reference, context.data.selection)
+    checked = check_baselines(context, build_baselines(context, exported), reference, expected)
     baselines = fit_baselines(checked) or [reference]
-    candidates = candidates_of(prepare_all(job, model, recipes, expected))
-    ablated = ablate(job, model, rescue(job, model, candidates, expected), expected)
-    measured = measure(job, model, baselines, ablated)
-    validation = validate_winner(job, reference, choose(measured.candidates))
-    kept = kept_baseline(job, exported, measured, baselines, expected)
+    candidates = candidates_of(prepare_all(context, model, recipes, expected))
+    ablated = ablate(context, model, rescue(context, model, candidates, expected), expected)
+    measured = measure(context, model, baselines, ablated)
+    validation = validate_winner(context, reference, choose(measured.candidates))
+    kept = kept_baseline(context, exported, measured, baselines, expected)
     notes = (
         *notes,
         *unfit_notes(checked),
         *baseline_notes(
             baselines,
             measured.candidates,
-            job.given,
+            context.given,
         ),
     )
-    return write_up(job, (exported, model), measured, kept, validation, notes, command)
+    return write_up(context, (exported, model), measured, kept, validation, notes, command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,77 +147,77 @@ class Measured:
     call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
 
 
-def export_model(job: Job) -> OnnxModel:
+def export_model(context: CompileContext) -> OnnxModel:
     """The source as ONNX, checked against the source."""
     # what lies at the places that the plan names is in the source's digest
     places = {"path": None, "weights": None, "python_path": Path()}
-    samples = job.samples.first(FEEDS_FOR_CHECKS)
+    samples = context.samples.first(FEEDS_FOR_CHECKS)
     call = StageCall(
         EXPORT,
         OnnxModel,
-        partial(export, job.source, job.plan.profiles, job.plan.export, samples),
-        depends_on=(job.plan.model.model_copy(update=places),),
+        partial(export, context.source, context.plan.profiles, context.plan.export, samples),
+        depends_on=(context.plan.model.model_copy(update=places),),
     )
-    return job.runner.stage(call)
+    return context.runner.stage(call)
 
 
-def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
+def simplify_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
     """The same function in fewer nodes, or the exported graph where that cannot be had."""
-    options = job.plan.simplify
+    options = context.plan.simplify
     if not (options.enabled or options.surgery or options.plain_attention):
         return exported
     surgery: tuple[object, ...] = ()
     if options.surgery:
         surgery = (code_digest(options.surgery, options.python_path, "simplify.surgery"),)
-    samples = job.samples.first(FEEDS_FOR_CHECKS)
-    work = partial(simplify, exported, job.plan.profiles, options, samples)
-    return job.runner.stage(StageCall(SIMPLIFY, OnnxModel, work, depends_on=surgery))
+    samples = context.samples.first(FEEDS_FOR_CHECKS)
+    work = partial(simplify, exported, context.plan.profiles, options, samples)
+    return context.runner.stage(StageCall(SIMPLIFY, OnnxModel, work, depends_on=surgery))
 
 
 def export_plan(plan: Plan, runner: Runner, simplified: bool = True) -> OnnxModel:
     """The graph that all candidates of a plan are made from; or, not simplified, what the exporter
     wrote.
     """
-    job = open_job(plan, runner)
-    exported = export_model(job)
-    return simplify_model(job, exported) if simplified else exported
+    context = open_context(plan, runner)
+    exported = export_model(context)
+    return simplify_model(context, exported) if simplified else exported
 
 
-def build_reference(job: Job, exported: OnnxModel) -> Engine:
+def build_reference(context: CompileContext, exported: OnnxModel) -> Engine:
     """What all answers are compared with: PyTorch eager in fp32, or ONNX Runtime on the CPU.
 
     The Q/DQ of an ONNX file are computed as written.
     """
-    if job.source.kind != "onnx":
-        return build_baseline(job, exported, EAGER)
-    variant = AS_WRITTEN if job.given else AS_GIVEN
+    if context.source.kind != "onnx":
+        return build_baseline(context, exported, EAGER)
+    variant = AS_WRITTEN if context.given else AS_GIVEN
     return build_engine(
-        job,
+        context,
         exported,
         Recipe(backend="onnxruntime", precision=Precision.FP32, variant=variant),
     )
 
 
-def build_baselines(job: Job, exported: OnnxModel) -> list[Engine]:
+def build_baselines(context: CompileContext, exported: OnnxModel) -> list[Engine]:
     """What the user has today: PyTorch in the plan's ways, or the ONNX file as it is.
 
     The file runs on the GPU where one can run it, else on the CPU. There is always a first one.
     What cannot be built is left out, and a note of the first says why.
     """
-    if job.source.kind == "onnx":
-        recipes = gpu_recipes_as_given(job.given, *_gpu_tools(job))
-        found, notes = _buildable(recipes, partial(_build_given, job, exported))
-        found = found or [_build_given(job, exported, cpu_recipe_as_given(job.given))]
+    if context.source.kind == "onnx":
+        recipes = gpu_recipes_as_given(context.given, *_gpu_tools(context))
+        found, notes = _buildable(recipes, partial(_build_given, context, exported))
+        found = found or [_build_given(context, exported, cpu_recipe_as_given(context.given))]
     else:
-        eager = build_baseline(job, exported, EAGER)
-        castable = job.source.kind != "pt2" and not job.given
-        recipes = baseline_recipes(job.plan.benchmark.baselines, eager.target, castable)
-        others, notes = _buildable(recipes[1:], partial(_build_other, job, exported, eager))
+        eager = build_baseline(context, exported, EAGER)
+        castable = context.source.kind != "pt2" and not context.given
+        recipes = baseline_recipes(context.plan.benchmark.baselines, eager.target, castable)
+        others, notes = _buildable(recipes[1:], partial(_build_other, context, exported, eager))
         found = [eager, *others]
     return [found[0].model_copy(update={"notes": (*found[0].notes, *notes)}), *found[1:]]
 
 
-def build_baseline(job: Job, exported: OnnxModel, recipe: Recipe) -> Engine:
+def build_baseline(context: CompileContext, exported: OnnxModel, recipe: Recipe) -> Engine:
     """One way to run the user's module.
 
     torch.compile is a step of its own: the report shows how long it took.
@@ -226,39 +226,45 @@ def build_baseline(job: Job, exported: OnnxModel, recipe: Recipe) -> Engine:
         COMPILE if recipe.variant == "compile" else BASELINE,
         Engine,
         partial(
-            pytorch_.build_baseline, job.source, exported, recipe, job.build_options("pytorch")
+            pytorch_.build_baseline,
+            context.source,
+            exported,
+            recipe,
+            context.build_options("pytorch"),
         ),
-        depends_on=(canonical(job.source),),  # its files are loaded from where they lie
+        depends_on=(canonical(context.source),),  # its files are loaded from where they lie
         subject=recipe.label,
-        target=job.target("pytorch"),
+        target=context.target("pytorch"),
     )
-    return job.runner.stage(call)
+    return context.runner.stage(call)
 
 
-def _build_other(job: Job, exported: OnnxModel, eager: Engine, recipe: Recipe) -> Engine:
+def _build_other(
+    context: CompileContext, exported: OnnxModel, eager: Engine, recipe: Recipe
+) -> Engine:
     """A baseline beside eager in fp32, whose files say all that is to be loaded for most others."""
     if recipe.variant == "compile":
-        return build_baseline(job, exported, recipe)
+        return build_baseline(context, exported, recipe)
     digest = hashlib.sha256(f"{eager.digest} {canonical(recipe)}".encode()).hexdigest()
     return eager.model_copy(update={"recipe": recipe, "digest": digest, "notes": ()})
 
 
-def _build_given(job: Job, exported: OnnxModel, recipe: Recipe) -> Engine:
+def _build_given(context: CompileContext, exported: OnnxModel, recipe: Recipe) -> Engine:
     """An engine of an ONNX file as it is, by the precision of its Q/DQ where it brings any."""
     quantised = recipe.quantizer == "given"
     return build_engine(
-        job,
+        context,
         exported.model_copy(update={"precision": recipe.precision}) if quantised else exported,
         recipe,
     )
 
 
-def _gpu_tools(job: Job) -> tuple[Target | None, tuple[OrtProvider, ...]]:
+def _gpu_tools(context: CompileContext) -> tuple[Target | None, tuple[OrtProvider, ...]]:
     """TensorRT's target and ONNX Runtime's providers on the GPU of this host, if it has one."""
-    if not job.has_gpu:
+    if not context.has_gpu:
         return None, ()
     try:
-        target: Target | None = job.target("tensorrt")
+        target: Target | None = context.target("tensorrt")
     except BackendUnavailable:
         target = None
     return target, gpu_providers()
@@ -280,7 +286,7 @@ def _buildable(
 
 
 def check_baselines(
-    job: Job,
+    context: CompileContext,
     baselines: Sequence[Engine],
     reference: Engine,
     expected: ReferenceOutputs,
@@ -290,11 +296,11 @@ def check_baselines(
     The reference itself is not checked.
     One in lower precision counts only if it keeps the accuracy: its state is then `measured`.
     """
-    return tuple(_checked_baseline(job, engine, reference, expected) for engine in baselines)
+    return tuple(_checked_baseline(context, engine, reference, expected) for engine in baselines)
 
 
 def _checked_baseline(
-    job: Job,
+    context: CompileContext,
     engine: Engine,
     reference: Engine,
     expected: ReferenceOutputs,
@@ -308,7 +314,7 @@ def _checked_baseline(
     if engine.digest == reference.digest:
         return candidate
     try:
-        report = check_engine(job, engine, expected, job.data.selection)
+        report = check_engine(context, engine, expected, context.data.selection)
     except CANNOT_BUILD as error:
         return candidate.model_copy(update={"state": "failed", "reason": error.message})
     state = "measured" if report.passed else "failed accuracy"
@@ -318,7 +324,7 @@ def _checked_baseline(
 
 
 def deliverable_candidate(
-    job: Job, exported: OnnxModel, baseline: Engine, expected: ReferenceOutputs
+    context: CompileContext, exported: OnnxModel, baseline: Engine, expected: ReferenceOutputs
 ) -> Candidate:
     """A baseline as it can be delivered; without an engine where it cannot be, and then it says
     why.
@@ -330,8 +336,8 @@ def deliverable_candidate(
     if recipe == baseline.recipe:
         return candidate.model_copy(update={"engine": baseline})
     try:
-        engine = build_engine(job, exported, recipe)
-        report = check_engine(job, engine, expected, job.data.selection)
+        engine = build_engine(context, exported, recipe)
+        report = check_engine(context, engine, expected, context.data.selection)
     except CANNOT_BUILD as error:
         return candidate.model_copy(update={"state": "failed", "reason": error.message})
     found = candidate.model_copy(update={"selection": report, "notes": engine.notes})
@@ -355,7 +361,7 @@ def unfit_notes(checked: Iterable[Candidate]) -> tuple[Note, ...]:
 
 
 def kept_baseline(
-    job: Job,
+    context: CompileContext,
     exported: OnnxModel,
     measured: Measured,
     baselines: Iterable[Engine],
@@ -369,30 +375,34 @@ def kept_baseline(
     if winner is None or not is_slower_or_equal(winner):
         return None
     fastest = (each for each in baselines if each.recipe.label == measured.run.baseline)
-    return next((deliverable_candidate(job, exported, each, expected) for each in fastest), None)
+    return next(
+        (deliverable_candidate(context, exported, each, expected) for each in fastest), None
+    )
 
 
-def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepared) -> Measured:
+def measure(
+    context: CompileContext, model: OnnxModel, baselines: list[Engine], prepared: Prepared
+) -> Measured:
     """Latency of all that ran, interleaved with the baselines; a candidate that cannot be measured
     says why.
     """
     entries = entries_of(baselines, prepared)
     engines = [entry.engine for entry in entries]
     # the load of the moment does not make another host
-    quiet = job.environment.model_copy(update={"load_1min": 0.0})
+    quiet = context.environment.model_copy(update={"load_1min": 0.0})
     labels = tuple(engine.recipe.label for engine in engines)
     call = StageCall(
         BENCHMARK,
         Benchmarks,
-        partial(benchmark, entries, model, job.plan.benchmark, ENOUGH_RUNS),
-        depends_on=(labels, quiet, job.plan.profiles),
+        partial(benchmark, entries, model, context.plan.benchmark, ENOUGH_RUNS),
+        depends_on=(labels, quiet, context.plan.profiles),
     )
-    found = job.runner.stage(call)
+    found = context.runner.stage(call)
     found = with_limits(
         found,
         engines,
         {candidate.label: candidate.layers for candidate in prepared.candidates},
-        job.plan.benchmark.threads,
+        context.plan.benchmark.threads,
     )
     by_label = {result.label: result for result in found.results}
     candidates = tuple(
@@ -406,7 +416,7 @@ def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepa
             ablation_from(prepared.ablated, candidates)
             if prepared.ablated
             else Ablation(label="")
-            if job.plan.ablate
+            if context.plan.ablate
             else None
         ),
         baselines=baselines_first(found, baselines),
@@ -470,7 +480,7 @@ def with_benchmark(
 
 
 def validate_winner(
-    job: Job, reference: Engine, winner: Candidate | None
+    context: CompileContext, reference: Engine, winner: Candidate | None
 ) -> ValidationReport | None:
     """The validation set, read once: for the reference and the winner. Not read where what the user
     has is kept.
@@ -478,14 +488,14 @@ def validate_winner(
     if (
         winner is None
         or winner.engine is None
-        or job.data.validation is None
+        or context.data.validation is None
         or is_slower_or_equal(
             winner,
         )
     ):
         return None
-    expected = reference_outputs(job, reference, job.data.validation, at_every_size=False)
-    return check_engine(job, winner.engine, expected, job.data.validation)
+    expected = reference_outputs(context, reference, context.data.validation, at_every_size=False)
+    return check_engine(context, winner.engine, expected, context.data.validation)
 
 
 def baseline_notes(
@@ -518,7 +528,7 @@ def baseline_notes(
 
 
 def write_up(
-    job: Job,
+    context: CompileContext,
     models: Sequence[OnnxModel],
     measured: Measured,
     kept: Candidate | None,
@@ -541,15 +551,15 @@ def write_up(
     )
     winner = decision.winner
     return Report(
-        name=job.plan.name,
+        name=context.plan.name,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         command=command,
-        plan=job.plan,
-        source_digest=job.source.digest,
-        environment=job.environment,
-        steps=tuple(job.runner.steps),
+        plan=context.plan,
+        source_digest=context.source.digest,
+        environment=context.environment,
+        steps=tuple(context.runner.steps),
         operators=operator_tables(models),
-        reference=job.reference_name,
+        reference=context.reference_name,
         baseline=measured.baselines[0] if measured.baselines else None,
         baselines=measured.baselines[1:],
         candidates=(*measured.candidates, *built_to_keep(kept, measured.candidates)),
@@ -572,9 +582,9 @@ def write_up(
         nearest_miss=decision.nearest_miss.label if decision.nearest_miss else None,
         notes=(
             *notes,
-            *data_notes(job.plan),
+            *data_notes(context.plan),
             *chain.from_iterable(model.notes for model in models),
-            *job.runner.store.notes,
+            *context.runner.store.notes,
         ),
         peaks=measured.run.peaks,
         gpu_use=measured.run.gpu_use,

@@ -55,7 +55,7 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompileContext:
     """What every sentence of the story needs."""
 
     plan: Plan
@@ -126,7 +126,7 @@ class Job:
         return self.plugins if backend == "tensorrt" else ()
 
 
-def open_job(plan: Plan, runner: Runner) -> Job:
+def open_context(plan: Plan, runner: Runner) -> CompileContext:
     """Find the source, complete the profiles, open the data: everything that can be wrong with a
     request is said here.
     """
@@ -140,7 +140,7 @@ def open_job(plan: Plan, runner: Runner) -> Job:
         if source.kind == "onnx" and source.path
         else None
     )
-    return Job(
+    return CompileContext(
         plan=complete,
         runner=runner,
         source=source,
@@ -217,12 +217,12 @@ def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
     return Data(calibration, selection, validation)
 
 
-def batch_rows(job: Job) -> int:
+def batch_rows(context: CompileContext) -> int:
     """Samples per batch while checking accuracy: what every profile allows, at most MAX_ROWS."""
-    first = job.data.selection.specs[0].shape[:1]
+    first = context.data.selection.specs[0].shape[:1]
     if not first or isinstance(first[0], int):
         return first[0] if first and isinstance(first[0], int) else 1
-    ranges = [profile.dims[first[0]].max for profile in job.plan.profiles]
+    ranges = [profile.dims[first[0]].max for profile in context.plan.profiles]
     return max(1, min([MAX_ROWS, *ranges]))
 
 

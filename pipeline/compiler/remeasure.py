@@ -25,7 +25,7 @@ from pipeline.compiler.compile import (
     delivered_engine,
     export_model,
 )
-from pipeline.compiler.context import Job, batch_rows, open_job
+from pipeline.compiler.context import CompileContext, batch_rows, open_context
 from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of
 from pipeline.core import Engine, Note, OnnxModel
 from pipeline.errors import ModelError
@@ -53,32 +53,33 @@ AGAIN = (
 )
 
 
-def reopen_job(report: Report, plan: Plan, runner: Runner) -> Job:
-    """The job of a delivered engine, for its plan with overrides; ModelError if the source is no
-    longer what the engine was made from.
+def reopen_context(report: Report, plan: Plan, runner: Runner) -> CompileContext:
+    """Open the context of a delivered engine, for its plan with overrides.
+
+    ModelError if the source has changed since the engine was built.
     """
-    job = open_job(plan, runner)
-    if job.source.digest != report.source_digest:
+    context = open_context(plan, runner)
+    if context.source.digest != report.source_digest:
         raise ModelError(
             "the model's source or weights have changed since this engine was compiled",
             "compile the plan again",
         )
-    return job
+    return context
 
 
 def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> ValidationReport:
     """A delivered engine on its plan's validation set, or on the selection set where there is no
     other; never reused: its files may have changed.
     """
-    job = reopen_job(report, plan, runner)
-    reference = build_reference(job, export_model(job))
-    samples = job.data.validation or job.data.selection
+    context = reopen_context(report, plan, runner)
+    reference = build_reference(context, export_model(context))
+    samples = context.data.validation or context.data.selection
     arguments = (
         engine,
-        reference_outputs(job, reference, samples),
+        reference_outputs(context, reference, samples),
         samples,
-        job.plan.accuracy,
-        batch_rows(job),
+        context.plan.accuracy,
+        batch_rows(context),
     )
     check_if_sealed(engine)  # again: the reference may have taken minutes
     found: ValidationReport = runner.anew("validate", engine.recipe.label, validate, *arguments)
@@ -99,25 +100,29 @@ class Remeasured:
 
 def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
     """A delivered engine and its baselines in one interleaved run; never reused."""
-    job = reopen_job(report, plan, runner)
-    exported = export_model(job)
-    baselines = _fit_baselines(report, build_baselines(job, exported))
+    context = reopen_context(report, plan, runner)
+    exported = export_model(context)
+    baselines = _fit_baselines(report, build_baselines(context, exported))
     others = [each for each in baselines if each.digest != engine.digest]  # it may be one: `keep`
     found = _measured(report, plan, [*others, engine], exported, runner)
     fastest = next((each for each in baselines if each.recipe.label == found.baseline), None)
     kept = None
     if fastest is not None and _is_slower_or_equal(found.results[-1]):
-        kept = _kept(job, exported, fastest, engine)
+        kept = _kept(context, exported, fastest, engine)
     return Remeasured(engine, found, kept, call_of_fastest(found, baselines))
 
 
-def _kept(job: Job, exported: OnnxModel, baseline: Engine, delivered: Engine) -> Candidate:
+def _kept(
+    context: CompileContext, exported: OnnxModel, baseline: Engine, delivered: Engine
+) -> Candidate:
     """A baseline as it can be served, which may be what was delivered already."""
     recipe = delivered.recipe
     if deliverable_recipe(baseline.recipe) == recipe:
         return Candidate(label=recipe.label, recipe=recipe, state="built", engine=delivered)
-    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
-    return deliverable_candidate(job, exported, baseline, expected)
+    expected = reference_outputs(
+        context, build_reference(context, exported), context.data.selection
+    )
+    return deliverable_candidate(context, exported, baseline, expected)
 
 
 def _fit_baselines(report: Report, baselines: Sequence[Engine]) -> Sequence[Engine]:
@@ -146,11 +151,11 @@ def sweep_again(
     symbol = batch_symbol(engine.inputs)
     sizes = sweep_sizes(symbol, engine.profiles, batches)
     check_sizes(sizes, engine.inputs, engine.profiles)
-    job = reopen_job(report, plan, runner)
+    context = reopen_context(report, plan, runner)
     asked = plan.model_copy(
         update={"benchmark": plan.benchmark.model_copy(update={"sizes": sizes})}
     )
-    (found,) = _measured(report, asked, [engine], export_model(job), runner).results
+    (found,) = _measured(report, asked, [engine], export_model(context), runner).results
     assert isinstance(found, BenchmarkReport)
     return sweep_of(found.label, symbol, found.rows, limit_s)
 
