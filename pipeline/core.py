@@ -68,12 +68,10 @@ class TensorSpec(Frozen):
     name: str
     dtype: str  # numpy's name ("float32", "int64", "bool"), or "bfloat16"
     shape: tuple[Dim, ...]  # str = symbolic, () = scalar
-    location: Literal["device", "host"] = (
-        "device"  # host = a shape tensor, read by the builder on the CPU
-    )
-    kind: Literal["static", "dynamic", "data-dependent"] = (
-        "static"  # data-dependent: known only after running (NonZero)
-    )
+    # host = a shape tensor, read by the builder on the CPU
+    location: Literal["device", "host"] = "device"
+    # data-dependent: known only after running (NonZero)
+    kind: Literal["static", "dynamic", "data-dependent"] = "static"
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -161,9 +159,8 @@ class Profile(Frozen):
     """
 
     dims: dict[str, DimRange] = Field(default_factory=dict)
-    values: dict[str, ValueRange] = Field(
-        default_factory=dict
-    )  # by input name, for inputs whose values decide a shape
+    # by input name, for inputs whose values decide a shape
+    values: dict[str, ValueRange] = Field(default_factory=dict)
 
     def sizes(self, point: Point) -> dict[str, int]:
         """Size of every symbol at min, opt or max."""
@@ -252,9 +249,8 @@ class Target(Frozen):
     version: str  # of the backend's library
     device: str  # CPU model or GPU name
     cpu_flags: tuple[str, ...] = ()  # the instruction sets that change generated code, sorted
-    compute_capability: str | None = (
-        None  # "8.9"; "8.0+" of an engine for 8.0 or later; None on CPU
-    )
+    # "8.9"; "8.0+" of an engine for 8.0 or later; None on CPU
+    compute_capability: str | None = None
     driver: str | None = None
 
     def accepts(self, host: Target) -> tuple[str, ...]:
@@ -309,9 +305,8 @@ class Placement(Frozen):
     conv: bool = True
     matmul_weight: bool = True  # Gemm, and MatMul with a weight on one side
     matmul_activations: bool = False  # MatMul of two activations (attention scores)
-    residual_add: bool = (
-        True  # an Add of two activations: both inputs; for TensorRT the residual only
-    )
+    # an Add of two activations: both inputs; for TensorRT the residual only
+    residual_add: bool = True
     first_layer: bool = True  # what reads the model's inputs
     last_layer: bool = False  # the classifier
     per_channel: bool = True  # weights; activations are always per tensor
@@ -322,35 +317,28 @@ class Recipe(Frozen):
 
     backend: str
     precision: Precision
-    realised_in: Literal["graph", "runtime", "flags"] = (
-        "graph"  # runtime: the backend is told; flags: TensorRT chooses (int8: implicit)
-    )
+    # runtime: the backend is told; flags: TensorRT chooses (int8: implicit)
+    realised_in: Literal["graph", "runtime", "flags"] = "graph"
     method: CalibrationMethod | None = None  # int8 only
-    activation: Literal["int8", "uint8", "float"] = (
-        "int8"  # int8: zero point 0; uint8: asymmetric; float: as they are, weight_only
-    )
+    # int8: zero point 0; uint8: asymmetric; float: as they are, weight_only
+    activation: Literal["int8", "uint8", "float"] = "int8"
     weight_bits: Literal[7, 8] = 8  # 7 where 8-bit dot products can saturate (x86 without VNNI)
-    quantizer: Literal["crucible", "nncf", "modelopt", "onnxruntime", "given"] = (
-        "crucible"  # given: the model brings its own Q/DQ
-    )
+    # given: the model brings its own Q/DQ
+    quantizer: Literal["crucible", "nncf", "modelopt", "onnxruntime", "given"] = "crucible"
     # int4 and int8: only weights have few bits; the products are of floats unless `activation` says
     # int8
     weight_only: bool = False
     block_size: int = 0  # weight_only: weights that share a scale; 0: all of one output channel
-    smooth_quant: bool | None = (
-        # NNCF, int8: outliers of activations moved into the weights; None: where NNCF sees a
-        # transformer
-        None
-    )
+    # NNCF, int8: outliers of activations moved into the weights; None: where NNCF sees a
+    # transformer
+    smooth_quant: bool | None = None
     rest: Precision = Precision.FP32  # precision of what is not quantised
     placement: Placement = Placement()
     keep_fp32: tuple[str, ...] = ()  # node names kept in fp32 (fnmatch patterns)
-    try_methods: bool = Field(
-        default=False, exclude=True
-    )  # if it fails, choose ranges by the other methods: what follows it too
-    keep_worst: bool = Field(
-        default=False, exclude=True
-    )  # if it fails, keep its worst nodes in fp32: what follows it, no part of what it is
+    # if it fails, choose ranges by the other methods: what follows it too
+    try_methods: bool = Field(default=False, exclude=True)
+    # if it fails, keep its worst nodes in fp32: what follows it, no part of what it is
+    keep_worst: bool = Field(default=False, exclude=True)
     compute_capability: str | None = None  # for a backend that builds for a GPU that is not here
     hardware_compatible: bool = False  # TensorRT: runs on every GPU generation from Ampere on
     version_compatible: bool = False  # TensorRT: runs on later versions of the library too
@@ -435,17 +423,11 @@ class ModelSource(Frozen):
     path: Path | None = None  # .onnx or .pt2
     entrypoint: str | None = None  # module:function, returns an nn.Module
     python_path: Path | None = None  # folder the module is imported from
-    weights: Path | None = (
-        # .safetensors; None = the weights the entrypoint returns (the plan must say so in words)
-        None
-    )
+    # .safetensors; None = the weights the entrypoint returns (the plan must say so in words)
+    weights: Path | None = None
     inputs: tuple[TensorSpec, ...] = ()  # empty for .onnx: read from the graph
-    outputs: tuple[
-        str,
-        ...,
-        # names for the outputs; empty: the keys of a dict or dataclass, else output_0, output_1,
-        # ...
-    ] = ()
+    # names for the outputs; empty: the keys of a dict or dataclass, else output_0, output_1, ...
+    outputs: tuple[str, ...] = ()
     seed: int = 0
     digest: str = ""  # of all content: file, weights, source text of the entrypoint's package
 
@@ -485,9 +467,8 @@ class KeptNode(Frozen):
     node: str
     operator: str
     reason: str  # in words: "values up to 1e+06 in 'x'"
-    unnamed: bool = (
-        False  # its kernels carry no node's name, as in the loop that TensorRT makes of a GRU
-    )
+    # its kernels carry no node's name, as in the loop that TensorRT makes of a GRU
+    unnamed: bool = False
 
 
 class OnnxModel(Artifact):
@@ -512,11 +493,8 @@ class TensorRange(Frozen):
     maximum: float
     low: float  # the range the method chose; equals minimum and maximum for min-max
     high: float
-    histogram: tuple[
-        int,
-        ...,
-        # counts in equal bins over [-l, l), l a power of two; of large tensors a part of the values
-    ] = ()
+    # counts in equal bins over [-l, l), l a power of two; of large tensors a part of the values
+    histogram: tuple[int, ...] = ()
     count: int = 0  # values seen
     nonfinite: int = 0
 
@@ -538,9 +516,8 @@ class TensorRTOptions(Frozen):
 
     workspace_bytes: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
     optimization_level: int = Field(default=3, ge=0, le=5)  # TensorRT's own default is 3
-    timing_iterations: int = Field(
-        default=8, ge=1, le=100
-    )  # as trtexec; TensorRT's own default is 1
+    # as trtexec; TensorRT's own default is 1
+    timing_iterations: int = Field(default=8, ge=1, le=100)
     plugins: tuple[Path, ...] = ()  # libraries with plugins that the model's operators need
 
 

@@ -26,16 +26,14 @@ class Padding(Frozen):
 class BatchSpec(Frozen):
     """Whether and how requests may be answered together."""
 
-    axes: Mapping[
-        str, int | None
-    ]  # of each input and output by name; None: not batched, the same for all rows of a batch
+    # of each input and output by name; None: not batched, the same for all rows of a batch
+    axes: Mapping[str, int | None]
     maximum: int = Field(default=1, ge=1)  # rows of a batch, as the profiles allow
     padding: tuple[Padding, ...] = ()
     proved: bool = False  # row i of a full batch, of a padded batch and alone were seen to agree
     reason: str = ""  # why it is not proved: then every request runs alone
-    largest_error: float | None = (
-        None  # seen in the proof, relative to the largest value of an output
-    )
+    # seen in the proof, relative to the largest value of an output
+    largest_error: float | None = None
 
 
 class InputRecipe(Frozen):

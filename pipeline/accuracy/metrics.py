@@ -22,9 +22,8 @@ for them.
 """
 
 Z_95 = 1.959964  # 95 % of a normal distribution lie within
-SNR_LIMIT_DB = (
-    200.0  # identical outputs have no noise; JSON has no infinity, and float32 ends near 150 dB
-)
+# identical outputs have no noise; JSON has no infinity, and float32 ends near 150 dB
+SNR_LIMIT_DB = 200.0
 
 
 def by_sample(array: Array, samples: int, whole: bool = False) -> Array:
@@ -110,9 +109,8 @@ def _scores_by_place(outputs: Array, labels: Array) -> Floats:
         "give one integer label per sample, choose another `accuracy.output`, or set"
         " `accuracy.metric: cosine`"
     )
-    is_table = (
-        outputs.ndim >= 2 and outputs.size == outputs.shape[0] * outputs.shape[1]
-    )  # axes of 1 may stand behind
+    # axes of 1 may stand behind
+    is_table = outputs.ndim >= 2 and outputs.size == outputs.shape[0] * outputs.shape[1]
     per_sample = is_table and labels.shape == outputs.shape[:1]
     per_place = (
         outputs.ndim >= 2
@@ -182,9 +180,8 @@ def _standard_errors(lost: int, gained: int, samples: int, drop: float) -> float
         (2 * samples - lost + gained) * drop - lost - gained,
         -gained * drop * (1 - drop),
     )
-    gains = (math.sqrt(b * b - 4 * a * c) - b) / (
-        2 * a
-    )  # the likeliest rate of gained samples under `drop`
+    # the likeliest rate of gained samples under `drop`
+    gains = (math.sqrt(b * b - 4 * a * c) - b) / (2 * a)
     variance = samples * (2 * gains + drop * (1 - drop))
     far = lost - gained - samples * drop
     return far / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, far)

@@ -73,9 +73,8 @@ def reversals(recipe: Recipe) -> tuple[Reversal, ...]:
         name: recipe.placement.model_copy(update={name: not getattr(recipe.placement, name)})
         for name in SWITCHES
     }
-    variant = (
-        ABLATED if recipe.variant else ""
-    )  # of a rescued one: no attempt of that rescue, so it is measured whatever it loses
+    # of a rescued one: no attempt of that rescue, so it is measured whatever it loses
+    variant = ABLATED if recipe.variant else ""
     return tuple(
         Reversal(name, recipe.model_copy(update={"placement": placement, "variant": variant}))
         for name, placement in turned.items()

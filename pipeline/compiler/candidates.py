@@ -95,20 +95,20 @@ from pipeline.stages.sensitivity import rank_nodes
 from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 
 GPU_BACKENDS = ("tensorrt", "torch")  # tried on a GPU where the plan names no candidates
-MIN_AOTI_BYTES = (
-    100 * 2**20
-)  # bytes of a model for which packages of AOTInductor are tried beside TensorRT
+# bytes of a model for which packages of AOTInductor are tried beside TensorRT
+MIN_AOTI_BYTES = 100 * 2**20
 TOO_SMALL_FOR_AOTI = (
     "AOTInductor is left out: the model is below 100 MiB, and each package takes up to a minute to"
     " build. To try it, name it in `candidates`: {backend: torch, precision: fp16}"
 )
 MAX_SIDE_BY_SIDE_BYTES = 50 * 2**20  # bytes of a model whose candidates are prepared side by side
 POLL_S = 0.1  # between two looks at threads that are to end
+# precisions with one kernel for an attention; of fp8 that is not known
 FUSED = (
     Precision.FP16,
     Precision.BF16,
     Precision.INT8,
-)  # precisions with one kernel for an attention; of fp8 that is not known
+)
 CALIBRATE = Stage("calibrate", 2, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 2, ("onnx", "onnxruntime"), writes_files=False)
 CONVERT = Stage("convert", 6, ("onnx", "onnxruntime"))
@@ -522,11 +522,12 @@ def rank(context: CompileContext, model: OnnxModel, failed: Candidate) -> NodeRa
     backend = backends.backend(failed.recipe.backend)
     try:  # first whether it can keep any
         backend.check_recipe(keeping(failed.recipe, ["*"]), context.target(failed.recipe.backend))
+        # one loss at a time
         low = convert_model(
             context,
             model,
             failed.recipe.model_copy(update={"realised_in": "graph", "rest": Precision.FP32}),
-        )  # one loss at a time
+        )
         work = partial(rank_nodes, model, low, samples, worst)
         return context.runner.stage(StageCall(RANK, NodeRanking, work, subject=failed.label))
     except (UnsupportedError, BackendUnavailable, ModelError, ChildDied) as error:

@@ -40,9 +40,8 @@ from pipeline.stages.benchmark import check_sizes
 
 GENERATED_SAMPLES = 32  # random inputs on which tensor errors are taken where there is no data
 FEEDS_FOR_CHECKS = 4  # real samples on which export and simplify are checked
-MAX_ROWS = (
-    32  # samples per batch while checking accuracy: enough for speed, little enough for memory
-)
+# samples per batch while checking accuracy: enough for speed, little enough for memory
+MAX_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +63,10 @@ class CompileContext:
     data: Data
     environment: Environment
     plugins: tuple[str, ...] = ()  # sha256 of each library that the plan names
-    given: Precision | None = (
-        None  # precision of the Q/DQ that the model brings; of a PyTorch model known after export
-    )
-    crashed: dict[str, str] = field(
-        default_factory=dict
-    )  # forms of PyTorch programs that crashed here, and the first label
+    # precision of the Q/DQ that the model brings; of a PyTorch model known after export
+    given: Precision | None = None
+    # forms of PyTorch programs that crashed here, and the first label
+    crashed: dict[str, str] = field(default_factory=dict)
 
     targets: dict[str, Target] = field(default_factory=dict)  # of backends that were asked for
     has_gpu: bool = False

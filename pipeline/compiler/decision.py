@@ -62,9 +62,8 @@ class Decision:
     """The verdict with its reasons, and what to try next."""
 
     verdict: Verdict
-    winner: (
-        Candidate | None
-    )  # with `keep` the fastest accurate candidate, which lost to the baseline
+    # with `keep` the fastest accurate candidate, which lost to the baseline
+    winner: Candidate | None
     reasons: tuple[str, ...]
     next_steps: tuple[str, ...] = ()
     nearest_miss: Candidate | None = None
@@ -330,9 +329,8 @@ def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tupl
     mend = mend_data([candidate.reason for candidate in candidates])
     if MEND_LABELS in mend:  # no engine is at fault
         return mend
-    rescued = any(
-        candidate.recipe.variant for candidate in candidates
-    )  # all else was tried already
+    # all else was tried already
+    rescued = any(candidate.recipe.variant for candidate in candidates)
     in_16_bits = miss is not None and miss.recipe.precision in (Precision.FP16, Precision.BF16)
     steps = (TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)
     return (*mend, *(step for step in steps if not (rescued and step == KEEP_WORST)))

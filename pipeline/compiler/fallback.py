@@ -33,9 +33,10 @@ Step = Literal["fp32", "opt", "method", "keep", "bf16"]
 
 NAMED = 3  # nodes that a sentence names one by one
 KEEP = "worst nodes kept in fp32"
+# backends whose engine is the same whatever the opt shape is
 ANY_SHAPE = frozenset(
     {"onnxruntime", "openvino", "torch"},
-)  # backends whose engine is the same whatever the opt shape is
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +210,11 @@ def with_nodes_kept(
 
 def keeping(recipe: Recipe, nodes: Sequence[str]) -> Recipe:
     """The recipe with these nodes in fp32 too."""
+    # names are patterns in a recipe
     kept = (
         *recipe.keep_fp32,
         *(glob.escape(name) for name in nodes),
-    )  # names are patterns in a recipe
+    )
     return recipe.model_copy(
         update={
             "realised_in": "graph",

@@ -92,9 +92,8 @@ class Remeasured:
 
     engine: Engine
     found: Benchmarks
-    kept: (
-        Candidate | None
-    )  # if the engine is no faster: the baseline as it is delivered, or why not
+    # if the engine is no faster: the baseline as it is delivered, or why not
+    kept: Candidate | None
     call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
 
 

@@ -36,17 +36,15 @@ from pipeline.errors import DataError
 from pipeline.plan.schema import DataPaths, GeneratedData
 
 LABELS = "labels"
-NUMBERED = re.compile(
-    r"(?P<number>\d{1,9})/(?P<array>.+)", re.ASCII | re.DOTALL
-)  # an array of one sample: "12/x"
+# an array of one sample: "12/x"
+NUMBERED = re.compile(r"(?P<number>\d{1,9})/(?P<array>.+)", re.ASCII | re.DOTALL)
 BATCH_NAMES = ("batch", "batch_size")  # of a symbol that can mean nothing else
 NUMBER_THEM = (
     "number the samples and give each array as the model takes it: '0/{0}', '1/{0}', ..."
     " (docs/data.md)"
 )
-_BLOCK_BYTES = (
-    4 << 20
-)  # read per step of the checking pass: large enough for speed, small against any model
+# read per step of the checking pass: large enough for speed, small against any model
+_BLOCK_BYTES = 4 << 20
 _UNBOUNDED = 2**31 - 1
 
 
@@ -119,9 +117,8 @@ class FeedsPart:
     """One .npz file with numbered samples, each a whole feed with shapes of its own."""
 
     path: Path
-    feeds: tuple[
-        tuple[Member, ...], ...
-    ]  # of each sample its inputs in the model's order, labels last
+    # of each sample its inputs in the model's order, labels last
+    feeds: tuple[tuple[Member, ...], ...]
     inputs: tuple[str, ...]
     first: int
     has_labels: bool
@@ -170,9 +167,8 @@ class GeneratedPart:
     samples: int
     rows: tuple[int, int]
     whole: bool  # a sample is a whole input
-    values: tuple[
-        tuple[str, tuple[int, ...]], ...
-    ] = ()  # of inputs whose values decide a shape, each the usual one of its profile
+    # of inputs whose values decide a shape, each the usual one of its profile
+    values: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def sizes(self, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
         """The size of each symbol of a sample, besides the one that counts rows."""
@@ -205,9 +201,8 @@ class SampleSet:
     digest: str  # of all inputs and labels, in order
     samples: int
     specs: tuple[TensorSpec, ...]
-    sample_digests: tuple[
-        bytes, ...
-    ]  # of each sample's inputs; of a generated set one digest, that of its seed
+    # of each sample's inputs; of a generated set one digest, that of its seed
+    sample_digests: tuple[bytes, ...]
     has_labels: bool
     parts: tuple[FilePart | FeedsPart | GeneratedPart, ...]
 
@@ -316,10 +311,11 @@ def _part(
 ) -> FilePart | FeedsPart:
     """One file as the names of its arrays say: an axis of samples in front, or numbered samples."""
     headers = read_headers(path)
+    # a name of the model's own may look like a number's
     names = {
         *(spec.name for spec in inputs),
         LABELS,
-    }  # a name of the model's own may look like a number's
+    }
     numbered = [name for name in headers if name not in names and NUMBERED.fullmatch(name)]
     if not numbered:
         part = _file_part(path, headers, inputs, profiles, first)
@@ -396,9 +392,8 @@ def _cut(samples: int, size: int, rows: tuple[int, int]) -> Iterator[int]:
     fewest, most = rows
     size = min(max(size, fewest), most)
     batches = min(math.ceil(samples / size), samples // fewest)
-    size = max(
-        size, math.ceil(samples / batches)
-    )  # above what was asked only where the last batch would be too short
+    # above what was asked only where the last batch would be too short
+    size = max(size, math.ceil(samples / batches))
     for after in reversed(range(batches)):
         count = min(size, samples - after * fewest)
         samples -= count

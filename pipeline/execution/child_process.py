@@ -39,11 +39,12 @@ T = TypeVar("T")
 GRACE_S = 3.0
 # a library may be silent for minutes; whoever shows how long a stage has run hears of it that often
 ALIVE_S = 2.0
+# the garbage collector takes a tenth of the time that importing torch or NNCF needs
 FEWER_COLLECTIONS = (
     50_000,
     20,
     20,
-)  # the garbage collector takes a tenth of the time that importing torch or NNCF needs
+)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Where children look for modules: sys.path as this process began. A user's folder put in front
 # since may hold a `pipeline` of its own.

@@ -44,9 +44,8 @@ MANIFEST = "artifact.json"
 PASSING = ".passing-"  # in the name of a folder whose artifact does not last, after its digest
 LAYOUT = 2  # of this folder; raised when artifacts written before cannot be read any more
 DIGITS = 16  # of a sha256 that a message shows
-MIN_FREE_BYTES = (
-    65536  # a disk with less is full: libraries that fail to write do not always say why
-)
+# a disk with less is full: libraries that fail to write do not always say why
+MIN_FREE_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +106,8 @@ class Store:
                 "set CRUCIBLE_HOME to a folder you can write",
             ) from error
         self.notes: list[Note] = []
-        self._passing: dict[
-            str, Path
-        ] = {}  # artifacts for as long as this store is open, by digest
+        # artifacts for as long as this store is open, by digest
+        self._passing: dict[str, Path] = {}
 
     def find(self, key: Key, kind: type[A]) -> Stored[A] | None:
         """The artifact of this key if it is there and intact, else that of the shared store."""
@@ -312,9 +310,8 @@ def _mark_used(folder: Path) -> None:
 
 def _last_used(folder: Path) -> float:
     manifest = folder / MANIFEST
-    return (
-        (manifest if manifest.exists() else folder).stat().st_mtime
-    )  # one without is damaged, and as old as that is
+    # one without is damaged, and as old as that is
+    return (manifest if manifest.exists() else folder).stat().st_mtime
 
 
 def _folder(root: Path, stage: str, digest: str) -> Path:

@@ -79,9 +79,8 @@ class ModelConfig(Frozen):
     entrypoint: str | None = None  # module:function returning an nn.Module
     python_path: Path = Path()  # where the module is imported from
     weights: Path | None = None  # .safetensors
-    weights_from: str = (
-        ""  # where the weights come from when there is no file, in words; goes into the report
-    )
+    # where the weights come from when there is no file, in words; goes into the report
+    weights_from: str = ""
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[str, ...] = ()
     seed: int = 0
@@ -159,9 +158,8 @@ class Thresholds(Frozen):
 class AccuracyConfig(Frozen):
     """The gate: how good is good enough."""
 
-    metric: str = (
-        "auto"  # top1, top5, cosine, module:function, or auto: top1 with labels, else cosine
-    )
+    # top1, top5, cosine, module:function, or auto: top1 with labels, else cosine
+    metric: str = "auto"
     output: str | None = None  # the output the metric reads; None = the first
     python_path: Path = Path()  # where the module of a user metric is imported from
     max_drop: float = Field(default=0.01, ge=0)  # in units of the metric, against the reference
@@ -232,9 +230,8 @@ class CandidateConfig(Frozen):
     method: Methods = ("auto",)  # int8 only
     activation: Literal["auto", "int8", "uint8"] = "auto"
     weight_bits: Literal[7, 8] | None = None
-    realised_in: Literal["auto", "graph", "flags"] = (
-        "auto"  # TensorRT: written into the graph, or by builder flags (int8: implicit)
-    )
+    # TensorRT: written into the graph, or by builder flags (int8: implicit)
+    realised_in: Literal["auto", "graph", "flags"] = "auto"
     quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
     weight_only: bool = False  # int8 and int4; int4 is nothing else
     block_size: Literal[32, 64, 128] | None = None  # weight_only
@@ -270,9 +267,8 @@ class SimplifyConfig(Frozen):
     timeout_s: float = Field(default=600, gt=0)  # for surgery and for simplification
     surgery: str | None = None  # module:function, takes and returns an onnx.ModelProto
     python_path: Path = Path()  # where the module of the surgery is imported from
-    plain_attention: bool = (
-        True  # written as fused kernels know it; rolled back where that changes an answer
-    )
+    # written as fused kernels know it; rolled back where that changes an answer
+    plain_attention: bool = True
 
     @model_validator(mode="after")
     def _function(self) -> SimplifyConfig:
@@ -323,12 +319,10 @@ class BenchmarkConfig(Frozen):
     """How long and at which sizes to measure."""
 
     sizes: tuple[dict[str, int], ...] = ()  # sizes of the symbols; empty: every profile's opt
-    duration_s: float = Field(
-        default=3.0, gt=0
-    )  # of measuring, per candidate and size, shared by six processes
-    budget_s: float = Field(
-        default=60.0, gt=0
-    )  # of the whole benchmark; for the four processes that a ratio needs it may take twice as long
+    # of measuring, per candidate and size, shared by six processes
+    duration_s: float = Field(default=3.0, gt=0)
+    # of the whole benchmark; for the four processes that a ratio needs it may take twice as long
+    budget_s: float = Field(default=60.0, gt=0)
     warmup_s: float = Field(default=0.2, ge=0)
     warmup_runs: int = Field(default=10, ge=0)
     threads: int = Field(default=0, ge=0)  # 0 = all cores
@@ -338,9 +332,8 @@ class BenchmarkConfig(Frozen):
 class Plan(Frozen):
     """Everything `crucible compile` needs to know."""
 
-    name: str = Field(
-        default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$"
-    )  # never `..`, which is another folder
+    # never `..`, which is another folder
+    name: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$")
     model: ModelConfig
     profiles: Profiles = ()
     data: DataConfig = DataConfig()
@@ -350,9 +343,8 @@ class Plan(Frozen):
     # fp16, and what says `keep_fp32: auto`, is tried in other ways where it is over the limits, a
     # few builds more
     rescue: bool = True
-    keep_builds: int = Field(
-        default=6, ge=1
-    )  # most engines built, per candidate, to find the nodes that must stay in fp32
+    # most engines built, per candidate, to find the nodes that must stay in fp32
+    keep_builds: int = Field(default=6, ge=1)
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
@@ -436,10 +428,11 @@ def override_plan(plan: Plan, overrides: Iterable[str]) -> Plan:
     working folder.
     """
     document = plan.model_dump(mode="json")
+    # as written
     document["profiles"] = [
         {**each["dims"], **({"values": each["values"]} if each["values"] else {})}
         for each in document["profiles"]
-    ]  # as written
+    ]
     return plan_from_document(document, base=Path.cwd(), overrides=overrides)
 
 
@@ -523,13 +516,14 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
     )
 
 
+# parts of a place in the plan that nobody writes
 _UNWRITTEN = (
     "(files)",
     "(generated)",
     "(word)",
     "(names)",
     "dims",
-)  # parts of a place in the plan that nobody writes
+)
 _IN_WORDS = {
     "tuple": "list, written [a, b] or with dashes",
     "dictionary": "mapping of `key: value`",

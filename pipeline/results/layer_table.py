@@ -12,19 +12,16 @@ class Layer(Frozen):
 
     name: str
     kind: str  # the library's own word: CaskConvolution, gemm, kgen, Reformat
-    precision: (
-        Precision | Literal["integer", "none", "unknown"]
-    )  # integer: sizes and indices; none: moves or converts data only
-    evidence: Literal[
-        "tactic", "types", "none"
-    ]  # the kernel's name, else the types of inputs and outputs
+    # integer: sizes and indices; none: moves or converts data only
+    precision: Precision | Literal["integer", "none", "unknown"]
+    # the kernel's name, else the types of inputs and outputs
+    evidence: Literal["tactic", "types", "none"]
     # multiplies matrices (convolution, Gemm, MatMul, attention): what an engine's precision is
     # about
     heavy: bool = False
     nodes: tuple[str, ...] = ()  # the ONNX nodes it computes
-    operators: tuple[
-        str, ...
-    ] = ()  # of each node its operator, "" where it is not known; empty: nothing is
+    # of each node its operator, "" where it is not known; empty: nothing is
+    operators: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()  # dtype of each
     outputs: tuple[str, ...] = ()
     seconds: float | None = None  # median per run; None: not timed

@@ -25,9 +25,8 @@ MAX_BELOW_FP32 = 0.01
 # that must run in the precision of a tf32, fp16 or bf16 engine; measured 0.99 to 1, nodes kept in
 # fp32 take their part
 MIN_FLOAT = 0.5
-FEW_BITS = frozenset(
-    {"int8", "uint8", "int4", "uint4", "i4", "u4"}
-)  # what a product reads beside floats if its weights have few bits
+# what a product reads beside floats if its weights have few bits
+FEW_BITS = frozenset({"int8", "uint8", "int4", "uint4", "i4", "u4"})
 # ONNX Runtime's product with such weights; its profile leaves out inputs that a kernel packed for
 # itself
 NARROW = "MatMulNBits"
@@ -45,9 +44,8 @@ INTEGER_OPERATORS = frozenset(
 
 MATMULS = frozenset({"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"})
 PRODUCTS = CONVOLUTIONS | MATMULS | frozenset({"Attention", "Einsum", "GRU", "LSTM", "RNN"})
-SILENT = frozenset(
-    {"", "Cast", "QuantizeLinear", "DequantizeLinear", "Identity", "Constant"}
-)  # do not make a fusion worth telling
+# do not make a fusion worth telling
+SILENT = frozenset({"", "Cast", "QuantizeLinear", "DequantizeLinear", "Identity", "Constant"})
 SHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})  # nor do these
 
 

@@ -53,9 +53,8 @@ class SizeCheck(Frozen):
     """What the gate found at one size besides that of the whole set."""
 
     profile: int  # counted from 0
-    sizes: dict[
-        str, int
-    ]  # of all symbols, or of the one that counts rows where samples bring the others
+    # of all symbols, or of the one that counts rows where samples bring the others
+    sizes: dict[str, int]
     inputs: Literal["samples", "generated"]  # generated: no sample has these sizes
     samples: int  # rows that were compared, those that repeat another not counted; 0: none
     cosine: float | None = None  # smallest over samples and outputs
@@ -89,9 +88,8 @@ class ValidationReport(Frozen):
     outputs: tuple[OutputError, ...]
     metric: MetricResult | None = None  # None: no data, or a score was NaN (then a failure says so)
     sizes: tuple[SizeCheck, ...] = ()  # other sizes of every profile; empty for the validation set
-    failures: tuple[
-        str, ...
-    ] = ()  # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric, at any size
+    # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric, at any size
+    failures: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
 
     @property
@@ -104,13 +102,10 @@ class Bound(Frozen):
 
     kind: Literal["compute", "bandwidth", "overhead", "copies", "unknown"]
     precision: Precision  # whose peak is meant: the one that the heavy layers run in
-    share_of_peak_flops: float | None = (
-        None  # of the row's FLOP/s; None: the peak, or the graph's FLOPs, are unknown
-    )
-    share_of_peak_bytes: float | None = (
-        # of the bytes of the unfused graph in this precision; over 1: fused, or kept in caches
-        None
-    )
+    # of the row's FLOP/s; None: the peak, or the graph's FLOPs, are unknown
+    share_of_peak_flops: float | None = None
+    # of the bytes of the unfused graph in this precision; over 1: fused, or kept in caches
+    share_of_peak_bytes: float | None = None
     why: str
     next_step: str
 
@@ -132,25 +127,18 @@ class LatencyRow(Frozen):
     upload: Samples
     compute: Samples
     download: Samples
-    latency: Samples | None = (
-        None  # upload to download, in the same runs as these three; None: an older report
-    )
-    enqueue: Samples | None = (
-        # of the call that starts the work, host clock; None on a CPU, where it returns when the
-        # work is done
-        None
-    )
+    # upload to download, in the same runs as these three; None: an older report
+    latency: Samples | None = None
+    # of the call that starts the work, host clock; None on a CPU, where it returns when the work is
+    # done
+    enqueue: Samples | None = None
     totals: Totals | None = None
-    throughput_per_s: (
-        float  # samples (rows of the batch axis; 1 where there is none) per second, at the median
-    )
+    # samples (rows of the batch axis; 1 where there is none) per second, at the median
+    throughput_per_s: float
     flops_per_s: float | None  # None: the graph's FLOPs are unknown
     bytes_per_s: float | None
-    ratio: Interval | None = (
-        # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the
-        # baseline
-        None
-    )
+    # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the baseline
+    ratio: Interval | None = None
     ratio_missing: str = ""  # why there is no ratio, of a row that is compared
     peak_memory_bytes: int = 0  # of the child process
     bound: Bound | None = None
@@ -224,13 +212,11 @@ class Candidate(Frozen):
     state: State
     reason: str = ""  # why it did not come further
     engine: Engine | None = None
-    kept_fp32: tuple[
-        KeptNode, ...
-    ] = ()  # what the conversion left in fp32, beside the nodes that the recipe names
+    # what the conversion left in fp32, beside the nodes that the recipe names
+    kept_fp32: tuple[KeptNode, ...] = ()
     layers: LayerTable | None = None  # what really ran; None: this backend gives no evidence
-    other_layers: tuple[
-        LayerTable, ...
-    ] = ()  # of the profiles after the first, where they have kernels of their own
+    # of the profiles after the first, where they have kernels of their own
+    other_layers: tuple[LayerTable, ...] = ()
     selection: ValidationReport | None = None
     benchmark: BenchmarkReport | None = None
     notes: tuple[Note, ...] = ()  # of calibration, conversion and build
@@ -305,9 +291,8 @@ class AblationRow(Frozen):
     drop_change: float | None = None  # above 0: reversed, it loses more
     cosine: float | None = None  # the smallest of all outputs
     cosine_change: float | None = None
-    ratio: Interval | None = (
-        None  # median before over median after, 95 % interval; above 1: reversed, it is faster
-    )
+    # median before over median after, 95 % interval; above 1: reversed, it is faster
+    ratio: Interval | None = None
 
 
 class Ablation(Frozen):
@@ -339,16 +324,12 @@ class Report(Frozen):
     rescues: tuple[Rescue, ...] = ()
     ablation: Ablation | None = None  # None: the plan did not ask for it
     winner: str | None = None  # a candidate's label; with `keep` that of the baseline
-    ratio: Interval | None = (
-        # of the winner to the baseline, at the first shape; with `keep` of the fastest accurate
-        # candidate
-        None
-    )
+    # of the winner to the baseline, at the first shape; with `keep` of the fastest accurate
+    # candidate
+    ratio: Interval | None = None
     ratio_missing: str = ""  # why there is no ratio
-    delivered: Engine | None = (
-        # the engine that the verdict stands for; None: rejected, not to be had, or an older report
-        None
-    )
+    # the engine that the verdict stands for; None: rejected, not to be had, or an older report
+    delivered: Engine | None = None
     validation: ValidationReport | None = None  # of the winner, on the validation set
     verdict: Verdict
     reasons: tuple[str, ...] = ()
