@@ -1,5 +1,6 @@
-"""One recipe's way through the line: quantise or cast, build, prove the precision, check the
-answers; and the rescue of one that fails.
+"""Prepare one recipe: quantise or cast, build, prove the precision, check the outputs.
+
+Also rescues candidates that fail their accuracy, and runs the ablation.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ TOO_SMALL_FOR_AOTI = (
     " build. To try it, name it in `candidates`: {backend: torch, precision: fp16}"
 )
 MAX_SIDE_BY_SIDE_BYTES = 50 * 2**20  # bytes of a model whose candidates are prepared side by side
-POLL_S = 0.1  # between two looks at threads that are to end
+POLL_S = 0.1  # between two checks whether the threads have ended
 # precisions with one kernel for an attention; of fp8 that is not known
 FUSED = (
     Precision.FP16,
@@ -123,7 +124,7 @@ QUANTIZERS: dict[str, tuple[Stage, Callable[..., OnnxModel]]] = {
         calibrate_with_tensorrt,
     ),
 }
-"""Libraries that choose ranges and placement by themselves."""
+"""Stage and function of the libraries that choose ranges and placement by themselves."""
 WEIGHT_QUANTIZERS: dict[str, tuple[Stage, Callable[..., OnnxModel]]] = {
     "nncf": (Stage("convert", 2, ("onnx", "nncf")), compress_with_nncf),
     "onnxruntime": (Stage("convert", 2, ("onnx", "onnxruntime")), compress_with_onnxruntime),
@@ -154,12 +155,12 @@ CANNOT_BUILD = (
     CudaError,
     OutOfDeviceMemory,
 )
-"""Why one engine cannot be had, where others may."""
+"""Errors that stop one candidate but not the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Every candidate as far as it came, and how those that failed were rescued."""
+    """The candidates with their states, and the rescues of those that failed."""
 
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...] = ()
@@ -167,22 +168,20 @@ class Prepared:
 
 
 def check_candidates(context: CompileContext) -> None:
-    """Say what is wrong with the plan's candidates before anything is exported.
+    """Raise the errors of the plan's candidates before the export starts.
 
-    int8 needs calibration data, unless a PyTorch model brings scales of its own: where that
-    decides, the model is run once to see.
+    int8 needs calibration data, unless the PyTorch model has scales of its own. The model runs
+    once to find that out, but only if the plan has int8 and no calibration data.
     """
     if context.source.kind != "onnx":
-        here = context.target("pytorch")
-        baseline_recipes(
-            context.plan.benchmark.baselines, here, castable=context.source.kind != "pt2"
-        )
+        castable = context.source.kind != "pt2"
+        baseline_recipes(context.plan.benchmark.baselines, context.target("pytorch"), castable)
     try:
         recipes_of(context)
     except PlanError:
         if context.data.calibration is not None or context.source.kind == "onnx":
             raise
-        recipes_of(context, exported=False)  # what else is wrong needs no model to be loaded
+        recipes_of(context, exported=False)  # raises all errors that need no loaded model
         if not context.runner.run(
             quantises, context.source, *context.samples.first(1), name="does the model quantise?"
         ):
@@ -192,28 +191,26 @@ def check_candidates(context: CompileContext) -> None:
 def recipes_of(
     context: CompileContext, exported: bool = True, size: int | None = None
 ) -> tuple[tuple[Recipe, ...], tuple[Note, ...]]:
-    """The recipes to try. A backend that the plan names must be here; of the others, those that
-    are.
+    """Return the recipes to try, with notes on backends and precisions that are left out.
 
-    Before a PyTorch model is exported it may still bring scales of its own, and int8 need no
-    calibration data. `size`: bytes of the exported model. Beside TensorRT a small one is not
-    compiled by AOTInductor, unless the plan names it.
+    BackendUnavailable if the plan names a backend that is not installed. Without names in the
+    plan, the installed backends are used.
+
+    `exported`: False before the export, when a PyTorch model may still have scales of its own, so
+    that int8 may need no calibration data. `size`: bytes of the exported model. If TensorRT is
+    used, a model below MIN_AOTI_BYTES is not compiled by AOTInductor, unless the plan names torch.
     """
     calibrated = context.data.calibration is not None or not (
         exported or context.source.kind == "onnx"
     )
     named = {candidate.backend for candidate in context.plan.candidates}
     targets, notes = {}, []
-    for name in named or (*(GPU_BACKENDS if context.has_gpu else ()), "onnxruntime", "openvino"):
+    gpu_backends = GPU_BACKENDS if context.has_gpu else ()
+    is_small = size is not None and size < MIN_AOTI_BYTES
+    for name in named or (*gpu_backends, "onnxruntime", "openvino"):
         if name == "torch" and not named and context.source.kind == "onnx":
             continue
-        if (
-            name == "torch"
-            and not named
-            and "tensorrt" in targets
-            and size is not None
-            and size < MIN_AOTI_BYTES
-        ):
+        if name == "torch" and not named and "tensorrt" in targets and is_small:
             notes.append(Note(stage="candidates", text=TOO_SMALL_FOR_AOTI, level="info"))
             continue
         try:
@@ -236,55 +233,59 @@ def recipes_of(
         context.given,
         gpu_providers() if context.has_gpu else (),
     )
-    found = (
-        recipes_from_candidate(each, targets[each.backend], context.plan, calibrated, context.given)
-        for each in candidates
+    expanded = (
+        recipes_from_candidate(
+            candidate, targets[candidate.backend], context.plan, calibrated, context.given
+        )
+        for candidate in candidates
     )
-    recipes = distinct(chain.from_iterable(found))
+    recipes = distinct(chain.from_iterable(expanded))
     check_any(recipes, targets)
     return recipes, (*notes, *release_notes(targets), *unused_notes(context))
 
 
 def release_notes(targets: Mapping[str, Target]) -> tuple[Note, ...]:
-    """What was reported of the installed TensorRT's answers. Not kept with engines: an old one
-    would lack a new report.
+    """Return notes on known wrong results of the installed TensorRT release.
+
+    They are not stored with engines, because a stored engine would lack later reports.
     """
     version = targets["tensorrt"].version if "tensorrt" in targets else ""
     return tuple(Note(stage="build", text=text) for text in release_warnings(version))
 
 
 def check_any(recipes: Sequence[Recipe], targets: Mapping[str, Target]) -> None:
-    """UnsupportedError where no recipe can be had on this host; where some can, `prepare` reports
-    the others as refused.
+    """Raise UnsupportedError if this host supports none of the recipes.
+
+    If it supports some, `prepare` reports the others as refused.
     """
-    refused = []
+    errors = []
     for recipe in recipes:
         try:
             backends.backend(recipe.backend).check_recipe(recipe, targets[recipe.backend])
         except UnsupportedError as error:
-            refused.append(error)
-    if recipes and len(refused) == len(recipes):
-        raise refused[0]
+            errors.append(error)
+    if recipes and len(errors) == len(recipes):
+        raise errors[0]
 
 
 def unused_notes(context: CompileContext) -> tuple[Note, ...]:
-    """What the plan asks for in vain, since the model brings its own scales."""
+    """Return notes on settings that have no effect because the model has its own Q/DQ."""
     if context.given is None:
         return ()
-    unused = {
-        "calibration data is not needed": context.data.calibration is not None,
-        "`ablate` has no switches to reverse": context.plan.ablate,
-    }
+    unused = []
+    if context.data.calibration is not None:
+        unused.append("calibration data is not needed")
+    if context.plan.ablate:
+        unused.append("`ablate` has no switches to reverse")
     return tuple(
         Note(stage="calibrate", text=f"{text}: the model brings its own Q/DQ", level="info")
-        for text, told in unused.items()
-        if told
+        for text in unused
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A candidate as far as it came, and the bug of ours that stopped it, if one did."""
+    """A candidate with its state, and the InternalError that stopped it, if there is one."""
 
     candidate: Candidate
     bug: InternalError | None = None
@@ -293,7 +294,7 @@ class Outcome:
 def prepare(
     context: CompileContext, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs
 ) -> Outcome:
-    """Convert, build and check one candidate, as far as it comes. What stops it is its reason."""
+    """Convert, build and check one candidate. An error that stops it becomes its reason."""
     candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
     try:
         backends.backend(recipe.backend).check_recipe(recipe, context.target(recipe.backend))
@@ -305,7 +306,7 @@ def prepare(
         plain_attention = context.plan.simplify.plain_attention
         candidate = with_layers(candidate, tables, converted, plain_attention)
         candidate = with_answers(context, model, candidate, engine, expected)
-    except InternalError as error:  # the others may still be right
+    except InternalError as error:  # other candidates may still work
         reason = f"a bug in Crucible, please report it: {error.message}"
         return Outcome(stopped(candidate, "failed", reason), error)
     except CANNOT_BUILD as error:
@@ -316,7 +317,7 @@ def prepare(
 
 
 def state_after(error: CrucibleError, candidate: Candidate) -> State:
-    """The state of a candidate that an error has stopped."""
+    """Return the state of a candidate that an error has stopped."""
     if isinstance(error, UnsupportedError):
         return "refused"
     if isinstance(error, BackendUnavailable):
@@ -327,7 +328,7 @@ def state_after(error: CrucibleError, candidate: Candidate) -> State:
 def with_engine(
     candidate: Candidate, engine: Engine, model: OnnxModel, converted: OnnxModel
 ) -> Candidate:
-    """The candidate with its engine, and with the notes of its conversion and build."""
+    """Add the engine, and the notes of conversion and build, to the candidate."""
     notes = engine.notes
     if converted is not model:
         findings = lint_notes(converted, candidate.recipe, engine.target)
@@ -344,9 +345,9 @@ def with_answers(
     engine: Engine,
     expected: ReferenceOutputs,
 ) -> Candidate:
-    """The candidate with the check of its answers on the selection set, which decides its state.
+    """Check the engine on the selection set and set the candidate's state accordingly.
 
-    A mislabelled one stays so: its answers are reported, but it cannot win whatever they are.
+    A mislabelled candidate stays mislabelled: the check is reported, but it cannot win.
     """
     report = check_engine(context, engine, expected, context.data.selection)
     if candidate.state == "mislabelled":
@@ -355,7 +356,7 @@ def with_answers(
     update: dict[str, object] = {"selection": report, "reason": "; ".join(report.failures)}
     if report.passed:
         update["state"] = "measured"
-        if misfit:  # the answers are right all the same
+        if misfit:  # the outputs are accurate nevertheless
             note = Note(stage="calibrate", text=misfit)
             update["notes"] = (*candidate.notes, note)
     else:
@@ -366,20 +367,22 @@ def with_answers(
 
 
 def check_crashed(context: CompileContext, recipe: Recipe) -> None:
-    """UnsupportedError for a form of program of which another precision crashed on this host: a
-    build takes a minute.
+    """Raise UnsupportedError if the same form of program crashed in another precision.
+
+    A build takes about a minute and would crash again.
     """
     if recipe.form in context.crashed:
-        message = (
-            f"not built: {context.crashed[recipe.form]}, made in the same way, crashed on this host"
+        other = context.crashed[recipe.form]
+        raise UnsupportedError(
+            f"not built: {other}, which is built in the same way, crashed on this host",
+            f"read the reason of {other}",
         )
-        raise UnsupportedError(message, "see what its reason says")
 
 
 def prepare_all(
     context: CompileContext, model: OnnxModel, recipes: Sequence[Recipe], expected: ReferenceOutputs
 ) -> list[Outcome]:
-    """Every candidate, in order; several at a time where that cannot disturb what is measured."""
+    """Prepare every candidate, in order. They run in parallel if that disturbs no timing."""
     if context.runner.workers == 1 or not may_overlap(model, recipes, context.has_gpu):
         return [prepare(context, model, recipe, expected) for recipe in recipes]
     branches = [context.runner.branch() for _ in recipes]
@@ -387,14 +390,14 @@ def prepare_all(
     try:
         with ThreadPoolExecutor(context.runner.workers) as pool:
             arguments = zip(contexts, repeat(model), recipes, repeat(expected))
-            return results_of([pool.submit(prepare, *each) for each in arguments])
+            return results_of([pool.submit(prepare, *values) for values in arguments])
     finally:
         for branch in branches:
             context.runner.take_over(branch)
 
 
 def candidates_of(outcomes: Sequence[Outcome]) -> list[Candidate]:
-    """The candidates. Raises the first bug of ours if it left no engine at all."""
+    """Return the candidates. Raises the first InternalError if there is no engine at all."""
     candidates = [outcome.candidate for outcome in outcomes]
     bugs = [outcome.bug for outcome in outcomes if outcome.bug]
     if bugs and not any(candidate.engine for candidate in candidates):
@@ -403,43 +406,47 @@ def candidates_of(outcomes: Sequence[Outcome]) -> list[Candidate]:
 
 
 def results_of(futures: Sequence[Future[Outcome]]) -> list[Outcome]:
-    """What threads return, in order; the first error of any of them stops the others."""
+    """Return the results of the threads, in order. The first error stops all threads."""
     try:
         for done in wait(futures, return_when=FIRST_EXCEPTION).done:
             done.result()
         return [future.result() for future in futures]
-    except BaseException:  # Ctrl-C, or what no candidate survives
+    except BaseException:  # Ctrl-C, or an error that stops the whole compile
         for future in futures:
             future.cancel()
         while any(not future.done() for future in futures):
-            stop_children()  # again: a thread may have been between two of them
+            stop_children()  # again: a thread may have started its next child meanwhile
             wait(futures, POLL_S)
         raise
 
 
 def may_overlap(model: OnnxModel, recipes: Sequence[Recipe], has_gpu: bool) -> bool:
-    """Whether candidates may be prepared side by side.
+    """Return whether candidates may be prepared in parallel.
 
-    Not on a GPU, where TensorRT and inductor time kernels while they build. Not large models: their
-    stages use all cores by themselves, and memory for each.
+    False on a GPU, where TensorRT and inductor time kernels while they build. False for large
+    models: each of their stages uses all cores and needs much memory.
     """
-    on_cpu = all(each.backend in ("onnxruntime", "openvino") for each in recipes)
+    on_cpu = all(recipe.backend in ("onnxruntime", "openvino") for recipe in recipes)
     size = sum(file.stat().st_size for file in model.root.rglob("*") if file.is_file())
     return on_cpu and size <= MAX_SIDE_BY_SIDE_BYTES and not has_gpu
 
 
 def stopped(candidate: Candidate, state: State, reason: str) -> Candidate:
-    """A candidate that comes no further; one that is mislabelled stays so."""
+    """Set the state and reason of a candidate that an error stopped.
+
+    A mislabelled candidate keeps its state.
+    """
     if candidate.state == "mislabelled":
         return candidate.model_copy(
-            update={"reason": f"{candidate.reason}; its answers were not checked: {reason}"}
+            update={"reason": f"{candidate.reason}; its outputs were not checked: {reason}"}
         )
     return candidate.model_copy(update={"state": state, "reason": reason})
 
 
 def lint_notes(converted: OnnxModel, recipe: Recipe, target: Target) -> tuple[Note, ...]:
-    """What the model's own Q/DQ cost on this backend and host; nothing of pairs that were placed
-    here.
+    """Return notes on the cost of the model's own Q/DQ on this backend and host.
+
+    Empty for Q/DQ pairs that Crucible has placed.
     """
     if recipe.quantizer != "given":
         return ()
@@ -454,8 +461,9 @@ def rescue(
     candidates: Sequence[Candidate],
     expected: ReferenceOutputs,
 ) -> Prepared:
-    """The candidates, and those that a rescue makes of the ones that failed. Which steps it has:
-    pipeline.compiler.fallback.
+    """Rescue the candidates that failed their accuracy, and return all candidates.
+
+    pipeline.compiler.fallback defines the steps of a rescue.
     """
     known = {candidate.label: candidate for candidate in candidates}
     stories = []
@@ -466,7 +474,7 @@ def rescue(
                 history.append(attempt)
                 continue
             label = attempt.recipe.label
-            if label not in known:  # the plan may have it, or an earlier rescue
+            if label not in known:  # else the plan or an earlier rescue has made it
                 tuned = context.plan.model_copy(
                     update={"profiles": attempt.profiles or context.plan.profiles}
                 )
@@ -477,10 +485,8 @@ def rescue(
                 break
         stories.append(story(failed, history))
     first = {candidate.label for candidate in candidates}
-    return Prepared(
-        (*candidates, *(made for label, made in known.items() if label not in first)),
-        tuple(stories),
-    )
+    added = (candidate for label, candidate in known.items() if label not in first)
+    return Prepared((*candidates, *added), tuple(stories))
 
 
 def attempts(
@@ -490,10 +496,10 @@ def attempts(
     known: frozenset[str],
     history: Sequence[Tried | Skipped],
 ) -> Iterator[Attempt | Skipped]:
-    """The steps in order; the nodes are ranked only once the first steps have failed.
+    """Yield the steps in order. Nodes are ranked only after the first steps have failed.
 
-    `known`: labels of what was built already. `history`: what came of the steps so far, read as
-    they are asked for.
+    `known`: labels of the candidates that exist already. `history`: results of the steps so far;
+    the caller appends to it between two steps.
     """
     precision = failed.recipe.precision
     in_16_bits = precision is not Precision.INT8
@@ -510,8 +516,9 @@ def attempts(
 
 
 def rank(context: CompileContext, model: OnnxModel, failed: Candidate) -> NodeRanking:
-    """What low precision does to each node on the selection set, its worst samples included; or why
-    that cannot be said, or helps nobody.
+    """Rank the nodes by the harm of low precision on the selection set and its worst samples.
+
+    The ranking holds a failure text if nodes cannot be ranked, or cannot be kept in fp32.
     """
     worst = (
         tuple(sorted({output.worst_sample for output in failed.selection.outputs}))
@@ -520,9 +527,9 @@ def rank(context: CompileContext, model: OnnxModel, failed: Candidate) -> NodeRa
     )
     samples = context.data.selection
     backend = backends.backend(failed.recipe.backend)
-    try:  # first whether it can keep any
+    try:  # first check whether the backend can keep a node in fp32
         backend.check_recipe(keeping(failed.recipe, ["*"]), context.target(failed.recipe.backend))
-        # one loss at a time
+        # the rest in fp32, so that the ranking sees one loss at a time
         low = convert_model(
             context,
             model,
@@ -532,7 +539,7 @@ def rank(context: CompileContext, model: OnnxModel, failed: Candidate) -> NodeRa
         return context.runner.stage(StageCall(RANK, NodeRanking, work, subject=failed.label))
     except (UnsupportedError, BackendUnavailable, ModelError, ChildDied) as error:
         return NodeRanking(failure=error.message)
-    except InternalError as error:  # the next steps may still help
+    except InternalError as error:  # later steps may still help
         return NodeRanking(failure=f"a bug in Crucible, please report it: {error.message}")
 
 
@@ -542,26 +549,28 @@ def ablate(
     prepared: Prepared,
     expected: ReferenceOutputs,
 ) -> Prepared:
-    """The candidates, and those with one switch of the best int8 candidate reversed. Nothing is
-    built where a switch leaves the graph as it is.
+    """Add a candidate for each switch of the best int8 candidate, with that switch reversed.
+
+    Nothing is built for a switch that does not change the graph.
     """
     base = base_of(prepared.candidates) if context.plan.ablate else None
     if base is None:
         return prepared
     known = {candidate.label: candidate for candidate in prepared.candidates}
-    tried = []
+    tested = []
     for reversal in reversals(base.recipe):
         label = reversal.recipe.label
         changes = label in known or not same_graph(context, model, base.recipe, reversal.recipe)
         if changes and label not in known:
             known[label] = prepare(context, model, reversal.recipe, expected).candidate
-        tried.append(replace(reversal, changes=changes))
-    return replace(prepared, candidates=tuple(known.values()), ablated=Ablated(base, tuple(tried)))
+        tested.append(replace(reversal, changes=changes))
+    return replace(prepared, candidates=tuple(known.values()), ablated=Ablated(base, tuple(tested)))
 
 
 def same_graph(context: CompileContext, model: OnnxModel, one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes are converted to one and the same graph. False where one cannot be
-    converted: `prepare` says why.
+    """Return whether two recipes convert the model to the same graph.
+
+    False if a conversion fails: `prepare` reports the error.
     """
     try:
         return (
@@ -574,87 +583,89 @@ def same_graph(context: CompileContext, model: OnnxModel, one: Recipe, other: Re
 def with_layers(
     candidate: Candidate, tables: Sequence[LayerTable], converted: OnnxModel, plain_attention: bool
 ) -> Candidate:
-    """The candidate with what its engine really runs in each profile.
+    """Add the layer table of each profile to the candidate.
 
-    It is `mislabelled` if that is not what it is called by in one of them. `plain_attention`: the
-    plan's.
+    Its state is `mislabelled` if in one profile the engine does not run the precision of its
+    label. `plain_attention`: the setting of the plan.
     """
     for table in tables:
-        found = _with_table(candidate, table, converted, plain_attention)
+        audited = _with_table(candidate, table, converted, plain_attention)
         if table.profile:
             where = f"profile {table.profile + 1}: "
             notes = tuple(
                 note.model_copy(update={"text": where + note.text})
-                for note in found.notes[len(candidate.notes) :]
+                for note in audited.notes[len(candidate.notes) :]
             )
-            reason = where + found.reason if found.reason else ""
-            worse = candidate.state == "mislabelled" or found.state != "mislabelled"
-            found = candidate.model_copy(
+            is_first_mismatch = audited.state == "mislabelled" and candidate.state != "mislabelled"
+            verdict = {"state": audited.state, "reason": where + audited.reason}
+            audited = candidate.model_copy(
                 update={
                     "other_layers": (*candidate.other_layers, table),
                     "notes": (*candidate.notes, *notes),
-                    "state": candidate.state if worse else found.state,
-                    "reason": candidate.reason if worse else reason,
                 },
             )
-        candidate = found
+            if is_first_mismatch:
+                audited = audited.model_copy(update=verdict)
+        candidate = audited
     return candidate
 
 
 def _with_table(
     candidate: Candidate, table: LayerTable, converted: OnnxModel, plain_attention: bool
 ) -> Candidate:
-    """The candidate with what its engine really runs in one profile."""
+    """Add the layer table of one profile to the candidate, with its notes and its verdict."""
     recipe = candidate.recipe
-    asked, kept, forced = recipe.precision, recipe.keep_fp32, converted.kept_fp32
-    notes = (
+    precision, kept, forced = recipe.precision, recipe.keep_fp32, converted.kept_fp32
+    notes = [
         *candidate.notes,
-        *precision_notes(table, None if recipe.weight_only else asked, kept, forced),
-    )
-    if recipe.backend == "tensorrt" and asked in FUSED:
-        fused, places = attention_in_one_kernel(
-            table, attentions(read_proto(converted.path, weights=False).graph)
-        )
-        advice = (
-            "" if plain_attention else ": `simplify: {plain_attention: true}` may bring it there"
-        )
-        note = Note(
-            stage="prove",
-            text=f"attention is in one kernel in {fused} of {places} places{advice}",
-            level="info",
-        )
-        notes += (note,) if fused < places else ()
-    wrong = mislabelled(asked, table, kept, recipe.weight_only, forced)
-    if (
-        wrong
-        and asked is Precision.FP32
-        and (own := INTEGER_OPERATORS & operator_histogram(converted.path).keys())
-    ):
-        text = (
-            "fp32 is what the floats of this model run in: it brings 8-bit operators of its own"
-            f" ({', '.join(sorted(own))})"
-        )
-        notes, wrong = (*notes, Note(stage="prove", text=text, level="info")), ""
-    state = "mislabelled" if wrong else candidate.state
+        *precision_notes(table, None if recipe.weight_only else precision, kept, forced),
+    ]
+    if recipe.backend == "tensorrt" and precision in FUSED:
+        notes += _attention_notes(table, converted, plain_attention)
+    mismatch = mislabelled(precision, table, kept, recipe.weight_only, forced)
+    if mismatch and precision is Precision.FP32:
+        own_operators = INTEGER_OPERATORS & operator_histogram(converted.path).keys()
+        if own_operators:
+            text = (
+                "fp32 is the precision of this model's float operators: it has 8-bit operators of"
+                f" its own ({', '.join(sorted(own_operators))})"
+            )
+            notes.append(Note(stage="prove", text=text, level="info"))
+            mismatch = ""
+    state = "mislabelled" if mismatch else candidate.state
     return candidate.model_copy(
-        update={"layers": table, "notes": notes, "state": state, "reason": wrong}
+        update={"layers": table, "notes": tuple(notes), "state": state, "reason": mismatch}
     )
+
+
+def _attention_notes(
+    table: LayerTable, converted: OnnxModel, plain_attention: bool
+) -> tuple[Note, ...]:
+    """Return a note if not every attention of the graph runs in one kernel."""
+    graph = read_proto(converted.path, weights=False).graph
+    fused, places = attention_in_one_kernel(table, attentions(graph))
+    if fused >= places:
+        return ()
+    text = f"attention is in one kernel in {fused} of {places} places"
+    if not plain_attention:
+        text += ": `simplify: {plain_attention: true}` may bring it there"
+    return (Note(stage="prove", text=text, level="info"),)
 
 
 def prove_engine(
     context: CompileContext, engine: Engine, converted: OnnxModel
 ) -> tuple[LayerTable, ...]:
-    """Which precision every kernel of the engine really runs, timed at the usual size of each
-    profile.
+    """Return the layer table of each profile: the precision and time of every kernel.
 
-    A backend that makes one engine for all shapes has the same kernels in all: its first profile is
-    proved.
+    Kernels are timed at the opt size. If the backend builds one engine for all shapes, every
+    profile has the same kernels, and only the first one is inspected. Empty if the backend gives
+    no layers.
     """
     backend = engine.target.backend
     if backends.backend(backend).layers is no_layers:
         return ()
     profiles = engine.profiles[:1] if backend in ANY_SHAPE else engine.profiles
-    found = []
+    tables = []
     for index, profile in enumerate(profiles or (Profile(),)):
         feeds = draw_feeds(engine.inputs, profile.sizes("opt"), 0, profile.values_at("opt"))
         subject = engine.recipe.label
@@ -664,12 +675,13 @@ def prove_engine(
         proof = context.runner.stage(
             StageCall(PROVE, Proof, work, subject=subject, target=engine.target)
         )
-        found += [proof.table] if proof.table else []
-    return tuple(found)
+        if proof.table:
+            tables.append(proof.table)
+    return tuple(tables)
 
 
 def convert_model(context: CompileContext, model: OnnxModel, recipe: Recipe) -> OnnxModel:
-    """The graph that this recipe asks for."""
+    """Convert the graph for this recipe."""
     if recipe.weight_only:  # needs no data
         stage, compress = WEIGHT_QUANTIZERS[recipe.quantizer]
         work = partial(compress, model, recipe)
@@ -696,8 +708,9 @@ def quantize_by(
     recipe: Recipe,
     calibration: CalibrationSet,
 ) -> OnnxModel:
-    """A library that chooses ranges and placement by itself stands in the place of calibrate and
-    convert.
+    """Quantise with a library that chooses ranges and placement by itself.
+
+    It replaces the stages calibrate and convert.
     """
     stage, quantize = QUANTIZERS[quantizer]
     options = context.build_options(recipe.backend)
@@ -715,8 +728,9 @@ def quantize_by(
 def calibration_table(
     context: CompileContext, model: OnnxModel, recipe: Recipe
 ) -> CalibrationTable | None:
-    """The ranges that a recipe needs: int8 its method's, 16-bit floats the largest values. None
-    where there is no data, or the model has its own.
+    """Return the ranges that a recipe needs: by its method for int8, else the largest values.
+
+    None if there is no calibration data, or if the model has its own Q/DQ.
     """
     if context.data.calibration is None or recipe.quantizer == "given":
         return None
@@ -726,8 +740,9 @@ def calibration_table(
 
 
 def ranges_misfit(context: CompileContext, model: OnnxModel, recipe: Recipe) -> str:
-    """Why the calibration set says nothing about the selection set; empty where it does, or where
-    nobody can tell.
+    """Return why the calibration set does not fit the selection set.
+
+    Empty if it fits, or if this cannot be determined.
     """
     ranged = recipe.precision is Precision.INT8 and not recipe.weight_only
     table = calibration_table(context, model, recipe) if ranged else None
@@ -740,7 +755,7 @@ def ranges_misfit(context: CompileContext, model: OnnxModel, recipe: Recipe) -> 
 
 
 def build_engine(context: CompileContext, model: OnnxModel, recipe: Recipe) -> Engine:
-    """The engine of a converted graph; of torch that of the source, whose export the graph is."""
+    """Build the engine of a converted graph. For torch it is built from the source instead."""
     backend = backends.backend(recipe.backend)
     on_cpu = recipe.provider == "cpu"
     call = StageCall(
@@ -757,10 +772,10 @@ def build_engine(context: CompileContext, model: OnnxModel, recipe: Recipe) -> E
 def check_engine(
     context: CompileContext, engine: Engine, expected: ReferenceOutputs, samples: SampleSet
 ) -> ValidationReport:
-    """One engine against the reference on one set."""
+    """Compare one engine with the reference on one set."""
     accuracy = context.plan.accuracy
     code: tuple[object, ...] = ()
-    if ":" in accuracy.metric:  # the user's own
+    if ":" in accuracy.metric:  # the user's function
         code = (code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric"),)
     call = StageCall(
         VALIDATE,
@@ -775,9 +790,7 @@ def check_engine(
 def reference_outputs(
     context: CompileContext, reference: Engine, samples: SampleSet, at_every_size: bool = True
 ) -> ReferenceOutputs:
-    """What the reference answers to every sample of a set, and at the other sizes of every
-    profile.
-    """
+    """Run the reference on every sample of a set, and at the other sizes of every profile."""
     rows = batch_rows(context)
     points = gate_points(samples, context.plan.profiles, rows) if at_every_size else ()
     call = StageCall(

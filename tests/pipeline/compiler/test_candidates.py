@@ -49,7 +49,7 @@ def test_a_mislabelled_engine_that_cannot_be_checked_stays_mislabelled() -> None
     found = stopped(wrong, "failed", "out of the GPU's memory")
     assert (found.state, found.reason) == (
         "mislabelled",
-        "called int8, but runs fp16; its answers were not checked: out of the GPU's memory",
+        "called int8, but runs fp16; its outputs were not checked: out of the GPU's memory",
     )
 
 

@@ -331,7 +331,10 @@ def test_after_a_crash_no_other_precision_of_that_form_is_built(
         ("torch exported fp32", "measured"),
     ]
     assert candidates[0].reason == "the package crashed"
-    assert "torch aoti fp32, made in the same way, crashed on this host" in candidates[1].reason
+    assert (
+        "torch aoti fp32, which is built in the same way, crashed on this host"
+        in candidates[1].reason
+    )
     assert built == ["torch aoti fp32", "torch exported fp32"]
     assert context.crashed == {"aoti": "torch aoti fp32"}
     assert bugs == []
