@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.compiler.compile import export_model, simplify_model
-from pipeline.compiler.context import open_job
+from pipeline.compiler.context import open_context
 from pipeline.core import OnnxModel
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
@@ -52,8 +52,8 @@ def graph_of(plan_path: Path) -> tuple[Plan, OnnxModel]:
     """A plan and its exported, simplified graph; from the store if `crucible compile` has been
     there.
     """
-    job = open_job(load_plan(plan_path), Runner(Store(home())))
-    return job.plan, simplify_model(job, export_model(job))
+    context = open_context(load_plan(plan_path), Runner(Store(home())))
+    return context.plan, simplify_model(context, export_model(context))
 
 
 def publish(

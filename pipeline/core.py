@@ -1,5 +1,6 @@
-"""The vocabulary: every value that crosses from one part of the pipeline to another. Imports
-nothing of ours.
+"""The core types: every value that crosses from one part of the pipeline to another.
+
+Imports no other module of the pipeline.
 
     ModelSource -> OnnxModel -> OnnxModel (simplified) -> OnnxModel (converted, by a Recipe) ->
     Engine
@@ -68,12 +69,10 @@ class TensorSpec(Frozen):
     name: str
     dtype: str  # numpy's name ("float32", "int64", "bool"), or "bfloat16"
     shape: tuple[Dim, ...]  # str = symbolic, () = scalar
-    location: Literal["device", "host"] = (
-        "device"  # host = a shape tensor, read by the builder on the CPU
-    )
-    kind: Literal["static", "dynamic", "data-dependent"] = (
-        "static"  # data-dependent: known only after running (NonZero)
-    )
+    # host = a shape tensor, read by the builder on the CPU
+    location: Literal["device", "host"] = "device"
+    # data-dependent: known only after running (NonZero)
+    kind: Literal["static", "dynamic", "data-dependent"] = "static"
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -81,9 +80,7 @@ class TensorSpec(Frozen):
         return tuple(dict.fromkeys(dim for dim in self.shape if isinstance(dim, str)))
 
     def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The concrete shape for these sizes of the symbols; KeyError names a symbol without a
-        size.
-        """
+        """Return the concrete shape. KeyError names a symbol without a size."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
 
@@ -139,8 +136,9 @@ Values = Annotated[
 
 
 class ValueRange(_Range):
-    """Smallest, most usual and largest values of an input whose values decide a shape (the target
-    of a Reshape, the k of a TopK).
+    """Smallest, most usual and largest values of an input with values that decide a shape.
+
+    Examples are the target of a Reshape and the k of a TopK.
     """
 
     min: Values
@@ -148,7 +146,7 @@ class ValueRange(_Range):
     max: Values
 
     def holds(self, values: Sequence[int]) -> bool:
-        """Whether there are as many values as here, each within its range."""
+        """Return whether the number of values fits and each lies within its range."""
         return len(values) == len(self.min) and all(
             low <= value <= high
             for low, value, high in zip(self.min, values, self.max, strict=True)
@@ -156,63 +154,57 @@ class ValueRange(_Range):
 
 
 class Profile(Frozen):
-    """A range of shapes an engine accepts: one DimRange per symbol. Inputs that share a symbol
-    always agree.
+    """A range of shapes that an engine accepts: one DimRange per symbol.
+
+    Inputs that share a symbol always have the same size there.
     """
 
     dims: dict[str, DimRange] = Field(default_factory=dict)
-    values: dict[str, ValueRange] = Field(
-        default_factory=dict
-    )  # by input name, for inputs whose values decide a shape
+    # by input name, for inputs with values that decide a shape
+    values: dict[str, ValueRange] = Field(default_factory=dict)
 
     def sizes(self, point: Point) -> dict[str, int]:
-        """Size of every symbol at min, opt or max."""
+        """Return the size of every symbol at min, opt or max."""
         return {name: int(getattr(dim, point)) for name, dim in self.dims.items()}
 
     def values_at(self, point: Point) -> dict[str, tuple[int, ...]]:
-        """Values, at min, opt or max, of every input whose values decide a shape."""
+        """Return the values at min, opt or max, for every input with values that decide a shape."""
         return {name: tuple(getattr(values, point)) for name, values in self.values.items()}
 
     def odd_sizes(self) -> dict[str, int]:
-        """Sizes inside the ranges, odd where a range holds an odd number, that are none of min,
-        opt, max where possible.
-        """
+        """Return sizes inside the ranges, odd and none of min, opt and max if possible."""
         return {name: _odd_size(dim.min, dim.opt, dim.max) for name, dim in self.dims.items()}
 
     def odd_values(self) -> dict[str, tuple[int, ...]]:
-        """Values chosen as the odd sizes are: a value with the range of a symbol is as large as
-        that symbol.
+        """Return values by the rule of `odd_sizes`.
+
+        A value with the same range as a symbol equals the odd size of that symbol.
         """
         return {
-            name: tuple(map(_odd_size, each.min, each.opt, each.max))
-            for name, each in self.values.items()
+            name: tuple(map(_odd_size, values.min, values.opt, values.max))
+            for name, values in self.values.items()
         }
 
     def holds(
         self, sizes: Mapping[str, int], values: Mapping[str, Sequence[int]] | None = None
     ) -> bool:
-        """Whether every symbol of this profile, and every value where values are given, lies within
-        its range.
+        """Return whether all sizes, and the values if there are any, lie within their ranges.
+
+        A symbol or an input that is missing does not count.
         """
-        fits = values is None or all(
-            each.holds(values[name]) for name, each in self.values.items() if name in values
-        )
-        return fits and all(
+        for name, values_range in self.values.items():
+            if values is not None and name in values and not values_range.holds(values[name]):
+                return False
+        return all(
             dim.min <= sizes.get(name, dim.opt) <= dim.max for name, dim in self.dims.items()
         )
 
     def in_words(self) -> str:
-        """Every range, for messages."""
-        values = [
-            f"{name} from {list(each.min)} to {list(each.max)}"
-            for name, each in self.values.items()
-        ]
-        return ", ".join(
-            [
-                *(f"{symbol} from {dim.min} to {dim.max}" for symbol, dim in self.dims.items()),
-                *values,
-            ]
-        )
+        """Return every range as text for messages."""
+        texts = [f"{symbol} from {dim.min} to {dim.max}" for symbol, dim in self.dims.items()]
+        for name, values in self.values.items():
+            texts.append(f"{name} from {list(values.min)} to {list(values.max)}")
+        return ", ".join(texts)
 
 
 def _odd_size(low: int, usual: int, high: int) -> int:
@@ -224,9 +216,7 @@ def _odd_size(low: int, usual: int, high: int) -> int:
 def sizes_from_shapes(
     specs: tuple[TensorSpec, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, int] | str:
-    """The size of every symbol, read off concrete shapes; a sentence instead if they contradict the
-    specs.
-    """
+    """Return the size of every symbol from concrete shapes, or a message if they do not fit."""
     sizes: dict[str, int] = {}
     for spec in specs:
         shape = shapes[spec.name]
@@ -246,20 +236,20 @@ def sizes_from_shapes(
 
 
 class Target(Frozen):
-    """The host and library an engine was built for; an engine runs only where `accepts` says so."""
+    """The host and library of an engine. It runs only on a host that `accepts` allows."""
 
     backend: str
     version: str  # of the backend's library
     device: str  # CPU model or GPU name
     cpu_flags: tuple[str, ...] = ()  # the instruction sets that change generated code, sorted
-    compute_capability: str | None = (
-        None  # "8.9"; "8.0+" of an engine for 8.0 or later; None on CPU
-    )
+    # "8.9"; "8.0+" of an engine for 8.0 or later; None on CPU
+    compute_capability: str | None = None
     driver: str | None = None
 
     def accepts(self, host: Target) -> tuple[str, ...]:
-        """Reasons why `host` cannot run an engine built for this target; empty means it can. "8.0+"
-        stands for 8.0 or later.
+        """Return why `host` cannot run an engine built for this target; empty if it can.
+
+        "8.0+" means 8.0 or later.
         """
         reasons = []
         for field in ("backend", "version", "compute_capability"):
@@ -279,9 +269,7 @@ class Target(Frozen):
 
 
 def _is_later(theirs: str | None, mine: str | None, same_major: bool) -> bool:
-    """Whether `theirs` is what `mine`, such as "8.0+", stands for; by numbers: 12.0 is later than
-    8.9.
-    """
+    """Return whether `theirs` satisfies `mine`, such as "8.0+". 12.0 is later than 8.9."""
     if not (mine and theirs and mine.endswith("+")):
         return False
     here, least = (
@@ -291,9 +279,9 @@ def _is_later(theirs: str | None, mine: str | None, same_major: bool) -> bool:
 
 
 ProgramForm = Literal["aoti", "exported", "compile"]
-"""How a PyTorch program is delivered.
+"""Form of a delivered PyTorch program.
 
-Compiled by AOTInductor, as torch.export has it, or compiled again at every load.
+aoti: compiled by AOTInductor; exported: as torch.export wrote it; compile: compiled at every load.
 """
 
 CompileMode = Literal["reduce-overhead", "max-autotune"]
@@ -304,14 +292,13 @@ OrtProvider = Literal["cpu", "cuda", "tensorrt"]
 
 
 class Placement(Frozen):
-    """Where Q/DQ pairs go; each switch is one rule of docs/accuracy.md."""
+    """Placement of Q/DQ pairs. Each switch is one rule of docs/accuracy.md."""
 
     conv: bool = True
     matmul_weight: bool = True  # Gemm, and MatMul with a weight on one side
     matmul_activations: bool = False  # MatMul of two activations (attention scores)
-    residual_add: bool = (
-        True  # an Add of two activations: both inputs; for TensorRT the residual only
-    )
+    # an Add of two activations: both inputs; for TensorRT the residual only
+    residual_add: bool = True
     first_layer: bool = True  # what reads the model's inputs
     last_layer: bool = False  # the classifier
     per_channel: bool = True  # weights; activations are always per tensor
@@ -322,35 +309,28 @@ class Recipe(Frozen):
 
     backend: str
     precision: Precision
-    realised_in: Literal["graph", "runtime", "flags"] = (
-        "graph"  # runtime: the backend is told; flags: TensorRT chooses (int8: implicit)
-    )
+    # runtime: an option of the backend; flags: TensorRT chooses (int8: implicit)
+    realised_in: Literal["graph", "runtime", "flags"] = "graph"
     method: CalibrationMethod | None = None  # int8 only
-    activation: Literal["int8", "uint8", "float"] = (
-        "int8"  # int8: zero point 0; uint8: asymmetric; float: as they are, weight_only
-    )
+    # int8: zero point 0; uint8: asymmetric; float: as they are, weight_only
+    activation: Literal["int8", "uint8", "float"] = "int8"
     weight_bits: Literal[7, 8] = 8  # 7 where 8-bit dot products can saturate (x86 without VNNI)
-    quantizer: Literal["crucible", "nncf", "modelopt", "onnxruntime", "given"] = (
-        "crucible"  # given: the model brings its own Q/DQ
-    )
+    # given: the model brings its own Q/DQ
+    quantizer: Literal["crucible", "nncf", "modelopt", "onnxruntime", "given"] = "crucible"
     # int4 and int8: only weights have few bits; the products are of floats unless `activation` says
     # int8
     weight_only: bool = False
     block_size: int = 0  # weight_only: weights that share a scale; 0: all of one output channel
-    smooth_quant: bool | None = (
-        # NNCF, int8: outliers of activations moved into the weights; None: where NNCF sees a
-        # transformer
-        None
-    )
+    # NNCF, int8: outliers of activations moved into the weights; None: where NNCF sees a
+    # transformer
+    smooth_quant: bool | None = None
     rest: Precision = Precision.FP32  # precision of what is not quantised
     placement: Placement = Placement()
     keep_fp32: tuple[str, ...] = ()  # node names kept in fp32 (fnmatch patterns)
-    try_methods: bool = Field(
-        default=False, exclude=True
-    )  # if it fails, choose ranges by the other methods: what follows it too
-    keep_worst: bool = Field(
-        default=False, exclude=True
-    )  # if it fails, keep its worst nodes in fp32: what follows it, no part of what it is
+    # if it fails, choose ranges by the other methods: what follows it too
+    try_methods: bool = Field(default=False, exclude=True)
+    # if it fails, keep its worst nodes in fp32: what follows it, no part of what it is
+    keep_worst: bool = Field(default=False, exclude=True)
     compute_capability: str | None = None  # for a backend that builds for a GPU that is not here
     hardware_compatible: bool = False  # TensorRT: runs on every GPU generation from Ampere on
     version_compatible: bool = False  # TensorRT: runs on later versions of the library too
@@ -363,9 +343,7 @@ class Recipe(Frozen):
 
     @property
     def label(self) -> str:
-        """Short name for tables, unlike that of any other recipe: `onnxruntime int8 entropy
-        u8s8`.
-        """
+        """The unique short name for tables: `onnxruntime int8 entropy u8s8`."""
         provider = self.provider if self.provider != "cpu" else ""
         parts = [
             self.backend,
@@ -417,7 +395,7 @@ class Recipe(Frozen):
 
 
 class Provenance(Frozen):
-    """Where an artifact came from: enough to make it again."""
+    """Origin of an artifact, with everything needed to make it again."""
 
     stage: str
     stage_version: int
@@ -435,17 +413,11 @@ class ModelSource(Frozen):
     path: Path | None = None  # .onnx or .pt2
     entrypoint: str | None = None  # module:function, returns an nn.Module
     python_path: Path | None = None  # folder the module is imported from
-    weights: Path | None = (
-        # .safetensors; None = the weights the entrypoint returns (the plan must say so in words)
-        None
-    )
+    # .safetensors; None = the weights the entrypoint returns (the plan must say so in words)
+    weights: Path | None = None
     inputs: tuple[TensorSpec, ...] = ()  # empty for .onnx: read from the graph
-    outputs: tuple[
-        str,
-        ...,
-        # names for the outputs; empty: the keys of a dict or dataclass, else output_0, output_1,
-        # ...
-    ] = ()
+    # names for the outputs; empty: the keys of a dict or dataclass, else output_0, output_1, ...
+    outputs: tuple[str, ...] = ()
     seed: int = 0
     digest: str = ""  # of all content: file, weights, source text of the entrypoint's package
 
@@ -457,9 +429,7 @@ class ModelSource(Frozen):
 
 
 class Artifact(Frozen):
-    """A value with files of its own: `root` is its folder in the store and is not part of its
-    content.
-    """
+    """A value with files. `root` is its folder in the store and no part of its content."""
 
     root: Path = Field(exclude=True)
     file: str  # the main file, relative to root
@@ -470,7 +440,7 @@ class Artifact(Frozen):
 
 
 class Note(Frozen):
-    """Something the user should read: a fallback, a roll-back, a warning."""
+    """A note to the user: a fallback, a discarded step, a warning."""
 
     stage: str
     text: str
@@ -478,16 +448,13 @@ class Note(Frozen):
 
 
 class KeptNode(Frozen):
-    """A node that the conversion left in fp32, in a graph of lower precision, though the recipe
-    names it nowhere.
-    """
+    """A node that the conversion left in fp32 although the recipe does not name it."""
 
     node: str
     operator: str
     reason: str  # in words: "values up to 1e+06 in 'x'"
-    unnamed: bool = (
-        False  # its kernels carry no node's name, as in the loop that TensorRT makes of a GRU
-    )
+    # its kernels carry no node's name, as in the loop that TensorRT makes of a GRU
+    unnamed: bool = False
 
 
 class OnnxModel(Artifact):
@@ -500,31 +467,24 @@ class OnnxModel(Artifact):
     precision: Precision = Precision.FP32
     kept_fp32: tuple[KeptNode, ...] = ()
     notes: tuple[Note, ...] = ()
-    provisional: bool = False  # made as it is because of a failure that may pass: for this run only
+    provisional: bool = False  # the result of a transient failure: valid for this run only
 
 
 class TensorRange(Frozen):
-    """What calibration saw of one tensor: signed bounds (never only amax), and where the values
-    lie.
-    """
+    """Calibration statistics of one tensor: signed bounds (never only amax) and a histogram."""
 
     minimum: float  # smallest value seen
     maximum: float
     low: float  # the range the method chose; equals minimum and maximum for min-max
     high: float
-    histogram: tuple[
-        int,
-        ...,
-        # counts in equal bins over [-l, l), l a power of two; of large tensors a part of the values
-    ] = ()
+    # counts in equal bins over [-l, l), l a power of two; of large tensors a part of the values
+    histogram: tuple[int, ...] = ()
     count: int = 0  # values seen
     nonfinite: int = 0
 
 
 class CalibrationTable(Artifact):
-    """Ranges of every float activation, by tensor name. `file` is table.json, made to be read by
-    people.
-    """
+    """Ranges of every float activation, by tensor name. `file` is table.json, for readers."""
 
     method: CalibrationMethod
     set_digest: str
@@ -534,18 +494,17 @@ class CalibrationTable(Artifact):
 
 
 class TensorRTOptions(Frozen):
-    """What TensorRT's builder may use."""
+    """Options of TensorRT's builder."""
 
     workspace_bytes: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
     optimization_level: int = Field(default=3, ge=0, le=5)  # TensorRT's own default is 3
-    timing_iterations: int = Field(
-        default=8, ge=1, le=100
-    )  # as trtexec; TensorRT's own default is 1
+    # as trtexec; TensorRT's own default is 1
+    timing_iterations: int = Field(default=8, ge=1, le=100)
     plugins: tuple[Path, ...] = ()  # libraries with plugins that the model's operators need
 
 
 class BuildOptions(Frozen):
-    """What a backend may use while building and running."""
+    """Options of a backend for build and run."""
 
     profiles: tuple[Profile, ...]
     threads: int = Field(default=0, ge=0)  # 0 = all cores this process may use
@@ -554,11 +513,11 @@ class BuildOptions(Frozen):
 
 
 CODE_BACKENDS = frozenset({"torch", "pytorch"})
-"""Backends whose engines are code: whoever loads one runs what its files say."""
+"""Backends with engines that are code: a load executes code from the engine's files."""
 
 
 class Engine(Artifact):
-    """A built engine: everything needed to load it, and to refuse to."""
+    """A built engine, with everything that a load, or its refusal, needs."""
 
     digest: str
     target: Target
@@ -573,7 +532,7 @@ class Engine(Artifact):
 
 
 class Refusal(Frozen):
-    """One node that a backend cannot run, and what would help."""
+    """One node that a backend cannot run, with a remedy."""
 
     node: str
     operator: str  # domain::type

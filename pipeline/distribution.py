@@ -15,7 +15,7 @@ ABSENT = "absent"
 
 
 def install_command(*extras: str) -> str:
-    """The command that adds these extras. It needs a checkout: no package index has Crucible."""
+    """Return the command that adds these extras. It needs a checkout: no index has Crucible."""
     return f"pip install -e '.[{','.join(extras)}]' in the checkout of Crucible"
 
 
@@ -39,10 +39,10 @@ def checkout_revision(root: Path) -> str:
         return ""
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=GIT_LIMIT_S, check=False)
+        process = subprocess.run(command, capture_output=True, timeout=GIT_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.decode().strip() if done.returncode == 0 else ""
+    return process.stdout.decode().strip() if process.returncode == 0 else ""
 
 
 def installed_revision() -> str:
@@ -56,7 +56,7 @@ def installed_revision() -> str:
 
 
 def version_line() -> str:
-    """What `crucible --version` prints."""
+    """Return the output of `crucible --version`."""
     commit = revision()
     suffix = f", revision {commit[:12]}" if commit else ""
     return f"crucible {version()} (distribution {DISTRIBUTION}{suffix})"

@@ -1,4 +1,4 @@
-"""The exception tree. A message says what was expected, what came, and what to do next.
+"""The exception tree. A message gives the expected value, the actual value and the next step.
 
     CrucibleError
     ├── UserError              the request cannot work as written              exit code 1
@@ -27,14 +27,14 @@ from typing import Self
 
 
 class CrucibleError(Exception):
-    """Base of all errors we raise on purpose. `code` is stable; `next_step` is a sentence a user
-    can act on.
+    """Base of all errors that Crucible raises on purpose.
+
+    `code` is stable. `next_step` is a sentence that a user can act on.
     """
 
     code = "internal"
     exit_code = 3
-    # whether the same request may succeed another time, with nothing changed but what else this
-    # host does
+    # whether the same request may succeed later, if only the load of this host changes
     may_pass = False
 
     def __init__(self, message: str, next_step: str = "") -> None:
@@ -42,7 +42,7 @@ class CrucibleError(Exception):
         self.message = message
         self.next_step = next_step
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:  # crosses process boundaries whole
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:  # for pickle
         return (type(self), (self.message, self.next_step))
 
     def __str__(self) -> str:

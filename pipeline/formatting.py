@@ -1,6 +1,4 @@
-"""Numbers as people read them: times, sizes, rates, intervals, shapes and dates; and ranges as they
-write them.
-"""
+"""Texts for readers: times, sizes, rates, intervals, shapes and dates. Also parses ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from pipeline.measurement.statistics import Interval
 
 
 def time_text(seconds: float) -> str:
-    """Three digits and the unit: 412 us, 5.21 ms, 12.3 s."""
+    """Return three digits and the unit: 412 us, 5.21 ms, 12.3 s."""
     if seconds >= 120:
         return f"{seconds / 60:.1f} min"
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
@@ -57,23 +55,22 @@ def date(iso: str) -> str:
 
 
 def profiles_text(ranges: Iterable[str]) -> str:
-    """`batch=1:8:64`, as people write it on the command line, as a plan's `profiles`. PlanError
-    says what was expected.
+    """Convert ranges of the command line, `batch=1:8:64`, to a plan's `profiles` as YAML text.
+
+    PlanError for another form.
     """
     entries = []
     for text in ranges:
         name, equals, sizes = text.partition("=")
         numbers = sizes.split(":")
-        if (
-            not equals
-            or len(numbers) not in (1, 3)
-            or not all(number.isdigit() for number in numbers)
-        ):
+        are_sizes = len(numbers) in (1, 3) and all(number.isdigit() for number in numbers)
+        if not equals or not are_sizes:
             raise PlanError(
                 f"expected --profile DIM=MIN:OPT:MAX, got '{text}'",
                 "for example --profile batch=1:8:64",
             )
-        entries.append(f"{name}: [{', '.join(numbers if len(numbers) == 3 else numbers * 3)}]")
+        triple = numbers if len(numbers) == 3 else numbers * 3
+        entries.append(f"{name}: [{', '.join(triple)}]")
     return f"[{{{', '.join(entries)}}}]"
 
 

@@ -1,7 +1,6 @@
-"""How an engine may be fed when it serves: along which axis requests are joined, and how an image
-becomes its input.
+"""Inputs of a served engine: the axes that join requests to batches, and the image preprocessing.
 
-Both are proved or declared before an engine serves, and are told to clients with the model.
+Both are proved or declared before an engine serves. Clients get them with the model.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pipeline.errors import PlanError
 
 
 class Padding(Frozen):
-    """What fills an input up to a common length; declared by the plan, never inferred."""
+    """Padding of an input to a common length. The plan declares it; it is never inferred."""
 
     input: str
     axis: int = Field(ge=1)
@@ -24,23 +23,22 @@ class Padding(Frozen):
 
 
 class BatchSpec(Frozen):
-    """Whether and how requests may be answered together."""
+    """Whether and how requests may be joined to a batch."""
 
-    axes: Mapping[
-        str, int | None
-    ]  # of each input and output by name; None: not batched, the same for all rows of a batch
+    # of each input and output by name; None: not batched, the same for all rows of a batch
+    axes: Mapping[str, int | None]
     maximum: int = Field(default=1, ge=1)  # rows of a batch, as the profiles allow
     padding: tuple[Padding, ...] = ()
     proved: bool = False  # row i of a full batch, of a padded batch and alone were seen to agree
     reason: str = ""  # why it is not proved: then every request runs alone
-    largest_error: float | None = (
-        None  # seen in the proof, relative to the largest value of an output
-    )
+    # seen in the proof, relative to the largest value of an output
+    largest_error: float | None = None
 
 
 class InputRecipe(Frozen):
-    """How an encoded image becomes the input: decoded, resized so that the shorter side is
-    `resize`, cropped to `size`, (x * scale - mean) / std.
+    """Preprocessing of an encoded image.
+
+    Decode, resize the shorter side to `resize`, crop to `size`, then (x * scale - mean) / std.
     """
 
     input: str
@@ -54,7 +52,7 @@ class InputRecipe(Frozen):
 
 
 class ServingConfig(Frozen):
-    """What a server must be told of a model, because it cannot be seen in it."""
+    """Facts on a model that a server needs and the model does not contain."""
 
     padding: tuple[Padding, ...] = ()
     image: InputRecipe | None = None
@@ -64,24 +62,25 @@ class ServingConfig(Frozen):
 def check_serving(
     serving: ServingConfig, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
 ) -> None:
-    """PlanError for an input, an axis or an output that the model lacks."""
+    """Raise PlanError for an input, an axis or an output that the model lacks."""
     rank = {spec.name: len(spec.shape) for spec in inputs}
-    asked = [("padding", each.input) for each in serving.padding] + (
-        [("image", serving.image.input)] if serving.image else []
-    )
-    for key, name in asked:
+    named_inputs = [("padding", padding.input) for padding in serving.padding]
+    if serving.image:
+        named_inputs.append(("image", serving.image.input))
+    for key, name in named_inputs:
         if name not in rank:
             raise PlanError(
                 f"serving.{key} names '{name}', which is no input; the model has {', '.join(rank)}",
                 "name one of these",
             )
-    for each in serving.padding:
-        if each.axis >= rank[each.input]:
-            message = (
-                f"serving.padding: '{each.input}' has {rank[each.input]} axes, there is no axis"
-                f" {each.axis}"
+    for padding in serving.padding:
+        axes = rank[padding.input]
+        if padding.axis >= axes:
+            raise PlanError(
+                f"serving.padding: '{padding.input}' has {axes} axes, there is no axis"
+                f" {padding.axis}",
+                "axes are counted from 0",
             )
-            raise PlanError(message, "axes are counted from 0")
     known = [spec.name for spec in outputs]
     if unknown := [name for name in serving.labels if name not in known]:
         raise PlanError(

@@ -31,7 +31,7 @@ from pipeline.compiler.candidates import (
     reference_outputs,
 )
 from pipeline.compiler.compile import build_baselines, export_model, simplify_model
-from pipeline.compiler.context import Job, open_job
+from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import CalibrationMethod, OnnxModel, Precision, Progress, silent
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.execution.stage_runner import Runner
@@ -64,19 +64,21 @@ def main(words: Sequence[str]) -> None:
 
 def measure(plan: str) -> list[Row]:
     """The rows of all draws of one plan."""
-    job = open_job(load_plan(ROOT / "configs" / f"{plan}.yaml"), Runner(Store(home())))
-    exported = export_model(job)
-    model = simplify_model(job, exported)
-    expected = reference_outputs(job, build_baselines(job, exported)[0], job.data.selection)
+    context = open_context(load_plan(ROOT / "configs" / f"{plan}.yaml"), Runner(Store(home())))
+    exported = export_model(context)
+    model = simplify_model(context, exported)
+    expected = reference_outputs(
+        context, build_baselines(context, exported)[0], context.data.selection
+    )
     rows: list[Row] = []
     for samples, seed in (
         (samples, seed) for samples, draws in DRAWS[plan].items() for seed in range(draws)
     ):
-        drawn = with_drawn_samples(job, samples, seed)
+        drawn = with_drawn_samples(context, samples, seed)
         for candidate in candidates(BITS if samples == MOST else (None,)):
             rows.append(
                 {
-                    "model": job.plan.name,
+                    "model": context.plan.name,
                     "samples": samples,
                     "draw": seed,
                     **accuracy(drawn, model, candidate, expected),
@@ -99,13 +101,14 @@ def candidates(bits: Sequence[Literal[7, 8] | None]) -> list[CandidateConfig]:
     ]
 
 
-def with_drawn_samples(job: Job, samples: int, seed: int) -> Job:
-    """The job with a part of its calibration set, drawn at random without replacement, and with a
-    store of our own: large, and gone in the end.
+def with_drawn_samples(context: CompileContext, samples: int, seed: int) -> CompileContext:
+    """Return the context with a random part of its calibration set and a temporary store.
+
+    Samples are drawn without replacement. The store is large and is removed in the end.
     """
-    folder = WORK / job.plan.name / f"{samples}-{seed}"
+    folder = WORK / context.plan.name / f"{samples}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    source = job.plan.data.calibration
+    source = context.plan.data.calibration
     assert isinstance(source, tuple)
     files = {path: dict(np.load(path)) for path in source}
     places = [
@@ -121,13 +124,13 @@ def with_drawn_samples(job: Job, samples: int, seed: int) -> Job:
             taken.append(folder / path.name)
             np.savez(taken[-1], **{name: array[rows] for name, array in arrays.items()})
     calibration = open_set(
-        CalibrationSet, tuple(taken), job.data.selection.specs, job.plan.profiles
+        CalibrationSet, tuple(taken), context.data.selection.specs, context.plan.profiles
     )
     assert calibration.samples == samples
     return replace(
-        job,
-        runner=Runner(Store(WORK / job.plan.name / "store"), run=here),
-        data=replace(job.data, calibration=calibration),
+        context,
+        runner=Runner(Store(WORK / context.plan.name / "store"), run=here),
+        data=replace(context.data, calibration=calibration),
     )
 
 
@@ -145,22 +148,25 @@ def here(
 
 
 def accuracy(
-    job: Job, model: OnnxModel, candidate: CandidateConfig, expected: ReferenceOutputs
+    context: CompileContext,
+    model: OnnxModel,
+    candidate: CandidateConfig,
+    expected: ReferenceOutputs,
 ) -> Row:
     """What the int8 engine loses on the selection set: of the plan's own metric, and of the mean
     cosine to the reference.
     """
-    recipe = recipe_from_candidate(candidate, onnxruntime_.probe(), job.plan, calibrated=True)
-    engine = build_engine(job, convert_model(job, model, recipe), recipe)
-    report = check_engine(job, engine, expected, job.data.selection)
+    recipe = recipe_from_candidate(candidate, onnxruntime_.probe(), context.plan, calibrated=True)
+    engine = build_engine(context, convert_model(context, model, recipe), recipe)
+    report = check_engine(context, engine, expected, context.data.selection)
     by_cosine = replace(
-        job,
-        plan=job.plan.model_copy(
-            update={"accuracy": job.plan.accuracy.model_copy(update={"metric": "cosine"})}
+        context,
+        plan=context.plan.model_copy(
+            update={"accuracy": context.plan.accuracy.model_copy(update={"metric": "cosine"})}
         ),
     )
     cosine = check_engine(
-        by_cosine, engine, expected, job.data.selection
+        by_cosine, engine, expected, context.data.selection
     ).metric  # from the store where it is the plan's own metric
     assert report.metric is not None
     assert cosine is not None

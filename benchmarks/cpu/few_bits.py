@@ -15,7 +15,7 @@ from benchmarks.cpu.calibration import here
 from pipeline.backends import backend
 from pipeline.compiler.candidates import candidates_of, prepare, reference_outputs
 from pipeline.compiler.compile import build_reference, export_model, simplify_model
-from pipeline.compiler.context import open_job
+from pipeline.compiler.context import open_context
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.recipes import recipe_from_candidate
@@ -41,16 +41,18 @@ CANDIDATES = (
 def main(words: Sequence[str]) -> None:
     takes_no_arguments("few_bits", __doc__, words)
     logging.disable(logging.INFO)  # ONNX Runtime's quantiser logs every node
-    job = open_job(load_plan(PLAN), Runner(Store(home()), run=here))
-    exported = export_model(job)
-    model = simplify_model(job, exported)
-    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
+    context = open_context(load_plan(PLAN), Runner(Store(home()), run=here))
+    exported = export_model(context)
+    model = simplify_model(context, exported)
+    expected = reference_outputs(
+        context, build_reference(context, exported), context.data.selection
+    )
     rows, outcomes = [], []
     for candidate in (CandidateConfig.model_validate(each) for each in CANDIDATES):
         recipe = recipe_from_candidate(
-            candidate, backend(candidate.backend).probe(), job.plan, calibrated=True
+            candidate, backend(candidate.backend).probe(), context.plan, calibrated=True
         )
-        outcomes.append(prepare(job, model, recipe, expected))
+        outcomes.append(prepare(context, model, recipe, expected))
         rows.append(row_of(outcomes[-1].candidate))
         print(rows[-1], flush=True)
     candidates_of(outcomes)  # raises a bug of ours

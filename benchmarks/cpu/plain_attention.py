@@ -19,7 +19,7 @@ from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.candidates import build_engine, convert_model
 from pipeline.compiler.compile import export_model, simplify_model
-from pipeline.compiler.context import open_job
+from pipeline.compiler.context import open_context
 from pipeline.core import Engine, OnnxModel
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
@@ -94,13 +94,13 @@ def plan(name: str, override: str) -> Plan:
 
 def engines_of(of: Plan) -> tuple[OnnxModel, list[Engine]]:
     """The plan's graph, and an engine of every candidate."""
-    job = open_job(of, Runner(Store(home())))
-    model, engines = simplify_model(job, export_model(job)), []
+    context = open_context(of, Runner(Store(home())))
+    model, engines = simplify_model(context, export_model(context)), []
     for candidate in map(CandidateConfig.model_validate, CANDIDATES):
         recipe = recipe_from_candidate(
             candidate, backend(candidate.backend).probe(), of, calibrated=True
         )
-        engines.append(build_engine(job, convert_model(job, model, recipe), recipe))
+        engines.append(build_engine(context, convert_model(context, model, recipe), recipe))
     return model, engines
 
 

@@ -27,7 +27,7 @@ from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.benchmark.interleaved import Workload
 from pipeline.compiler.candidates import build_engine, convert_model, prove_engine
-from pipeline.compiler.context import Job
+from pipeline.compiler.context import CompileContext
 from pipeline.core import Engine, OnnxModel, Profile, Recipe, Tensors
 from pipeline.errors import CrucibleError
 from pipeline.execution.child_process import call_in_child
@@ -80,43 +80,46 @@ class Made:
     bare: Engine | None = None
 
 
-def recipe_of(job: Job, way: str) -> Recipe:
+def recipe_of(context: CompileContext, way: str) -> Recipe:
     candidate = CandidateConfig.model_validate({"backend": "tensorrt", **WAYS[way]})
-    return recipe_from_candidate(candidate, tensorrt_.probe(), job.plan, calibrated=True)
+    return recipe_from_candidate(candidate, tensorrt_.probe(), context.plan, calibrated=True)
 
 
-def make(job: Job, model: OnnxModel, way: str, built: Job | None = None) -> Made:
-    """Convert, build, prove. `built`: the job whose profiles the engine takes, where they are not
-    those of the graph.
+def make(
+    context: CompileContext, model: OnnxModel, way: str, built: CompileContext | None = None
+) -> Made:
+    """Convert, build, prove.
+
+    `built`: the context that gives the engine's profiles if they are not those of the graph.
     """
-    recipe = recipe_of(job, way)
+    recipe = recipe_of(context, way)
     tensorrt_.check_recipe(recipe, tensorrt_.probe())
-    converted = convert_model(job, model, recipe)
-    target_job = built or job
-    engine = build_engine(target_job, converted, recipe)
+    converted = convert_model(context, model, recipe)
+    target_context = built or context
+    engine = build_engine(target_context, converted, recipe)
     try:
-        table = prove_engine(target_job, engine, converted)
+        table = prove_engine(target_context, engine, converted)
     except CrucibleError as error:  # the engine can be measured all the same
         print(f"   no layer table: {error.message}", file=sys.stderr, flush=True)
         table = None
     return Made(way, recipe, converted, engine, table)
 
 
-def build_twin(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
-    """The same graph by the plain API, kept in the store as ours is."""
+def build_twin(context: CompileContext, converted: OnnxModel, recipe: Recipe) -> Engine:
+    """Build the same graph by the plain API, cached in the store as ours is."""
     call = StageCall(
         BARE,
         Engine,
-        partial(build_bare, converted, recipe, job.build_options("tensorrt")),
+        partial(build_bare, converted, recipe, context.build_options("tensorrt")),
         subject=recipe.label,
-        target=job.target("tensorrt"),
+        target=context.target("tensorrt"),
     )
-    return job.runner.stage(call)
+    return context.runner.stage(call)
 
 
 def make_way(
     row: Row,
-    job: Job,
+    context: CompileContext,
     model: OnnxModel,
     options: Options,
     way: str,
@@ -127,13 +130,15 @@ def make_way(
     """
     if more := overrides_of(way):
         other, model = graph_of(plan_of(row, (*options.overrides, *more)))
-        job.runner.steps.extend(other.runner.steps)
-        job = replace(other, runner=job.runner)
-    made = make(job, model, way)
+        context.runner.steps.extend(other.runner.steps)
+        context = replace(other, runner=context.runner)
+    made = make(context, model, way)
     return (
         replace(
             made,
-            bare=with_failure(entries, f"bare {way}", build_twin, job, made.converted, made.recipe),
+            bare=with_failure(
+                entries, f"bare {way}", build_twin, context, made.converted, made.recipe
+            ),
         )
         if options.bare
         else made
@@ -144,10 +149,10 @@ def overrides_of(way: str) -> tuple[str, ...]:
     return next((overrides for ending, overrides in OVERRIDES.items() if way.endswith(ending)), ())
 
 
-def with_profile(job: Job, profile: Mapping[str, Any]) -> Job:
-    """The same job, building for another range of shapes."""
+def with_profile(context: CompileContext, profile: Mapping[str, Any]) -> CompileContext:
+    """The same context, building for another range of shapes."""
     dims = Profile.model_validate({"dims": profile})
-    return replace(job, plan=job.plan.model_copy(update={"profiles": (dims,)}))
+    return replace(context, plan=context.plan.model_copy(update={"profiles": (dims,)}))
 
 
 # -- the row -----------------------------------------------------------------
@@ -157,16 +162,16 @@ def prepare_row(row: Row, options: Options) -> dict[str, Any]:
     """The graphs of a row, in every way that needs no GPU to be made: what the CPU does of it, for
     the store.
     """
-    job, model = graph_of(plan_of(row, options.overrides))
+    context, model = graph_of(plan_of(row, options.overrides))
     ways = options.ways or row.ways
     for way in ways:
         more = overrides_of(way)
-        its_job, its_model = (
-            graph_of(plan_of(row, (*options.overrides, *more))) if more else (job, model)
+        its_context, its_model = (
+            graph_of(plan_of(row, (*options.overrides, *more))) if more else (context, model)
         )
-        recipe = recipe_of(its_job, way)
+        recipe = recipe_of(its_context, way)
         if recipe.realised_in != "flags":
-            convert_model(its_job, its_model, recipe)
+            convert_model(its_context, its_model, recipe)
     return {"prepared": list(ways)}
 
 
@@ -174,13 +179,13 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
     """All of one row, as far as it came; a way or a peer that fails is an entry with its reason."""
     begin = monotonic()
     row = replace(row, ways=options.ways or row.ways)
-    job, model = graph_of(plan_of(row, options.overrides))
+    context, model = graph_of(plan_of(row, options.overrides))
     feeds = feeds_of(model.inputs, {})
     entries: dict[str, dict[str, Any]] = {}
-    made = engines_of(row, job, model, options, entries)
+    made = engines_of(row, context, model, options, entries)
     entrants = entrants_of(made)
     if options.peers:
-        entrants += peers_of(row, job, model, feeds, options, entries)
+        entrants += peers_of(row, context, model, feeds, options, entries)
     if options.build_only:
         return {"built": [entrant.name for entrant in entrants], "entries": entries}
     foreign = timing_cache.other_processes(trt_library.host()[0].uuid)
@@ -198,7 +203,7 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
     }
     add_answers(entries, outcomes)
     for each in made:
-        entries[f"ours {each.way}"] |= build_facts(job, each)
+        entries[f"ours {each.way}"] |= build_facts(context, each)
     gpu = tensorrt_.probe().device
     return {
         "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -216,13 +221,17 @@ def measure_row(row: Row, options: Options) -> dict[str, Any]:
 
 
 def engines_of(
-    row: Row, job: Job, model: OnnxModel, options: Options, entries: dict[str, dict[str, Any]]
+    row: Row,
+    context: CompileContext,
+    model: OnnxModel,
+    options: Options,
+    entries: dict[str, dict[str, Any]],
 ) -> list[Made]:
     """Ours in every way that can be built, each with its bare twin."""
     found = []
     for way in row.ways:
         made = with_failure(
-            entries, f"ours {way}", make_way, row, job, model, options, way, entries
+            entries, f"ours {way}", make_way, row, context, model, options, way, entries
         )
         found += [made] if made else []
     return found
@@ -264,7 +273,7 @@ def entrants_of(made: Sequence[Made]) -> list[Entrant]:
 
 def peers_of(
     row: Row,
-    job: Job,
+    context: CompileContext,
     model: OnnxModel,
     feeds: Tensors,
     options: Options,
@@ -278,7 +287,7 @@ def peers_of(
         name, engine = (
             f"torch {peer}",
             peer_engine(
-                job.source, model, peer, pytorch_.probe(), home() / "gpu_models" / row.name
+                context.source, model, peer, pytorch_.probe(), home() / "gpu_models" / row.name
             ),
         )
         if peer not in LOOKED_AT:
@@ -318,9 +327,9 @@ def workload_of(model: OnnxModel, sizes: dict[str, int], feeds: Tensors, rows: i
     return Workload(sizes, feeds, rows, total(cost.flops for cost in costs), moved)
 
 
-def build_facts(job: Job, made: Made) -> dict[str, Any]:
+def build_facts(context: CompileContext, made: Made) -> dict[str, Any]:
     """How long the build took, and what the engine really runs."""
-    seconds = {step.digest: round(step.seconds, 1) for step in job.runner.steps}
+    seconds = {step.digest: round(step.seconds, 1) for step in context.runner.steps}
     return {
         "recipe": made.recipe.label,
         "build_s": seconds.get(made.engine.root.name),

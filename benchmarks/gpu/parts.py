@@ -27,7 +27,7 @@ from benchmarks.gpu.plans import feeds_of, graph_of, plan_of
 from benchmarks.gpu.rows import H200, Row, image, target
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.compiler.candidates import convert_model
-from pipeline.compiler.context import Job
+from pipeline.compiler.context import CompileContext
 from pipeline.core import OnnxModel
 from pipeline.plan.schema import BenchmarkConfig
 
@@ -127,18 +127,22 @@ def throughput(
 
 def _placed(
     row: Row, options: Options, way: str, batch: int, level: int
-) -> tuple[Job, Made, OnnxModel]:
+) -> tuple[CompileContext, Made, OnnxModel]:
     """The engine of one placement for one batch, from the graph of any batch."""
-    job, model = graph_of(plan_of(row, (*options.overrides, *overrides_of(way)), [GRAPH_PROFILE]))
-    built = with_profile(_at_level(job, level), {"batch": batch})
-    return built, make(job, model, way, built), model
+    context, model = graph_of(
+        plan_of(row, (*options.overrides, *overrides_of(way)), [GRAPH_PROFILE])
+    )
+    built = with_profile(_at_level(context, level), {"batch": batch})
+    return built, make(context, model, way, built), model
 
 
-def _at_level(job: Job, level: int) -> Job:
+def _at_level(context: CompileContext, level: int) -> CompileContext:
     return replace(
-        job,
-        plan=job.plan.model_copy(
-            update={"tensorrt": job.plan.tensorrt.model_copy(update={"optimization_level": level})}
+        context,
+        plan=context.plan.model_copy(
+            update={
+                "tensorrt": context.plan.tensorrt.model_copy(update={"optimization_level": level})
+            }
         ),
     )
 
@@ -187,8 +191,8 @@ def overlap(options: Options) -> dict[str, Any]:
         row = Row(
             f"overlap_{name}", model_name, image(OVERLAP_BATCH), (), 0, dtypes={"image": dtype}
         )
-        job, model = graph_of(plan_of(row, options.overrides))
-        made = with_failure(entries, f"{name} input", make, job, model, "fp16")
+        context, model = graph_of(plan_of(row, options.overrides))
+        made = with_failure(entries, f"{name} input", make, context, model, "fp16")
         if made is None:
             continue
         entrants = [
@@ -268,7 +272,7 @@ def flexibility(model_name: str, options: Options) -> dict[str, Any]:
     measured, of all engines that take it.
     """
     (document, entries, watch), known = begun(options), device_peaks()
-    built: list[tuple[Variant, Job, OnnxModel, Made]] = []
+    built: list[tuple[Variant, CompileContext, OnnxModel, Made]] = []
     for variant in FLEXIBILITY[model_name]:
         if wanted(variant.name, options.only):
             made = with_failure(entries, variant.name, _built, model_name, variant, options)
@@ -282,8 +286,8 @@ def flexibility(model_name: str, options: Options) -> dict[str, Any]:
             built[first][2], sizes[first], shapes[0][1][0], entrants, options, watch
         ):
             entries[f"{outcome.entrant.name} at {label}"] = entry_of(outcome, known)
-    for variant, job, _, each in built:
-        entries[variant.name] = build_facts(job, each)
+    for variant, context, _, each in built:
+        entries[variant.name] = build_facts(context, each)
     return {**document, "entries": entries, "targets": [], "gpu": watch.summary()}
 
 
@@ -293,19 +297,19 @@ def prepare_flexibility(model_name: str, options: Options) -> dict[str, Any]:
         variant for variant in FLEXIBILITY[model_name] if wanted(variant.name, options.only)
     ]
     for variant in variants:
-        job, model = _graph(model_name, variant, options)
-        convert_model(job, model, recipe_of(job, variant.way))
+        context, model = _graph(model_name, variant, options)
+        convert_model(context, model, recipe_of(context, variant.way))
     return {"prepared": [variant.name for variant in variants]}
 
 
 def _built(
     model_name: str, variant: Variant, options: Options
-) -> tuple[Variant, Job, OnnxModel, Made]:
-    job, model = _graph(model_name, variant, options)
-    return variant, job, model, make(job, model, variant.way)
+) -> tuple[Variant, CompileContext, OnnxModel, Made]:
+    context, model = _graph(model_name, variant, options)
+    return variant, context, model, make(context, model, variant.way)
 
 
-def _graph(model_name: str, variant: Variant, options: Options) -> tuple[Job, OnnxModel]:
+def _graph(model_name: str, variant: Variant, options: Options) -> tuple[CompileContext, OnnxModel]:
     profiles = [variant.profile] if variant.profile else []
     name = f"flexible_{model_name}_{'_'.join(variant.profile) or 'fixed'}"
     row = Row(

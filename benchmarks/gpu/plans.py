@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.gpu.rows import Row
 from pipeline.compiler.compile import export_model, simplify_model
-from pipeline.compiler.context import Job, open_job
+from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import OnnxModel, Tensors, TensorSpec
 from pipeline.execution.stage_runner import Runner, StageEvent
 from pipeline.execution.store import Store
@@ -115,7 +115,7 @@ def tell(event: StageEvent) -> None:
         )
 
 
-def graph_of(plan: Plan) -> tuple[Job, OnnxModel]:
-    """The plan's job with its exported, simplified graph."""
-    job = open_job(plan, Runner(Store(home()), emit=tell))
-    return job, simplify_model(job, export_model(job))
+def graph_of(plan: Plan) -> tuple[CompileContext, OnnxModel]:
+    """The plan's context with its exported, simplified graph."""
+    context = open_context(plan, Runner(Store(home()), emit=tell))
+    return context, simplify_model(context, export_model(context))

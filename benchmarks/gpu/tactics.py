@@ -23,7 +23,7 @@ from pipeline.backends import timing_cache
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.messages import builders_logger_of, logger_of
 from pipeline.compiler.candidates import convert_model
-from pipeline.compiler.context import Job
+from pipeline.compiler.context import CompileContext
 from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, silent
 from pipeline.plan.schema import home
 
@@ -49,15 +49,20 @@ def tactics(options: Options) -> dict[str, Any]:
     row = row_named("resnet50_b1")
     assert row is not None
     (document, entries, watch), known = begun(), device_peaks()
-    job, model = graph_of(plan_of(row, options.overrides))
-    recipe = recipe_of(job, "fp16")
-    converted = convert_model(job, model, recipe)
+    context, model = graph_of(plan_of(row, options.overrides))
+    recipe = recipe_of(context, "fp16")
+    converted = convert_model(context, model, recipe)
     entrants = []
     for number in range(1, REPEATS + 1):
         for kind in (kind for kind in KINDS if wanted(kind, options.only)):
             name = f"{kind} {number}"
             engine = with_failure(
-                entries, name, _built, job, converted, recipe.model_copy(update={"variant": name})
+                entries,
+                name,
+                _built,
+                context,
+                converted,
+                recipe.model_copy(update={"variant": name}),
             )
             entrants += (
                 [
@@ -73,7 +78,7 @@ def tactics(options: Options) -> dict[str, Any]:
                 else []
             )
     seconds = {
-        step.subject: round(step.seconds, 1) for step in job.runner.steps if step.stage == STAGE
+        step.subject: round(step.seconds, 1) for step in context.runner.steps if step.stage == STAGE
     }
     for outcome in race_at(model, {}, 1, entrants, options, watch) if entrants else []:
         entries[outcome.entrant.name] = entry_of(outcome, known) | {
@@ -82,12 +87,12 @@ def tactics(options: Options) -> dict[str, Any]:
     return {**document, "batch": 1, "entries": entries, "targets": [], "gpu": watch.summary()}
 
 
-def _built(job: Job, converted: OnnxModel, recipe: Recipe) -> Engine:
+def _built(context: CompileContext, converted: OnnxModel, recipe: Recipe) -> Engine:
     """Never from the store: the same build again is what is looked at."""
     out = home() / "gpu_models" / "tactics" / recipe.variant
     out.mkdir(parents=True, exist_ok=True)
-    engine: Engine = job.runner.anew(
-        STAGE, recipe.variant, build_kind, converted, recipe, job.build_options("tensorrt"), out
+    engine: Engine = context.runner.anew(
+        STAGE, recipe.variant, build_kind, converted, recipe, context.build_options("tensorrt"), out
     )
     return engine
 

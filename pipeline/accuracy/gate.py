@@ -1,14 +1,14 @@
-"""At which sizes the accuracy gate looks at an engine, and with which inputs. Pure.
+"""Sizes and inputs of the accuracy gate. Pure.
 
-An engine may be right at one batch size and wrong at another: a builder chooses other kernels for
-each profile, and kernels have other paths for small batches. So besides the whole selection set at
-one batch size, the gate runs in every profile:
+An engine may be accurate at one batch size and wrong at another: a builder chooses other kernels
+for each profile, and kernels have other paths for small batches. So the gate runs the whole
+selection set at one batch size, and in every profile also:
 
     samples     batches of 1, min, opt and max rows, cut from the selection set or filled up from it
-    generated   min, opt and max of the profile where no sample has its other sizes (a sequence)
+    generated   min, opt and max of the profile if no sample has its other sizes (a sequence)
 
-Generated inputs are samples with their axes cut or repeated, so that ids and masks stay such as the
-model knows; where there is no sample they are random.
+Generated inputs are samples with their axes cut or repeated, so that ids and masks stay valid for
+the model. Without samples they are random.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.core import Frozen, Point, Profile, Tensors, TensorSpec
 from pipeline.data.samples import Batch, GeneratedPart, SampleSet
 from pipeline.onnx_graph.feeds import draw_feeds
 
-ROWS_PER_SIZE = 256  # of the selection set, which keeps the cost of each other size in bounds
+ROWS_PER_SIZE = 256  # rows of the selection set per size, which bounds the cost of each size
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
 Sizes = dict[str, int]
@@ -33,11 +33,11 @@ Values = dict[str, tuple[int, ...]]
 
 
 class GatePoint(Frozen):
-    """One size at which the gate looks, in one profile."""
+    """One size that the gate checks, in one profile."""
 
-    profile: int  # its index
-    sizes: Sizes  # of all symbols; samples: only of the one that counts rows, they bring the others
-    values: Values = Field(default_factory=dict)  # generated: of inputs whose values decide a shape
+    profile: int  # index of the profile
+    sizes: Sizes  # of all symbols; samples: only of the batch symbol, the samples have the others
+    values: Values = Field(default_factory=dict)  # generated: for inputs that decide a shape
     inputs: Literal["samples", "generated"]
     rows: int = 0  # samples: in each batch; 0: as the set itself cuts them
     parts: tuple[int, ...] = ()  # samples: the files of the set that this profile holds
@@ -46,9 +46,9 @@ class GatePoint(Frozen):
 def gate_points(
     samples: SampleSet, profiles: Sequence[Profile], batch: int
 ) -> tuple[GatePoint, ...]:
-    """Every size to look at besides the run over all samples.
+    """Return every size to check besides the run over all samples.
 
-    That one takes `batch` rows in the first profile that holds them.
+    That run has batches of `batch` rows, in the first profile that holds them.
     """
     points: list[GatePoint] = []
     for index, profile in enumerate(profiles):
@@ -58,7 +58,7 @@ def gate_points(
 
 
 def feeds_at(point: GatePoint, samples: SampleSet) -> Iterator[Batch]:
-    """The batches of one point, always the same."""
+    """Yield the batches of one point. They are the same in every call."""
     if point.inputs == "samples":
         yield from samples.filled(point.rows, point.parts, ROWS_PER_SIZE)
         return
@@ -73,11 +73,12 @@ def feeds_at(point: GatePoint, samples: SampleSet) -> Iterator[Batch]:
 def _sample_points(
     samples: SampleSet, profiles: Sequence[Profile], index: int, batch: int
 ) -> Iterator[GatePoint]:
-    """Batches of 1, min, opt and max rows of what this profile holds."""
+    """Yield points of 1, min, opt and max rows, with the files that this profile holds."""
     profile, symbol = profiles[index], _row_symbol(samples)
     holders = [_holders(part.sizes(samples.specs), profiles) for part in samples.parts]
-    parts = [number for number, held_by in enumerate(holders) if index in held_by]
-    covered = all(holders[number][0] == index for number in parts)  # by the run over all samples
+    parts = [number for number, indices in enumerate(holders) if index in indices]
+    # whether the run over all samples covers this profile
+    covered = all(holders[number][0] == index for number in parts)
     if not parts:
         return
     if symbol is None:
@@ -98,7 +99,7 @@ def _sample_points(
 
 
 def _holders(shapes: Sequence[Sizes], profiles: Sequence[Profile]) -> list[int]:
-    """The profiles that hold all shapes of a file."""
+    """Return the indices of the profiles that hold all shapes of a file."""
     return [
         index
         for index, profile in enumerate(profiles)
@@ -107,10 +108,7 @@ def _holders(shapes: Sequence[Sizes], profiles: Sequence[Profile]) -> list[int]:
 
 
 def _row_symbol(samples: SampleSet) -> str | None:
-    """The symbol that counts samples in a batch.
-
-    None where a sample is a whole feed, or the batch is fixed.
-    """
+    """Return the batch symbol, or None if a sample is a whole feed or the batch is fixed."""
     first = {spec.shape[0] if spec.shape else None for spec in samples.specs}
     symbol = next(iter(first)) if len(first) == 1 else None
     if samples.whole or not isinstance(symbol, str):
@@ -119,7 +117,7 @@ def _row_symbol(samples: SampleSet) -> str | None:
 
 
 def _row_counts(profile: Profile, symbol: str) -> tuple[int, ...]:
-    """1, min, opt and max, as far as the profile holds them, ascending."""
+    """Return those of 1, min, opt and max that the profile holds, ascending."""
     if symbol not in profile.dims:
         return ()
     dim = profile.dims[symbol]
@@ -131,30 +129,28 @@ def _row_counts(profile: Profile, symbol: str) -> tuple[int, ...]:
 
 
 def _generated_points(samples: SampleSet, profile: Profile, index: int) -> Iterator[GatePoint]:
-    """Min, opt and max of a profile, and opt in a batch of 1, as far as no sample has their
-    sizes.
-    """
+    """Yield points at min, opt and max, and at opt with a batch of 1, if no sample covers them."""
     symbol = _row_symbol(samples)
     known = [sizes for part in samples.parts for sizes in part.sizes(samples.specs)]
-    places = [(profile.sizes(name), profile.values_at(name)) for name in POINTS]
+    candidates = [(profile.sizes(name), profile.values_at(name)) for name in POINTS]
     if symbol in profile.dims and profile.dims[symbol].min <= 1:
-        places.append((profile.sizes("opt") | {symbol: 1}, profile.values_at("opt")))
+        candidates.append((profile.sizes("opt") | {symbol: 1}, profile.values_at("opt")))
     listed: list[tuple[Sizes, Values]] = []
-    for sizes, values in places:
-        others = {each: size for each, size in sizes.items() if each != symbol}
-        is_known = not values and any(_agrees(others, each) for each in known)
+    for sizes, values in candidates:
+        other_sizes = {name: size for name, size in sizes.items() if name != symbol}
+        is_known = not values and any(_agrees(other_sizes, known_sizes) for known_sizes in known)
         if min(sizes.values(), default=1) >= 1 and not is_known and (sizes, values) not in listed:
             listed.append((sizes, values))
             yield GatePoint(profile=index, sizes=sizes, values=values, inputs="generated")
 
 
 def _agrees(sizes: Sizes, known: Sizes) -> bool:
-    """Whether a sample has these sizes, as far as inputs have them."""
+    """Return whether a sample has these sizes. Symbols that no input has are ignored."""
     return all(known[symbol] == size for symbol, size in sizes.items() if symbol in known)
 
 
 def _generated(point: GatePoint, samples: SampleSet) -> Tensors:
-    """Inputs of these sizes: samples with axes cut or repeated, or random ones without samples."""
+    """Make inputs of these sizes: samples with axes cut or repeated, else random values."""
     if all(isinstance(part, GeneratedPart) for part in samples.parts):
         return draw_feeds(samples.specs, point.sizes, 0, point.values, seen=True)
     batch = next(samples.batches(max(point.sizes.values(), default=1)))

@@ -1,6 +1,6 @@
-"""Accuracy as arithmetic: errors between two arrays, and scores per sample. Numpy only, no state.
+"""Arithmetic of accuracy: errors between two arrays, and scores per sample. Numpy only, no state.
 
-Arrays are [samples, ...] unless said otherwise; everything is computed in float64.
+Arrays are [samples, ...] unless noted. All results are computed in float64.
 """
 
 from __future__ import annotations
@@ -17,37 +17,36 @@ Floats = NDArray[np.float64]
 
 AT_CHANCE = "the reference itself scores at chance"
 NOT_COVERED = "the calibration set's ranges do not fit the selection set"
-"""Openings of two reasons that lie in the data and not in the engine: `decide` gives other advice
-for them.
+"""Openings of two reasons that lie in the data, not in the engine. `decide` has its own advice for
+them.
 """
 
-Z_95 = 1.959964  # 95 % of a normal distribution lie within
-SNR_LIMIT_DB = (
-    200.0  # identical outputs have no noise; JSON has no infinity, and float32 ends near 150 dB
-)
+Z_95 = 1.959964  # standard deviations that contain 95 % of a normal distribution
+# for identical outputs, which have no noise: JSON has no infinity; float32 reaches about 150 dB
+SNR_LIMIT_DB = 200.0
 
 
 def by_sample(array: Array, samples: int, whole: bool = False) -> Array:
-    """The array with samples on axis 0, [samples, ...]; one without a sample axis becomes [1, ...].
+    """Return the array as [samples, ...]. An array without a sample axis becomes [1, ...].
 
-    `whole`: the array answers one sample that is a whole feed, so its first axis counts something
-    else.
+    `whole`: the array is the output for one sample that is a whole feed, so its first axis does
+    not count samples.
     """
     has_axis = array.ndim > 0 and array.shape[0] == samples and not whole
     return array if has_axis else array[np.newaxis]
 
 
 def rows(array: Array, samples: int) -> Floats:
-    """One row per sample, [samples, elements], or [1, elements] without a sample axis."""
-    whole = by_sample(array, samples)
-    return whole.astype(np.float64).reshape(whole.shape[0], -1)
+    """Return one row per sample, [samples, elements], or [1, elements] without a sample axis."""
+    table = by_sample(array, samples)
+    return table.astype(np.float64).reshape(table.shape[0], -1)
 
 
 def mask_nonfinite(candidate: Floats, reference: Floats) -> tuple[Floats, Floats, int, int]:
-    """Both arrays with 0 wherever one is not finite, and how often NaN and infinity stand on one
-    side only.
+    """Return both arrays with 0 where one is not finite, and the counts of NaN and infinity.
 
-    Equal infinities, and NaN on both sides, agree: a model that masks with -inf is not wrong.
+    Only values that are NaN or infinite on one side count. Equal infinities, and NaN on both sides,
+    agree: a model that masks with -inf is not wrong.
     """
     nan_candidate, nan_reference = np.isnan(candidate), np.isnan(reference)
     either_nan = nan_candidate | nan_reference
@@ -59,14 +58,14 @@ def mask_nonfinite(candidate: Floats, reference: Floats) -> tuple[Floats, Floats
 
 
 def cosine_per_sample(candidate: Floats, reference: Floats) -> Floats:
-    """Cosine of each row with its reference row; 1 where both are zero, 0 where one is.
+    """Return the cosine of each row with its reference row: 1 if both are zero, 0 if one is.
 
-    Infinities on which both sides agree are left out; a row with any other value that is not finite
+    Infinities on which both sides agree are left out. A row with another value that is not finite
     gives NaN.
     """
     agree = np.isinf(reference) & (candidate == reference)
     candidate, reference = np.where(agree, 0.0, candidate), np.where(agree, 0.0, reference)
-    with np.errstate(invalid="ignore"):  # infinity over infinity is NaN, as it should be
+    with np.errstate(invalid="ignore"):  # infinity / infinity is NaN, as intended
         dots = np.einsum("ij,ij->i", candidate, reference)
         lengths = np.linalg.norm(candidate, axis=1) * np.linalg.norm(reference, axis=1)
         cosines = np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths != 0)
@@ -75,7 +74,7 @@ def cosine_per_sample(candidate: Floats, reference: Floats) -> Floats:
 
 
 def snr_db(signal: float, noise: float) -> float:
-    """Signal to noise in decibels from two sums of squares, within plus or minus SNR_LIMIT_DB."""
+    """Return signal to noise in dB from two sums of squares, within +-SNR_LIMIT_DB."""
     if noise == 0:
         return SNR_LIMIT_DB
     if signal == 0:
@@ -84,14 +83,13 @@ def snr_db(signal: float, noise: float) -> float:
 
 
 def topk_hits(outputs: Array, labels: Array, k: int) -> Floats:
-    """Per sample the share of its labels that are among the k highest scores; NaN where a score is
-    NaN.
+    """Return per sample the share of its labels among the k highest scores; NaN if a score is NaN.
 
     outputs [samples, classes], labels [samples] integers; or outputs [samples, ..., classes] with a
-    label for each place before the classes. Ties, frequent in int8 engines, go to the lower class,
-    as in argmax. Raises DataError if these shapes do not hold or a label is no class.
+    label for each position before the classes. Ties, frequent in int8 engines, go to the lower
+    class, as in argmax. DataError if the shapes do not fit or a label is no class.
     """
-    scores = _scores_by_place(outputs, labels)
+    scores = _scores_by_label(outputs, labels)
     classes = labels.reshape(-1).astype(np.int64)
     own = scores[np.arange(len(scores)), classes][:, None]
     lower_class = np.arange(scores.shape[1]) < classes[:, None]
@@ -102,17 +100,14 @@ def topk_hits(outputs: Array, labels: Array, k: int) -> Floats:
     return np.asarray(hits.reshape(len(outputs), -1).mean(axis=1))
 
 
-def _scores_by_place(outputs: Array, labels: Array) -> Floats:
-    """The scores that each label is held against, [labels, classes]; DataError where they do not
-    fit.
-    """
+def _scores_by_label(outputs: Array, labels: Array) -> Floats:
+    """Return the scores for each label, [labels, classes]. DataError if they do not fit."""
     next_step = (
         "give one integer label per sample, choose another `accuracy.output`, or set"
         " `accuracy.metric: cosine`"
     )
-    is_table = (
-        outputs.ndim >= 2 and outputs.size == outputs.shape[0] * outputs.shape[1]
-    )  # axes of 1 may stand behind
+    # axes of 1 may follow
+    is_table = outputs.ndim >= 2 and outputs.size == outputs.shape[0] * outputs.shape[1]
     per_sample = is_table and labels.shape == outputs.shape[:1]
     per_place = (
         outputs.ndim >= 2
@@ -144,24 +139,24 @@ def _scores_by_place(outputs: Array, labels: Array) -> Floats:
 
 
 def _long_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape without its axes of 1."""
+    """Return the shape without its axes of 1."""
     return tuple(size for size in shape if size != 1)
 
 
 def paired_interval(lost: int, gained: int, samples: int) -> tuple[float, float]:
-    """95 % score interval (Tango 1998) of a drop (lost - gained) / samples, where each sample is
-    right or wrong for both sides.
+    """Return the 95 % score interval (Tango 1998) of a drop (lost - gained) / samples.
 
-    A bootstrap knows only the differences it saw: where none was lost it gives [0, 0]. This gives
-    about -3.8/samples to 3.8/samples, which is the rule of three (3/samples, from one side) for
-    both sides. Within -1 to 1.
+    Each sample is right or wrong for both sides. Without any difference a bootstrap gives [0, 0].
+    This interval is then about -3.8/samples to 3.8/samples, the two-sided form of the rule of three
+    (3/samples, one-sided). Within -1 to 1.
     """
     return -_largest_drop(gained, lost, samples), _largest_drop(lost, gained, samples)
 
 
 def _largest_drop(lost: int, gained: int, samples: int) -> float:
-    """The largest true drop from which the drop that was seen is at most Z_95 standard errors away;
-    by bisection.
+    """Return the largest true drop within Z_95 standard errors of the observed drop.
+
+    Found by bisection.
     """
     low, high = (lost - gained) / samples, 1.0
     for _ in range(60):
@@ -174,17 +169,12 @@ def _largest_drop(lost: int, gained: int, samples: int) -> float:
 
 
 def _standard_errors(lost: int, gained: int, samples: int, drop: float) -> float:
-    """How far the drop seen lies from `drop`, over the standard error that holds if `drop` is the
-    truth.
-    """
-    a, b, c = (
-        2 * samples,
-        (2 * samples - lost + gained) * drop - lost - gained,
-        -gained * drop * (1 - drop),
-    )
-    gains = (math.sqrt(b * b - 4 * a * c) - b) / (
-        2 * a
-    )  # the likeliest rate of gained samples under `drop`
+    """Return (observed drop - `drop`) / standard error, with the error under the true `drop`."""
+    a = 2 * samples
+    b = (2 * samples - lost + gained) * drop - lost - gained
+    c = -gained * drop * (1 - drop)
+    # the most likely rate of gained samples under `drop`
+    gains = (math.sqrt(b * b - 4 * a * c) - b) / (2 * a)
     variance = samples * (2 * gains + drop * (1 - drop))
-    far = lost - gained - samples * drop
-    return far / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, far)
+    distance = lost - gained - samples * drop
+    return distance / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, distance)

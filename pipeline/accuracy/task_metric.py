@@ -1,5 +1,4 @@
-"""The task metric: one score per sample for reference and candidate, or the user's own function,
-and the drop between them.
+"""The task metric: scores of reference and candidate, by a built-in or user function, and the drop.
 
 A user's metric is `module:function`, called as `function(outputs, labels, reference)` on the whole
 set at once:
@@ -37,22 +36,22 @@ from pipeline.results.report import MetricResult
 
 MetricFunction = Callable[[Array, Array | None, Array], object]
 
-# of a metric that exists only for a complete set: each calls the user's function twice
+# bootstrap resamples of a metric for the whole set: each calls the user's function twice
 RESAMPLES = 200
-ROUNDING = 1e-9  # 3 of 300 is within a max_drop of 0.01 whatever the last bit says
-# the reference must beat each: outputs that have nothing to do with the samples do so in 1 set of
-# 40
+ROUNDING = 1e-9  # so that 3 of 300 is within a max_drop of 0.01, whatever the last bit is
+# the reference must beat every shuffle: outputs unrelated to the samples do so in 1 set of 40
 SHUFFLES = 39
-MIN_SHUFFLED = 8  # of fewer samples a shuffle may give back the same order
-MAX_SHUFFLED = 1024  # samples; more cost time and change nothing
+MIN_SHUFFLED = 8  # samples; with fewer, a shuffle may return the same order
+MAX_SHUFFLED = 1024  # samples; more take time and do not change the result
 SHUFFLED_BYTES = 64 * 2**20
 
 
 def open_metric(
     options: AccuracyConfig, outputs: tuple[TensorSpec, ...], has_labels: bool
 ) -> TaskMetric:
-    """The metric that the plan asks for. Raises PlanError if there is no such metric, DataError if
-    it needs labels and there are none.
+    """Return the metric of the plan.
+
+    PlanError if the metric does not exist. DataError if it needs labels and there are none.
     """
     name = options.metric
     if name == "auto":
@@ -65,7 +64,7 @@ def open_metric(
 
 
 def check_labels(options: AccuracyConfig, has_labels: bool) -> None:
-    """DataError if the metric needs labels that the set does not have."""
+    """Raise DataError if the metric needs labels and the set has none."""
     if options.metric in NEED_LABELS and not has_labels:
         raise DataError(
             f"accuracy.metric is {options.metric}, but the set has no labels",
@@ -80,8 +79,7 @@ def _load_function(name: str, python_path: Path) -> MetricFunction:
         function = getattr(importlib.import_module(module), function_name)
     except (ImportError, AttributeError) as error:
         next_step = (
-            "correct `accuracy.metric`, or set `accuracy.python_path` to the folder its module"
-            " lies in"
+            "correct `accuracy.metric`, or set `accuracy.python_path` to the folder of its module"
         )
         raise PlanError(
             f"accuracy.metric '{name}' cannot be imported from '{python_path}': {error}", next_step
@@ -93,7 +91,7 @@ def _load_function(name: str, python_path: Path) -> MetricFunction:
             f"accuracy.metric '{name}' is a {type(function).__name__}, expected a function",
             "correct `accuracy.metric`",
         )
-    return function  # type: ignore[no-any-return]  # what the user wrote; its value is checked
+    return function  # type: ignore[no-any-return]  # user code; its result is checked
 
 
 def _top1(outputs: Array, labels: Array | None, reference: Array) -> Floats:
@@ -117,8 +115,9 @@ _STREAMED: dict[str, Callable[[Array, Array | None, Array], Floats]] = {
 
 @dataclass(slots=True)
 class Drawn:
-    """The reference's outputs to some samples, drawn evenly from a set of any length, with their
-    labels. All are of the first one's shape.
+    """Reference outputs for a random part of the samples, with their labels.
+
+    Every sample of a set of any length has the same chance. All have the shape of the first one.
     """
 
     outputs: list[Array] = field(default_factory=list)
@@ -127,9 +126,7 @@ class Drawn:
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def add(self, outputs: Array, labels: Array | None) -> None:
-        """One batch, [samples, ...]. Labels that do not go with the rows are the metric's to
-        refuse.
-        """
+        """Add one batch, [samples, ...]. Labels that do not fit the rows are ignored here."""
         labelled = labels if labels is not None and len(labels) == len(outputs) else None
         for row, output in enumerate(outputs):
             label = None if labelled is None else np.asarray(labelled[row])
@@ -144,12 +141,13 @@ class Drawn:
                 self.labels[index : index + 1] = [label]
 
     def _fits(self, output: Array, label: Array | None) -> bool:
-        """Whether output and label have the shapes of the first ones."""
-        like = not self.outputs or output.shape == self.outputs[0].shape
-        return like and (label is None or not self.labels or label.shape == self.labels[0].shape)
+        """Return whether output and label have the shapes of the first ones."""
+        if self.outputs and output.shape != self.outputs[0].shape:
+            return False
+        return label is None or not self.labels or label.shape == self.labels[0].shape
 
     def _index(self, size: int) -> int | None:
-        """Reservoir sampling: the index of the newest row; None if it is left out."""
+        """Return the index of the newest row by reservoir sampling; None if it is left out."""
         most = min(MAX_SHUFFLED, max(MIN_SHUFFLED, SHUFFLED_BYTES // max(size, 1)))
         index = self.seen - 1 if self.seen <= most else int(self.random.integers(0, self.seen))
         return index if index < most else None
@@ -157,11 +155,11 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class ShuffleTest:
-    """How a metric scores the reference's outputs as they are, and shuffled across samples."""
+    """Scores of the reference's outputs, unchanged and shuffled across samples."""
 
     score: float
     best_shuffled: float
-    notices_order: bool  # some scores neither stayed nor moved with their outputs
+    notices_order: bool  # scores changed otherwise than by moving with their outputs
 
     @property
     def is_above_chance(self) -> bool:
@@ -170,8 +168,10 @@ class ShuffleTest:
 
 @dataclass(slots=True)
 class TaskMetric:
-    """Scores gathered over batches. A user's function sees the whole set, so its output is kept;
-    the built-in ones keep scores only.
+    """Collects the scores of all batches.
+
+    A user's function takes the whole set, so all outputs are stored. Built-in metrics store only
+    scores.
     """
 
     name: str
@@ -182,10 +182,10 @@ class TaskMetric:
     reference: list[Array] = field(default_factory=list)
     labels: list[Array] = field(default_factory=list)
     drawn: Drawn = field(default_factory=Drawn)
-    certain: bool = False  # a drop fails only if its whole interval is over the limit
+    certain: bool = False  # a drop fails only if its whole interval exceeds the limit
 
     def add(self, outputs: Array, labels: Array | None, reference: Array) -> None:
-        """One batch, [samples, ...] each."""
+        """Add one batch, [samples, ...] each."""
         self.drawn.add(reference, labels)
         if self.function is None:
             score = _STREAMED[self.name]
@@ -198,11 +198,10 @@ class TaskMetric:
             self.labels.append(labels)
 
     def result(self) -> tuple[MetricResult | None, list[str]]:
-        """The metric and what is wrong with it; no metric where a score is NaN, for then the drop
-        is no number.
+        """Return the metric and its failures. The metric is None if a score is NaN.
 
-        Raises PlanError or DataError for a metric that cannot tell the reference's outputs from the
-        same outputs shuffled across samples.
+        PlanError or DataError if the metric scores the reference's outputs no better than the same
+        outputs shuffled across samples.
         """
         result, failures = self.compared()
         if result is None:
@@ -210,10 +209,10 @@ class TaskMetric:
         return result, [*self._chance(), *failures]
 
     def compared(self, certain: bool = False) -> tuple[MetricResult | None, list[str]]:
-        """The metric and what is wrong with the drop. `certain`: its whole interval must be over
-        the limit, as of a part of a set.
+        """Return the metric and the failures of its drop.
 
-        Whether the reference scores above chance is not looked at.
+        `certain`: a drop fails only if its whole interval exceeds the limit. Use it for a part of a
+        set. There is no check that the reference scores above chance.
         """
         self.certain = certain
         if self.function is None:
@@ -239,7 +238,7 @@ class TaskMetric:
         )
 
     def _call(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
-        """The user's function, its value checked: shape [samples] or ()."""
+        """Call the user's function and check its result: shape [samples] or ()."""
         assert self.function is not None
         next_step = (
             "the function takes (outputs, labels, reference) and returns one score per sample or"
@@ -279,17 +278,16 @@ class TaskMetric:
         before, after = reference.astype(np.float64), candidate.astype(np.float64)
         if not np.isfinite(before).all():
             message = (
-                f"metric {self.name} is not a number on the reference itself: nothing can be judged"
-                " against it"
+                f"metric {self.name} is not a number on the reference itself: no engine can be"
+                " compared with it"
             )
-            raise DataError(message, "mend the metric, or the labels")
+            raise DataError(message, "correct the metric or the labels")
         return self._verdict(float(before.mean()), float(after.mean()), _paired_drop(before, after))
 
     def _chance(self) -> list[str]:
-        """Return what is wrong if the reference does not score above its own outputs shuffled
-        across samples.
+        """Return a failure if the reference scores no better than its outputs when shuffled.
 
-        Raises PlanError or DataError if the metric cannot tell right answers from wrong ones.
+        PlanError or DataError if the metric cannot tell right answers from wrong ones.
         """
         outputs = np.stack(self.drawn.outputs)
         if len(outputs) < MIN_SHUFFLED:
@@ -326,19 +324,17 @@ class TaskMetric:
         for _ in range(SHUFFLES):
             order = random.permutation(len(outputs))
             shuffled = self._score(outputs[order], labels, outputs)
-            best_shuffled = max(best_shuffled, float(shuffled.mean()))  # a NaN is no better
+            best_shuffled = max(best_shuffled, float(shuffled.mean()))  # ignores NaN
             moved = scores[order] if scores.ndim else scores
             if not _are_close(shuffled, moved) and not _are_close(shuffled, scores):
                 notices_order = True
         return ShuffleTest(float(scores.mean()), best_shuffled, notices_order)
 
     def _score(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
-        """Shape [samples], or () of a metric for the whole set."""
-        return (
-            _STREAMED[self.name](outputs, labels, reference)
-            if self.function is None
-            else self._call(outputs, labels, reference)
-        )
+        """Return scores of shape [samples], or () if the metric is for the whole set."""
+        if self.function is None:
+            return _STREAMED[self.name](outputs, labels, reference)
+        return self._call(outputs, labels, reference)
 
     def _verdict(
         self, reference: float, candidate: float, drop: Interval
@@ -353,10 +349,10 @@ class TaskMetric:
             max_drop=self.max_drop,
             passed=passed,
         )
-        between = f"95 % {drop.low:+.4f} to {drop.high:+.4f}"
+        interval = f"95 % {drop.low:+.4f} to {drop.high:+.4f}"
         text = (
             f"{self.name} drops by {drop.value:.4f} ({reference:.4f} to {candidate:.4f};"
-            f" {between}), over max_drop {self.max_drop:g}"
+            f" {interval}), over max_drop {self.max_drop:g}"
         )
         return result, [] if passed else [text]
 
@@ -366,8 +362,9 @@ def _are_close(scores: Floats, others: Floats) -> bool:
 
 
 def _paired_drop(before: Floats, after: Floats) -> Interval:
-    """The mean difference with its 95 % interval: a sample counts with both its scores. Where all
-    are 0 or 1 the interval is exact arithmetic.
+    """Return the mean difference of paired scores with its 95 % interval.
+
+    If all scores are 0 or 1, the interval is computed exactly, else by a bootstrap.
     """
     if not np.isin((before, after), (0.0, 1.0)).all():
         return bootstrap_mean((before - after).tolist())
@@ -378,7 +375,7 @@ def _paired_drop(before: Floats, after: Floats) -> Interval:
 
 
 def _joined(arrays: list[Array]) -> Array:
-    """All batches as one array, [samples, ...]. DataError where samples differ in shape."""
+    """Join all batches to one array, [samples, ...]. DataError if samples differ in shape."""
     try:
         return np.concatenate(arrays)
     except ValueError as error:

@@ -14,7 +14,7 @@ from pipeline import backends
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.candidates import build_engine, convert_model
-from pipeline.compiler.context import Job, open_job
+from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import Engine, OnnxModel, Profile, Recipe
 from pipeline.errors import InternalError, ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
@@ -125,23 +125,23 @@ def measure_fixes(plan: Plan, backend: str, folder: Path, runner: Runner) -> tup
 
     The original and the fixed models run side by side in one interleaved run on this host.
     """
-    job = open_job(plan, runner)
-    assert job.source.path is not None
-    if job.given is None:
-        read_named(job.source.path)  # raises ModelError
-    source = onnx_model(job.source.path.parent, job.source.path.name)
+    context = open_context(plan, runner)
+    assert context.source.path is not None
+    if context.given is None:
+        read_named(context.source.path)  # raises ModelError
+    source = onnx_model(context.source.path.parent, context.source.path.name)
     target = backends.backend(backend).probe()
-    (candidate,) = default_candidates({backend: target}, False, job.given)
-    recipe = recipe_from_candidate(candidate, target, job.plan, False, job.given)
-    variants = {"as given": source} | dict(_fixed_models(job.source.path, backend, folder))
-    engines = [_engine(job, model, recipe, what) for what, model in variants.items()]
+    (candidate,) = default_candidates({backend: target}, False, context.given)
+    recipe = recipe_from_candidate(candidate, target, context.plan, False, context.given)
+    variants = {"as given": source} | dict(_fixed_models(context.source.path, backend, folder))
+    engines = [_engine(context, model, recipe, what) for what, model in variants.items()]
     roles = [Role.BASELINE, *[Role.COMPARED] * (len(engines) - 1)]
     entries = [RaceEntry(engine, role) for engine, role in zip(engines, roles, strict=True)]
     measured: Benchmarks = runner.run(
         benchmark,
         entries,
         source,
-        job.plan.benchmark,
+        context.plan.benchmark,
         ENOUGH_RUNS,
         name="lint",
         progress=runner.progress("benchmark"),
@@ -164,9 +164,9 @@ def _fixed_models(path: Path, backend: str, folder: Path) -> Iterable[tuple[str,
         yield rules[0] if len(rules) == 1 else ALL, onnx_model(folder, name)
 
 
-def _engine(job: Job, model: OnnxModel, recipe: Recipe, what: str) -> Engine:
+def _engine(context: CompileContext, model: OnnxModel, recipe: Recipe, what: str) -> Engine:
     return build_engine(
-        job, convert_model(job, model, recipe), recipe.model_copy(update={"variant": what})
+        context, convert_model(context, model, recipe), recipe.model_copy(update={"variant": what})
     )
 
 

@@ -1,8 +1,7 @@
-"""What each switch of the placement does: the best int8 candidate again, with one switch reversed
-each time. Pure.
+"""The ablation: the best int8 candidate again, with one placement switch reversed each time. Pure.
 
-A reversed recipe is a candidate like any other: it is built, checked and measured in the same run,
-and it may win.
+A reversed recipe is an ordinary candidate: it is built, checked and measured in the same run, and
+it may win.
 """
 
 from __future__ import annotations
@@ -16,46 +15,46 @@ from pipeline.results.report import Ablation, AblationRow, Candidate
 
 ABLATED = "ablated"
 SWITCHES = ("first_layer", "last_layer", "residual_add", "matmul_activations", "per_channel")
-"""Those that are a question of accuracy against speed; without `conv` and `matmul_weight` there is
-hardly any int8.
+"""Switches that trade accuracy for speed. `conv` and `matmul_weight` are left out: without them
+hardly anything runs in int8.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Reversal:
-    """A recipe with one switch the other way."""
+    """A recipe with one switch reversed."""
 
     switch: str
     recipe: Recipe
-    changes: bool = True  # False: the graph is the same either way, so nothing was built
+    changes: bool = True  # False: the switch does not change the graph, so nothing was built
 
 
 @dataclass(frozen=True, slots=True)
 class Ablated:
-    """The candidate whose switches were reversed, and how."""
+    """The candidate with the reversals of its switches."""
 
     base: Candidate
     reversals: tuple[Reversal, ...]
 
     @property
     def labels(self) -> frozenset[str]:
-        """The candidates whose speed is compared."""
-        return frozenset((self.base.label, *(each.recipe.label for each in self.reversals)))
+        """Labels of the candidates to compare in speed."""
+        labels = [reversal.recipe.label for reversal in self.reversals]
+        return frozenset([self.base.label, *labels])
 
 
 def base_of(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The int8 candidate of our own placement that lost least of those that passed; where none
-    passed, of those that gave answers in int8.
+    """Return the most accurate int8 candidate with Crucible's own placement.
 
-    Speed does not count: the switches are tried before anything is measured, so that all is
-    measured in one run.
+    It is chosen among those that passed; if none passed, among those that were checked. Speed does
+    not count: the reversed recipes are built before any measurement, so that one run measures all.
     """
     placed = [
-        each
-        for each in candidates
-        if each.selection and each.state != "mislabelled" and _is_placed(each.recipe)
+        candidate
+        for candidate in candidates
+        if candidate.selection and candidate.state != "mislabelled" and _is_placed(candidate.recipe)
     ]
-    passed = [each for each in placed if each.state == "measured"]
+    passed = [candidate for candidate in placed if candidate.state == "measured"]
     return min(passed or placed, key=loss, default=None)
 
 
@@ -68,23 +67,22 @@ def _is_placed(recipe: Recipe) -> bool:
 
 
 def reversals(recipe: Recipe) -> tuple[Reversal, ...]:
-    """One recipe per switch."""
-    turned = {
+    """Return one recipe per switch, with that switch reversed."""
+    placements = {
         name: recipe.placement.model_copy(update={name: not getattr(recipe.placement, name)})
         for name in SWITCHES
     }
-    variant = (
-        ABLATED if recipe.variant else ""
-    )  # of a rescued one: no attempt of that rescue, so it is measured whatever it loses
+    # a variant of a rescued candidate is no attempt of that rescue, so it is always measured
+    variant = ABLATED if recipe.variant else ""
     return tuple(
         Reversal(name, recipe.model_copy(update={"placement": placement, "variant": variant}))
-        for name, placement in turned.items()
+        for name, placement in placements.items()
     )
 
 
 def ablation_from(ablated: Ablated, candidates: Sequence[Candidate]) -> Ablation:
-    """Each switch with what reversing it did, from the candidates as they were measured."""
-    by_label = {each.label: each for each in candidates}
+    """Return the effect of each switch, from the measured candidates."""
+    by_label = {candidate.label: candidate for candidate in candidates}
     base = by_label[ablated.base.label]
     return Ablation(
         label=base.label,
@@ -97,39 +95,31 @@ def _row(base: Candidate, reversal: Reversal, by_label: dict[str, Candidate]) ->
     row = AblationRow(switch=reversal.switch, before=before, after=not before)
     if not reversal.changes:
         return row
-    made = by_label[reversal.recipe.label]
-    drops, cosines = (
-        [_drop(each) for each in (base, made)],
-        [_cosine(each) for each in (base, made)],
-    )
+    variant = by_label[reversal.recipe.label]
     return row.model_copy(
         update={
-            "label": made.label,
-            "state": made.state,
-            "reason": made.reason,
-            "drop": drops[1],
-            "drop_change": _change(*drops),
-            "cosine": cosines[1],
-            "cosine_change": _change(*cosines),
-            "ratio": speed_ratio(base, made),
+            "label": variant.label,
+            "state": variant.state,
+            "reason": variant.reason,
+            "drop": _drop(variant),
+            "drop_change": _change(_drop(base), _drop(variant)),
+            "cosine": _cosine(variant),
+            "cosine_change": _change(_cosine(base), _cosine(variant)),
+            "ratio": speed_ratio(base, variant),
         }
     )
 
 
 def _drop(candidate: Candidate) -> float | None:
-    return (
-        candidate.selection.metric.drop
-        if candidate.selection and candidate.selection.metric
-        else None
-    )
+    if candidate.selection is None or candidate.selection.metric is None:
+        return None
+    return candidate.selection.metric.drop
 
 
 def _cosine(candidate: Candidate) -> float | None:
-    return (
-        min((output.cosine for output in candidate.selection.outputs), default=None)
-        if candidate.selection
-        else None
-    )
+    if candidate.selection is None:
+        return None
+    return min((output.cosine for output in candidate.selection.outputs), default=None)
 
 
 def _change(before: float | None, after: float | None) -> float | None:

@@ -1,5 +1,6 @@
-"""The story: a plan in, a report out. `compile_plan` tells it; the functions below are its
-sentences, in order.
+"""Compile a plan: a plan in, a report out.
+
+`compile_plan` lists the steps. The functions below it are these steps, in order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pipeline.compiler.candidates import (
     reference_outputs,
     rescue,
 )
-from pipeline.compiler.context import FEEDS_FOR_CHECKS, Job, open_job
+from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, open_context
 from pipeline.compiler.decision import (
     Baseline,
     Decision,
@@ -97,47 +98,44 @@ EAGER = Recipe(backend="pytorch", precision=Precision.FP32, variant="eager")
 
 
 def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
-    """Compile a plan: the report of the fastest engine that keeps its accuracy, or of why there is
-    none.
+    """Compile a plan and report the fastest engine that keeps its accuracy, or why there is none.
 
-    Raises a CrucibleError for a request that is impossible; an engine that is wrong or slow is part
-    of the report.
+    Raises a CrucibleError for an impossible request. A wrong or slow engine is no error: it is
+    part of the report.
     """
-    job = open_job(plan, runner)
-    check_candidates(job)
+    context = open_context(plan, runner)
+    check_candidates(context)
 
-    exported = export_model(job)
+    exported = export_model(context)
     check_outputs(plan.accuracy, exported.outputs)
     check_serving(plan.serving, exported.inputs, exported.outputs)
-    model = simplify_model(job, exported)
-    job = replace(job, given=given_precision(read_proto(model.path, weights=False).graph))
-    recipes, notes = recipes_of(job, size=file_size(model.path))
-    reference = build_reference(job, exported)
-    expected = reference_outputs(job, reference, job.data.selection)
-    checked = check_baselines(job, build_baselines(job, exported), reference, expected)
+    model = simplify_model(context, exported)
+    context = replace(context, given=given_precision(read_proto(model.path, weights=False).graph))
+    recipes, notes = recipes_of(context, size=file_size(model.path))
+    reference = build_reference(context, exported)
+    expected = reference_outputs(context, reference, context.data.selection)
+    checked = check_baselines(context, build_baselines(context, exported), reference, expected)
     baselines = fit_baselines(checked) or [reference]
-    candidates = candidates_of(prepare_all(job, model, recipes, expected))
-    ablated = ablate(job, model, rescue(job, model, candidates, expected), expected)
-    measured = measure(job, model, baselines, ablated)
-    validation = validate_winner(job, reference, choose(measured.candidates))
-    kept = kept_baseline(job, exported, measured, baselines, expected)
+    candidates = candidates_of(prepare_all(context, model, recipes, expected))
+    ablated = ablate(context, model, rescue(context, model, candidates, expected), expected)
+    measured = measure(context, model, baselines, ablated)
+    validation = validate_winner(context, reference, choose(measured.candidates))
+    kept = kept_baseline(context, exported, measured, baselines, expected)
     notes = (
         *notes,
         *unfit_notes(checked),
         *baseline_notes(
             baselines,
             measured.candidates,
-            job.given,
+            context.given,
         ),
     )
-    return write_up(job, (exported, model), measured, kept, validation, notes, command)
+    return write_up(context, (exported, model), measured, kept, validation, notes, command)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Candidates with their latencies, how some were rescued, what switches do, and the baselines
-    they are compared with.
-    """
+    """Candidates with their latencies, the rescues, the ablation, and the baselines."""
 
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...]
@@ -147,118 +145,124 @@ class Measured:
     call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
 
 
-def export_model(job: Job) -> OnnxModel:
-    """The source as ONNX, checked against the source."""
-    # what lies at the places that the plan names is in the source's digest
-    places = {"path": None, "weights": None, "python_path": Path()}
-    samples = job.samples.first(FEEDS_FOR_CHECKS)
+def export_model(context: CompileContext) -> OnnxModel:
+    """Export the source to ONNX and check the result against the source."""
+    # the source's digest covers the content of these files, so their paths are no part of the key
+    paths = {"path": None, "weights": None, "python_path": Path()}
+    samples = context.samples.first(FEEDS_FOR_CHECKS)
     call = StageCall(
         EXPORT,
         OnnxModel,
-        partial(export, job.source, job.plan.profiles, job.plan.export, samples),
-        depends_on=(job.plan.model.model_copy(update=places),),
+        partial(export, context.source, context.plan.profiles, context.plan.export, samples),
+        depends_on=(context.plan.model.model_copy(update=paths),),
     )
-    return job.runner.stage(call)
+    return context.runner.stage(call)
 
 
-def simplify_model(job: Job, exported: OnnxModel) -> OnnxModel:
-    """The same function in fewer nodes, or the exported graph where that cannot be had."""
-    options = job.plan.simplify
+def simplify_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
+    """Simplify the exported graph, or return it unchanged if the plan turns that off."""
+    options = context.plan.simplify
     if not (options.enabled or options.surgery or options.plain_attention):
         return exported
     surgery: tuple[object, ...] = ()
     if options.surgery:
         surgery = (code_digest(options.surgery, options.python_path, "simplify.surgery"),)
-    samples = job.samples.first(FEEDS_FOR_CHECKS)
-    work = partial(simplify, exported, job.plan.profiles, options, samples)
-    return job.runner.stage(StageCall(SIMPLIFY, OnnxModel, work, depends_on=surgery))
+    samples = context.samples.first(FEEDS_FOR_CHECKS)
+    work = partial(simplify, exported, context.plan.profiles, options, samples)
+    return context.runner.stage(StageCall(SIMPLIFY, OnnxModel, work, depends_on=surgery))
 
 
 def export_plan(plan: Plan, runner: Runner, simplified: bool = True) -> OnnxModel:
-    """The graph that all candidates of a plan are made from; or, not simplified, what the exporter
-    wrote.
+    """Return the graph that all candidates of a plan are converted from.
+
+    `simplified`: False for the graph as the exporter wrote it.
     """
-    job = open_job(plan, runner)
-    exported = export_model(job)
-    return simplify_model(job, exported) if simplified else exported
+    context = open_context(plan, runner)
+    exported = export_model(context)
+    return simplify_model(context, exported) if simplified else exported
 
 
-def build_reference(job: Job, exported: OnnxModel) -> Engine:
-    """What all answers are compared with: PyTorch eager in fp32, or ONNX Runtime on the CPU.
+def build_reference(context: CompileContext, exported: OnnxModel) -> Engine:
+    """Build the accuracy reference: PyTorch eager in fp32, or ONNX Runtime on the CPU.
 
     The Q/DQ of an ONNX file are computed as written.
     """
-    if job.source.kind != "onnx":
-        return build_baseline(job, exported, EAGER)
-    variant = AS_WRITTEN if job.given else AS_GIVEN
+    if context.source.kind != "onnx":
+        return build_baseline(context, exported, EAGER)
+    variant = AS_WRITTEN if context.given else AS_GIVEN
     return build_engine(
-        job,
+        context,
         exported,
         Recipe(backend="onnxruntime", precision=Precision.FP32, variant=variant),
     )
 
 
-def build_baselines(job: Job, exported: OnnxModel) -> list[Engine]:
-    """What the user has today: PyTorch in the plan's ways, or the ONNX file as it is.
+def build_baselines(context: CompileContext, exported: OnnxModel) -> list[Engine]:
+    """Build the baselines: PyTorch as the plan lists it, or the unchanged ONNX file.
 
-    The file runs on the GPU where one can run it, else on the CPU. There is always a first one.
-    What cannot be built is left out, and a note of the first says why.
+    An ONNX file runs on the GPU if possible, else on the CPU. The result is never empty. A
+    baseline that cannot be built is left out, and a note of the first baseline gives the reason.
     """
-    if job.source.kind == "onnx":
-        recipes = gpu_recipes_as_given(job.given, *_gpu_tools(job))
-        found, notes = _buildable(recipes, partial(_build_given, job, exported))
-        found = found or [_build_given(job, exported, cpu_recipe_as_given(job.given))]
+    if context.source.kind == "onnx":
+        recipes = gpu_recipes_as_given(context.given, *_gpu_tools(context))
+        engines, notes = _buildable(recipes, partial(_build_given, context, exported))
+        engines = engines or [_build_given(context, exported, cpu_recipe_as_given(context.given))]
     else:
-        eager = build_baseline(job, exported, EAGER)
-        castable = job.source.kind != "pt2" and not job.given
-        recipes = baseline_recipes(job.plan.benchmark.baselines, eager.target, castable)
-        others, notes = _buildable(recipes[1:], partial(_build_other, job, exported, eager))
-        found = [eager, *others]
-    return [found[0].model_copy(update={"notes": (*found[0].notes, *notes)}), *found[1:]]
+        eager = build_baseline(context, exported, EAGER)
+        castable = context.source.kind != "pt2" and not context.given
+        recipes = baseline_recipes(context.plan.benchmark.baselines, eager.target, castable)
+        build = partial(_build_variant, context, exported, eager)
+        variants, notes = _buildable(recipes[1:], build)
+        engines = [eager, *variants]
+    first = engines[0].model_copy(update={"notes": (*engines[0].notes, *notes)})
+    return [first, *engines[1:]]
 
 
-def build_baseline(job: Job, exported: OnnxModel, recipe: Recipe) -> Engine:
-    """One way to run the user's module.
+def build_baseline(context: CompileContext, exported: OnnxModel, recipe: Recipe) -> Engine:
+    """Build one baseline of the user's module.
 
-    torch.compile is a step of its own: the report shows how long it took.
+    torch.compile is a stage of its own, so that the report shows how long it took.
     """
     call = StageCall(
         COMPILE if recipe.variant == "compile" else BASELINE,
         Engine,
         partial(
-            pytorch_.build_baseline, job.source, exported, recipe, job.build_options("pytorch")
+            pytorch_.build_baseline,
+            context.source,
+            exported,
+            recipe,
+            context.build_options("pytorch"),
         ),
-        depends_on=(canonical(job.source),),  # its files are loaded from where they lie
+        depends_on=(canonical(context.source),),  # with paths: its files are loaded from there
         subject=recipe.label,
-        target=job.target("pytorch"),
+        target=context.target("pytorch"),
     )
-    return job.runner.stage(call)
+    return context.runner.stage(call)
 
 
-def _build_other(job: Job, exported: OnnxModel, eager: Engine, recipe: Recipe) -> Engine:
-    """A baseline beside eager in fp32, whose files say all that is to be loaded for most others."""
+def _build_variant(
+    context: CompileContext, exported: OnnxModel, eager: Engine, recipe: Recipe
+) -> Engine:
+    """Build a baseline other than eager fp32. All but torch.compile use the files of eager fp32."""
     if recipe.variant == "compile":
-        return build_baseline(job, exported, recipe)
+        return build_baseline(context, exported, recipe)
     digest = hashlib.sha256(f"{eager.digest} {canonical(recipe)}".encode()).hexdigest()
     return eager.model_copy(update={"recipe": recipe, "digest": digest, "notes": ()})
 
 
-def _build_given(job: Job, exported: OnnxModel, recipe: Recipe) -> Engine:
-    """An engine of an ONNX file as it is, by the precision of its Q/DQ where it brings any."""
-    quantised = recipe.quantizer == "given"
-    return build_engine(
-        job,
-        exported.model_copy(update={"precision": recipe.precision}) if quantised else exported,
-        recipe,
-    )
+def _build_given(context: CompileContext, exported: OnnxModel, recipe: Recipe) -> Engine:
+    """Build an engine of the unchanged ONNX file, in the precision of its Q/DQ if it has any."""
+    if recipe.quantizer == "given":
+        exported = exported.model_copy(update={"precision": recipe.precision})
+    return build_engine(context, exported, recipe)
 
 
-def _gpu_tools(job: Job) -> tuple[Target | None, tuple[OrtProvider, ...]]:
-    """TensorRT's target and ONNX Runtime's providers on the GPU of this host, if it has one."""
-    if not job.has_gpu:
+def _gpu_tools(context: CompileContext) -> tuple[Target | None, tuple[OrtProvider, ...]]:
+    """Return TensorRT's target and ONNX Runtime's GPU providers; None and () without a GPU."""
+    if not context.has_gpu:
         return None, ()
     try:
-        target: Target | None = job.target("tensorrt")
+        target: Target | None = context.target("tensorrt")
     except BackendUnavailable:
         target = None
     return target, gpu_providers()
@@ -268,33 +272,33 @@ def _buildable(
     recipes: Iterable[Recipe],
     build: Callable[[Recipe], Engine],
 ) -> tuple[list[Engine], list[Note]]:
-    """The baselines that can be built, and why others cannot."""
-    found, notes = [], []
+    """Build the baselines. Returns the engines, and a note for each that cannot be built."""
+    engines, notes = [], []
     for recipe in recipes:
         try:
-            found.append(build(recipe))
+            engines.append(build(recipe))
         except CANNOT_BUILD as error:
             text = f"{recipe.label} is left out: {error.message}"
             notes.append(Note(stage="baseline", text=text))
-    return found, notes
+    return engines, notes
 
 
 def check_baselines(
-    job: Job,
+    context: CompileContext,
     baselines: Sequence[Engine],
     reference: Engine,
     expected: ReferenceOutputs,
 ) -> tuple[Candidate, ...]:
-    """The baselines as candidates: what each answers on the selection set.
+    """Check the baselines on the selection set and return them as candidates.
 
-    The reference itself is not checked.
-    One in lower precision counts only if it keeps the accuracy: its state is then `measured`.
+    The reference itself is not checked. A baseline that keeps the accuracy has the state
+    `measured`; any other is not used.
     """
-    return tuple(_checked_baseline(job, engine, reference, expected) for engine in baselines)
+    return tuple(_checked_baseline(context, engine, reference, expected) for engine in baselines)
 
 
 def _checked_baseline(
-    job: Job,
+    context: CompileContext,
     engine: Engine,
     reference: Engine,
     expected: ReferenceOutputs,
@@ -308,7 +312,7 @@ def _checked_baseline(
     if engine.digest == reference.digest:
         return candidate
     try:
-        report = check_engine(job, engine, expected, job.data.selection)
+        report = check_engine(context, engine, expected, context.data.selection)
     except CANNOT_BUILD as error:
         return candidate.model_copy(update={"state": "failed", "reason": error.message})
     state = "measured" if report.passed else "failed accuracy"
@@ -318,150 +322,153 @@ def _checked_baseline(
 
 
 def deliverable_candidate(
-    job: Job, exported: OnnxModel, baseline: Engine, expected: ReferenceOutputs
+    context: CompileContext, exported: OnnxModel, baseline: Engine, expected: ReferenceOutputs
 ) -> Candidate:
-    """A baseline as it can be delivered; without an engine where it cannot be, and then it says
-    why.
+    """Return a baseline in the form that can be delivered.
 
-    PyTorch's is a program, which must pass the gate too. Any other is the engine that it was.
+    A PyTorch baseline is delivered as a program, which must pass the accuracy gate too. Any other
+    baseline is delivered as its own engine. If there is nothing to deliver, the candidate has no
+    engine and its reason says why.
     """
     recipe = deliverable_recipe(baseline.recipe)
     candidate = Candidate(label=recipe.label, recipe=recipe, state="built")
     if recipe == baseline.recipe:
         return candidate.model_copy(update={"engine": baseline})
     try:
-        engine = build_engine(job, exported, recipe)
-        report = check_engine(job, engine, expected, job.data.selection)
+        engine = build_engine(context, exported, recipe)
+        report = check_engine(context, engine, expected, context.data.selection)
     except CANNOT_BUILD as error:
         return candidate.model_copy(update={"state": "failed", "reason": error.message})
-    found = candidate.model_copy(update={"selection": report, "notes": engine.notes})
+    candidate = candidate.model_copy(update={"selection": report, "notes": engine.notes})
     if not report.passed:
-        return found.model_copy(
+        return candidate.model_copy(
             update={"state": "failed accuracy", "reason": "; ".join(report.failures)}
         )
-    return found.model_copy(update={"engine": engine})
+    return candidate.model_copy(update={"engine": engine})
 
 
 def fit_baselines(checked: Iterable[Candidate]) -> list[Engine]:
-    """The baselines that count: those that keep the accuracy."""
-    return [each.engine for each in checked if each.engine and each.state == "measured"]
+    """Return the baselines that keep the accuracy."""
+    return [
+        baseline.engine for baseline in checked if baseline.engine and baseline.state == "measured"
+    ]
 
 
 def unfit_notes(checked: Iterable[Candidate]) -> tuple[Note, ...]:
-    """Why other baselines do not count."""
-    unfit = (each for each in checked if each.state != "measured")
-    texts = (f"{each.label} is left out: {each.reason}" for each in unfit)
+    """Return a note for each baseline that is not used, with the reason."""
+    unfit = (baseline for baseline in checked if baseline.state != "measured")
+    texts = (f"{baseline.label} is left out: {baseline.reason}" for baseline in unfit)
     return tuple(Note(stage="baseline", text=text) for text in texts)
 
 
 def kept_baseline(
-    job: Job,
+    context: CompileContext,
     exported: OnnxModel,
     measured: Measured,
     baselines: Iterable[Engine],
     expected: ReferenceOutputs,
 ) -> Candidate | None:
-    """What is delivered where no candidate is faster: the fastest baseline, as it can be served.
+    """Return the fastest baseline in its deliverable form, if no candidate is faster.
 
-    None where a candidate is faster, or nothing was compared.
+    None if a candidate is faster, or if no speeds were compared.
     """
     winner = choose(measured.candidates)
     if winner is None or not is_slower_or_equal(winner):
         return None
-    fastest = (each for each in baselines if each.recipe.label == measured.run.baseline)
-    return next((deliverable_candidate(job, exported, each, expected) for each in fastest), None)
+    for baseline in baselines:
+        if baseline.recipe.label == measured.run.baseline:
+            return deliverable_candidate(context, exported, baseline, expected)
+    return None
 
 
-def measure(job: Job, model: OnnxModel, baselines: list[Engine], prepared: Prepared) -> Measured:
-    """Latency of all that ran, interleaved with the baselines; a candidate that cannot be measured
-    says why.
+def measure(
+    context: CompileContext, model: OnnxModel, baselines: list[Engine], prepared: Prepared
+) -> Measured:
+    """Measure the candidates interleaved with the baselines.
+
+    A candidate that cannot be measured gets the reason.
     """
     entries = entries_of(baselines, prepared)
     engines = [entry.engine for entry in entries]
-    # the load of the moment does not make another host
-    quiet = job.environment.model_copy(update={"load_1min": 0.0})
+    # the current load is no property of the host, so it is no part of the cache key
+    quiet = context.environment.model_copy(update={"load_1min": 0.0})
     labels = tuple(engine.recipe.label for engine in engines)
     call = StageCall(
         BENCHMARK,
         Benchmarks,
-        partial(benchmark, entries, model, job.plan.benchmark, ENOUGH_RUNS),
-        depends_on=(labels, quiet, job.plan.profiles),
+        partial(benchmark, entries, model, context.plan.benchmark, ENOUGH_RUNS),
+        depends_on=(labels, quiet, context.plan.profiles),
     )
-    found = job.runner.stage(call)
-    found = with_limits(
-        found,
+    run = with_limits(
+        context.runner.stage(call),
         engines,
         {candidate.label: candidate.layers for candidate in prepared.candidates},
-        job.plan.benchmark.threads,
+        context.plan.benchmark.threads,
     )
-    by_label = {result.label: result for result in found.results}
+    by_label = {result.label: result for result in run.results}
     candidates = tuple(
         with_benchmark(candidate, by_label.get(candidate.label))
         for candidate in prepared.candidates
     )
+    ablation = Ablation(label="") if context.plan.ablate else None
+    if prepared.ablated:
+        ablation = ablation_from(prepared.ablated, candidates)
     return Measured(
         candidates=candidates,
         rescues=prepared.rescues,
-        ablation=(
-            ablation_from(prepared.ablated, candidates)
-            if prepared.ablated
-            else Ablation(label="")
-            if job.plan.ablate
-            else None
-        ),
-        baselines=baselines_first(found, baselines),
-        run=found,
-        call=call_of_fastest(found, baselines),
+        ablation=ablation,
+        baselines=baselines_first(run, baselines),
+        run=run,
+        call=call_of_fastest(run, baselines),
     )
 
 
-def call_of_fastest(found: Benchmarks, baselines: Iterable[Engine]) -> str:
-    """How the user calls the baseline that ratios refer to; empty unless it is PyTorch's."""
-    recipes = (engine.recipe for engine in baselines if engine.recipe.label == found.baseline)
+def call_of_fastest(run: Benchmarks, baselines: Iterable[Engine]) -> str:
+    """Return the Python call of the fastest baseline; empty if it is not a PyTorch module."""
+    recipes = (engine.recipe for engine in baselines if engine.recipe.label == run.baseline)
     return next((call_of(recipe) for recipe in recipes if recipe.backend == "pytorch"), "")
 
 
 def entries_of(baselines: Iterable[Engine], prepared: Prepared) -> list[RaceEntry]:
-    """Every engine that is to be measured, and why."""
+    """Return every engine to measure, with its role."""
     compared = prepared.ablated.labels if prepared.ablated else frozenset()
     entries = [RaceEntry(engine, Role.BASELINE) for engine in baselines]
     for candidate in prepared.candidates:
         if candidate.engine is None or not worth_measuring(candidate):
             continue
         role = Role.CANDIDATE if candidate.state == "measured" else Role.SHOWN
-        entries.append(
-            RaceEntry(candidate.engine, Role.COMPARED if candidate.label in compared else role),
-        )
+        if candidate.label in compared:
+            role = Role.COMPARED
+        entries.append(RaceEntry(candidate.engine, role))
     return entries
 
 
-def baselines_first(found: Benchmarks, baselines: Iterable[Engine]) -> tuple[BenchmarkReport, ...]:
-    """The baselines that were measured, first the one that all ratios refer to."""
+def baselines_first(run: Benchmarks, baselines: Iterable[Engine]) -> tuple[BenchmarkReport, ...]:
+    """Return the measured baselines, the one that all ratios refer to first."""
     labels = {engine.recipe.label for engine in baselines}
     reports = [
-        each
-        for each in found.results
-        if isinstance(
-            each,
-            BenchmarkReport,
-        )
-        and each.label in labels
+        result
+        for result in run.results
+        if isinstance(result, BenchmarkReport) and result.label in labels
     ]
-    return tuple(sorted(reports, key=lambda report: report.label != found.baseline))
+    return tuple(sorted(reports, key=lambda report: report.label != run.baseline))
 
 
 def worth_measuring(candidate: Candidate) -> bool:
-    """All that are what they are called and gave answers: the plot shows what a loss of accuracy
-    would have bought. But no vain rescue's attempt.
+    """Return whether to benchmark a candidate: its precision is proved and its outputs checked.
+
+    The accuracy may have failed: the plot of accuracy against latency shows such candidates too.
+    Failed attempts of a rescue are left out.
     """
-    gave = candidate.selection is not None and candidate.state != "mislabelled"
-    return gave and (candidate.state == "measured" or candidate.recipe.variant in ("", ABLATED))
+    is_checked = candidate.selection is not None and candidate.state != "mislabelled"
+    is_rescue_attempt = candidate.recipe.variant not in ("", ABLATED)
+    return is_checked and (candidate.state == "measured" or not is_rescue_attempt)
 
 
 def with_benchmark(
     candidate: Candidate, result: BenchmarkReport | BenchmarkFailure | None
 ) -> Candidate:
-    """The candidate with what the benchmark found."""
+    """Add the result of the benchmark to the candidate."""
     if isinstance(result, BenchmarkFailure):
         return candidate.model_copy(
             update={"state": "failed", "reason": f"benchmark: {result.reason}"}
@@ -470,55 +477,54 @@ def with_benchmark(
 
 
 def validate_winner(
-    job: Job, reference: Engine, winner: Candidate | None
+    context: CompileContext, reference: Engine, winner: Candidate | None
 ) -> ValidationReport | None:
-    """The validation set, read once: for the reference and the winner. Not read where what the user
-    has is kept.
+    """Check the winner on the validation set, which is read only here.
+
+    None without a validation set, or if the baseline is kept.
     """
-    if (
-        winner is None
-        or winner.engine is None
-        or job.data.validation is None
-        or is_slower_or_equal(
-            winner,
-        )
-    ):
+    if winner is None or winner.engine is None or context.data.validation is None:
         return None
-    expected = reference_outputs(job, reference, job.data.validation, at_every_size=False)
-    return check_engine(job, winner.engine, expected, job.data.validation)
+    if is_slower_or_equal(winner):
+        return None
+    expected = reference_outputs(context, reference, context.data.validation, at_every_size=False)
+    return check_engine(context, winner.engine, expected, context.data.validation)
 
 
 def baseline_notes(
     baselines: Sequence[Engine], candidates: Iterable[Candidate], given: Precision | None = None
 ) -> tuple[Note, ...]:
-    """What the baselines say of themselves; where GPU meets CPU, that the ratio compares hardware
-    too; and what fake quantisers cost PyTorch.
+    """Return the notes of the baselines, and warnings about unequal comparisons.
+
+    One warning says that a ratio between GPU and CPU compares hardware too. The other says that
+    the fake quantisers of a PyTorch model slow the baseline down.
     """
     first = baselines[0].target
     on_gpu = first.compute_capability is not None
-    others = [
-        each.label
-        for each in candidates
-        if each.engine
-        and each.benchmark
-        and (each.engine.target.compute_capability is not None) != on_gpu
+    elsewhere = [
+        candidate.label
+        for candidate in candidates
+        if candidate.engine
+        and candidate.benchmark
+        and (candidate.engine.target.compute_capability is not None) != on_gpu
     ]
-    text = (
-        f"the baseline runs on {first.device}, other hardware than {', '.join(others)}: their ratio"
-        " compares hardware too"
-    )
+    warnings = []
+    if elsewhere:
+        warnings.append(
+            f"the baseline runs on {first.device}, other hardware than {', '.join(elsewhere)}:"
+            " their ratio compares hardware too"
+        )
+    if given is not None and first.backend == "pytorch":
+        warnings.append(
+            "the baseline computes the model's fake quantisers too: the model from before the"
+            " quantisation-aware training has none and would be faster"
+        )
     own = dict.fromkeys(note for engine in baselines for note in engine.notes)
-    faked = (
-        "the baseline computes the model's fake quantisers too, which the model as it was before"
-        " that training does not have: it would be faster"
-    )
-    slowed = given is not None and first.backend == "pytorch"
-    said = [text] * bool(others) + [faked] * slowed
-    return (*own, *(Note(stage="benchmark", text=each) for each in said))
+    return (*own, *(Note(stage="benchmark", text=text) for text in warnings))
 
 
 def write_up(
-    job: Job,
+    context: CompileContext,
     models: Sequence[OnnxModel],
     measured: Measured,
     kept: Candidate | None,
@@ -526,10 +532,10 @@ def write_up(
     notes: Iterable[Note],
     command: str,
 ) -> Report:
-    """All of it in one value, with the verdict.
+    """Assemble the report, with the verdict.
 
-    `kept`: the baseline as it can be delivered, which it is if nothing is faster. A program that
-    was built for that is shown among the candidates, or why there is none.
+    `kept`: the baseline in its deliverable form, which is delivered if no candidate is faster. A
+    program that was built for that appears among the candidates, or the reason of its failure.
     """
     decision = decide(
         measured.candidates,
@@ -540,28 +546,25 @@ def write_up(
         ),
     )
     winner = decision.winner
+    winner_label = winner.label if winner else None
+    if decision.verdict == "keep":
+        winner_label = measured.run.baseline
     return Report(
-        name=job.plan.name,
+        name=context.plan.name,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         command=command,
-        plan=job.plan,
-        source_digest=job.source.digest,
-        environment=job.environment,
-        steps=tuple(job.runner.steps),
+        plan=context.plan,
+        source_digest=context.source.digest,
+        environment=context.environment,
+        steps=tuple(context.runner.steps),
         operators=operator_tables(models),
-        reference=job.reference_name,
+        reference=context.reference_name,
         baseline=measured.baselines[0] if measured.baselines else None,
         baselines=measured.baselines[1:],
         candidates=(*measured.candidates, *built_to_keep(kept, measured.candidates)),
         rescues=measured.rescues,
         ablation=measured.ablation,
-        winner=(
-            measured.run.baseline
-            if decision.verdict == "keep"
-            else winner.label
-            if winner
-            else None
-        ),
+        winner=winner_label,
         ratio=ratio_of(winner) if winner else None,
         ratio_missing=ratio_missing(winner) if winner else "",
         delivered=delivered_engine(decision, kept.engine if kept else None),
@@ -572,9 +575,9 @@ def write_up(
         nearest_miss=decision.nearest_miss.label if decision.nearest_miss else None,
         notes=(
             *notes,
-            *data_notes(job.plan),
+            *data_notes(context.plan),
             *chain.from_iterable(model.notes for model in models),
-            *job.runner.store.notes,
+            *context.runner.store.notes,
         ),
         peaks=measured.run.peaks,
         gpu_use=measured.run.gpu_use,
@@ -586,14 +589,15 @@ def built_to_keep(
     kept: Candidate | None,
     candidates: Iterable[Candidate],
 ) -> tuple[Candidate, ...]:
-    """The program that stands for a baseline, unless it is a candidate already."""
-    known = {each.label for each in candidates}
-    is_program = kept is not None and kept.recipe.backend == "torch"
-    return (kept,) if kept and is_program and kept.label not in known else ()
+    """Return the PyTorch program of the kept baseline, unless it is among the candidates."""
+    if kept is None or kept.recipe.backend != "torch":
+        return ()
+    labels = {candidate.label for candidate in candidates}
+    return () if kept.label in labels else (kept,)
 
 
 def delivered_engine(decision: Decision, kept: Engine | None) -> Engine | None:
-    """The engine that a verdict stands for; None where it was rejected."""
+    """Return the engine that the verdict delivers; None if it is `rejected`."""
     if decision.verdict == "rejected":
         return None
     if decision.verdict == "keep":
@@ -602,8 +606,9 @@ def delivered_engine(decision: Decision, kept: Engine | None) -> Engine | None:
 
 
 def publish_report(report: Report, folder: Path) -> ReportFiles:
-    """Write the delivered engine and the reports into the user's folder; an engine of an earlier
-    compile is not left there.
+    """Write the delivered engine and the reports into the user's folder.
+
+    Without a delivered engine, the engine of an earlier compile is removed from there.
     """
     if report.delivered:
         deliver_engine(report.delivered, folder / "engine")
@@ -613,7 +618,7 @@ def publish_report(report: Report, folder: Path) -> ReportFiles:
 
 
 def operator_tables(models: Sequence[OnnxModel]) -> tuple[OperatorTable, ...]:
-    """What the graph held after export, and after simplification."""
+    """Count the operators of the graph after export and after simplification."""
     return tuple(
         OperatorTable(
             stage=stage,
@@ -625,7 +630,7 @@ def operator_tables(models: Sequence[OnnxModel]) -> tuple[OperatorTable, ...]:
 
 
 def data_notes(plan: Plan) -> list[Note]:
-    """What the reader must know of weights and data that are not real."""
+    """Return notes on generated data, on the origin of weights, and on a .pt2 as the baseline."""
     notes = (
         [Note(stage="model", text=f"weights: {plan.model.weights_from}", level="info")]
         if plan.model.weights_from

@@ -1,6 +1,6 @@
-"""What a compile works with: the plan checked against its model, the source found, the data opened.
+"""The context of a compile: the checked plan, the model source, the data and the host.
 
-All that can be wrong with a request is said here, before anything is started.
+Every error in a request is raised here, before any stage starts.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ from pipeline.stages.benchmark import check_sizes
 
 GENERATED_SAMPLES = 32  # random inputs on which tensor errors are taken where there is no data
 FEEDS_FOR_CHECKS = 4  # real samples on which export and simplify are checked
-MAX_ROWS = (
-    32  # samples per batch while checking accuracy: enough for speed, little enough for memory
-)
+# samples per batch while checking accuracy: enough for speed, little enough for memory
+MAX_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The three sets; selection is generated where the plan has none."""
+    """The three sample sets. The selection set is generated if the plan names none."""
 
     calibration: CalibrationSet | None
     selection: SelectionSet
@@ -55,8 +54,8 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What every sentence of the story needs."""
+class CompileContext:
+    """Everything that the steps of a compile share."""
 
     plan: Plan
     runner: Runner
@@ -64,19 +63,18 @@ class Job:
     data: Data
     environment: Environment
     plugins: tuple[str, ...] = ()  # sha256 of each library that the plan names
-    given: Precision | None = (
-        None  # precision of the Q/DQ that the model brings; of a PyTorch model known after export
-    )
-    crashed: dict[str, str] = field(
-        default_factory=dict
-    )  # forms of PyTorch programs that crashed here, and the first label
+    # precision of the model's own Q/DQ nodes; for a PyTorch model it is set after export
+    given: Precision | None = None
+    # label of the first candidate that crashed on this host, by form of PyTorch program
+    crashed: dict[str, str] = field(default_factory=dict)
 
-    targets: dict[str, Target] = field(default_factory=dict)  # of backends that were asked for
+    targets: dict[str, Target] = field(default_factory=dict)  # by backend, probed on first use
     has_gpu: bool = False
 
     def target(self, backend: str) -> Target:
-        """What this host is for a backend, found once per compile. BackendUnavailable if it is not
-        here.
+        """Return this host as a target of a backend. Each backend is probed once per compile.
+
+        BackendUnavailable if the backend is not installed or its device is missing.
         """
         if backend not in self.targets:
             self.targets[backend] = backends.backend(backend).probe()
@@ -84,7 +82,7 @@ class Job:
 
     @property
     def samples(self) -> SampleSet:
-        """Real inputs where there are any, for checks of the graph."""
+        """Samples for checks of the graph: the calibration set, else the selection set."""
         return self.data.calibration or self.data.selection
 
     @property
@@ -97,10 +95,10 @@ class Job:
         return f"{name}, its Q/DQ computed as written" if self.given else name
 
     def build_options(self, backend: str) -> BuildOptions:
-        """What `backend` may use.
+        """Return the options that `backend` may use.
 
-        TensorRT's own options reach TensorRT only, and the source reaches torch only, so that they
-        never cause another backend to build again.
+        Only TensorRT gets TensorRT's options, and only torch gets the source. A change of these
+        does not rebuild the engines of other backends.
         """
         if backend != "tensorrt":
             source = self.source if backend == "torch" else None
@@ -109,26 +107,28 @@ class Job:
                 threads=self.plan.benchmark.threads,
                 source=source,
             )
-        asked = self.plan.tensorrt
-        workspace = asked.workspace_mib * 2**20 if asked.workspace_mib else None
+        options = self.plan.tensorrt
+        workspace = options.workspace_mib * 2**20 if options.workspace_mib else None
         tensorrt = TensorRTOptions(
             workspace_bytes=workspace,
-            optimization_level=asked.optimization_level,
-            timing_iterations=asked.timing_iterations,
-            plugins=asked.plugins,
+            optimization_level=options.optimization_level,
+            timing_iterations=options.timing_iterations,
+            plugins=options.plugins,
         )
         return BuildOptions(profiles=self.plan.profiles, tensorrt=tensorrt)
 
     def plugin_digests(self, backend: str) -> tuple[str, ...]:
-        """What a build for `backend` depends on besides its options, which hold the places of the
-        libraries only.
+        """Return the digests of the plugin libraries that a build for `backend` depends on.
+
+        The build options hold only the paths of these libraries.
         """
         return self.plugins if backend == "tensorrt" else ()
 
 
-def open_job(plan: Plan, runner: Runner) -> Job:
-    """Find the source, complete the profiles, open the data: everything that can be wrong with a
-    request is said here.
+def open_context(plan: Plan, runner: Runner) -> CompileContext:
+    """Find the source, complete the profiles and open the data.
+
+    Raises PlanError, ModelError or DataError for every error in the request.
     """
     source = source_from_config(plan.model, plan.profiles)
     inputs = input_specs(source)
@@ -140,7 +140,7 @@ def open_job(plan: Plan, runner: Runner) -> Job:
         if source.kind == "onnx" and source.path
         else None
     )
-    return Job(
+    return CompileContext(
         plan=complete,
         runner=runner,
         source=source,
@@ -153,7 +153,7 @@ def open_job(plan: Plan, runner: Runner) -> Job:
 
 
 def check_code(plan: Plan) -> None:
-    """PlanError if the plan names code of the user's that is not there."""
+    """Raise PlanError if a module that the plan names does not exist."""
     if ":" in plan.accuracy.metric:
         code_digest(plan.accuracy.metric, plan.accuracy.python_path, "accuracy.metric")
     if plan.simplify.surgery:
@@ -161,34 +161,39 @@ def check_code(plan: Plan) -> None:
 
 
 def input_specs(source: ModelSource) -> tuple[TensorSpec, ...]:
-    """The plan's inputs, or an ONNX file's own; PlanError where the plan says otherwise than the
-    file.
+    """Return the inputs of the plan, or those of the ONNX file.
+
+    PlanError if the plan's inputs or outputs differ from those of the file.
     """
     if source.kind != "onnx" or source.path is None:
         return source.inputs
     model = onnx_model(source.path.parent, source.path.name)
-    asked, has = (
-        [f"{spec.name} {spec.dtype} [{', '.join(map(str, spec.shape))}]" for spec in specs]
-        for specs in (source.inputs, model.inputs)
-    )
-    names = [spec.name for spec in model.outputs]
-    for key, plans, files in (("inputs", asked, has), ("outputs", list(source.outputs), names)):
-        if plans and plans != files:
-            message = (
-                f"model.{key}: the plan says {', '.join(plans)}, the file has {', '.join(files)}"
+    output_names = [spec.name for spec in model.outputs]
+    for key, in_plan, in_file in (
+        ("inputs", _spec_texts(source.inputs), _spec_texts(model.inputs)),
+        ("outputs", list(source.outputs), output_names),
+    ):
+        if in_plan and in_plan != in_file:
+            raise PlanError(
+                f"model.{key}: the plan says {', '.join(in_plan)}, the file has"
+                f" {', '.join(in_file)}",
+                f"leave model.{key} out: an .onnx file is taken as it is",
             )
-            raise PlanError(message, f"leave model.{key} out: an .onnx file is taken as it is")
     if not model.inputs:
         raise ModelError(
-            f"'{source.path}' has no inputs: its answer is a constant",
+            f"'{source.path}' has no inputs: its outputs are constants",
             "give a model that takes at least one input",
         )
     return model.inputs
 
 
+def _spec_texts(specs: Sequence[TensorSpec]) -> list[str]:
+    return [f"{spec.name} {spec.dtype} [{', '.join(map(str, spec.shape))}]" for spec in specs]
+
+
 def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
-    """Open and check the sets that the plan names; sets that overlap are an error."""
-    nothing = GeneratedData(
+    """Open and check the sets that the plan names. DataError if two sets share samples."""
+    generated = GeneratedData(
         generate="random",
         samples=GENERATED_SAMPLES,
         because="the plan names no selection data",
@@ -200,34 +205,35 @@ def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
         if named.calibration is not None
         else None
     )
-    selection = open_set(
-        SelectionSet, nothing if named.selection is None else named.selection, inputs, plan.profiles
-    )
+    source = generated if named.selection is None else named.selection
+    selection = open_set(SelectionSet, source, inputs, plan.profiles)
     validation = (
         open_set(ValidationSet, named.validation, inputs, plan.profiles)
         if named.validation is not None
         else None
     )
-    check_disjoint(
-        *(opened for opened in (calibration, selection, validation) if opened is not None)
-    )
-    for judged, given in ((selection, named.selection), (validation, named.validation)):
-        if judged is not None and isinstance(given, tuple):
-            check_labels(plan.accuracy, judged.has_labels)
+    sets = (calibration, selection, validation)
+    check_disjoint(*(samples for samples in sets if samples is not None))
+    for samples, files in ((selection, named.selection), (validation, named.validation)):
+        if samples is not None and isinstance(files, tuple):
+            check_labels(plan.accuracy, samples.has_labels)
     return Data(calibration, selection, validation)
 
 
-def batch_rows(job: Job) -> int:
-    """Samples per batch while checking accuracy: what every profile allows, at most MAX_ROWS."""
-    first = job.data.selection.specs[0].shape[:1]
+def batch_rows(context: CompileContext) -> int:
+    """Return the samples per batch of accuracy checks.
+
+    Every profile allows this size. It is at most MAX_ROWS.
+    """
+    first = context.data.selection.specs[0].shape[:1]
     if not first or isinstance(first[0], int):
         return first[0] if first and isinstance(first[0], int) else 1
-    ranges = [profile.dims[first[0]].max for profile in job.plan.profiles]
+    ranges = [profile.dims[first[0]].max for profile in context.plan.profiles]
     return max(1, min([MAX_ROWS, *ranges]))
 
 
 def digests_of(files: Sequence[Path]) -> tuple[str, ...]:
-    """sha256 of each file; PlanError if one cannot be read."""
+    """Return the sha256 of each file. PlanError if a file cannot be read."""
     digests = []
     for path in files:
         try:

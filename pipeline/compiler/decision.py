@@ -1,6 +1,4 @@
-"""Which candidate wins, and what may be said about it. Pure: candidates and validations in, a
-decision out.
-"""
+"""Choose the winner and the verdict. Pure: candidates and validations in, a decision out."""
 
 from __future__ import annotations
 
@@ -10,23 +8,23 @@ from dataclasses import dataclass
 
 from pipeline.accuracy.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.benchmark.elimination import NEAR
-from pipeline.core import Precision, Recipe
+from pipeline.core import CalibrationMethod, Precision, Recipe
 from pipeline.measurement.comparison import NotMeasurable, compare, processes_from_samples
 from pipeline.measurement.statistics import Interval
 from pipeline.quantization.lint.rules import SATURATES
 from pipeline.results.report import Candidate, LatencyRow, ValidationReport, Verdict
 
-MIN_BLOCK = 32  # of weights that share a scale
+MIN_BLOCK = 32  # weights that share a scale
 NO_DATA = "no data: accuracy not proven"
-SELECTION_ONLY = "no validation set: accuracy seen on the selection set only"
+SELECTION_ONLY = "no validation set: accuracy was checked on the selection set only"
 TRAIN_IN_16_BITS = (
     "train or fine-tune the model in fp16 or bf16 (mixed precision), then export it again"
 )
-MEND_LABELS = (
+FIX_LABELS = (
     "check that the labels belong to these samples, row by row, and that the weights are trained:"
-    " no engine can be judged against chance"
+    " a reference at chance level proves nothing about an engine"
 )
-MEND_CALIBRATION = (
+FIX_CALIBRATION = (
     "calibrate on samples of the same kind as those of the selection set, prepared in the same way"
     " (scale, mean, colour order, tokens)"
 )
@@ -35,22 +33,22 @@ AFTER_INT8 = (
     "bf16 or fp16 instead of int8",
     "quantisation-aware training, then compile the Q/DQ model",
 )
-FIND_LAYERS = "see the table of what really ran: it names the layers in another precision"
+FIND_LAYERS = "see the layer table of the report: it names the layers in another precision"
 SEE_LAYERS = f"{FIND_LAYERS}; call the candidate by that precision, or leave it out"
 QUANTISE_MORE = (
-    "let more of it run in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`, and"
-    " on onnxruntime `activation: uint8`"
+    "run more of the model in 8 bits: `placement: {last_layer: true}`, fewer nodes in `keep_fp32`,"
+    " and on onnxruntime `activation: uint8`"
 )
-MEND_PAIRS = (
-    "`crucible lint MODEL --backend {backend} --fix OUT.onnx`: which of its Q/DQ keep it out of 8"
-    " bits, mended if exact; compile OUT.onnx"
+FIX_PAIRS = (
+    "run `crucible lint MODEL --backend {backend} --fix OUT.onnx`: it lists the Q/DQ that prevent 8"
+    " bits and fixes those with an exact fix; then compile OUT.onnx"
 )
 SEVEN_BITS = (
-    "a CPU with VNNI or AMX; or training with weights that keep to 7 bits (-64 to 63, of twice the"
+    "use a CPU with VNNI or AMX, or train with weights limited to 7 bits (-64 to 63, with twice the"
     " scale)"
 )
 
-MEASURE_AGAIN = "measure again in a quiet hour: `crucible bench DIR --set benchmark.budget_s=120`"
+MEASURE_AGAIN = "measure again on an idle host: `crucible bench DIR --set benchmark.budget_s=120`"
 NO_BASELINE = "the baseline could not be measured"
 OTHER_CANDIDATES = (
     "for a faster engine give other candidates, or other shapes under `benchmark.sizes`"
@@ -62,9 +60,8 @@ class Decision:
     """The verdict with its reasons, and what to try next."""
 
     verdict: Verdict
-    winner: (
-        Candidate | None
-    )  # with `keep` the fastest accurate candidate, which lost to the baseline
+    # with `keep` the fastest accurate candidate, which lost to the baseline
+    winner: Candidate | None
     reasons: tuple[str, ...]
     next_steps: tuple[str, ...] = ()
     nearest_miss: Candidate | None = None
@@ -72,26 +69,28 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What the user has today, for the sentences of a verdict."""
+    """The fastest baseline, for the reasons of a verdict."""
 
     label: str = "the baseline"
-    call: str = ""  # how a PyTorch module is called to be as fast; empty for any other
-    is_delivered: bool = True  # with `keep`, as an engine
+    call: str = ""  # Python call of a PyTorch module that is as fast; empty for any other model
+    is_delivered: bool = True  # with `keep`: whether it is delivered as an engine
 
 
 def first_row(candidate: Candidate) -> LatencyRow | None:
-    """The row that decides about speed: the first benchmarked shape."""
-    return candidate.benchmark.rows[0] if candidate.benchmark and candidate.benchmark.rows else None
+    """Return the latencies at the first benchmarked shape, which decide about speed."""
+    if candidate.benchmark is None or not candidate.benchmark.rows:
+        return None
+    return candidate.benchmark.rows[0]
 
 
 def ratio_of(candidate: Candidate) -> Interval | None:
-    """Baseline median over the candidate's, at the first benchmarked shape."""
+    """Return baseline median / candidate median at the first benchmarked shape."""
     row = first_row(candidate)
     return row.ratio if row else None
 
 
 def ratio_missing(candidate: Candidate) -> str:
-    """Why a candidate has no ratio to the baseline; empty where it has one."""
+    """Return why a candidate has no ratio to the baseline; empty if it has one."""
     if ratio_of(candidate) is not None:
         return ""
     row = first_row(candidate)
@@ -99,29 +98,29 @@ def ratio_missing(candidate: Candidate) -> str:
 
 
 def is_faster(candidate: Candidate) -> bool:
-    """Whether a candidate is measurably faster than the baseline."""
+    """Return whether a candidate is measurably faster than the baseline."""
     ratio = ratio_of(candidate)
     return ratio is not None and ratio.low > 1.0
 
 
 def is_slower_or_equal(candidate: Candidate) -> bool:
-    """Whether a candidate was compared with the baseline and is not measurably faster."""
+    """Return whether a candidate was compared with the baseline and is not measurably faster."""
     return ratio_of(candidate) is not None and not is_faster(candidate)
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The fastest candidate that kept its accuracy on the selection set; of those whose speed
-    cannot be told from its own, the most accurate.
+    """Return the winner: the most accurate of the fastest candidates.
+
+    Only candidates that keep their accuracy on the selection set count. See `contenders`.
     """
     return min(contenders(candidates), key=loss, default=None)
 
 
 def contenders(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The fastest that kept its accuracy, and those whose speed cannot be told from its own, in the
-    order of the plan.
+    """Return the fastest accurate candidate and all that are as fast, in the order of the plan.
 
-    Where some are measurably faster than the baseline, only those count. All are held against the
-    fastest and not against each other, so that no chain of small differences leads to a slow one.
+    If some candidates are measurably faster than the baseline, only those count. Each candidate is
+    compared with the fastest one only, so that no chain of small differences leads to a slow one.
     """
     accurate = [candidate for candidate in candidates if candidate.state == "measured"]
     fit = [candidate for candidate in accurate if is_faster(candidate)] or accurate
@@ -134,8 +133,9 @@ def contenders(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def level_s(candidate: Candidate) -> float:
-    """The median of a candidate's undisturbed processes at the first shape; infinite where it was
-    not measured.
+    """Return the median latency of a candidate's undisturbed processes at the first shape.
+
+    Infinite if the candidate was not measured.
     """
     row = first_row(candidate)
     return processes_from_samples(row.end_to_end).level_s if row else math.inf
@@ -150,18 +150,18 @@ def _is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
 
 
 def _without_ranges(candidate: Candidate) -> Recipe:
-    """The recipe but for how ranges are chosen: the same graph with other scales, which run as
-    fast.
+    """Return the recipe without its calibration method.
+
+    Graphs that differ only in their scales run equally fast.
     """
     return candidate.recipe.model_copy(update={"method": None})
 
 
 def speed_ratio(base: Candidate, other: Candidate) -> Interval | None:
-    """The median of `base` over that of `other` at the first benchmarked shape; None where this
-    cannot be told.
+    """Return median of `base` / median of `other` at the first benchmarked shape.
 
-    Both ran in the same race, so this is narrower than what their ratios to the baseline tell: the
-    baseline's own noise is not in it.
+    None if it cannot be measured. Both ran in the same interleaved run, and the noise of the
+    baseline is not included, so the interval is narrower than that of their ratios to the baseline.
     """
     rows = first_row(base), first_row(other)
     if rows[0] is None or rows[1] is None:
@@ -173,16 +173,15 @@ def speed_ratio(base: Candidate, other: Candidate) -> Interval | None:
 
 
 def loss(candidate: Candidate) -> tuple[float, float]:
-    """What is lost on the selection set, the smaller the better: the drop of the metric, then what
-    the smallest cosine lacks.
+    """Return the loss on the selection set as a sort key; smaller is better.
+
+    First the drop of the metric, then the smallest cosine, negated.
     """
     report = candidate.selection
-    drop = report.metric.drop if report and report.metric else 0.0
-    return (
-        (math.inf, 1.0)
-        if report is None
-        else (drop, -min((output.cosine for output in report.outputs), default=-1.0))
-    )
+    if report is None:
+        return math.inf, 1.0
+    drop = report.metric.drop if report.metric else 0.0
+    return drop, -min((output.cosine for output in report.outputs), default=-1.0)
 
 
 def decide(
@@ -191,12 +190,12 @@ def decide(
     validation: ValidationReport | None,
     baseline: Baseline = Baseline(),
 ) -> Decision:
-    """What may be said of the winner that `choose` found, or of its absence.
+    """Return the verdict on the winner that `choose` returned, or on its absence.
 
-    accepted   measurably faster than the baseline, and proven on the validation set
-    keep       compared with the baseline, and not measurably faster: what the user has stays
-    unproven   there was no data to prove it on, or the host could not tell how fast it is
-    rejected   it failed on the validation set, or no candidate kept its accuracy
+    accepted   measurably faster than the baseline, and accurate on the validation set
+    keep       compared with the baseline, and not measurably faster: the baseline is kept
+    unproven   no data to prove the accuracy, or the speed could not be measured on this host
+    rejected   failed on the validation set, or no candidate kept its accuracy
     """
     if winner is None:
         miss = _nearest_miss(candidates)
@@ -208,7 +207,7 @@ def decide(
     if validation is not None and not validation.passed:
         reasons = tuple(f"validation: {failure}" for failure in validation.failures)
         return Decision(
-            "rejected", winner, reasons, (*mend_data(reasons), *next_steps(winner)), winner
+            "rejected", winner, reasons, (*fix_data(reasons), *next_steps(winner)), winner
         )
     missing = _missing_proof(winner, validation)
     reasons = (
@@ -223,7 +222,7 @@ def decide(
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """What a verdict lacks to be more than `unproven`."""
+    """Missing evidence, which makes a verdict `unproven`."""
 
     reasons: tuple[str, ...] = ()
     next_steps: tuple[str, ...] = ()
@@ -247,21 +246,23 @@ def _missing_proof(winner: Candidate, validation: ValidationReport | None) -> _M
 def _why_kept(best: Candidate, baseline: Baseline) -> tuple[str, ...]:
     ratio = ratio_of(best)
     assert ratio is not None
-    slower = "is slower" if ratio.high < 1.0 else "is not measurably faster"
-    called = (f"{baseline.label} is the call `{baseline.call}`",) if baseline.call else ()
-    if baseline.is_delivered:
-        delivered = "what you have is delivered as an engine"
-    else:
-        delivered = "what you have could not be delivered as an engine: go on as you do"
-    return (
+    comparison = "is slower" if ratio.high < 1.0 else "is not measurably faster"
+    reasons = [
         f"no candidate that kept its accuracy is faster than {baseline.label}",
         (
-            f"the fastest of them, {best.title}, {slower}: {ratio.value:.2f} times as fast (95 %"
-            f" {ratio.low:.2f} to {ratio.high:.2f})"
+            f"the fastest of them, {best.title}, {comparison}: {ratio.value:.2f} times as fast"
+            f" (95 % {ratio.low:.2f} to {ratio.high:.2f})"
         ),
-        *called,
-        delivered,
-    )
+    ]
+    if baseline.call:
+        reasons.append(f"{baseline.label} is the call `{baseline.call}`")
+    if baseline.is_delivered:
+        reasons.append("the baseline is delivered as an engine")
+    else:
+        reasons.append(
+            "the baseline could not be delivered as an engine: keep your present deployment"
+        )
+    return tuple(reasons)
 
 
 def _why_right(winner: Candidate, validation: ValidationReport | None) -> tuple[str, ...]:
@@ -291,21 +292,23 @@ def _why_fast(winner: Candidate) -> tuple[str, ...]:
 
 
 def _why_chosen(candidates: Sequence[Candidate], winner: Candidate) -> tuple[str, ...]:
-    """Why this one of several that are equally fast; empty where there is no other."""
+    """Return why the winner was chosen among equally fast candidates; empty if it is alone."""
     others = [candidate for candidate in contenders(candidates) if candidate is not winner]
     if not others:
         return ()
-    (drop, cosine), losses = loss(winner), [loss(candidate) for candidate in others]
-    if any(each == (drop, cosine) for each in losses):
-        better = "none is more accurate, and it comes first in the plan"
-    elif any(each[0] == drop for each in losses):
-        better = f"it has the highest cosine, {-cosine:.5f}"
+    drop, negative_cosine = loss(winner)
+    losses = [loss(candidate) for candidate in others]
+    if (drop, negative_cosine) in losses:
+        advantage = "none is more accurate, and it comes first in the plan"
+    elif drop in [other_drop for other_drop, _ in losses]:
+        advantage = f"it has the highest cosine, {-negative_cosine:.5f}"
     else:
-        better = f"it has the smallest drop on the selection set, {drop:+.4f}"
+        advantage = f"it has the smallest drop on the selection set, {drop:+.4f}"
+    titles = ", ".join(candidate.title for candidate in others)
     return (
         (
-            f"of {len(others) + 1} candidates whose speeds cannot be told apart {better}; the"
-            f" others: {', '.join(each.title for each in others)}"
+            f"of {len(others) + 1} candidates whose speeds cannot be told apart {advantage}; the"
+            f" others: {titles}"
         ),
     )
 
@@ -319,49 +322,51 @@ def _why_none(candidates: Sequence[Candidate]) -> tuple[str, ...]:
 
 
 def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tuple[str, ...]:
-    """What to try where nothing is left: a mislabelled engine is no near miss, its layers tell
-    more.
+    """Return the next steps if there is no winner.
+
+    The layers of a mislabelled engine come first, because they tell more than a near miss.
     """
-    if wrong := [candidate for candidate in candidates if candidate.state == "mislabelled"]:
-        return (
-            *_after_mislabelled([candidate.recipe for candidate in wrong]),
-            *(next_steps(miss) if miss else ()),
-        )
-    mend = mend_data([candidate.reason for candidate in candidates])
-    if MEND_LABELS in mend:  # no engine is at fault
-        return mend
-    rescued = any(
-        candidate.recipe.variant for candidate in candidates
-    )  # all else was tried already
+    mismatches = [candidate.recipe for candidate in candidates if candidate.state == "mislabelled"]
+    if mismatches:
+        return (*_after_mislabelled(mismatches), *(next_steps(miss) if miss else ()))
+    data_advice = fix_data([candidate.reason for candidate in candidates])
+    if FIX_LABELS in data_advice:  # the data is at fault, not an engine
+        return data_advice
+    # a rescue has tried all other steps already
+    rescued = any(candidate.recipe.variant for candidate in candidates)
     in_16_bits = miss is not None and miss.recipe.precision in (Precision.FP16, Precision.BF16)
     steps = (TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)
-    return (*mend, *(step for step in steps if not (rescued and step == KEEP_WORST)))
+    return (*data_advice, *(step for step in steps if not (rescued and step == KEEP_WORST)))
 
 
-def _after_mislabelled(wrong: Sequence[Recipe]) -> tuple[str, ...]:
-    """What to do about engines that do not run what they are called by. A model's own Q/DQ leave no
-    other name and no placement to choose.
+def _after_mislabelled(recipes: Sequence[Recipe]) -> tuple[str, ...]:
+    """Return the next steps for engines that do not run the precision of their label.
+
+    A model with its own Q/DQ has no other label and no placement to choose.
     """
-    if given := dict.fromkeys(recipe.backend for recipe in wrong if recipe.quantizer == "given"):
-        return (FIND_LAYERS, *(MEND_PAIRS.format(backend=backend) for backend in given))
-    return (
-        SEE_LAYERS,
-        *((QUANTISE_MORE,) if any(recipe.precision is Precision.INT8 for recipe in wrong) else ()),
-    )
+    backends = dict.fromkeys(recipe.backend for recipe in recipes if recipe.quantizer == "given")
+    if backends:
+        return (FIND_LAYERS, *(FIX_PAIRS.format(backend=backend) for backend in backends))
+    if any(recipe.precision is Precision.INT8 for recipe in recipes):
+        return SEE_LAYERS, QUANTISE_MORE
+    return (SEE_LAYERS,)
 
 
-def mend_data(reasons: Sequence[str]) -> tuple[str, ...]:
-    """What to do about the data, where a reason lies there: labels or calibration samples that do
-    not belong to the rest.
+def fix_data(reasons: Sequence[str]) -> tuple[str, ...]:
+    """Return the next steps for faulty data: wrong labels, or unsuitable calibration samples.
+
+    Empty if no reason lies in the data.
     """
-    faults = {AT_CHANCE: MEND_LABELS, NOT_COVERED: MEND_CALIBRATION}
+    advice_by_reason = {AT_CHANCE: FIX_LABELS, NOT_COVERED: FIX_CALIBRATION}
     return tuple(
-        advice for fault, advice in faults.items() if any(fault in reason for reason in reasons)
+        advice
+        for opening, advice in advice_by_reason.items()
+        if any(opening in reason for reason in reasons)
     )
 
 
 def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Of those that failed their accuracy, the one that lost least."""
+    """Return the most accurate candidate of those that failed their accuracy."""
     return min(
         (
             candidate
@@ -374,15 +379,14 @@ def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def _other_ranges(recipe: Recipe) -> list[str]:
-    """What may be changed of an int8 or fp8 recipe: what its quantizer does not decide by itself,
-    and what was not tried.
+    """Return the settings of an int8 or fp8 recipe that are worth a change.
+
+    Left out are those that its quantizer decides by itself, and those that were tried already.
     """
     steps = []
     if recipe.method is not None and not recipe.try_methods:
-        steps.append(
-            "another calibration method: `method:"
-            f" {'percentile' if str(recipe.method) == 'minmax' else 'minmax'}`"
-        )
+        method = "percentile" if recipe.method is CalibrationMethod.MINMAX else "minmax"
+        steps.append(f"another calibration method: `method: {method}`")
     own = recipe.quantizer == "crucible" and recipe.realised_in == "graph"
     if own and not recipe.keep_worst:
         steps.append(KEEP_WORST)
@@ -392,7 +396,7 @@ def _other_ranges(recipe: Recipe) -> list[str]:
 
 
 def next_steps(miss: Candidate | None) -> tuple[str, ...]:
-    """What experience says to try after this failure, cheapest first."""
+    """Return the next steps after this failure, cheapest first."""
     if miss is None:
         return (
             (
@@ -402,32 +406,14 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
         )
     recipe = miss.recipe
     if recipe.quantizer == "given":
-        saturates = any(SATURATES in note.text for note in miss.notes)
-        return (
-            *((SEVEN_BITS,) if saturates else ()),
-            (
-                f"`crucible lint MODEL --backend {recipe.backend}`: what of the model's own Q/DQ"
-                " does not suit this backend"
-            ),
-            "more training with Q/DQ",
-        )
+        return _after_own_qdq(miss)
     if recipe.weight_only:
-        smaller = (
-            (f"smaller blocks: `block_size: {recipe.block_size // 2}`",)
-            if recipe.block_size > MIN_BLOCK
-            else ()
-        )
-        wider = (
-            ("8 bits instead of 4: `precision: int8, weight_only: true`",)
-            if recipe.precision is Precision.INT4
-            else ()
-        )
-        return (*smaller, "the worst or the last layer as it is: `keep_fp32: [NODE]`", *wider)
+        return _after_weight_only(recipe)
     if recipe.precision in (Precision.INT8, Precision.FP8):
         return (*_other_ranges(recipe), *AFTER_INT8)
     if recipe.precision in (Precision.FP16, Precision.BF16):
         return (
-            "the overflowing nodes in fp32: `keep_fp32: [NODE]`",
+            "keep the overflowing nodes in fp32: `keep_fp32: [NODE]`",
             "bf16 instead of fp16, or fp32",
             TRAIN_IN_16_BITS,
         )
@@ -437,3 +423,25 @@ def next_steps(miss: Candidate | None) -> tuple[str, ...]:
             " `simplify.enabled: false`"
         ),
     )
+
+
+def _after_own_qdq(miss: Candidate) -> tuple[str, ...]:
+    steps = [
+        (
+            f"run `crucible lint MODEL --backend {miss.recipe.backend}`: it lists the model's own"
+            " Q/DQ that do not suit this backend"
+        ),
+        "train longer with Q/DQ",
+    ]
+    if any(SATURATES in note.text for note in miss.notes):
+        steps.insert(0, SEVEN_BITS)
+    return tuple(steps)
+
+
+def _after_weight_only(recipe: Recipe) -> tuple[str, ...]:
+    steps = ["keep the worst or the last layer unquantised: `keep_fp32: [NODE]`"]
+    if recipe.block_size > MIN_BLOCK:
+        steps.insert(0, f"smaller blocks: `block_size: {recipe.block_size // 2}`")
+    if recipe.precision is Precision.INT4:
+        steps.append("8 bits instead of 4: `precision: int8, weight_only: true`")
+    return tuple(steps)

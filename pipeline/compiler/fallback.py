@@ -1,19 +1,18 @@
-"""What is tried for an engine of low precision that fails its accuracy, when it ends, what it
-tells. Pure.
+"""The rescue of a low-precision engine that fails its accuracy: its steps, end and text. Pure.
 
-    1  fp32 without TF32: if that fails too, low precision is not the cause, and it ends. For int8
-       only where there is an fp32 engine anyway
+    1  fp32 without TF32: if it fails too, low precision is not the cause, and the rescue ends. For
+       int8 only if there is an fp32 engine anyway
     2  fp16, bf16: the profiles' opt shape moved to min, then to max: a builder that tunes for it
        chooses other kernels
     3  int8 with `method: auto`: ranges by entropy, min-max and percentile
-    4  the worst nodes kept in fp32, as few as may help, then twice as many each time; in int8 of
-       the nearest miss
-    5  fp16: bf16, the range of fp32 in 16 bits
-    at last the advice
+    4  the worst nodes kept in fp32: first as few as may help, then twice as many each time; in int8
+       for the nearest miss
+    5  fp16: bf16, which has the range of fp32 in 16 bits
+    at the end the advice
 
-It ends with the first engine that passes. Every step that builds is a recipe like any other, and a
-candidate in the report. fp16 is always rescued; bf16 and int8 where the plan says `keep_fp32:
-auto`, int8 also where it says `method: auto`.
+The rescue ends with the first engine that passes. Every step that builds is an ordinary recipe and
+a candidate in the report. fp16 is always rescued, bf16 and int8 if the plan says `keep_fp32: auto`,
+int8 also if it says `method: auto`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.compiler.decision import AFTER_INT8, TRAIN_IN_16_BITS, loss, mend_data
+from pipeline.compiler.decision import AFTER_INT8, TRAIN_IN_16_BITS, fix_data, loss
 from pipeline.core import CalibrationMethod, Point, Precision, Profile, Recipe
 from pipeline.plan.recipes import realised_in
 from pipeline.results.report import Candidate, NodeHarm, NodeRanking, Rescue, RescueStep
@@ -31,27 +30,26 @@ from pipeline.stages.sensitivity import NORMALISATIONS
 
 Step = Literal["fp32", "opt", "method", "keep", "bf16"]
 
-NAMED = 3  # nodes that a sentence names one by one
+MAX_NAMED_NODES = 3  # in one sentence; more nodes are counted
 KEEP = "worst nodes kept in fp32"
-ANY_SHAPE = frozenset(
-    {"onnxruntime", "openvino", "torch"},
-)  # backends whose engine is the same whatever the opt shape is
+# backends with engines that do not depend on the opt shape
+ANY_SHAPE = frozenset({"onnxruntime", "openvino", "torch"})
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One engine to try."""
+    """One engine to build."""
 
     step: Step
     words: str
     recipe: Recipe
     profiles: tuple[Profile, ...] | None = None  # None: the plan's
-    ranking: NodeRanking | None = None  # by which its nodes were chosen
+    ranking: NodeRanking | None = None  # the ranking that chose its nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A step that has nothing to try."""
+    """A step without an engine to build."""
 
     words: str
     why: str
@@ -59,38 +57,44 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """An attempt and what came out."""
+    """An attempt and its result."""
 
     attempt: Attempt
     candidate: Candidate
 
 
-# --- what is tried ---
+# --- the steps ---
 
 
 def to_rescue(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Of each kind of engine the candidate to rescue, if all failed their accuracy: in 16 bits the
-    first, in int8 the nearest miss.
+    """Choose the candidates to rescue: one of each kind of engine, if all of that kind failed.
 
-    None where the data is at fault: no engine mends that.
+    In 16 bits it is the first one, in int8 the nearest miss. A candidate that failed because of
+    the data is left out: no other engine can fix that.
     """
     by_kind: dict[Recipe, list[Candidate]] = {}
-    for each in sorted(candidates, key=lambda each: each.recipe.realised_in == "flags"):
-        by_kind.setdefault(_kind(each.recipe), []).append(each)
-    found = []
-    for alike in by_kind.values():
-        failed = [
-            each
-            for each in alike
-            if each.state == "failed accuracy"
-            and _may_be_rescued(each.recipe)
-            and not mend_data([each.reason])
-        ]
-        if failed and not any(each.state == "measured" for each in alike):
-            found.append(
-                min(failed, key=loss) if failed[0].recipe.precision is Precision.INT8 else failed[0]
-            )
-    return tuple(found)
+    for candidate in sorted(candidates, key=_is_by_flags):
+        by_kind.setdefault(_kind(candidate.recipe), []).append(candidate)
+    chosen = []
+    for same_kind in by_kind.values():
+        failed = [candidate for candidate in same_kind if _needs_rescue(candidate)]
+        if not failed or any(candidate.state == "measured" for candidate in same_kind):
+            continue
+        is_int8 = failed[0].recipe.precision is Precision.INT8
+        chosen.append(min(failed, key=loss) if is_int8 else failed[0])
+    return tuple(chosen)
+
+
+def _is_by_flags(candidate: Candidate) -> bool:
+    return candidate.recipe.realised_in == "flags"
+
+
+def _needs_rescue(candidate: Candidate) -> bool:
+    return (
+        candidate.state == "failed accuracy"
+        and _may_be_rescued(candidate.recipe)
+        and not fix_data([candidate.reason])
+    )
 
 
 def _may_be_rescued(recipe: Recipe) -> bool:
@@ -98,68 +102,66 @@ def _may_be_rescued(recipe: Recipe) -> bool:
 
 
 def _kind(recipe: Recipe, precision: Precision | None = None) -> Recipe:
-    """The recipe without what a rescue changes and what chooses 8-bit values: a backend in a
-    precision, for the same GPUs.
+    """Return the recipe reduced to backend, precision, form and GPUs.
+
+    Left out are the fields that a rescue changes, and the choices of int8. `precision` replaces
+    the precision of the recipe.
     """
-    asked = precision or recipe.precision
-    how = ("form", "mode", "provider", "weight_only")
-    where = ("compute_capability", "hardware_compatible", "version_compatible")
-    same = {name: getattr(recipe, name) for name in (*how, *where)}
+    precision = precision or recipe.precision
     return Recipe(
         backend=recipe.backend,
-        precision=asked,
-        realised_in=realised_in(recipe.backend, asked),
-        **same,
+        precision=precision,
+        realised_in=realised_in(recipe.backend, precision),
+        form=recipe.form,
+        mode=recipe.mode,
+        provider=recipe.provider,
+        weight_only=recipe.weight_only,
+        compute_capability=recipe.compute_capability,
+        hardware_compatible=recipe.hardware_compatible,
+        version_compatible=recipe.version_compatible,
     )
 
 
 def in_fp32(failed: Candidate) -> Attempt:
-    """Is low precision the cause?"""
+    """Return the attempt in fp32, which shows whether low precision is the cause."""
     return Attempt("fp32", "fp32 without TF32", _kind(failed.recipe, Precision.FP32))
 
 
 def with_opt_moved(
     failed: Candidate, profiles: tuple[Profile, ...]
 ) -> tuple[Attempt | Skipped, ...]:
-    """The same recipe, tuned for other shapes."""
+    """Return attempts with the same recipe, tuned for other shapes."""
     if failed.recipe.backend in ANY_SHAPE:
         return (
             Skipped("opt shape moved", f"{failed.recipe.backend} makes one engine for all shapes"),
         )
     points: tuple[Point, ...] = ("min", "max")
-    moves = [
-        (point, moved)
-        for point in points
-        if (moved := tuple(_moved(profile, point) for profile in profiles)) != profiles
-    ]
-    if not moves:
+    attempts = []
+    for point in points:
+        moved = tuple(_moved(profile, point) for profile in profiles)
+        if moved != profiles:
+            recipe = failed.recipe.model_copy(update={"variant": f"opt-{point}"})
+            attempts.append(Attempt("opt", f"opt shape moved to {point}", recipe, moved))
+    if not attempts:
         return (Skipped("opt shape moved", "nothing to move: all shapes are fixed"),)
-    return tuple(
-        Attempt(
-            "opt",
-            f"opt shape moved to {point}",
-            failed.recipe.model_copy(update={"variant": f"opt-{point}"}),
-            moved,
-        )
-        for point, moved in moves
-    )
+    return tuple(attempts)
 
 
 def _moved(profile: Profile, point: Point) -> Profile:
-    """The profile with its opt at min or max; an empty dimension is tuned for 1."""
+    """Return the profile with its opt at min or max. A size of 0 is tuned for 1."""
     dims = {
-        name: each.model_copy(update={"opt": max(1, getattr(each, point))})
-        for name, each in profile.dims.items()
+        name: dim.model_copy(update={"opt": max(1, getattr(dim, point))})
+        for name, dim in profile.dims.items()
     }
     values = {
-        name: each.model_copy(update={"opt": getattr(each, point)})
-        for name, each in profile.values.items()
+        name: value_range.model_copy(update={"opt": getattr(value_range, point)})
+        for name, value_range in profile.values.items()
     }
     return profile.model_copy(update={"dims": dims, "values": values})
 
 
 def by_other_methods(failed: Candidate) -> tuple[Attempt, ...]:
-    """The same engine with ranges chosen in the other ways, where the plan leaves that open."""
+    """Return attempts with the other calibration methods, if the plan says `method: auto`."""
     if not failed.recipe.try_methods:
         return ()
     others = (method for method in CalibrationMethod if method is not failed.recipe.method)
@@ -172,30 +174,32 @@ def by_other_methods(failed: Candidate) -> tuple[Attempt, ...]:
 
 
 def nearest(failed: Candidate, history: Sequence[Tried | Skipped]) -> Candidate:
-    """Of the candidate and those with other ranges, the one that lost least."""
-    others = (
-        each.candidate
-        for each in history
-        if isinstance(each, Tried) and each.attempt.step == "method"
-    )
-    return min([failed, *(each for each in others if each.state == "failed accuracy")], key=loss)
+    """Return the most accurate of the failed candidate and those with other ranges."""
+    candidates = [failed]
+    for step in history:
+        if isinstance(step, Skipped) or step.attempt.step != "method":
+            continue
+        if step.candidate.state == "failed accuracy":
+            candidates.append(step.candidate)
+    return min(candidates, key=loss)
 
 
 def keeps_nodes(recipe: Recipe) -> bool:
-    """Whether nodes of an engine that fails may be kept in fp32: in int8 only where the plan says
-    so.
-    """
+    """Return whether a rescue may keep nodes in fp32. In int8 only if the plan says so."""
     return recipe.keep_worst or recipe.precision is not Precision.INT8
 
 
 def with_nodes_kept(
     failed: Candidate, ranking: NodeRanking, builds: int
 ) -> tuple[Attempt | Skipped, ...]:
-    """The worst nodes in fp32, as few as may help, then more, in at most `builds` engines."""
+    """Return attempts that keep the worst nodes in fp32, in at most `builds` engines.
+
+    The first one keeps as few nodes as may help, the next ones more.
+    """
     if not ranking.nodes:
         why = ranking.failure or (
-            "none overflows, loses precision by itself or is delicate, on"
-            f" {ranking.samples} samples"
+            f"no node overflows, loses precision by itself or is delicate on {ranking.samples}"
+            " samples"
         )
         return (Skipped(KEEP, why),)
     attempts = []
@@ -208,11 +212,9 @@ def with_nodes_kept(
 
 
 def keeping(recipe: Recipe, nodes: Sequence[str]) -> Recipe:
-    """The recipe with these nodes in fp32 too."""
-    kept = (
-        *recipe.keep_fp32,
-        *(glob.escape(name) for name in nodes),
-    )  # names are patterns in a recipe
+    """Return the recipe with these nodes in fp32 too."""
+    patterns = (glob.escape(name) for name in nodes)  # a recipe takes fnmatch patterns
+    kept = (*recipe.keep_fp32, *patterns)
     return recipe.model_copy(
         update={
             "realised_in": "graph",
@@ -225,77 +227,69 @@ def keeping(recipe: Recipe, nodes: Sequence[str]) -> Recipe:
 
 
 def cuts(nodes: int, overflowing: int, builds: int) -> tuple[int, ...]:
-    """How many of the worst nodes to keep, one count per build: twice as many each time, and all of
-    them in the last of several.
+    """Return how many of the worst nodes to keep in each build.
 
-    What overflows stays together: a half of it would overflow still.
+    The count doubles each time. The last of several builds keeps all nodes. The first one keeps all
+    overflowing nodes, because the rest would still overflow.
     """
     counts = [max(overflowing, 1)]
     while counts[-1] < nodes:
         counts.append(min(2 * counts[-1], nodes))
-    return tuple(
-        counts
-        if len(counts) <= builds
-        else [*counts[: builds - 1], nodes]
-        if builds > 1
-        else counts[:1]
-    )
+    if len(counts) <= builds:
+        return tuple(counts)
+    if builds <= 1:
+        return (counts[0],)
+    return (*counts[: builds - 1], nodes)
 
 
 def _nodes(ranking: NodeRanking, count: int) -> str:
-    told = ", ".join(
-        f"'{harm.node}' ({_harm_text(harm)})" for harm in ranking.nodes[: min(count, NAMED)]
-    )
-    return (
-        f"{count} {'node' if count == 1 else 'nodes'} of {len(ranking.nodes)},"
-        f" {told}{', ...' if count > NAMED else ''},"
-    )
+    named = ranking.nodes[: min(count, MAX_NAMED_NODES)]
+    names = [f"'{harm.node}' ({_harm_text(harm)})" for harm in named]
+    if count > MAX_NAMED_NODES:
+        names.append("...")
+    noun = "node" if count == 1 else "nodes"
+    return f"{count} {noun} of {len(ranking.nodes)}, {', '.join(names)},"
 
 
 def _harm_text(harm: NodeHarm) -> str:
     if not harm.overflows:
         return f"error {harm.error:.2g}"
-    return (
-        f"{'sums up squares of ' if harm.operator in NORMALISATIONS else ''}values up to"
-        f" {harm.largest:.3g}"
-    )
+    values = f"values up to {harm.largest:.3g}"
+    return f"sums up squares of {values}" if harm.operator in NORMALISATIONS else values
 
 
 def in_bf16(failed: Candidate) -> Attempt:
-    """Less precision, but nothing overflows."""
+    """Return the attempt in bf16, which has less precision but does not overflow."""
     return Attempt("bf16", "bf16", _kind(failed.recipe, Precision.BF16))
 
 
-# --- when it ends, and what it tells ---
+# --- the end, and the text ---
 
 
 def ends(tried: Tried) -> bool:
-    """The first engine that passes is enough; and where fp32 fails, low precision is not to
-    blame.
-    """
+    """Return whether the rescue ends: an engine passes, or fp32 fails its accuracy too."""
     if tried.attempt.step == "fp32":
         return tried.candidate.state == "failed accuracy"
     return tried.candidate.state == "measured"
 
 
 def story(failed: Candidate, history: Sequence[Tried | Skipped]) -> Rescue:
-    """All steps in words, and what follows from them."""
-    steps = tuple(
-        (
-            RescueStep(
-                step=each.attempt.words,
-                label=each.candidate.label,
-                outcome=_outcome(each, failed.recipe.precision),
-            )
-            if isinstance(each, Tried)
-            else RescueStep(step=each.words, label="", outcome=each.why)
-        )
-        for each in history
-    )
-    attempted = [each for each in history if isinstance(each, Tried)]
-    ranking = next((each.attempt.ranking for each in attempted if each.attempt.ranking), None)
+    """Describe all steps of a rescue and its conclusion."""
+    tried = [step for step in history if isinstance(step, Tried)]
+    rankings = [step.attempt.ranking for step in tried if step.attempt.ranking]
     return Rescue(
-        label=failed.label, steps=steps, ranking=ranking, conclusion=_conclusion(failed, attempted)
+        label=failed.label,
+        steps=tuple(_rescue_step(step, failed.recipe.precision) for step in history),
+        ranking=rankings[0] if rankings else None,
+        conclusion=_conclusion(failed, tried),
+    )
+
+
+def _rescue_step(step: Tried | Skipped, cause: Precision) -> RescueStep:
+    if isinstance(step, Skipped):
+        return RescueStep(step=step.words, label="", outcome=step.why)
+    return RescueStep(
+        step=step.attempt.words, label=step.candidate.label, outcome=_outcome(step, cause)
     )
 
 
@@ -303,29 +297,27 @@ def _outcome(tried: Tried, cause: Precision) -> str:
     candidate = tried.candidate
     if candidate.state == "measured":
         metric = candidate.selection.metric if candidate.selection else None
-        drop = f", {metric.name} drop {metric.drop:.4f}" if metric else ""
-        return f"passed{drop}" + (f": {cause} is the cause" if tried.attempt.step == "fp32" else "")
+        text = f"passed, {metric.name} drop {metric.drop:.4f}" if metric else "passed"
+        return f"{text}: {cause} is the cause" if tried.attempt.step == "fp32" else text
     reason, _, more = candidate.reason.partition("; ")
-    return (
-        f"{candidate.state}:"
-        f" {reason.splitlines()[0] if reason else 'no reason given'}{'; ...' if more else ''}"
-    )
+    first_line = reason.splitlines()[0] if reason else "no reason given"
+    return f"{candidate.state}: {first_line}{'; ...' if more else ''}"
 
 
 def _conclusion(failed: Candidate, history: Sequence[Tried]) -> str:
     precision = failed.recipe.precision
     last = history[-1] if history else None
     if last is None or not ends(last):
-        return _in_vain(failed, history)
+        return _nothing_passed(failed, history)
     if last.attempt.step == "fp32":
         return (
-            f"fp32 fails too, so {precision} is not the cause: look at the export and at"
+            f"fp32 fails too, so {precision} is not the cause: check the export and the"
             " simplification first"
         )
     if last.attempt.step == "opt":
         return (
             "the kernels chosen for the plan's opt shape lose the accuracy: with the"
-            f" {last.attempt.words} it is kept; write that into `profiles`"
+            f" {last.attempt.words} it is kept; set that opt in `profiles`"
         )
     if last.attempt.step == "method":
         method = last.attempt.recipe.method
@@ -334,21 +326,22 @@ def _conclusion(failed: Candidate, history: Sequence[Tried]) -> str:
             f" as the plan names it: `method: {method}`"
         )
     if last.attempt.step == "keep":
-        return _kept(
-            failed,
-            [len(each.attempt.recipe.keep_fp32) for each in history if each.attempt.step == "keep"],
-            last.attempt.recipe,
-        )
+        counts = [
+            len(step.attempt.recipe.keep_fp32) for step in history if step.attempt.step == "keep"
+        ]
+        return _nodes_kept(failed, counts, last.attempt.recipe)
     return (
         "bf16 keeps the accuracy: the values need its range, or more nodes in fp32 than fp16 is"
         " worth"
     )
 
 
-def _kept(failed: Candidate, counts: Sequence[int], recipe: Recipe) -> str:
-    """Which nodes were enough, and whether fewer might be."""
+def _nodes_kept(failed: Candidate, counts: Sequence[int], recipe: Recipe) -> str:
+    """Say which nodes were enough, and whether fewer may be enough."""
     kept = recipe.keep_fp32
-    listed = f"{list(kept)}" if len(kept) <= NAMED else "the list of this recipe in report.json"
+    listed = "the list of this recipe in report.json"
+    if len(kept) <= MAX_NAMED_NODES:
+        listed = str(list(kept))
     before = (len(failed.recipe.keep_fp32), *counts)[-2]
     fewer = (
         f" ({before} were not enough, and nothing between was tried)"
@@ -362,13 +355,13 @@ def _kept(failed: Candidate, counts: Sequence[int], recipe: Recipe) -> str:
     )
 
 
-def _in_vain(failed: Candidate, history: Sequence[Tried]) -> str:
-    """Nothing passed."""
-    methods = [str(each.attempt.recipe.method) for each in history if each.attempt.step == "method"]
+def _nothing_passed(failed: Candidate, history: Sequence[Tried]) -> str:
+    """Say that no step helped, and give the advice."""
+    methods = [str(step.attempt.recipe.method) for step in history if step.attempt.step == "method"]
     ranges = (
         f" with ranges by {', '.join([str(failed.recipe.method), *methods])}" if methods else ""
     )
-    kept = [each.attempt for each in history if each.attempt.step == "keep"]
+    kept = [step.attempt for step in history if step.attempt.step == "keep"]
     nodes = len(kept[-1].ranking.nodes) if kept and kept[-1].ranking else 0
     most = min(len(kept[-1].recipe.keep_fp32), nodes) if kept else 0
     more = " (more of them by a larger `keep_builds`)" if most < nodes else ""

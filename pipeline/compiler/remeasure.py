@@ -1,7 +1,7 @@
-"""A delivered engine, checked or measured again: `crucible validate`, `crucible bench` and the
+"""Check or measure a delivered engine again, for `crucible validate`, `crucible bench` and the
 service's benchmark.
 
-Never answered from the store.
+Results never come from the store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.compiler.compile import (
     delivered_engine,
     export_model,
 )
-from pipeline.compiler.context import Job, batch_rows, open_job
+from pipeline.compiler.context import CompileContext, batch_rows, open_context
 from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of
 from pipeline.core import Engine, Note, OnnxModel
 from pipeline.errors import ModelError
@@ -53,81 +53,94 @@ AGAIN = (
 )
 
 
-def reopen_job(report: Report, plan: Plan, runner: Runner) -> Job:
-    """The job of a delivered engine, for its plan with overrides; ModelError if the source is no
-    longer what the engine was made from.
+def reopen_context(report: Report, plan: Plan, runner: Runner) -> CompileContext:
+    """Open the context of a delivered engine, for its plan with overrides.
+
+    ModelError if the source has changed since the engine was built.
     """
-    job = open_job(plan, runner)
-    if job.source.digest != report.source_digest:
+    context = open_context(plan, runner)
+    if context.source.digest != report.source_digest:
         raise ModelError(
             "the model's source or weights have changed since this engine was compiled",
             "compile the plan again",
         )
-    return job
+    return context
 
 
 def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> ValidationReport:
-    """A delivered engine on its plan's validation set, or on the selection set where there is no
-    other; never reused: its files may have changed.
+    """Check a delivered engine on the validation set, or on the selection set if there is none.
+
+    The result is never reused, because the engine's files may have changed.
     """
-    job = reopen_job(report, plan, runner)
-    reference = build_reference(job, export_model(job))
-    samples = job.data.validation or job.data.selection
+    context = reopen_context(report, plan, runner)
+    reference = build_reference(context, export_model(context))
+    samples = context.data.validation or context.data.selection
     arguments = (
         engine,
-        reference_outputs(job, reference, samples),
+        reference_outputs(context, reference, samples),
         samples,
-        job.plan.accuracy,
-        batch_rows(job),
+        context.plan.accuracy,
+        batch_rows(context),
     )
     check_if_sealed(engine)  # again: the reference may have taken minutes
-    found: ValidationReport = runner.anew("validate", engine.recipe.label, validate, *arguments)
-    return found
+    validation: ValidationReport = runner.anew(
+        "validate", engine.recipe.label, validate, *arguments
+    )
+    return validation
 
 
 @dataclass(frozen=True, slots=True)
 class Remeasured:
-    """New latencies of a delivered engine, which is the last, beside its baselines."""
+    """New latencies of a delivered engine and its baselines. The engine's result is the last."""
 
     engine: Engine
     found: Benchmarks
-    kept: (
-        Candidate | None
-    )  # if the engine is no faster: the baseline as it is delivered, or why not
+    # if the engine is no faster: the baseline in its deliverable form, or the reason of its failure
+    kept: Candidate | None
     call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
 
 
 def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
-    """A delivered engine and its baselines in one interleaved run; never reused."""
-    job = reopen_job(report, plan, runner)
-    exported = export_model(job)
-    baselines = _fit_baselines(report, build_baselines(job, exported))
-    others = [each for each in baselines if each.digest != engine.digest]  # it may be one: `keep`
-    found = _measured(report, plan, [*others, engine], exported, runner)
-    fastest = next((each for each in baselines if each.recipe.label == found.baseline), None)
+    """Measure a delivered engine and its baselines in one interleaved run. Never reused."""
+    context = reopen_context(report, plan, runner)
+    exported = export_model(context)
+    baselines = _fit_baselines(report, build_baselines(context, exported))
+    # with the verdict `keep` the engine is one of the baselines
+    competitors = [baseline for baseline in baselines if baseline.digest != engine.digest]
+    run = _measured(report, plan, [*competitors, engine], exported, runner)
     kept = None
-    if fastest is not None and _is_slower_or_equal(found.results[-1]):
-        kept = _kept(job, exported, fastest, engine)
-    return Remeasured(engine, found, kept, call_of_fastest(found, baselines))
+    if _is_slower_or_equal(run.results[-1]):
+        for baseline in baselines:
+            if baseline.recipe.label == run.baseline:
+                kept = _kept_baseline(context, exported, baseline, engine)
+                break
+    return Remeasured(engine, run, kept, call_of_fastest(run, baselines))
 
 
-def _kept(job: Job, exported: OnnxModel, baseline: Engine, delivered: Engine) -> Candidate:
-    """A baseline as it can be served, which may be what was delivered already."""
+def _kept_baseline(
+    context: CompileContext, exported: OnnxModel, baseline: Engine, delivered: Engine
+) -> Candidate:
+    """Return a baseline in its deliverable form, which may be the delivered engine itself."""
     recipe = delivered.recipe
     if deliverable_recipe(baseline.recipe) == recipe:
         return Candidate(label=recipe.label, recipe=recipe, state="built", engine=delivered)
-    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
-    return deliverable_candidate(job, exported, baseline, expected)
+    expected = reference_outputs(
+        context, build_reference(context, exported), context.data.selection
+    )
+    return deliverable_candidate(context, exported, baseline, expected)
 
 
 def _fit_baselines(report: Report, baselines: Sequence[Engine]) -> Sequence[Engine]:
-    """The baselines that kept the accuracy when the plan was compiled, as far as they are known."""
-    known = {each.label for each in (report.baseline, *report.baselines) if each}
-    return [each for each in baselines if each.recipe.label in known] or baselines
+    """Return the baselines that kept the accuracy when the plan was compiled.
+
+    Returns all baselines if the report names none of them.
+    """
+    known = {benchmark.label for benchmark in (report.baseline, *report.baselines) if benchmark}
+    return [baseline for baseline in baselines if baseline.recipe.label in known] or baselines
 
 
 def _is_slower_or_equal(last: BenchmarkReport | BenchmarkFailure) -> bool:
-    """Whether the engine was compared with the baselines and is not measurably faster."""
+    """Return whether the engine was compared with the baselines and is not measurably faster."""
     ratio = last.rows[0].ratio if isinstance(last, BenchmarkReport) else None
     return ratio is not None and ratio.low <= 1.0
 
@@ -140,41 +153,42 @@ def sweep_again(
     batches: Sequence[int],
     limit_s: float | None,
 ) -> Sweep:
-    """A delivered engine alone, at every batch. PlanError for a batch outside its profiles, or a
-    model without one.
+    """Measure a delivered engine alone, at every batch size.
+
+    PlanError for a batch outside its profiles, or for a model without a batch axis.
     """
     symbol = batch_symbol(engine.inputs)
     sizes = sweep_sizes(symbol, engine.profiles, batches)
     check_sizes(sizes, engine.inputs, engine.profiles)
-    job = reopen_job(report, plan, runner)
-    asked = plan.model_copy(
+    context = reopen_context(report, plan, runner)
+    sweep_plan = plan.model_copy(
         update={"benchmark": plan.benchmark.model_copy(update={"sizes": sizes})}
     )
-    (found,) = _measured(report, asked, [engine], export_model(job), runner).results
-    assert isinstance(found, BenchmarkReport)
-    return sweep_of(found.label, symbol, found.rows, limit_s)
+    (result,) = _measured(report, sweep_plan, [engine], export_model(context), runner).results
+    assert isinstance(result, BenchmarkReport)
+    return sweep_of(result.label, symbol, result.rows, limit_s)
 
 
 def _measured(
     report: Report, plan: Plan, engines: Sequence[Engine], model: OnnxModel, runner: Runner
 ) -> Benchmarks:
-    """ModelError if one of them cannot be measured."""
+    """Measure the engines in one run. ModelError if one of them cannot be measured."""
     entries = [RaceEntry(engine, Role.BASELINE) for engine in engines[:-1]]
     last = Role.CANDIDATE if entries else Role.BASELINE
     entries.append(RaceEntry(engines[-1], last))
-    check_if_sealed(engines[-1])  # again: what came before may have taken minutes
-    found: Benchmarks = runner.anew(
+    check_if_sealed(engines[-1])  # again: earlier steps may have taken minutes
+    run: Benchmarks = runner.anew(
         "benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None
     )
-    for result in found.results:
+    for result in run.results:
         if isinstance(result, BenchmarkFailure):
             raise ModelError(
                 f"{result.label} cannot be measured: {result.reason}", "see `crucible doctor`"
             )
     return with_limits(
-        found,
+        run,
         engines,
-        {each.label: each.layers for each in report.candidates},
+        {candidate.label: candidate.layers for candidate in report.candidates},
         plan.benchmark.threads,
     )
 
@@ -185,9 +199,7 @@ def _measured(
 def report_again(
     report: Report, plan: Plan, engine: Engine, runner: Runner, command: str
 ) -> Report:
-    """The report of an engine's compile, but with the latencies of a new run of the engine and its
-    baselines.
-    """
+    """Measure an engine and its baselines again, and return its report with the new latencies."""
     return renewed_report(
         report, benchmark_again(report, plan, engine, runner), runner.steps, command
     )
@@ -196,7 +208,10 @@ def report_again(
 def renewed_report(
     report: Report, remeasured: Remeasured, steps: Sequence[Step], command: str
 ) -> Report:
-    """The report with the new latencies, dated now. `command` made it; `steps` were run for it."""
+    """Return the report with the new latencies, dated now.
+
+    `command`: the command that produces the report. `steps`: the stages that ran for it.
+    """
     renewed = with_figures(report, remeasured, steps)
     here = {
         "command": command,
@@ -207,22 +222,24 @@ def renewed_report(
 
 
 def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) -> Report:
-    """The report with these figures in the place of all that it had.
+    """Return the report with the new latencies in place of the old ones.
 
-    Accuracy stays as the compile found it; what rests on latencies that are gone is said anew, or
-    left out. `steps` were run for the figures.
+    Accuracy stays as the compile measured it. Verdict, ratios and winner follow from the new
+    latencies, and the ratios of the ablation are dropped. `steps`: the stages that ran for it.
     """
-    found, engine = remeasured.found, remeasured.engine
-    reports = [result for result in found.results if isinstance(result, BenchmarkReport)]
+    run, engine = remeasured.found, remeasured.engine
+    reports = [result for result in run.results if isinstance(result, BenchmarkReport)]
     last = reports[-1]
-    made = {step.digest for step in steps}
+    new_digests = {step.digest for step in steps}
     earlier = (
         step.model_copy(update={"reused": True})
         for step in report.steps
-        if step.stage != "benchmark" and step.digest not in made
+        if step.stage != "benchmark" and step.digest not in new_digests
     )
-    unmeasured = tuple(each.model_copy(update={"benchmark": None}) for each in report.candidates)
-    renewed = {
+    unmeasured = tuple(
+        candidate.model_copy(update={"benchmark": None}) for candidate in report.candidates
+    )
+    renewed: dict[str, object] = {
         "candidates": unmeasured,
         "ablation": _without_ratios(report.ablation) if report.ablation else None,
         "steps": tuple(chain(earlier, steps)),
@@ -230,30 +247,30 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
             *(note for note in report.notes if note.text != AGAIN),
             Note(stage="benchmark", text=AGAIN, level="info"),
         ),
-        "peaks": found.peaks,
-        "gpu_use": found.gpu_use,
-        "benchmarked": found.created,
+        "peaks": run.peaks,
+        "gpu_use": run.gpu_use,
+        "benchmarked": run.created,
     }
-    winner = next((each for each in report.candidates if each.label == last.label), None)
+    winner = next(
+        (candidate for candidate in report.candidates if candidate.label == last.label), None
+    )
     if winner is None:  # the engine is the baseline that was kept
-        others = tuple(each for each in reports if each is not last)
-        return report.model_copy(
-            update={**renewed, "baseline": last, "baselines": others, "delivered": engine}
-        )
+        renewed |= {"baseline": last, "baselines": tuple(reports[:-1]), "delivered": engine}
+        return report.model_copy(update=renewed)
     winner = winner.model_copy(update={"engine": engine, "benchmark": last})
-    baselines = sorted(reports[:-1], key=lambda each: each.label != found.baseline)
+    baselines = sorted(reports[:-1], key=lambda benchmark: benchmark.label != run.baseline)
     kept = remeasured.kept
     kept_engine = kept.engine if kept else None
-    baseline = Baseline(found.baseline, remeasured.call, kept_engine is not None)
+    baseline = Baseline(run.baseline, remeasured.call, kept_engine is not None)
     decision = decide([winner], winner, report.validation, baseline)
-    verdict = {
+    verdict: dict[str, object] = {
         "candidates": (
-            *(winner if each.label == winner.label else each for each in unmeasured),
+            *(winner if candidate.label == winner.label else candidate for candidate in unmeasured),
             *built_to_keep(kept, unmeasured),
         ),
         "baseline": baselines[0],
         "baselines": tuple(baselines[1:]),
-        "winner": found.baseline if decision.verdict == "keep" else winner.label,
+        "winner": run.baseline if decision.verdict == "keep" else winner.label,
         "ratio": ratio_of(winner),
         "ratio_missing": ratio_missing(winner),
         "delivered": delivered_engine(decision, kept_engine),
@@ -261,7 +278,7 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
         "reasons": decision.reasons,
         "next_steps": decision.next_steps,
     }
-    return report.model_copy(update={**renewed, **verdict})
+    return report.model_copy(update=renewed | verdict)
 
 
 def _without_ratios(ablation: Ablation) -> Ablation:

@@ -1,4 +1,4 @@
-"""Reading .npz files by rows, with bounded memory: arrays stored or deflated, never pickled."""
+"""Read .npz files by rows, with bounded memory. Stored and deflated arrays, never pickled ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ZIP_ERRORS = (
     OSError,
     RuntimeError,
 )
-"""Of Python's reader of archives; RuntimeError: encrypted, or an unknown compression."""
+"""Errors of Python's archive reader. RuntimeError: encrypted, or unknown compression."""
 
 _MALFORMED = (
     TypeError,
@@ -39,7 +39,7 @@ _MALFORMED = (
     OverflowError,
     tokenize.TokenError,
 )
-"""Of numpy's reader of headers, which parses them as Python; besides ValueError."""
+"""Errors, besides ValueError, of numpy's header reader, which parses headers as Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,17 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an array is, without its values."""
+    """Dtype, shape and order of an array, without its values."""
 
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
-    by_columns: bool = False  # Fortran's order
+    by_columns: bool = False  # Fortran order
 
 
 def read_headers(path: Path) -> dict[str, Header]:
-    """dtype and shape of every array of a file; DataError for a missing file, or one that
-    numpy.savez did not write.
+    """Read dtype and shape of every array of a file.
+
+    DataError for a missing file, or for one that numpy.savez has not written.
     """
     if not path.is_file():
         raise DataError(
@@ -82,7 +83,7 @@ def read_headers(path: Path) -> dict[str, Header]:
 
 @contextmanager
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """An open .npz; whatever is wrong with its bytes becomes a DataError."""
+    """Open a .npz file. Errors in its bytes become a DataError."""
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
@@ -137,9 +138,7 @@ def header_from_npy(stream: IO[bytes]) -> Header:
 def row_reader(
     path: Path, members: Sequence[Member]
 ) -> Iterator[Callable[[int], dict[str, NDArray[np.generic]]]]:
-    """A function that returns the next `count` rows of every array: writable, and the
-    caller's own.
-    """
+    """Return a function that reads the next `count` rows of every array, as writable copies."""
     with _archive(path) as archive, ExitStack() as stack:
         streams = [stack.enter_context(archive.open(f"{member.name}.npy")) for member in members]
         for stream in streams:
@@ -158,9 +157,7 @@ def row_reader(
 def feed_reader(
     path: Path,
 ) -> Iterator[Callable[[Sequence[Member]], tuple[NDArray[np.generic], ...]]]:
-    """A function that returns the only row of each of the named arrays: writable, and the caller's
-    own.
-    """
+    """Return a function that reads the only row of each of these arrays, as writable copies."""
     with _archive(path) as archive:
 
         def read(members: Sequence[Member]) -> tuple[NDArray[np.generic], ...]:

@@ -1,18 +1,17 @@
-"""Samples from .npz files, or generated: three types, so that calibration, selection and validation
-cannot be mixed up.
+"""Samples from .npz files, or generated. Calibration, selection and validation are separate types.
 
-A set is opened once, in one streaming pass that checks every value and digests every sample; it is
-then small, picklable and streams its batches with bounded memory. Batches never cross files,
-because each file may hold another shape.
+`open_set` checks every value and digests every sample, in one streaming pass. The set is then small
+and picklable, and it streams its batches with bounded memory. A batch never crosses files, because
+each file may hold another shape.
 
     'x', array.ndim == len(spec.shape)       axis 0 holds the samples and becomes the model's batch
                                              axis
     'x', array.ndim == len(spec.shape) + 1   each row is a whole input of a model without batch
                                              axis; one sample per batch
-    '0/x', '1/x', ...                        each array is a whole input, by the number of its
+    '0/x', '1/x', ...                        each array is a whole input, with the number of its
                                              sample; shapes may differ
 
-In the last two forms a sample is a whole feed: nothing is joined to a batch.
+In the last two forms a sample is a whole feed, and samples are not joined to batches.
 """
 
 from __future__ import annotations
@@ -36,17 +35,15 @@ from pipeline.errors import DataError
 from pipeline.plan.schema import DataPaths, GeneratedData
 
 LABELS = "labels"
-NUMBERED = re.compile(
-    r"(?P<number>\d{1,9})/(?P<array>.+)", re.ASCII | re.DOTALL
-)  # an array of one sample: "12/x"
-BATCH_NAMES = ("batch", "batch_size")  # of a symbol that can mean nothing else
+# name of an array of one sample: "12/x"
+NUMBERED = re.compile(r"(?P<number>\d{1,9})/(?P<array>.+)", re.ASCII | re.DOTALL)
+BATCH_NAMES = ("batch", "batch_size")  # symbols that always count samples
 NUMBER_THEM = (
     "number the samples and give each array as the model takes it: '0/{0}', '1/{0}', ..."
     " (docs/data.md)"
 )
-_BLOCK_BYTES = (
-    4 << 20
-)  # read per step of the checking pass: large enough for speed, small against any model
+# bytes read per step of the check: large enough for speed, small compared with any model
+_BLOCK_BYTES = 4 << 20
 _UNBOUNDED = 2**31 - 1
 
 
@@ -59,11 +56,12 @@ class Batch:
     first: int  # index of the first sample in the set
     samples: int
     whole: bool = False  # one sample that is a whole feed; `labels` has an axis of 1 in front
-    distinct: tuple[int, ...] | None = None  # rows that repeat no other; None: all
+    distinct: tuple[int, ...] | None = None  # rows that are no copies; None: all
 
     def filled(self, rows: int) -> Batch:
-        """The batch with as many rows, its samples repeated side by side: each part of a batch
-        holds some of them.
+        """Return the batch with `rows` rows, made of adjacent copies of its samples.
+
+        So every part of the batch holds different samples.
         """
         if self.whole or self.samples == rows:
             return self
@@ -75,7 +73,7 @@ class Batch:
 
     @property
     def distinct_samples(self) -> int:
-        """How many samples repeat no other."""
+        """Number of rows that are no copies."""
         return self.samples if self.distinct is None else len(self.distinct)
 
 
@@ -87,11 +85,11 @@ class FilePart:
     members: tuple[Member, ...]
     first: int  # index of its first sample in the set
     samples: int
-    rows: tuple[int, int]  # fewest and most samples of a batch that some profile holds
+    rows: tuple[int, int]  # smallest and largest batch that a profile allows
 
     @property
     def whole(self) -> bool:
-        """Whether each sample is a whole feed."""
+        """True if each sample is a whole feed."""
         return all(member.whole for member in self.members if member.name != LABELS)
 
     @property
@@ -99,9 +97,7 @@ class FilePart:
         return any(member.name == LABELS for member in self.members)
 
     def sizes(self, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
-        """Of every distinct shape of a sample the size of each symbol, besides the one that counts
-        rows.
-        """
+        """Return the size of each symbol, without the batch symbol, per distinct sample shape."""
         return (_sample_sizes(self.path, self.members, inputs),)
 
     def batches(self, size: int) -> Iterator[Batch]:
@@ -119,9 +115,8 @@ class FeedsPart:
     """One .npz file with numbered samples, each a whole feed with shapes of its own."""
 
     path: Path
-    feeds: tuple[
-        tuple[Member, ...], ...
-    ]  # of each sample its inputs in the model's order, labels last
+    # per sample: its inputs in the model's order, labels last
+    feeds: tuple[tuple[Member, ...], ...]
     inputs: tuple[str, ...]
     first: int
     has_labels: bool
@@ -132,19 +127,20 @@ class FeedsPart:
         return len(self.feeds)
 
     def sizes(self, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
-        """Of every distinct shape of a sample the size of each symbol."""
-        found = []
+        """Return the size of each symbol, per distinct sample shape."""
+        distinct: list[dict[str, int]] = []
         for members in self.feeds:
             shapes = {
                 name: member.shape[1:] for name, member in zip(self.inputs, members, strict=False)
             }
             sizes = sizes_from_shapes(inputs, shapes)
             assert not isinstance(sizes, str), "shapes were checked when the set was opened"
-            found += [sizes] if sizes not in found else []
-        return tuple(found)
+            if sizes not in distinct:
+                distinct.append(sizes)
+        return tuple(distinct)
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """One sample each, whatever the size."""
+        """Yield batches of one sample, whatever `size` is."""
         with feed_reader(self.path) as read:
             for index, members in enumerate(self.feeds):
                 *arrays, last = read(members)
@@ -160,9 +156,7 @@ class FeedsPart:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedPart:
-    """Random samples of one shape; sample i depends on the seed and i only, not on the batch it
-    comes in.
-    """
+    """Random samples of one shape. Sample i depends only on the seed and i, not on its batch."""
 
     specs: tuple[TensorSpec, ...]  # of one sample
     seed: int
@@ -170,12 +164,11 @@ class GeneratedPart:
     samples: int
     rows: tuple[int, int]
     whole: bool  # a sample is a whole input
-    values: tuple[
-        tuple[str, tuple[int, ...]], ...
-    ] = ()  # of inputs whose values decide a shape, each the usual one of its profile
+    # for inputs with values that decide a shape: the opt values of the profile
+    values: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def sizes(self, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
-        """The size of each symbol of a sample, besides the one that counts rows."""
+        """Return the size of each symbol of a sample, without the batch symbol."""
         cut = inputs if self.whole else _without_rows(inputs)
         sizes = sizes_from_shapes(cut, {spec.name: spec.resolve({}) for spec in self.specs})
         assert not isinstance(sizes, str), "the samples were drawn for these inputs"
@@ -196,8 +189,9 @@ class GeneratedPart:
 
 @dataclass(frozen=True, slots=True)
 class SampleSet:
-    """Samples for the inputs `specs`, checked: names, dtypes and shapes fit, nothing is NaN or
-    infinite.
+    """Checked samples for the inputs `specs`.
+
+    Names, dtypes and shapes fit the inputs. No value is NaN or infinite.
     """
 
     role: ClassVar[str] = "samples"
@@ -205,73 +199,70 @@ class SampleSet:
     digest: str  # of all inputs and labels, in order
     samples: int
     specs: tuple[TensorSpec, ...]
-    sample_digests: tuple[
-        bytes, ...
-    ]  # of each sample's inputs; of a generated set one digest, that of its seed
+    # of each sample's inputs; a generated set has one digest, that of its seed
+    sample_digests: tuple[bytes, ...]
     has_labels: bool
     parts: tuple[FilePart | FeedsPart | GeneratedPart, ...]
 
     @property
     def whole(self) -> bool:
-        """Whether each sample is a whole feed, which cannot be joined with another to a batch."""
+        """True if each sample is a whole feed, which cannot be joined with others to a batch."""
         return all(part.whole for part in self.parts)
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """All samples in order, at most `size` per batch, the last one short; more only where every
-        profile asks for more.
+        """Yield all samples in order, at most `size` per batch. The last batch may be smaller.
+
+        Batches are larger only if every profile requires it.
         """
         for part in self.parts:
             yield from part.batches(size)
 
     def filled(self, rows: int, parts: Sequence[int], most: int) -> Iterator[Batch]:
-        """The first samples of some parts in batches of exactly `rows`: `most` rows in all, or one
-        batch of each part if that is more.
+        """Yield the first samples of the files `parts` in batches of exactly `rows`.
 
-        A last batch that is too short is filled with its own samples. No rows: batches as small as
-        they may be.
+        At most `most` rows in total, but at least one batch per file. A short last batch is filled
+        with copies of its own samples. With `rows` 0, batches are as small as possible.
         """
-        of_each = max(1, most // max(1, rows) // len(parts))
+        batches_per_part = max(1, most // max(1, rows) // len(parts))
         for index in parts:
             part = self.parts[index]
-            if rows and not isinstance(part, FeedsPart):
-                loose = replace(part, rows=(1, _UNBOUNDED))
-                yield from (
-                    batch.filled(rows) for batch in itertools.islice(loose.batches(rows), of_each)
-                )
-            else:
-                yield from itertools.islice(part.batches(1), of_each)
+            if not rows or isinstance(part, FeedsPart):
+                yield from itertools.islice(part.batches(1), batches_per_part)
+                continue
+            unlimited = replace(part, rows=(1, _UNBOUNDED))
+            for batch in itertools.islice(unlimited.batches(rows), batches_per_part):
+                yield batch.filled(rows)
 
     def first(self, n: int) -> tuple[Tensors, ...]:
-        """At most n feeds of the smallest batch, taken from the files in turn, so that each file's
-        shape is among them.
+        """Return at most n feeds in the smallest batches, taken from the files in turn.
+
+        So the shapes of several files are among them.
         """
         turns = itertools.zip_longest(
             *(itertools.islice(part.batches(1), n) for part in self.parts)
         )
-        return tuple(
-            itertools.islice(
-                (batch.feeds for turn in turns for batch in turn if batch is not None), n
-            )
-        )
+        batches = itertools.chain.from_iterable(turns)
+        feeds = (batch.feeds for batch in batches if batch is not None)
+        return tuple(itertools.islice(feeds, n))
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSet(SampleSet):
-    """Chooses the ranges of int8 activations, and which nodes stay in fp32."""
+    """Samples that choose the ranges of int8 activations, and the nodes that stay in fp32."""
 
     role: ClassVar[str] = "calibration"
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionSet(SampleSet):
-    """Chooses among the candidates."""
+    """Samples that choose among the candidates."""
 
     role: ClassVar[str] = "selection"
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet(SampleSet):
-    """Read once: for the winner and the baseline."""
+    """Samples that are read once, for the winner and the reference."""
 
     role: ClassVar[str] = "validation"
 
@@ -285,7 +276,7 @@ def open_set(
     inputs: tuple[TensorSpec, ...],
     profiles: Sequence[Profile] = (),
 ) -> S:
-    """Check all of a set and digest it, in one pass of bounded memory. Raises DataError."""
+    """Check and digest all samples, in one pass with bounded memory. Raises DataError."""
     if isinstance(source, GeneratedData):
         return _generated_set(kind, source, inputs, profiles)
     if not source:
@@ -314,12 +305,10 @@ def open_set(
 def _part(
     path: Path, inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile], first: int
 ) -> FilePart | FeedsPart:
-    """One file as the names of its arrays say: an axis of samples in front, or numbered samples."""
+    """Open one file: rows of samples or numbered samples, by the names of its arrays."""
     headers = read_headers(path)
-    names = {
-        *(spec.name for spec in inputs),
-        LABELS,
-    }  # a name of the model's own may look like a number's
+    # the name of an input may look like that of a numbered array
+    names = {LABELS, *(spec.name for spec in inputs)}
     numbered = [name for name in headers if name not in names and NUMBERED.fullmatch(name)]
     if not numbered:
         part = _file_part(path, headers, inputs, profiles, first)
@@ -335,7 +324,7 @@ def _part(
 
 
 def _check_alike(role: str, parts: Sequence[FilePart | FeedsPart]) -> None:
-    """DataError where the files of a set differ in what a sample is, or only some have labels."""
+    """Raise DataError if the files of a set differ in form, or if only some have labels."""
     for part in parts:
         if part.has_labels != parts[0].has_labels:
             bare = part if parts[0].has_labels else parts[0]
@@ -353,14 +342,11 @@ def _check_alike(role: str, parts: Sequence[FilePart | FeedsPart]) -> None:
 
 
 def _form_of(part: FilePart | FeedsPart) -> str:
-    """What a set's digest must know of a file beside its values: how many samples, of which dtypes
-    and shapes.
-    """
+    """Return the form of a file for the set's digest: number of samples, dtypes and shapes."""
     if isinstance(part, FilePart):
         return f"{part.samples} {part.members}"
-    return (
-        f"feeds {[[(member.dtype, member.shape) for member in members] for members in part.feeds]}"
-    )
+    forms = [[(member.dtype, member.shape) for member in members] for members in part.feeds]
+    return f"feeds {forms}"
 
 
 def check_disjoint(*sets: SampleSet) -> None:
@@ -384,21 +370,21 @@ def check_disjoint(*sets: SampleSet) -> None:
         more = ", ..." if len(shared) > 3 else ""
         raise DataError(
             f"{left.role} and {right.role} share {len(shared)} samples: {pairs}{more}",
-            "take the shared samples out of one of them; accuracy measured on calibration data"
+            "remove the shared samples from one of them; accuracy measured on calibration data"
             " proves nothing",
         )
 
 
 def _cut(samples: int, size: int, rows: tuple[int, int]) -> Iterator[int]:
-    """Batch sizes that add up to `samples`: `size` each and a short last one, unless rows =
-    (fewest, most) asks otherwise.
+    """Yield batch sizes that add up to `samples`: `size` each, and a smaller last one.
+
+    Each is within `rows`, the smallest and largest batch allowed.
     """
     fewest, most = rows
     size = min(max(size, fewest), most)
     batches = min(math.ceil(samples / size), samples // fewest)
-    size = max(
-        size, math.ceil(samples / batches)
-    )  # above what was asked only where the last batch would be too short
+    # larger than `size` only if the last batch would be too small
+    size = max(size, math.ceil(samples / batches))
     for after in reversed(range(batches)):
         count = min(size, samples - after * fewest)
         samples -= count
@@ -452,14 +438,15 @@ def _file_part(
 def _check_batch_axis(
     path: Path, members: Sequence[Member], inputs: tuple[TensorSpec, ...]
 ) -> None:
-    """DataError for rows along the first axis of an input that has its batch on another one: they
-    would be time steps, or layers.
+    """Raise DataError for rows of an input with its batch on an axis other than the first.
+
+    The rows would be time steps or layers, not samples.
     """
     for member, spec in zip(members, inputs, strict=False):
         batch = next((axis for axis, dim in enumerate(spec.shape) if dim in BATCH_NAMES), 0)
         if batch and not member.whole:
             raise DataError(
-                f"'{path}': axis 0 of '{spec.name}' would count samples, but {_shown(spec)} has"
+                f"'{path}': axis 0 of '{spec.name}' would count samples, but {_spec_text(spec)} has"
                 f" '{spec.shape[batch]}' on axis {batch}",
                 NUMBER_THEM.format(spec.name),
             )
@@ -468,9 +455,7 @@ def _check_batch_axis(
 def _members(
     path: Path, headers: Mapping[str, Header], inputs: tuple[TensorSpec, ...]
 ) -> tuple[Member, ...]:
-    """The arrays of a file in the order of the inputs, labels last; names, dtypes and ranks are
-    checked.
-    """
+    """Check names, dtypes and ranks of a file's arrays. Returns them by input, labels last."""
     names = [spec.name for spec in inputs]
     missing = [name for name in names if name not in headers]
     unknown = [name for name in headers if name not in (*names, LABELS)]
@@ -517,7 +502,7 @@ def _input_member(path: Path, spec: TensorSpec, header: Header) -> Member:
     _check_dtype(f"'{path}'", spec, dtype)
     if not shape or len(shape) not in (len(spec.shape), len(spec.shape) + 1):
         raise DataError(
-            f"'{path}': '{spec.name}' has shape {shape}, the model's input is {_shown(spec)}",
+            f"'{path}': '{spec.name}' has shape {shape}, the model's input is {_spec_text(spec)}",
             "axis 0 holds the samples: give as many axes as the input has, or one more where the"
             f" model has no batch axis; or {NUMBER_THEM.format(spec.name)}",
         )
@@ -527,20 +512,18 @@ def _input_member(path: Path, spec: TensorSpec, header: Header) -> Member:
 def _rows_allowed(
     path: Path, members: list[Member], inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile]
 ) -> tuple[int, int]:
-    """Fewest and most samples of a batch, by the first profile that holds the shapes of this
-    file.
-    """
+    """Return the smallest and largest batch, by the first profile that holds this file's shapes."""
     sizes = _sample_sizes(path, members, inputs)
     profile = next((profile for profile in profiles if profile.holds(sizes)), None)
     if profiles and profile is None:
-        raise _outside(f"'{path}'", sizes, profiles)
+        raise _outside_error(f"'{path}'", sizes, profiles)
     fewest, most = 1, _UNBOUNDED
     for member, spec in zip(members, inputs, strict=True):
         low, high = (1, 1) if member.whole else _range_of(spec.shape[0], sizes, profile)
         fewest, most = max(fewest, low), min(most, high)
     if fewest > most:
         raise DataError(
-            f"'{path}': no batch fits all inputs ({', '.join(_shown(spec) for spec in inputs)})",
+            f"'{path}': no batch fits all inputs ({', '.join(map(_spec_text, inputs))})",
             "add an axis in front of every array: each row is then a whole input; or"
             f" {NUMBER_THEM.format(members[0].name)}",
         )
@@ -550,17 +533,18 @@ def _rows_allowed(
 def _sample_sizes(
     path: Path, members: Sequence[Member], inputs: tuple[TensorSpec, ...]
 ) -> dict[str, int]:
-    """The size of each symbol of a sample of this file, besides the one that counts rows; DataError
-    if they contradict the inputs.
+    """Return the size of each symbol of this file's samples, without the batch symbol.
+
+    DataError if they contradict the inputs.
     """
     pairs = zip(members, inputs, strict=False)  # labels come last
     cut = tuple(spec if member.whole else _without_rows((spec,))[0] for member, spec in pairs)
     sizes = sizes_from_shapes(cut, {member.name: member.shape[1:] for member in members})
     if isinstance(sizes, str):
-        wanted = ", ".join(_shown(spec) for spec in inputs)
+        expected = ", ".join(_spec_text(spec) for spec in inputs)
         raise DataError(
             f"'{path}': in each sample, {sizes}",
-            f"bring every sample to the shape of the model's inputs: {wanted}",
+            f"bring every sample to the shape of the model's inputs: {expected}",
         )
     return sizes
 
@@ -569,12 +553,13 @@ def _without_rows(inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     return tuple(spec.model_copy(update={"shape": spec.shape[1:]}) for spec in inputs)
 
 
-def _outside(where: str, sizes: Mapping[str, int], profiles: Sequence[Profile]) -> DataError:
+def _outside_error(where: str, sizes: Mapping[str, int], profiles: Sequence[Profile]) -> DataError:
     got = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-    ranges = "; ".join(
+    by_profile = [
         ", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in profile.dims.items())
         for profile in profiles
-    )
+    ]
+    ranges = "; ".join(by_profile)
     return DataError(
         f"{where}: {got} lies outside all profiles ({ranges})",
         "widen a profile in the plan, or cut or pad the samples",
@@ -582,9 +567,7 @@ def _outside(where: str, sizes: Mapping[str, int], profiles: Sequence[Profile]) 
 
 
 def _check_values(part: FilePart, profiles: Sequence[Profile]) -> None:
-    """DataError for a sample whose values, of inputs that decide a shape, lie outside all
-    profiles.
-    """
+    """Raise DataError for a sample with shape-deciding values outside all profiles."""
     named = [
         replace(member, whole=False)
         for member in part.members
@@ -597,11 +580,11 @@ def _check_values(part: FilePart, profiles: Sequence[Profile]) -> None:
     for row in range(part.samples):
         values = {name: array[row].ravel().tolist() for name, array in arrays.items()}
         if not any(profile.holds({}, values) for profile in profiles):
-            raise _outside_values(f"'{part.path}': sample {row}", values)
+            raise _values_error(f"'{part.path}': sample {row}", values)
 
 
-def _outside_values(where: str, values: Mapping[str, object]) -> DataError:
-    got = ", ".join(f"{name} = {each}" for name, each in values.items())
+def _values_error(where: str, values: Mapping[str, object]) -> DataError:
+    got = ", ".join(f"{name} = {value}" for name, value in values.items())
     return DataError(
         f"{where} has {got}, outside all profiles",
         "widen `values` in a profile, or leave such samples out",
@@ -609,7 +592,7 @@ def _outside_values(where: str, values: Mapping[str, object]) -> DataError:
 
 
 def _range_of(dim: int | str, sizes: Mapping[str, int], profile: Profile | None) -> tuple[int, int]:
-    """What the first axis of an input may be."""
+    """Return the smallest and largest size of an input's first axis."""
     if isinstance(dim, int):
         return dim, dim
     if dim in sizes:  # also the name of another axis, whose size the data fixes
@@ -620,10 +603,9 @@ def _range_of(dim: int | str, sizes: Mapping[str, int], profile: Profile | None)
 
 
 def _dtype_str(spec: TensorSpec) -> str:
-    """The spec's dtype in numpy's byte-exact form."""
-    if (
-        spec.dtype == "bfloat16"
-    ):  # numpy knows it once anything has imported ml_dtypes, but .npz files do not
+    """Return the spec's dtype in numpy's byte-exact form. DataError for bfloat16."""
+    # numpy knows bfloat16 after an import of ml_dtypes, but .npz files cannot hold it
+    if spec.dtype == "bfloat16":
         raise DataError(
             f"input '{spec.name}' is {spec.dtype}, which .npz files and generated data cannot hold",
             "give the model a float32 input and cast inside it",
@@ -631,13 +613,14 @@ def _dtype_str(spec: TensorSpec) -> str:
     return np.dtype(spec.dtype).str
 
 
-def _shown(spec: TensorSpec) -> str:
+def _spec_text(spec: TensorSpec) -> str:
     return f"{spec.name} {spec.dtype} [{', '.join(str(dim) for dim in spec.shape)}]"
 
 
 def _checked_rows(part: FilePart) -> Iterator[tuple[bytes, bytes]]:
-    """Digest of every sample's inputs, and its label's bytes; DataError at the first NaN or
-    infinity.
+    """Yield the digest of every sample's inputs and the bytes of its label.
+
+    DataError at the first NaN or infinity.
     """
     block = max(1, _BLOCK_BYTES // max(1, sum(member.row_bytes for member in part.members)))
     stacked = [replace(member, whole=False) for member in part.members]
@@ -664,9 +647,8 @@ def _check_finite(path: Path, name: str, array: NDArray[np.generic], start: int)
     if array.dtype.kind != "f":
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(
-            array.sum()
-        ):  # far quicker than looking at each value; a sum that overflows only costs the look
+        # much faster than a check of each value; if the sum overflows, each value is checked
+        if np.isfinite(array.sum()):
             return
     bad = ~np.isfinite(array.reshape(len(array), -1))
     if bad.any():
@@ -688,18 +670,16 @@ def _feeds_part(
     profiles: Sequence[Profile],
     first: int,
 ) -> FeedsPart:
-    """A file of numbered samples; names, dtypes and shapes of each are checked."""
+    """Open a file of numbered samples and check names, dtypes and shapes of each."""
     samples = _by_number(path, headers)
     has_labels = LABELS in samples[0] and all(spec.name != LABELS for spec in inputs)
     names = tuple(spec.name for spec in inputs)
-    wanted = (*names, LABELS) if has_labels else names
+    expected = (*names, LABELS) if has_labels else names
     feeds = []
-    for number, found in enumerate(samples):
+    for number, arrays in enumerate(samples):
         where = f"'{path}', sample {number}"
-        missing, unknown = (
-            [name for name in wanted if name not in found],
-            [name for name in found if name not in wanted],
-        )
+        missing = [name for name in expected if name not in arrays]
+        unknown = [name for name in arrays if name not in expected]
         if LABELS in missing or LABELS in unknown:
             with_labels, without = (0, number) if has_labels else (number, 0)
             raise DataError(
@@ -711,56 +691,61 @@ def _feeds_part(
                 _name_faults(where, missing, unknown),
                 f"give each sample the arrays {', '.join(names)}",
             )
-        feeds.append(_feed(where, found, inputs, has_labels))
-        _check_sizes(where, found, inputs, profiles)
+        feeds.append(_feed(where, arrays, inputs, has_labels))
+        _check_sizes(where, arrays, inputs, profiles)
     part = FeedsPart(path, tuple(feeds), names, first, has_labels)
     _check_feed_values(part, profiles)
     return part
 
 
 def _by_number(path: Path, headers: Mapping[str, Header]) -> list[dict[str, tuple[str, Header]]]:
-    """The samples of a file in order: of each its arrays, as name in the file and header. DataError
-    for a gap or a number given twice.
+    """Return the samples of a file in order: name in the file and header of each array.
+
+    DataError for a gap in the numbers, or for an array given twice.
     """
-    found: dict[int, dict[str, tuple[str, Header]]] = {}
+    samples: dict[int, dict[str, tuple[str, Header]]] = {}
     for name, header in headers.items():
         match = NUMBERED.fullmatch(name)
         assert match is not None
-        arrays = found.setdefault(int(match["number"]), {})
+        arrays = samples.setdefault(int(match["number"]), {})
         if match["array"] in arrays:
             raise DataError(
                 f"'{path}' holds '{arrays[match['array']][0]}' and '{name}', one array twice",
                 "give each sample one number",
             )
         arrays[match["array"]] = (name, header)
-    missing = next((number for number in range(len(found)) if number not in found), None)
+    missing = next((number for number in range(len(samples)) if number not in samples), None)
     if missing is not None:
         raise DataError(
-            f"'{path}' holds {len(found)} samples, numbered up to {max(found)}, and none with"
+            f"'{path}' holds {len(samples)} samples, numbered up to {max(samples)}, and none with"
             f" number {missing}",
             "count the samples from 0, without a gap",
         )
-    return [found[number] for number in range(len(found))]
+    return [samples[number] for number in range(len(samples))]
 
 
 def _feed(
     where: str,
-    found: Mapping[str, tuple[str, Header]],
+    arrays: Mapping[str, tuple[str, Header]],
     inputs: tuple[TensorSpec, ...],
     has_labels: bool,
 ) -> tuple[Member, ...]:
-    """The arrays of one sample in the order of the inputs, labels last, each as a single row that
-    is whole.
+    """Return the arrays of one sample in the order of the inputs, labels last.
+
+    Each is a single row that holds a whole input.
     """
     for spec in inputs:
-        _check_dtype(where, spec, found[spec.name][1].dtype)
-    if has_labels and found[LABELS][1].dtype.kind not in "biuf":
-        raise DataError(
-            f"{where}: '{LABELS}' is {found[LABELS][1].dtype}, expected numbers",
-            "save class indices as int64",
-        )
-    names = (*(spec.name for spec in inputs), *([LABELS] if has_labels else []))
-    members = (found[name] for name in names)
+        _check_dtype(where, spec, arrays[spec.name][1].dtype)
+    names = [spec.name for spec in inputs]
+    if has_labels:
+        names.append(LABELS)
+        label_dtype = arrays[LABELS][1].dtype
+        if label_dtype.kind not in "biuf":
+            raise DataError(
+                f"{where}: '{LABELS}' is {label_dtype}, expected numbers",
+                "save class indices as int64",
+            )
+    members = (arrays[name] for name in names)
     return tuple(
         Member(name, header.dtype.str, (1, *header.shape), whole=True) for name, header in members
     )
@@ -768,26 +753,24 @@ def _feed(
 
 def _check_sizes(
     where: str,
-    found: Mapping[str, tuple[str, Header]],
+    arrays: Mapping[str, tuple[str, Header]],
     inputs: tuple[TensorSpec, ...],
     profiles: Sequence[Profile],
 ) -> None:
-    """DataError for shapes that contradict the inputs, or lie outside all profiles."""
-    sizes = sizes_from_shapes(inputs, {spec.name: found[spec.name][1].shape for spec in inputs})
+    """Raise DataError for shapes that contradict the inputs or lie outside all profiles."""
+    sizes = sizes_from_shapes(inputs, {spec.name: arrays[spec.name][1].shape for spec in inputs})
     if isinstance(sizes, str):
-        wanted = ", ".join(_shown(spec) for spec in inputs)
+        expected = ", ".join(_spec_text(spec) for spec in inputs)
         raise DataError(
             f"{where}: {sizes}",
-            f"give each array exactly as the model takes it, without an axis of samples: {wanted}",
+            f"give each array as the model takes it, without an axis of samples: {expected}",
         )
     if profiles and not any(profile.holds(sizes) for profile in profiles):
-        raise _outside(where, sizes, profiles)
+        raise _outside_error(where, sizes, profiles)
 
 
 def _check_feed_values(part: FeedsPart, profiles: Sequence[Profile]) -> None:
-    """DataError for a sample that no profile holds by its shapes and by the values that decide a
-    shape.
-    """
+    """Raise DataError for a sample with shape-deciding values outside all profiles."""
     valued = [
         index
         for index, name in enumerate(part.inputs)
@@ -803,12 +786,13 @@ def _check_feed_values(part: FeedsPart, profiles: Sequence[Profile]) -> None:
                 for index, array in zip(valued, arrays, strict=True)
             }
             if not any(profile.holds({}, values) for profile in profiles):
-                raise _outside_values(f"'{part.path}': sample {number}", values)
+                raise _values_error(f"'{part.path}': sample {number}", values)
 
 
 def _checked_feeds(part: FeedsPart) -> Iterator[tuple[bytes, bytes]]:
-    """Digest of every sample's inputs, and its label's bytes; DataError at the first NaN or
-    infinity.
+    """Yield the digest of every sample's inputs and the bytes of its label.
+
+    DataError at the first NaN or infinity.
     """
     for batch in part.batches(1):
         digest = hashlib.blake2b(digest_size=16)
@@ -830,7 +814,7 @@ def _generated_set(
     inputs: tuple[TensorSpec, ...],
     profiles: Sequence[Profile],
 ) -> S:
-    """Samples at the usual size of every profile in turn, nearly equally many of each."""
+    """Return samples at the opt size of every profile, nearly the same number for each."""
     for spec in inputs:
         _dtype_str(spec)
     shared = {spec.shape[0] if spec.shape else None for spec in inputs}
@@ -879,10 +863,13 @@ def _resolved(specs: tuple[TensorSpec, ...], profile: Profile) -> tuple[TensorSp
 
 
 def _random_sample(part: GeneratedPart, index: int) -> dict[str, NDArray[np.generic]]:
-    """Floats are standard normal, uint8 are pixels, other integers 0 or 1, which any table or mask
-    can take; rows begin with 1, as seen texts do.
+    """Draw one sample.
+
+    Floats are standard normal, and uint8 values are pixels. Other integers are 0 or 1, which every
+    embedding table or mask accepts, and rows begin with 1, like the mask of a text.
     """
-    random, sample = np.random.default_rng([part.seed, index]), dict[str, NDArray[np.generic]]()
+    random = np.random.default_rng([part.seed, index])
+    sample: dict[str, NDArray[np.generic]] = {}
     for spec in part.specs:
         dtype, shape = np.dtype(spec.dtype), spec.resolve({})
         drawn = (

@@ -1,13 +1,12 @@
-"""Child processes for stages and measurements: typed messages, deadline, terminate -> grace ->
-kill.
+"""Child processes for stages and measurements, with typed messages and a deadline.
 
-    value = call_in_child(function, argument, name="export", log=path)     one call, one answer
+    value = call_in_child(function, argument, name="export", log=path)     one call, one result
     child = Child(function, argument, name="bench")                        a conversation:
                                                                            child.send, child.receive
 
-Each child is a fresh interpreter in a session of its own, so that a crash, a memory blow-up, or a
-library's global state stays there, and so that stopping it stops all that it started. It dies with
-its parent, even by SIGKILL.
+Each child is a fresh interpreter in its own session. A crash, exhausted memory and the global state
+of libraries stay in the child. A stop ends the child and all its own children: SIGTERM, a grace
+period, SIGKILL. A child dies with its parent, even if SIGKILL ends the parent.
 """
 
 from __future__ import annotations
@@ -37,16 +36,17 @@ from pipeline.execution.exit_causes import MORE_MEMORY, crucible_error, how_it_d
 
 T = TypeVar("T")
 GRACE_S = 3.0
-# a library may be silent for minutes; whoever shows how long a stage has run hears of it that often
+# interval of repeated progress: a library may be silent for minutes, and displays show the time
 ALIVE_S = 2.0
+# thresholds: with Python's own, garbage collection takes 10 % of the import of torch or NNCF
 FEWER_COLLECTIONS = (
     50_000,
     20,
     20,
-)  # the garbage collector takes a tenth of the time that importing torch or NNCF needs
+)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Where children look for modules: sys.path as this process began. A user's folder put in front
-# since may hold a `pipeline` of its own.
+# Module path of children: sys.path at the start of this process. A user's folder that is put in
+# front later may hold another `pipeline`.
 IMPORT_PATH = os.pathsep.join(filter(None, sys.path))
 
 
@@ -87,7 +87,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Either way, in a conversation."""
+    """Either direction, in a conversation."""
 
     payload: object
 
@@ -102,20 +102,16 @@ class Channel:
         self._connection.send(Message(payload))
 
     def receive(self) -> Any:
-        """The parent's next message; sleeps until it comes. EOFError once the parent has hung
-        up.
-        """
+        """Wait for the parent's next message. EOFError if the parent has closed the connection."""
         return self._connection.recv().payload
 
 
 _running: set[Child] = set()
-"""Children of this process that were not stopped yet, whichever thread started them."""
+"""Running children of this process, from all threads."""
 
 
 def stop_children() -> None:
-    """Stop every child that any thread of this process has started: whoever waits for one gets
-    ChildDied.
-    """
+    """Stop every child of this process. Threads that wait for a child get ChildDied."""
     for child in tuple(_running):
         child.end()
 
@@ -157,7 +153,7 @@ class Child:
                 },
             )
         _running.add(self)
-        with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() says why
+        with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() reports it
             ours.send(
                 Start(
                     os.getpid(),
@@ -174,18 +170,17 @@ class Child:
         return self._process.pid
 
     def send(self, payload: object) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the next receive() says how it died
+        with contextlib.suppress(BrokenPipeError):  # the next receive() reports how it died
             self._connection.send(Message(payload))
 
     def answered(self, timeout_s: float) -> bool:
-        """Whether the child sends something, or ends, within this time: `receive` then waits no
-        more.
-        """
+        """Wait until the child sends a message or ends. Returns False after `timeout_s` seconds."""
         return self._connection.poll(timeout_s)
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """The child's next message. Raises what the child raised, ChildDied if it is gone,
-        TimeoutError if nothing comes.
+        """Wait for the child's next message.
+
+        Raises the error of the child, ChildDied if the child has ended, or TimeoutError.
         """
         message = self._next(timeout_s)
         if isinstance(message, Message):
@@ -195,17 +190,19 @@ class Child:
         )
 
     def result(self, deadline_s: float | None = None, progress: Progress = silent) -> Any:
-        """Wait for the function's value, handing its progress on: the last one again every ALIVE_S
-        in which nothing comes.
+        """Wait for the function's value and forward its progress.
+
+        The last progress is repeated every ALIVE_S seconds without a message. ChildDied if the
+        deadline passes.
         """
         end = math.inf if deadline_s is None else time.monotonic() + deadline_s
         last = Report(None, "")
         while True:
-            left_s = max(0.0, end - time.monotonic())
+            remaining_s = max(0.0, end - time.monotonic())
             try:
-                message = self._next(min(left_s, ALIVE_S))
+                message = self._next(min(remaining_s, ALIVE_S))
             except TimeoutError:
-                if left_s > ALIVE_S:
+                if remaining_s > ALIVE_S:
                     progress(last.fraction, last.text)
                     continue
                 self.stop()
@@ -220,7 +217,7 @@ class Child:
                 progress(message.fraction, message.text)
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """End the child and all that it started. Harmless if it has ended."""
+        """End the child and its children, and release its log. No effect on an ended child."""
         self.end(grace_s)
         _running.discard(self)
         self._connection.close()
@@ -228,9 +225,7 @@ class Child:
             self.log.unlink(missing_ok=True)
 
     def end(self, grace_s: float = GRACE_S) -> None:
-        """End the child and all that it started: SIGTERM, a grace period, SIGKILL. Any thread
-        may.
-        """
+        """End the child and its children: SIGTERM, a grace period, SIGKILL. Thread-safe."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -260,15 +255,16 @@ class Child:
     def _death(self) -> ChildDied:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
-        printed, where = self.log_tail(), "" if self._own_log else f", or read {self.log}"
-        how, advice = how_it_died(self._process.poll(), self._kills, memory_kills(), printed)
-        killed = advice == MORE_MEMORY or self._process.poll() == -signal.SIGKILL
-        return (ChildKilled if killed else ChildDied)(
-            f"the child process for '{self.name}' {how}\n{printed}".rstrip(), f"{advice}{where}"
-        )
+        printed, code = self.log_tail(), self._process.poll()
+        how, advice = how_it_died(code, self._kills, memory_kills(), printed)
+        message = f"the child process for '{self.name}' {how}\n{printed}".rstrip()
+        is_killed = advice == MORE_MEMORY or code == -signal.SIGKILL
+        if not self._own_log:
+            advice += f", or read {self.log}"
+        return ChildKilled(message, advice) if is_killed else ChildDied(message, advice)
 
     def log_tail(self, lines: int = 12) -> str:
-        """The last lines that the child printed; the log may hold those of an earlier run too."""
+        """Return the last lines that this child printed. Older lines of the log are left out."""
         text = (
             self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
             if self.log.exists()
@@ -289,10 +285,11 @@ def call_in_child(
     deadline_s: float | None = None,
     progress: Progress = silent,
 ) -> T:
-    """Run `function(*arguments, progress)` in a process of its own and return its value.
+    """Run `function(*arguments, progress)` in its own process and return its value.
 
-    The function must be importable by name, its arguments and value picklable. Its CrucibleErrors
-    are raised here; any other exception is an InternalError. What it prints goes to `log`.
+    The function must be importable by name. Its arguments and value must be picklable. Its
+    CrucibleErrors are raised here; any other exception becomes an InternalError. Its output goes
+    to `log`. ChildDied after `deadline_s` seconds.
     """
     with Child(function, *arguments, name=name, log=log, conversation=False) as child:
         value: T = child.result(deadline_s, progress)
@@ -303,7 +300,7 @@ def die_with_parent(parent: int) -> None:
     """Ask the kernel to SIGKILL this process when its parent ends (Linux; prctl(2))."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # the parent ended before this call
         os._exit(1)
 
 
@@ -347,7 +344,7 @@ def _main(descriptor: int) -> None:
         sys.stderr.flush()
     connection.send(answer)
     connection.close()
-    os._exit(0)  # libraries' atexit handlers and threads may hang; all is said and flushed
+    os._exit(0)  # atexit handlers and threads of libraries may hang; all output is flushed
 
 
 if __name__ == "__main__":

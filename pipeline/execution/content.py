@@ -1,4 +1,4 @@
-"""What a value says of its content, as JSON: cache keys are made of it."""
+"""The content of a value as JSON, for cache keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pipeline.errors import InternalError
 
 
 def content_of(value: object) -> Any:
-    """The content of a stage's argument: a digest where the value has one, else its fields.
+    """Return the content of a stage's argument: the digest if it has one, else its fields.
 
-    Files count by their digests, never by where they lie: an artifact without a digest of its own
-    counts by its key, which is the name of its folder. Fields that a model excludes from its JSON
-    are left out here too. InternalError for a value whose content cannot be told.
+    Files are identified by their digests, never by their paths. An artifact without a digest is
+    identified by its key, which is the name of its folder. Fields that a model excludes from its
+    JSON are left out. InternalError for a value of another type.
     """
     digest = getattr(value, "digest", None)
     if isinstance(digest, str) and digest:
@@ -58,5 +58,5 @@ def _content_of_fields(value: object) -> dict[str, Any]:
 
 
 def text_of_content(value: object) -> str:
-    """The content as one text: equal texts mean equal content."""
+    """Return the content as one text. Equal texts mean equal content."""
     return json.dumps(content_of(value), sort_keys=True)

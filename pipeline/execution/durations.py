@@ -1,11 +1,10 @@
-"""How long stages took on this host: one line of JSON each, from which the next run's estimate is
-read.
+"""Durations of stages on this host, one JSON line each, for the estimates of later runs.
 
     <store root>/history.jsonl
 
-Many processes append at once: each line is one write to a file opened for appending, and begins
-with its newline, so that a line which a crash tore does not spoil the next. A line that cannot be
-read, torn or of another version, counts for nothing.
+Several processes may append at the same time: each line is one write to a file opened for
+appending. A line begins with its newline, so that a line torn by a crash does not damage the next
+one. Unreadable lines, torn or of another version, are ignored.
 """
 
 from __future__ import annotations
@@ -23,31 +22,32 @@ from pydantic import ValidationError
 from pipeline.core import Frozen
 
 FILE = "history.jsonl"
-COUNTED = 5  # an estimate is the median of so many last times
+COUNTED = 5  # an estimate is the median of this many last durations
 MAX_BYTES = 400_000  # about 2,000 lines; beyond, the older half is dropped
 
 
 class Entry(Frozen):
     """One stage that ran to its end."""
 
-    plan: str = ""  # its name
+    plan: str = ""  # name of the plan
     stage: str
     subject: str
     seconds: float
     created: str  # UTC, ISO 8601
-    device: str = ""  # that it ran for, where the stage has a target
+    device: str = ""  # device of the target, if the stage has one
 
 
 class History:
-    """The times of one store. Losing some costs an estimate, so a disk that cannot be written is no
-    error here.
+    """The durations of one store.
+
+    A lost entry costs only an estimate, so a write error is ignored.
     """
 
     def __init__(self, root: Path) -> None:
         self._file = root / FILE
 
     def entries(self) -> tuple[Entry, ...]:
-        """Everything that can be read, oldest first."""
+        """Return all readable entries, oldest first."""
         try:
             lines = self._file.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
@@ -55,14 +55,15 @@ class History:
         return tuple(_readable(lines))
 
     def estimate(self, stage: str, subject: str, plan: str = "") -> float | None:
-        """Seconds that this stage usually takes; None if it never ran. Runs of this plan are
-        preferred: other models take other times.
+        """Return the usual duration of this stage in seconds; None if it never ran.
+
+        Runs of this plan are preferred, because other models take other times.
         """
-        same = [
+        of_stage = [
             entry for entry in self.entries() if (entry.stage, entry.subject) == (stage, subject)
         ]
-        ours = [entry for entry in same if entry.plan == plan] or same
-        return median(entry.seconds for entry in ours[-COUNTED:]) if ours else None
+        entries = [entry for entry in of_stage if entry.plan == plan] or of_stage
+        return median(entry.seconds for entry in entries[-COUNTED:]) if entries else None
 
     def add(
         self, stage: str, subject: str, seconds: float, plan: str = "", device: str = ""
@@ -85,7 +86,7 @@ class History:
                 self._shorten()
 
     def _shorten(self) -> None:
-        """Keep the newer half. A line that another process appends meanwhile may be lost."""
+        """Drop the older half. A line that another process appends meanwhile may be lost."""
         with FileLock(self._file.with_suffix(".lock"), timeout=1):
             entries = self.entries()
             if self._file.stat().st_size <= MAX_BYTES:  # another process was first

@@ -1,8 +1,7 @@
-"""Which error an exception, or the death of a child, stands for: a full disk, exhausted memory, a
-forbidden path, or our bug.
+"""Map an exception, or the death of a child, to an error: full disk, no memory, path, or our bug.
 
-Libraries written in C++ say such things in words only, and a killed process says nothing at all:
-`how_it_died` weighs what the kernel recorded, and says "probably" where that is no proof.
+C++ libraries report such causes only as text, and a killed process reports nothing. `how_it_died`
+uses the counters of the kernel, and says "probably" if they are no proof.
 """
 
 from __future__ import annotations
@@ -35,29 +34,25 @@ _NO_MEMORY = re.compile(
     r" buffer",
     re.IGNORECASE,
 )
-"""C++, Python, the C library (torch and OpenVINO pass its words on), ONNX Runtime; a GPU's memory
-has errors of its own.
+"""Texts of C++, Python, the C library (through torch and OpenVINO) and ONNX Runtime. Exhausted GPU
+memory has its own errors.
 """
 _NO_SPACE = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 
 
 def crucible_error(error: BaseException, child: str = "") -> CrucibleError:
-    """Our own error for any exception of a child, or of this process: what the host is at fault for
-    is not our bug.
+    """Convert any exception of a child, or of this process, to a CrucibleError.
+
+    A fault of the host becomes a HostError. Other exceptions become an InternalError.
     """
-    said = _said(error)
-    if any(
-        isinstance(each, MemoryError)
-        or getattr(each, "errno", None) == errno.ENOMEM
-        or _NO_MEMORY.search(str(each))
-        for each in said
-    ):
+    chain = _cause_chain(error)
+    if any(_is_out_of_memory(cause) for cause in chain):
         who = f"the child process for '{child}' ran" if child else "this process ran"
         return ChildKilled(f"{who} out of memory: {first_line(error)}", MORE_MEMORY)
     if isinstance(error, OSError) and error.errno in DISK_FAULTS:
         where = f" while writing '{error.filename}'" if error.filename else ""
         return DiskFull(f"the disk is full{where}", MORE_DISK)
-    if any(_NO_SPACE.search(str(each)) for each in said):
+    if any(_NO_SPACE.search(str(cause)) for cause in chain):
         return DiskFull(f"the disk is full: {first_line(error)}", MORE_DISK)
     if isinstance(error, CrucibleError):
         return error
@@ -68,17 +63,23 @@ def crucible_error(error: BaseException, child: str = "") -> CrucibleError:
     return InternalError(f"{type(error).__name__}: {error}")
 
 
-def _said(error: BaseException | None) -> list[BaseException]:
-    """The exception and its causes, up to one that is already named."""
-    found = []
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    return _NO_MEMORY.search(str(error)) is not None
+
+
+def _cause_chain(error: BaseException | None) -> list[BaseException]:
+    """Return the exception and its causes, up to a ChildDied or DiskFull."""
+    chain = []
     while error is not None and not isinstance(error, ChildDied | DiskFull):
-        found.append(error)
+        chain.append(error)
         error = error.__cause__
-    return found
+    return chain
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, with its kind unless it is our own."""
+    """Return the first line of an error's message, after the class name unless it is our error."""
     text = error.message if isinstance(error, CrucibleError) else f"{type(error).__name__}: {error}"
     return text.strip().partition("\n")[0]
 
@@ -88,15 +89,16 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryKills:
-    """How many processes the kernel has killed for memory so far; None where it does not tell."""
+    """Number of processes that the kernel has killed for memory so far; None if it is unknown."""
 
-    ours: int | None = None  # in the control group of this process, which its children share
+    ours: int | None = None  # in the control group of this process and its children
     machine: int | None = None
 
 
 def memory_kills(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> MemoryKills:
-    """What the kernel has recorded until now: memory.events (cgroup v2) or memory.oom_control (v1),
-    and /proc/vmstat.
+    """Read the kernel's counters.
+
+    Sources: memory.events (cgroup v2) or memory.oom_control (cgroup v1), and /proc/vmstat.
     """
     ours = [count for file in _group_files(proc, groups) if (count := _oom_kill(file)) is not None]
     return MemoryKills(sum(ours) if ours else None, _oom_kill(proc / "vmstat"))
@@ -127,8 +129,9 @@ def _lines(file: Path) -> list[str]:
 def how_it_died(
     code: int | None, before: MemoryKills, after: MemoryKills, printed: str
 ) -> tuple[str, str]:
-    """What happened to a child that ended without an answer, and the next step, from its exit code,
-    the kernel's counts and what it printed.
+    """Describe how a child ended without a result, and the next step.
+
+    Uses its exit code, the kernel's counters before and after, and its output.
     """
     if code == -signal.SIGKILL:
         return _how_it_was_killed(before, after)
@@ -140,7 +143,7 @@ def how_it_died(
     if _NO_MEMORY.search(printed):
         return f"ran out of memory and ended {how}", MORE_MEMORY
     return (
-        f"ended {how} before it answered",
+        f"ended {how} before it returned a result",
         "try again with more free memory, or correct your own code if it ran there",
     )
 
@@ -149,7 +152,7 @@ def _how_it_was_killed(before: MemoryKills, after: MemoryKills) -> tuple[str, st
     killed = f"was killed by signal {int(signal.SIGKILL)} (SIGKILL)"
     if _grew(before.ours, after.ours):
         return "was killed by the kernel because memory ran out", MORE_MEMORY
-    if _grew(before.machine, after.machine):  # it may have been another's
+    if _grew(before.machine, after.machine):  # it may have been another process
         return (
             (
                 f"{killed}, probably because memory ran out: the kernel killed a process for that"
@@ -165,8 +168,8 @@ def _how_it_was_killed(before: MemoryKills, after: MemoryKills) -> tuple[str, st
     )
     return (
         (
-            f"{killed}, not by the kernel for want of memory: by a person, a scheduler, or a"
-            " service that guards memory"
+            f"{killed}, but the kernel reports no lack of memory: a person, a scheduler or a"
+            " memory guard has killed it"
         ),
         advice,
     )

@@ -1,5 +1,6 @@
-"""Runs one stage: look in the store, else a child process; keeps the list of steps and tells what
-happens.
+"""Run one stage: look in the store, else run a child process.
+
+Also records the list of steps and emits events.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ A = TypeVar("A", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """What the terminal, and later the service, shows of a stage."""
+    """Event of a stage, for the terminal and the service."""
 
     stage: str
     subject: str  # a candidate's label, or empty
@@ -36,14 +37,14 @@ class StageEvent:
     text: str = ""
     seconds: float = 0.0  # of a finished stage
     elapsed_s: float = 0.0  # since it started
-    estimate_s: float | None = None  # how long it usually takes; None: it never ran on this host
+    estimate_s: float | None = None  # usual duration; None: the stage never ran on this host
 
 
 Emit = Callable[[StageEvent], None]
 
 
 class Run(Protocol):
-    """How a stage's function is run; a double can stand in to plant a fault or to count reads."""
+    """Runs a stage's function. A test double can plant a fault or count reads."""
 
     def __call__(
         self,
@@ -57,13 +58,13 @@ class Run(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage as the runner needs to know it."""
+    """Name, version and tools of a stage."""
 
     name: str
-    version: int  # raised when the stage's code changes what it makes
+    version: int  # raised when a change of the code changes the result
     tools: tuple[str, ...] = ()  # distributions whose versions are part of the key
     writes_files: bool = True  # the function takes `out`, the folder for its files
-    # False of a value that a passing failure spoiled: it is not kept for the next run
+    # False if a transient failure spoiled the value: the next run makes it again
     is_cacheable: Callable[[Any], bool] = lambda value: True
 
 
@@ -73,14 +74,14 @@ class StageCall(Generic[A]):
 
     stage: Stage
     kind: type[A]  # of the artifact
-    work: partial[A]  # the function with its arguments, but for `out` and `progress`
-    depends_on: tuple[object, ...] = ()  # what the artifact is made from besides the arguments
-    subject: str = ""  # what is shown beside the stage's name
+    work: partial[A]  # the function with its arguments, without `out` and `progress`
+    depends_on: tuple[object, ...] = ()  # inputs of the artifact besides the arguments
+    subject: str = ""  # shown after the stage's name
     target: Target | None = None  # where the artifact is valid; None: everywhere
 
     @property
     def key(self) -> Key:
-        """Equal for calls that make equal artifacts; what is only shown has no part in it."""
+        """The cache key: equal for calls that make equal artifacts. It ignores the subject."""
         arguments = (*self.work.args, *self.depends_on)
         return Key(
             stage=self.stage.name,
@@ -93,40 +94,43 @@ class StageCall(Generic[A]):
 
 @dataclass(slots=True)
 class Runner:
-    """The one place where stages meet store, children and events."""
+    """Connects stages with the store, child processes and events."""
 
     store: Store
     emit: Emit = lambda event: None
     run: Run = call_in_child
     steps: list[Step] = field(default_factory=list)
-    plan: str = ""  # its name, by which past times of its stages are preferred
-    workers: int = 1  # stages that may run at the same time, each in a child
+    plan: str = ""  # name of the plan, for estimates from its own past runs
+    workers: int = 1  # stages that may run in parallel, each in a child
 
     def branch(self) -> Runner:
-        """A runner for one of several threads, with steps of its own."""
+        """Return a runner for one of several threads, with its own list of steps."""
         return replace(self, steps=[])
 
     def take_over(self, branch: Runner) -> None:
-        """Add the steps of a branch. Of two with one artifact, the step that made it counts."""
-        places = {step.digest: place for place, step in enumerate(self.steps)}
+        """Add the steps of a branch.
+
+        If two steps have the same artifact, the one that made it is listed.
+        """
+        indices = {step.digest: index for index, step in enumerate(self.steps)}
         for step in branch.steps:
-            place = places.get(step.digest)
-            if place is None:
+            index = indices.get(step.digest)
+            if index is None:
                 self.steps.append(step)
-            elif self.steps[place].reused:
-                self.steps[place] = step
+            elif self.steps[index].reused:
+                self.steps[index] = step
 
     def stage(self, call: StageCall[A]) -> A:
-        """The artifact of a call: from the store, or made in a child by the stage's function."""
+        """Return the artifact of a call: from the store, or made in a child process."""
         stage, subject, key = call.stage, call.subject, call.key
         log = self.store.root / "logs" / f"{stage.name}-{key.digest[:12]}.log"
 
-        def tell(state: Any, **details: Any) -> None:
+        def emit(state: Any, **details: Any) -> None:
             self.emit(StageEvent(stage.name, subject, state, **details))
 
         def make(out: Path) -> A:
             estimate_s = self.history.estimate(stage.name, subject, self.plan)
-            tell("started", estimate_s=estimate_s)
+            emit("started", estimate_s=estimate_s)
             arguments = [*call.work.args]
             if stage.writes_files:
                 arguments.append(out)
@@ -142,7 +146,7 @@ class Runner:
         try:
             stored = self.store.get(key, call.kind, make, stage.is_cacheable)
         except BaseException as error:
-            tell("failed", text=_first_line(error))
+            emit("failed", text=_first_line(error))
             raise
         if any(step.digest == stored.digest for step in self.steps):
             return stored.value
@@ -158,27 +162,28 @@ class Runner:
         if not stored.reused:
             device = call.target.device if call.target else ""
             self.history.add(stage.name, subject, step.seconds, self.plan, device)
-        tell("reused" if stored.reused else "finished", seconds=step.seconds)
+        emit("reused" if stored.reused else "finished", seconds=step.seconds)
         return stored.value
 
     def anew(
         self, stage: str, subject: str, function: Callable[..., Any], *arguments: object
     ) -> Any:
-        """What `function(*arguments, progress)` gives in a child: never from the store, and not
-        kept there, but told of as a stage.
+        """Run `function(*arguments, progress)` in a child process without caching.
+
+        The call is reported as a stage.
         """
 
-        def tell(state: Any, **details: Any) -> None:
+        def emit(state: Any, **details: Any) -> None:
             self.emit(StageEvent(stage, subject, state, **details))
 
-        tell("started", estimate_s=self.history.estimate(stage, subject, self.plan))
+        emit("started", estimate_s=self.history.estimate(stage, subject, self.plan))
         begin, created = monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         try:
             value = self.run(
                 function, *arguments, name=stage, progress=self.progress(stage, subject)
             )
         except BaseException as error:
-            tell("failed", text=_first_line(error))
+            emit("failed", text=_first_line(error))
             raise
         step = Step(
             stage=stage,
@@ -190,16 +195,16 @@ class Runner:
         )
         self.steps.append(step)
         self.history.add(stage, subject, step.seconds, self.plan)
-        tell("finished", seconds=step.seconds)
+        emit("finished", seconds=step.seconds)
         return value
 
     @property
     def history(self) -> History:
-        """Past times of this store's stages."""
+        """Past durations of this store's stages."""
         return History(self.store.root)
 
     def progress(self, stage: str, subject: str = "") -> Progress:
-        """A Progress that becomes events of this stage."""
+        """Return a Progress that emits events of this stage."""
         return self._progress(stage, subject, self.history.estimate(stage, subject, self.plan))
 
     def _progress(self, stage: str, subject: str, estimate_s: float | None) -> Progress:
@@ -226,7 +231,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def installed(distribution: str) -> str:
-    """The version of a package, or `absent`."""
+    """Return the version of a package, or `absent`."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

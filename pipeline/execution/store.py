@@ -1,18 +1,16 @@
-"""The content-addressed store: every artifact is made once, published whole, and found again by
-what it was made from.
-
+"""The content-addressed store: each artifact is made once and found again by its inputs.
     <root>/artifacts/<stage>/<key>/     the files of one artifact, and artifact.json (value,
-                                        provenance, sha256 of each file and of all that)
+                                        provenance, sha256 of each file and of the manifest)
     <root>/locks/<key>.lock             held while an artifact is made
-    <root>/tmp/<key>/                   where it is made; renamed into place when complete
+    <root>/tmp/<key>/                   work folder; renamed into place when complete
 
-Look, lock, look again, make, publish by one rename. A process killed at any moment leaves at most a
-folder under tmp/, which the next holder of the same lock removes. Finding an artifact sets its
-manifest's time: when it was last used.
+`Store.get` looks, locks, looks again, makes the artifact and publishes it by one rename. A killed
+process leaves at most a folder under tmp/, which the next holder of the same lock removes. Finding
+an artifact sets the modification time of its manifest, which is the time of its last use.
 
-A store may look in a second, `shared` one too, of which it writes no more than those times: so
-works a job of the service, whose artifacts are adopted by the shared store after the job has ended
-(`Store.adopt`).
+A store can read through to a second, `shared` store. It never writes there, except for the
+last-used times. Jobs of the service use this: the shared store adopts their artifacts after the
+job has ended (`Store.adopt`).
 """
 
 from __future__ import annotations
@@ -41,17 +39,16 @@ from pipeline.execution.exit_causes import DISK_FAULTS, MORE_DISK, first_line
 
 A = TypeVar("A", bound=BaseModel)
 MANIFEST = "artifact.json"
-PASSING = ".passing-"  # in the name of a folder whose artifact does not last, after its digest
-LAYOUT = 2  # of this folder; raised when artifacts written before cannot be read any more
-DIGITS = 16  # of a sha256 that a message shows
-MIN_FREE_BYTES = (
-    65536  # a disk with less is full: libraries that fail to write do not always say why
-)
+TRANSIENT = ".passing-"  # in the folder name of an artifact that is not cached, after the digest
+LAYOUT = 2  # of this folder; raised when older artifacts become unreadable
+DIGITS = 16  # digits of a sha256 in a message
+# a disk with less free space counts as full: a library's failed write does not always say why
+MIN_FREE_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What an artifact is made from. Equal keys mean equal artifacts."""
+    """The inputs of an artifact. Equal keys mean equal artifacts."""
 
     stage: str
     version: int  # raised when the stage's code changes what it makes
@@ -77,7 +74,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Stored(Generic[A]):
-    """An artifact's value, and how it came about."""
+    """An artifact's value and its provenance."""
 
     value: A
     provenance: Provenance
@@ -100,29 +97,31 @@ class Store:
             for folder in ("artifacts", "locks", "tmp"):
                 (root / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            if error.errno in DISK_FAULTS:  # the caller knows what to say of a full disk
+            if error.errno in DISK_FAULTS:  # the caller reports a full disk
                 raise
             raise StoreError(
                 f"cannot use '{root}' as the store: {error.strerror}",
                 "set CRUCIBLE_HOME to a folder you can write",
             ) from error
         self.notes: list[Note] = []
-        self._passing: dict[
-            str, Path
-        ] = {}  # artifacts for as long as this store is open, by digest
+        # folders of artifacts that exist only while this store is open, by digest
+        self._transient: dict[str, Path] = {}
 
     def find(self, key: Key, kind: type[A]) -> Stored[A] | None:
-        """The artifact of this key if it is there and intact, else that of the shared store."""
-        kept = (
+        """Return the artifact of this key if it is intact here, else from the shared store.
+
+        None if neither has it. A damaged artifact adds a note.
+        """
+        cached = (
             _folder(root, key.stage, key.digest)
             for root in (self.root, self.shared)
             if root is not None
         )
-        for folder in (self._passing.get(key.digest), *kept):
+        for folder in (self._transient.get(key.digest), *cached):
             if folder is None or not folder.exists():
                 continue
             try:
-                _mark_used(folder)  # before it is read: what is being used is not old
+                _mark_used(folder)  # before the read, so that retention does not remove it now
                 return _read(folder, key, kind)
             except (OSError, ValueError) as error:
                 note = Note(
@@ -143,32 +142,35 @@ class Store:
         make: Callable[[Path], A],
         is_cacheable: Callable[[A], bool] = lambda value: True,
     ) -> Stored[A]:
-        """The artifact of this key, made by `make(folder)` unless it is there. Failures are never
-        kept, and values that do not last only for as long as this store is open.
+        """Return the artifact of this key. If it is missing, `make(folder)` makes it.
+
+        Failures are never cached. A value that is not cacheable exists only while this store is
+        open. DiskFull if the artifact cannot be made because the disk is full.
         """
-        if (found := self.find(key, kind)) is not None:
-            return found
+        if (stored := self.find(key, kind)) is not None:
+            return stored
         with self._lock(key.stage, key.digest):
-            if (found := self.find(key, kind)) is not None:
-                return found
+            if (stored := self.find(key, kind)) is not None:
+                return stored
             work = self.root / "tmp" / key.digest
             try:
-                for left in (
-                    work,
-                    _damaged(work),
-                ):  # by a process that was killed while it held this lock
-                    shutil.rmtree(left, ignore_errors=True)
+                # leftovers of a process that was killed while it held this lock
+                for leftover in (work, _damaged(work)):
+                    shutil.rmtree(leftover, ignore_errors=True)
                 work.mkdir()
                 started = time.perf_counter()
                 value = make(work)
                 provenance = _provenance(key, time.perf_counter() - started)
                 write_manifest(work, value, provenance)
                 final = _folder(self.root, key.stage, key.digest)
-                self._publish(work, final if is_cacheable(value) else self._passing_folder(final))
+                if not is_cacheable(value):
+                    final = self._transient_folder(final)
+                self._publish(work, final)
             except BaseException as error:
-                full = _may_be_disk(error) and shutil.disk_usage(self.root).free < MIN_FREE_BYTES
+                # before the cleanup, which frees some space
+                is_full = _may_be_disk(error) and self._free_bytes() < MIN_FREE_BYTES
                 shutil.rmtree(work, ignore_errors=True)
-                if full:
+                if is_full:
                     raise DiskFull(
                         f"the disk of the store '{self.root}' is full: {first_line(error)}",
                         MORE_DISK,
@@ -183,55 +185,56 @@ class Store:
         return Stored(published.value, published.provenance, published.digest, reused=False)
 
     def adopt(self, other: Path) -> tuple[str, ...]:
-        """Move every artifact of another store, on the same disk and used by nobody, into this one.
-        Returns why some were not taken.
+        """Move every artifact of another store into this one. Returns the reasons of refusals.
 
-        Nothing there is believed: the key must be that of the provenance, and the files those of
-        the manifest, with their digests.
+        The other store must lie on the same disk, and no process may use it. Its content is not
+        trusted: the key must match the provenance, and the files must match the manifest.
         """
-        refused = []
+        refusals = []
         for folder in sorted((other / "artifacts").glob("*/*")):
             stage, digest = folder.parts[-2:]
-            if PASSING in digest:
+            if TRANSIENT in digest:
                 continue
             final = _folder(self.root, stage, digest)
             try:
                 _check_key(check_files(folder, other / "artifacts").provenance, folder)
             except (OSError, ValueError) as error:
-                refused.append(f"{stage} {digest[:12]}: {damage(error)}")
+                refusals.append(f"{stage} {digest[:12]}: {damage(error)}")
                 continue
             with self._lock(stage, digest):
                 if not final.exists():
                     self._publish(folder, final)
-        return tuple(refused)
+        return tuple(refusals)
 
     def artifacts(self) -> Iterator[tuple[Path, float]]:
-        """Each artifact's folder, and when it was last used, in seconds since 1970."""
+        """Yield each artifact's folder, and the time of its last use in seconds since 1970."""
         for folder in sorted((self.root / "artifacts").glob("*/*")):
             with contextlib.suppress(FileNotFoundError):
                 yield folder, _last_used(folder)
 
     def remove(self, folder: Path, used_s: float) -> bool:
-        """Remove an artifact, unless it is used or made again since `used_s`; whether it was."""
+        """Remove an artifact that was not used since `used_s`. Returns whether it was removed."""
         stage, digest = folder.parts[-2:]
         with self._lock(stage, digest):
-            if (
-                not folder.exists() or _last_used(folder) > used_s + 1e-3
-            ):  # less is lost between clocks and floats
+            # 1 ms covers the rounding between clock and float
+            if not folder.exists() or _last_used(folder) > used_s + 1e-3:
                 return False
-            gone = self.root / "tmp" / digest
-            shutil.rmtree(gone, ignore_errors=True)
-            folder.rename(gone)
-            shutil.rmtree(gone)
+            work = self.root / "tmp" / digest
+            shutil.rmtree(work, ignore_errors=True)
+            folder.rename(work)
+            shutil.rmtree(work)
         return True
 
-    def _passing_folder(self, final: Path) -> Path:
-        """A place that no other process looks at, removed at the end of this one; of one that was
-        killed it ages like any artifact.
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self.root).free
+
+    def _transient_folder(self, final: Path) -> Path:
+        """Return a folder that no other process reads, and remove it when this process ends.
+
+        After a kill it remains, and retention removes it like any old artifact.
         """
-        folder = self._passing[final.name] = final.with_name(
-            f"{final.name}{PASSING}{uuid.uuid4().hex}"
-        )
+        folder = final.with_name(f"{final.name}{TRANSIENT}{uuid.uuid4().hex}")
+        self._transient[final.name] = folder
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
@@ -253,7 +256,7 @@ class Store:
             if file.is_file():
                 sync(file)
         final.parent.mkdir(parents=True, exist_ok=True)
-        if final.exists():  # damaged: find() said so
+        if final.exists():  # find() has found it damaged
             final.rename(_damaged(work))
             shutil.rmtree(_damaged(work), ignore_errors=True)
         work.rename(final)
@@ -261,60 +264,68 @@ class Store:
 
 
 def canonical(options: BaseModel | Mapping[str, object]) -> str:
-    """JSON with sorted keys: the same options always give the same text."""
+    """Return options as JSON with sorted keys: equal options give equal texts."""
     data = options.model_dump(mode="json") if isinstance(options, BaseModel) else options
     return json.dumps(data, sort_keys=True, default=str)
 
 
 class Manifest(Frozen):
-    """What artifact.json holds."""
+    """The content of artifact.json."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # else NaN would come back as None
 
     value: dict[str, Any]
     provenance: Provenance
     files: dict[str, str]  # sha256 by path
-    sha256: str = ""  # of the other three, so that a number changed in here is found too
+    sha256: str = ""  # of the other three fields, which detects a change in this file
 
     def sealed(self) -> Manifest:
-        """This manifest with its digest."""
+        """Return this manifest with its digest."""
         text = json.dumps(self.model_dump(mode="json", exclude={"sha256"}), sort_keys=True)
         return self.model_copy(update={"sha256": hashlib.sha256(text.encode()).hexdigest()})
 
 
 def check_files(folder: Path, within: Path, besides: tuple[str, ...] = ()) -> Manifest:
-    """The manifest of an artifact's folder that a stranger made; ValueError unless it lies in
-    `within`, and holds exactly the plain files that the manifest lists, with their digests, and
-    those named `besides`.
+    """Check an untrusted artifact folder and return its manifest.
+
+    ValueError unless the folder lies in `within` and holds exactly the plain files of the
+    manifest, with their digests, and those named `besides`.
     """
     if folder.resolve() != within.resolve() / folder.relative_to(within):
         raise ValueError("a link stands in the place of a folder")
     for path in folder.rglob("*"):
-        about = path.lstat()
-        if not stat.S_ISDIR(about.st_mode) and (
-            not stat.S_ISREG(about.st_mode) or about.st_nlink > 1
-        ):
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode):
+            continue
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise ValueError(f"'{path.name}' is not a plain file")
     return check_manifest(folder, besides)
 
 
-def _check_key(made: Provenance, folder: Path) -> None:
-    key = Key(made.stage, made.stage_version, made.inputs, made.options, made.tools, made.target)
+def _check_key(provenance: Provenance, folder: Path) -> None:
+    """Raise ValueError unless the path of `folder` is the key of the provenance."""
+    key = Key(
+        stage=provenance.stage,
+        version=provenance.stage_version,
+        inputs=provenance.inputs,
+        options=provenance.options,
+        tools=provenance.tools,
+        target=provenance.target,
+    )
     if (key.stage, key.digest) != folder.parts[-2:]:
         raise ValueError("it lies under another key than that of its provenance")
 
 
 def _mark_used(folder: Path) -> None:
-    """A store that cannot be written is used all the same."""
+    """Set the last-used time. A read-only store is used without it."""
     with contextlib.suppress(OSError):
         os.utime(folder / MANIFEST)
 
 
 def _last_used(folder: Path) -> float:
     manifest = folder / MANIFEST
-    return (
-        (manifest if manifest.exists() else folder).stat().st_mtime
-    )  # one without is damaged, and as old as that is
+    # a folder without a manifest is damaged; its own time counts
+    return (manifest if manifest.exists() else folder).stat().st_mtime
 
 
 def _folder(root: Path, stage: str, digest: str) -> Path:
@@ -322,27 +333,23 @@ def _folder(root: Path, stage: str, digest: str) -> Path:
 
 
 def _read(folder: Path, key: Key, kind: type[A]) -> Stored[A]:
-    """The artifact in `folder`; OSError or ValueError unless everything there is as it was written,
-    and nothing else is.
-    """
+    """Read the artifact in `folder`. OSError or ValueError if a file changed or was added."""
     manifest = check_manifest(folder)
-    value = kind.model_validate(
-        {**manifest.value, "root": folder} if issubclass(kind, Artifact) else manifest.value
-    )
-    return Stored(value, manifest.provenance, key.digest, reused=True)
+    fields = manifest.value
+    if issubclass(kind, Artifact):
+        fields = {**fields, "root": folder}
+    return Stored(kind.model_validate(fields), manifest.provenance, key.digest, reused=True)
 
 
 def check_manifest(folder: Path, besides: tuple[str, ...] = ()) -> Manifest:
-    """The manifest, checked against itself and against all files there but those named
-    `besides`.
-    """
+    """Read the manifest and check its own digest and that of every file not in `besides`."""
     manifest = read_manifest(folder)
     check_digests(folder, manifest.files, (MANIFEST, *besides))
     return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, checked against itself only; ValueError if that does not hold."""
+    """Read the manifest and check its own digest. ValueError if it does not match."""
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"'{MANIFEST}' is missing")
     manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
@@ -353,7 +360,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def digests_of(folder: Path, besides: Collection[str] = ()) -> dict[str, str]:
-    """Return the sha256 of every file in `folder` by its path there, but of those `besides`."""
+    """Return the sha256 of every file in `folder` by its relative path, without `besides`."""
     names = sorted(_files(folder) - set(besides))
     return {name: digest_of(folder / name) for name in names}
 
@@ -361,12 +368,12 @@ def digests_of(folder: Path, besides: Collection[str] = ()) -> dict[str, str]:
 def check_digests(folder: Path, files: Mapping[str, str], besides: Collection[str] = ()) -> None:
     """Raise ValueError with the first file that is missing, was added or has another sha256.
 
-    `files` maps the path of each expected file to its sha256. Files `besides` are not looked at.
+    `files` maps the path of each expected file to its sha256. Files in `besides` are ignored.
     """
-    there = _files(folder) - set(besides)
-    if missing := sorted(set(files) - there):
+    present = _files(folder) - set(besides)
+    if missing := sorted(set(files) - present):
         raise ValueError(f"'{missing[0]}' is missing")
-    if added := sorted(there - set(files)):
+    if added := sorted(present - set(files)):
         raise ValueError(f"'{added[0]}' was added")
     for name, expected in files.items():
         check_digest(folder, name, expected)
@@ -384,7 +391,7 @@ def _changed(name: str, expected: str, actual: str) -> str:
 
 
 def damage(error: OSError | ValueError) -> str:
-    """What is wrong with an artifact, in one line."""
+    """Describe the damage of an artifact in one line."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
@@ -397,7 +404,7 @@ def write_manifest(
     provenance: Provenance,
     besides: Collection[str] = (),
 ) -> None:
-    """Write what is in `folder`, with the sha256 of every file but those `besides`."""
+    """Write the manifest of `folder`, with the sha256 of every file not in `besides`."""
     files, content = digests_of(folder, (MANIFEST, *besides)), value.model_dump(mode="json")
     manifest = Manifest(value=content, provenance=provenance, files=files).sealed()
     (folder / MANIFEST).write_text(
@@ -414,10 +421,10 @@ def _damaged(work: Path) -> Path:
 
 
 def _may_be_disk(error: BaseException) -> bool:
-    """Return whether a full disk explains an error that does not say why it came.
+    """Return whether a full disk may be the cause of an error.
 
-    So a child's death, and what a library raised. A plan's fault, or a library that is missing,
-    stays what it is.
+    True for the death of a child and for an error of a library. False for an error in the plan or
+    a missing library.
     """
     if isinstance(error, CrucibleError):
         return isinstance(error, InternalError | ChildDied | StoreError)
@@ -438,7 +445,7 @@ def _provenance(key: Key, seconds: float) -> Provenance:
 
 
 def now() -> str:
-    """Return the date and time, for the reader: UTC in ISO 8601."""
+    """Return the date and time for readers: UTC in ISO 8601."""
     return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
@@ -449,7 +456,7 @@ def digest_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the entries of a folder, written to the disk."""
+    """Write a file, or the entries of a folder, through to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,4 @@
-"""From the plan's candidates, or from what this host can run, to recipes. Pure: no files, no
-libraries.
-"""
+"""Turn the plan's candidates, or the defaults for this host, into recipes. Pure."""
 
 from __future__ import annotations
 
@@ -23,18 +21,18 @@ from pipeline.errors import PlanError
 from pipeline.plan.schema import BASELINE, ONNX_SUFFIXES, CandidateConfig, PlacementConfig, Plan
 
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
-"""Any of these multiplies 8-bit numbers without saturating at 16 bits in between."""
+"""CPU flags of 8-bit products without saturation at 16 bits; one of them is enough."""
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 FOR_TENSORRT = ("hardware_compatible", "version_compatible")
-"""Keys of a candidate that say where an engine of TensorRT may run."""
+"""Keys of a candidate that only TensorRT has: where its engine may run."""
 
 MAX_RECIPES = 32
-"""That one candidate may stand for: each is built, checked and measured for some seconds."""
+"""Limit per candidate of the plan: each recipe is built, checked and measured for seconds."""
 
 QUANTIZER_BACKENDS = {"nncf": "openvino", "modelopt": "tensorrt"}
-"""Whose engines a foreign quantizer places Q/DQ for."""
+"""The backend that each foreign quantizer places Q/DQ for."""
 
 FLOATS = (Precision.FP32, Precision.TF32, Precision.FP16, Precision.BF16)
 AMPERE, FROM_AMPERE = (8, 0), (Precision.TF32, Precision.BF16)
@@ -43,13 +41,13 @@ PROVIDER_PRECISIONS: Mapping[OrtProvider, tuple[Precision, ...]] = {
     "cuda": (Precision.FP32, Precision.TF32, Precision.FP16),
     "tensorrt": (Precision.TF32, Precision.FP16),  # it cannot be told to leave TF32 out
 }
-"""What the GPU's providers of ONNX Runtime run."""
+"""Precisions of ONNX Runtime's GPU providers."""
 
 WEIGHT_QUANTIZERS: Mapping[str, Literal["onnxruntime", "nncf"]] = {
     "onnxruntime": "onnxruntime",
     "openvino": "nncf",
 }
-"""Per backend that takes weights in 4 or 8 bits beside float activations: who makes them."""
+"""The library that quantises only weights, for each backend that can run such a model."""
 
 UNUSED_BY_WEIGHT_ONLY = (
     "method",
@@ -60,10 +58,10 @@ UNUSED_BY_WEIGHT_ONLY = (
     "smooth_quant",
     "realised_in",
 )
-"""Keys of a candidate that say nothing of weights alone, but for some values."""
+"""Keys of a candidate that have no effect with quantised weights only, except some values."""
 
 USUAL_BLOCK = 32
-"""Weights per scale where the plan does not say: the smallest, which loses least."""
+"""Weights per scale if the plan gives no `block_size`: the smallest, which is most accurate."""
 
 
 def default_candidates(
@@ -72,11 +70,10 @@ def default_candidates(
     given: Precision | None = None,
     providers: Collection[OrtProvider] = (),
 ) -> tuple[CandidateConfig, ...]:
-    """All that is worth trying on this host: every backend that is here, in every precision that it
-    really runs.
+    """Return the default candidates: every installed backend in every precision it supports.
 
-    Of a model that brings its own Q/DQ it is `given`, the precision of those, on every backend that
-    has it. `providers` are those of ONNX Runtime that use a GPU.
+    `given`: precision of the model's own Q/DQ. Such a model gets only this precision, on every
+    backend that supports it. `providers`: ONNX Runtime's providers that use a GPU.
     """
     if given:
         quantised = [name for name in targets if name != "torch"]
@@ -118,14 +115,10 @@ def _gpu_candidates(
     calibrated: bool,
     providers: Collection[OrtProvider],
 ) -> tuple[CandidateConfig, ...]:
-    """What is tried on a GPU; empty where no backend uses one."""
-    candidates = (
-        list(
-            _tensorrt_candidates(targets["tensorrt"], calibrated),
-        )
-        if "tensorrt" in targets
-        else []
-    )
+    """Return the default candidates on a GPU; empty if no backend uses one."""
+    candidates: list[CandidateConfig] = []
+    if "tensorrt" in targets:
+        candidates += _tensorrt_candidates(targets["tensorrt"], calibrated)
     torch = targets.get("torch")
     if torch and torch.compute_capability:
         candidates += [
@@ -149,9 +142,9 @@ def _gpu_candidates(
 
 
 def _tensorrt_candidates(target: Target, calibrated: bool) -> tuple[CandidateConfig, ...]:
-    """All floats, and both ways to int8 where there is calibration data.
+    """Return all floats, and with calibration data explicit and implicit int8.
 
-    TensorRT 11 and later know no implicit int8.
+    TensorRT 11 and later have no implicit int8.
     """
     precisions = _floats(target)
     candidates = [
@@ -169,7 +162,7 @@ def _tensorrt_candidates(target: Target, calibrated: bool) -> tuple[CandidateCon
 
 
 def _floats(target: Target) -> list[Precision]:
-    """The floating-point precisions of a GPU; tf32 and bf16 come with Ampere."""
+    """Return the floating-point precisions of a GPU. tf32 and bf16 need Ampere or later."""
     if _generation(target) >= AMPERE:
         return list(FLOATS)
     return [precision for precision in FLOATS if precision not in FROM_AMPERE]
@@ -186,8 +179,9 @@ def recipes_from_candidate(
     calibrated: bool,
     given: Precision | None = None,
 ) -> tuple[Recipe, ...]:
-    """A full recipe for every combination of the methods and switches that a candidate names, each
-    once; PlanError as below.
+    """Return a recipe for every combination of the candidate's methods and switches, each once.
+
+    PlanError as in `expand` and `recipe_from_candidate`.
     """
     # a model's own Q/DQ leave nothing to combine
     candidates = (candidate,) if given else expand(candidate)
@@ -197,10 +191,9 @@ def recipes_from_candidate(
 
 
 def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
-    """The candidates that one stands for: the methods in the order of the plan, under each all
-    combinations of the switches.
+    """Return one candidate per combination: methods in the plan's order, then the switches.
 
-    PlanError where a choice would change nothing, or where there are too many.
+    PlanError if a choice would change nothing, or if there are too many combinations.
     """
     methods = tuple(dict.fromkeys(candidate.method))
     switches = {name: tuple(dict.fromkeys(values)) for name, values in candidate.placement}
@@ -228,7 +221,7 @@ def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
 
 
 def _check_choices(candidate: CandidateConfig, methods: bool, switches: Sequence[str]) -> None:
-    """PlanError for a list of methods or values where all would give the same engine."""
+    """Raise PlanError for a list whose values would all give the same engine."""
     precision, quantizer = candidate.precision, candidate.quantizer
     in_flags = candidate.realised_in == "flags"
     by_itself = ""
@@ -261,12 +254,10 @@ def recipe_from_candidate(
     calibrated: bool,
     given: Precision | None = None,
 ) -> Recipe:
-    """The full recipe for this host, with the first of methods and switches where several are
-    named.
+    """Return the recipe for this host. Of several methods or switch values, the first counts.
 
-    PlanError if int8 is asked for without calibration data, or something that only another backend
-    has. `given` is the precision of the Q/DQ that the model brings; PlanError for a candidate that
-    would be called by another.
+    `given`: precision of the model's own Q/DQ. PlanError for int8 without calibration data, for a
+    feature of another backend, and for a precision other than `given`.
     """
     _check_for_backend(candidate)
     _check_program(candidate, plan)
@@ -285,7 +276,7 @@ def recipe_from_candidate(
 
 
 def _float_recipe(candidate: CandidateConfig) -> Recipe:
-    """The recipe of a float precision; the other families change some fields of it."""
+    """Return the recipe of a float precision. The other families change some of its fields."""
     backend, precision = candidate.backend, candidate.precision
     in_flags = candidate.realised_in == "flags"
     return Recipe(
@@ -304,7 +295,7 @@ def _float_recipe(candidate: CandidateConfig) -> Recipe:
 
 
 def _given_qdq_recipe(candidate: CandidateConfig) -> Recipe:
-    """The recipe of a model that brings its own Q/DQ."""
+    """Return the recipe of a model with its own Q/DQ."""
     return _float_recipe(candidate).model_copy(
         update={"quantizer": "given", "rest": _rest(candidate.backend)}
     )
@@ -313,7 +304,7 @@ def _given_qdq_recipe(candidate: CandidateConfig) -> Recipe:
 def _quantised_recipe(
     candidate: CandidateConfig, target: Target, plan: Plan, calibrated: bool
 ) -> Recipe:
-    """The recipe of int8 or fp8 in weights and activations, which needs calibration data."""
+    """Return the recipe of int8 or fp8 weights and activations. Needs calibration data."""
     backend, precision = candidate.backend, candidate.precision
     if not calibrated:
         raise PlanError(
@@ -342,7 +333,7 @@ def _quantised_recipe(
 
 
 def _quantizer(candidate: CandidateConfig) -> str:
-    """The quantizer of int8 or fp8; PlanError for one that places Q/DQ for another backend."""
+    """Return the quantizer of int8 or fp8. PlanError if it is for another backend."""
     quantizer: str = candidate.quantizer
     if candidate.precision is Precision.FP8 and quantizer == "crucible":
         quantizer = "modelopt"
@@ -357,7 +348,7 @@ def _quantizer(candidate: CandidateConfig) -> str:
 
 
 def _check_smooth_quant(candidate: CandidateConfig) -> None:
-    """PlanError for `smooth_quant` without NNCF in int8."""
+    """Raise PlanError for `smooth_quant` without NNCF in int8."""
     has_it = candidate.precision is Precision.INT8 and candidate.quantizer == "nncf"
     if candidate.smooth_quant is not None and not has_it:
         raise PlanError(
@@ -368,8 +359,9 @@ def _check_smooth_quant(candidate: CandidateConfig) -> None:
 
 
 def _weight_only_recipe(candidate: CandidateConfig) -> Recipe:
-    """The recipe of few bits in the weights alone, which needs no data; PlanError for a backend
-    without, or for a key that says nothing here.
+    """Return the recipe of 4- or 8-bit weights with float activations. Needs no data.
+
+    PlanError for a backend that cannot run it, or for a key without effect.
     """
     backend, precision = candidate.backend, candidate.precision
     _check_weight_only(candidate)
@@ -385,7 +377,7 @@ def _weight_only_recipe(candidate: CandidateConfig) -> Recipe:
 
 
 def _check_weight_only(candidate: CandidateConfig) -> None:
-    """PlanError for a backend or a precision without weights alone, or for an unused key."""
+    """Raise PlanError if backend or precision do not support it, or a key has no effect."""
     backend, precision = candidate.backend, candidate.precision
     name = f"candidate '{backend} {precision}', weights only"
     if precision not in (Precision.INT4, Precision.INT8):
@@ -401,8 +393,8 @@ def _check_weight_only(candidate: CandidateConfig) -> None:
     unused = _unused_by_weight_only(candidate)
     if unused:
         raise PlanError(
-            f"{name}: `{unused}: {_shown(getattr(candidate, unused))}` says nothing here",
-            f"leave `{unused}` out; docs/accuracy.md tells what weights alone have",
+            f"{name}: `{unused}: {_shown(getattr(candidate, unused))}` has no effect",
+            f"leave `{unused}` out; docs/accuracy.md lists the keys for quantised weights only",
         )
     if candidate.block_size and (backend, precision) == ("openvino", Precision.INT8):
         raise PlanError(
@@ -412,7 +404,7 @@ def _check_weight_only(candidate: CandidateConfig) -> None:
 
 
 def _unused_by_weight_only(candidate: CandidateConfig) -> str:
-    """The first key with a value that weights alone do not use; empty if none."""
+    """Return the first key with a value that has no effect here; empty if there is none."""
     allowed: dict[str, tuple[object, ...]] = {
         key: (CandidateConfig.model_fields[key].default,) for key in UNUSED_BY_WEIGHT_ONLY
     }
@@ -427,7 +419,7 @@ def _unused_by_weight_only(candidate: CandidateConfig) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value of a plan as a message shows it."""
+    """Format a value of a plan for a message."""
     if isinstance(value, str | int):
         return str(value)
     if isinstance(value, tuple):
@@ -436,18 +428,22 @@ def _shown(value: object) -> str:
 
 
 def _rest(backend: str) -> Precision:
-    """What is not quantised: TensorRT strongly typed is slower than fp16 where the rest is fp32."""
+    """Return the precision of layers that are not quantised.
+
+    fp16 for TensorRT: a strongly typed int8 engine with the rest in fp32 is slower than fp16.
+    """
     return Precision.FP16 if backend.startswith("tensorrt") else Precision.FP32
 
 
 def _check_given(candidate: CandidateConfig, given: Precision) -> None:
-    """PlanError for a candidate of a model with its own Q/DQ that asks for another precision, or
-    for what Q/DQ decide already.
+    """Check a candidate of a model with its own Q/DQ.
+
+    PlanError for another precision, or for a key that the Q/DQ decide already.
     """
-    who = f"candidate '{candidate.backend} {candidate.precision}'"
+    name = f"candidate '{candidate.backend} {candidate.precision}'"
     if candidate.precision is not given:
         raise PlanError(
-            f"{who}: the model brings its own Q/DQ, so it would run {given} under the name of"
+            f"{name}: the model brings its own Q/DQ, so it would run {given} under the name of"
             f" {candidate.precision}",
             f"ask for `precision: {given}`, or give the model without Q/DQ",
         )
@@ -468,26 +464,24 @@ def _check_given(candidate: CandidateConfig, given: Precision) -> None:
     for key in decided:
         if getattr(candidate, key) != getattr(unused, key):
             raise PlanError(
-                f"{who}: the model brings its own Q/DQ, which decide `{key}`",
+                f"{name}: the model brings its own Q/DQ, which decide `{key}`",
                 f"leave `{key}` out, or give the model without Q/DQ",
             )
 
 
 def _quantizer_by_itself(candidate: CandidateConfig) -> str:
-    """What chooses ranges and places Q/DQ by itself, for a message; empty if nothing does."""
+    """Return the quantizer that chooses ranges and placement by itself, for a message, or ""."""
     if candidate.quantizer == "nncf":
         return "the quantizer `nncf`"
     return "ModelOpt's fp8" if candidate.precision is Precision.FP8 else ""
 
 
 def _check_for_backend(candidate: CandidateConfig) -> None:
-    """PlanError for what the backend of a candidate would ignore, though its label would
-    claim it.
-    """
+    """Raise PlanError for a key that the backend would ignore but the label would show."""
     backend, precision = candidate.backend, candidate.precision
     if candidate.block_size and not candidate.weight_only and precision is not Precision.INT4:
         raise PlanError(
-            f"candidate '{backend} {precision}': only weights alone come in blocks",
+            f"candidate '{backend} {precision}': `block_size` is for weight-only quantisation",
             "leave `block_size` out, or add `weight_only: true`",
         )
     by_itself = _quantizer_by_itself(candidate)
@@ -528,19 +522,19 @@ def _check_for_backend(candidate: CandidateConfig) -> None:
 
 
 def _check_program(candidate: CandidateConfig, plan: Plan) -> None:
-    """PlanError for a PyTorch program of an ONNX file, or for what only such programs have."""
-    who, path = f"candidate '{candidate.backend} {candidate.precision}'", plan.model.path
+    """Raise PlanError for a PyTorch program of an ONNX file, or for a key that does not fit."""
+    name, path = f"candidate '{candidate.backend} {candidate.precision}'", plan.model.path
     if candidate.backend != "torch":
         for key in ("form", "mode"):
             if getattr(candidate, key):
                 raise PlanError(
-                    f"{who}: only torch has `{key}`",
+                    f"{name}: only torch has `{key}`",
                     f"leave `{key}` out, or take torch",
                 )
         return
     if path is not None and path.suffix in ONNX_SUFFIXES:
         raise PlanError(
-            f"{who}: the model is an ONNX file, which has no PyTorch program",
+            f"{name}: the model is an ONNX file, which has no PyTorch program",
             "leave it out, or give the PyTorch model as `entrypoint` or .pt2",
         )
     unused = CandidateConfig(
@@ -552,31 +546,31 @@ def _check_program(candidate: CandidateConfig, plan: Plan) -> None:
     for key in CandidateConfig.model_fields:
         if getattr(candidate, key) != getattr(unused, key):
             raise PlanError(
-                f"{who}: `{key}` says nothing of a PyTorch program, which is cast as a whole",
+                f"{name}: `{key}` has no effect on a PyTorch program, which is cast as a whole",
                 f"leave `{key}` out",
             )
 
 
 def _check_provider(candidate: CandidateConfig) -> None:
-    """PlanError for a provider of another backend, or for a precision that it lacks."""
-    who, provider = f"candidate '{candidate.backend} {candidate.precision}'", candidate.provider
+    """Raise PlanError for a provider of another backend, or for a precision that it lacks."""
+    name, provider = f"candidate '{candidate.backend} {candidate.precision}'", candidate.provider
     if provider == "cpu":
         return
     if candidate.backend != "onnxruntime":
         raise PlanError(
-            f"{who}: only onnxruntime has `provider`",
+            f"{name}: only onnxruntime has `provider`",
             "leave `provider` out, or take onnxruntime",
         )
     if candidate.precision not in PROVIDER_PRECISIONS[provider]:
         known = ", ".join(PROVIDER_PRECISIONS[provider])
         raise PlanError(
-            f"{who}: the provider {provider} is used in {known}",
+            f"{name}: expected the provider {provider} with {known}",
             "take one of these, or the backend tensorrt",
         )
 
 
 def _check_kept(candidate: CandidateConfig) -> None:
-    """PlanError where `keep_fp32: auto` has nothing to choose from."""
+    """Raise PlanError if `keep_fp32: auto` has no nodes to choose from."""
     if candidate.keep_fp32 != "auto":
         return
     name = f"candidate '{candidate.backend} {candidate.precision}'"
@@ -584,12 +578,13 @@ def _check_kept(candidate: CandidateConfig) -> None:
         raise PlanError(
             f"{name}: `keep_fp32: auto` is for fp16, bf16 and int8", "leave `keep_fp32` out"
         )
-    others = (
+    by_library = (
         candidate.quantizer != "crucible"
         or candidate.precision in (Precision.FP8, Precision.INT4)
         or candidate.weight_only
+        or (candidate.precision is Precision.INT8 and candidate.realised_in == "flags")
     )
-    if others or (candidate.precision is Precision.INT8 and candidate.realised_in == "flags"):
+    if by_library:
         raise PlanError(
             f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another"
             " library places them",
@@ -598,27 +593,30 @@ def _check_kept(candidate: CandidateConfig) -> None:
 
 
 def distinct(recipes: Iterable[Recipe]) -> tuple[Recipe, ...]:
-    """Each recipe once, in order; what follows if it fails is what any of those that are alike
-    says.
+    """Return each recipe once, in order.
+
+    Recipes that differ only in `try_methods` and `keep_worst` are merged: a flag of the result is
+    set if one of them sets it.
     """
-    follows: dict[Recipe, dict[str, bool]] = {}
+    flags_by_recipe: dict[Recipe, dict[str, bool]] = {}
     for recipe in recipes:
         flags = {name: bool(getattr(recipe, name)) for name in ("try_methods", "keep_worst")}
-        alike = recipe.model_copy(update=dict.fromkeys(flags, False))
-        known = follows.setdefault(alike, flags)
-        follows[alike] = {name: known[name] or value for name, value in flags.items()}
-    return tuple(alike.model_copy(update=flags) for alike, flags in follows.items())
+        plain = recipe.model_copy(update=dict.fromkeys(flags, False))
+        known = flags_by_recipe.setdefault(plain, flags)
+        flags_by_recipe[plain] = {name: known[name] or value for name, value in flags.items()}
+    return tuple(plain.model_copy(update=flags) for plain, flags in flags_by_recipe.items())
 
 
 def realised_in(backend: str, precision: Precision) -> Literal["graph", "runtime"]:
-    """Whether a precision is written into the graph, or told to the backend."""
+    """Return whether a precision is written into the graph or is an option of the backend."""
     by_option = precision is Precision.TF32 or (backend, precision) == ("openvino", Precision.BF16)
     return "runtime" if by_option or backend == "torch" else "graph"
 
 
 def resolve_method(method: str, language_model: bool) -> CalibrationMethod:
-    """What `auto` tries first: min-max for language models, whose outliers carry meaning, else
-    entropy.
+    """Return the calibration method. `auto` is min-max for language models, else entropy.
+
+    The outliers of language models carry meaning, and entropy would clip them.
     """
     if method != "auto":
         return CalibrationMethod(method)
@@ -626,8 +624,9 @@ def resolve_method(method: str, language_model: bool) -> CalibrationMethod:
 
 
 def weight_bits(target: Target) -> int:
-    """7 on an x86 CPU whose 8-bit dot product adds pairs in 16 bits and can saturate there,
-    else 8.
+    """Return the bits of int8 weights: 7 on an x86 CPU without VNNI, else 8.
+
+    Without VNNI the 8-bit dot product adds pairs in 16 bits and can saturate.
     """
     on_cpu = target.compute_capability is None and bool(target.cpu_flags)
     return 7 if on_cpu and not VNNI_FLAGS & set(target.cpu_flags) else 8
@@ -646,7 +645,7 @@ def missing_backend_note(backend: str, reason: str) -> Note:
 # -- baselines ----------------------------------------------------------------------------------
 
 AS_GIVEN = "as given"
-"""Variant of a recipe: the user's ONNX file as it is."""
+"""Variant of a recipe: the unchanged ONNX file of the user."""
 
 BEST_MODES: tuple[CompileMode | None, ...] = (None, "reduce-overhead", "max-autotune")
 FOR_GPUS = ("reduce-overhead",)  # on a CPU there are no launches to save
@@ -658,26 +657,18 @@ def baseline_recipes(
     target: Target,
     castable: bool = True,
 ) -> tuple[Recipe, ...]:
-    """What the user of a PyTorch model has today, by the plan's names: eager in fp32 first.
+    """Return the baselines of a PyTorch model by the plan's names. Eager fp32 comes first.
 
-    `castable`: whether the module can be cast to 16 bits. PlanError for what it cannot be.
+    `castable`: whether the module can be cast to 16 bits. PlanError for a 16-bit baseline if not.
     """
-    every = (
-        "eager",
-        *itertools.chain.from_iterable(
-            _named(
-                name,
-                target,
-                castable,
-            )
-            for name in names
-        ),
-    )
-    return tuple(dict.fromkeys(_baseline(name, target, castable) for name in every))
+    expanded = ["eager"]
+    for name in names:
+        expanded += _expanded_name(name, target, castable)
+    return tuple(dict.fromkeys(_baseline(name, target, castable) for name in expanded))
 
 
-def _named(name: str, target: Target, castable: bool) -> tuple[str, ...]:
-    """What `default` and `best` stand for on this device; any other name stands for itself."""
+def _expanded_name(name: str, target: Target, castable: bool) -> tuple[str, ...]:
+    """Expand `default` and `best` for this device. Any other name stands for itself."""
     if name not in ("default", "best"):
         return (name,)
     floats = _floats(target) if target.compute_capability else [Precision.FP32]
@@ -706,7 +697,7 @@ def _baseline(name: str, target: Target, castable: bool) -> Recipe:
         )
     if precision in LOW and not castable:
         raise PlanError(
-            f"benchmark.baselines: '{name}': the graph has its own dtypes: it cannot be cast",
+            f"benchmark.baselines: '{name}': the graph has fixed dtypes and cannot be cast",
             f"leave '{name}' out, or give a module without quantisation as `entrypoint`",
         )
     return Recipe.model_validate(
@@ -715,7 +706,7 @@ def _baseline(name: str, target: Target, castable: bool) -> Recipe:
 
 
 def call_of(baseline: Recipe) -> str:
-    """How the user of a PyTorch model calls a baseline."""
+    """Return the Python call of a PyTorch baseline."""
     casts = {Precision.FP16: "module.half()", Precision.BF16: "module.bfloat16()"}
     module = casts.get(baseline.precision, "module")
     mode = f', mode="{baseline.mode}"' if baseline.mode else ""
@@ -729,7 +720,7 @@ def call_of(baseline: Recipe) -> str:
 
 
 def cpu_recipe_as_given(given: Precision | None) -> Recipe:
-    """What ONNX Runtime makes of an ONNX file on the CPU; Q/DQ in 8-bit integers run as such."""
+    """Return the recipe of an unchanged ONNX file on the CPU. Int8 Q/DQ run in int8."""
     if given is Precision.INT8:
         return Recipe(backend="onnxruntime", precision=given, quantizer="given", variant=AS_GIVEN)
     return Recipe(backend="onnxruntime", precision=Precision.FP32, variant=AS_GIVEN)
@@ -740,9 +731,9 @@ def gpu_recipes_as_given(
     tensorrt: Target | None,
     providers: Collection[OrtProvider],
 ) -> tuple[Recipe, ...]:
-    """What a GPU makes of an ONNX file as it is: TensorRT's engine, and ONNX Runtime's CUDA.
+    """Return the recipes of an unchanged ONNX file on a GPU: TensorRT, and ONNX Runtime's CUDA.
 
-    TensorRT builds as trtexec does, with TF32, or by the Q/DQ that the file brings.
+    TensorRT builds as trtexec does, with TF32, or in the precision of the file's own Q/DQ.
     """
     recipes = []
     if tensorrt and given:
@@ -773,7 +764,7 @@ def gpu_recipes_as_given(
 
 
 def deliverable_recipe(baseline: Recipe) -> Recipe:
-    """The engine that a baseline is delivered as: of PyTorch's a program, else what it is."""
+    """Return the recipe in which a baseline is delivered: a program for PyTorch, else itself."""
     if baseline.backend != "pytorch":
         return baseline
     form = "compile" if baseline.variant == "compile" else "exported"

@@ -1,7 +1,7 @@
-"""The plan: one YAML file that says what to compile, on which data, within which limits.
+"""The plan: one YAML file with the model, the data and the limits of a compile.
 
-`load_plan` reads it once; paths inside are relative to the plan's own folder. Unknown keys are
-errors that suggest the near one.
+`load_plan` reads it once. Paths inside are relative to the plan's own folder. An unknown key is an
+error that suggests a similar one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ METRICS, NEED_LABELS = ("top1", "top5", "cosine"), ("top1", "top5")
 
 
 def _profiles_by_symbol(value: object) -> object:
-    """`[{batch: [1, 8, 64]}]` is how people write a profile; `{dims: ...}` is how it is stored."""
+    """Convert profiles written as `[{batch: [1, 8, 64]}]` to the stored form `{dims: ...}`."""
     if isinstance(value, list | tuple):
         return [
             _profile_by_symbol(item) if isinstance(item, Mapping) and "dims" not in item else item
@@ -57,15 +57,16 @@ def _profiles_by_symbol(value: object) -> object:
 
 
 def _profile_by_symbol(item: Mapping[str, object]) -> dict[str, object]:
-    """`values: {k: ...}` holds ranges of values by input; all else is a symbol, even one called
-    `values`.
+    """Convert one profile. `values: {k: ...}` holds ranges of values by input.
+
+    All other keys are symbols, and so is `values` itself if it holds min, opt and max.
     """
-    given = item.get("values")
-    if not isinstance(given, Mapping) or set(given) == set(DimRange.model_fields):
+    values = item.get("values")
+    if not isinstance(values, Mapping) or set(values) == set(DimRange.model_fields):
         return {"dims": dict(item)}
     return {
         "dims": {name: sizes for name, sizes in item.items() if name != "values"},
-        "values": given,
+        "values": values,
     }
 
 
@@ -79,9 +80,8 @@ class ModelConfig(Frozen):
     entrypoint: str | None = None  # module:function returning an nn.Module
     python_path: Path = Path()  # where the module is imported from
     weights: Path | None = None  # .safetensors
-    weights_from: str = (
-        ""  # where the weights come from when there is no file, in words; goes into the report
-    )
+    # where the weights come from when there is no file, in words; goes into the report
+    weights_from: str = ""
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[str, ...] = ()
     seed: int = 0
@@ -125,8 +125,9 @@ def _paths(value: object) -> object:
 
 
 def _files_or_generated(value: object) -> str:
-    """A mapping is meant as generated data, all else as files: so that only the faults of what was
-    meant are told.
+    """Choose the form of a data source, so that only the errors of this form are reported.
+
+    A mapping is generated data, anything else is files.
     """
     return "(generated)" if isinstance(value, Mapping | GeneratedData) else "(files)"
 
@@ -138,8 +139,9 @@ DataSource = Annotated[_EitherSource, Discriminator(_files_or_generated), Before
 
 
 class DataConfig(Frozen):
-    """Three disjoint sets: a .npz file each, or a list of .npz files where samples differ in shape,
-    or `generate: random`.
+    """Three disjoint sets: each a .npz file, a list of .npz files, or `generate: random`.
+
+    Samples of different shapes can be given as several files.
     """
 
     calibration: DataSource | None = None
@@ -157,11 +159,10 @@ class Thresholds(Frozen):
 
 
 class AccuracyConfig(Frozen):
-    """The gate: how good is good enough."""
+    """The accuracy gate: the metric and its limits."""
 
-    metric: str = (
-        "auto"  # top1, top5, cosine, module:function, or auto: top1 with labels, else cosine
-    )
+    # top1, top5, cosine, module:function, or auto: top1 with labels, else cosine
+    metric: str = "auto"
     output: str | None = None  # the output the metric reads; None = the first
     python_path: Path = Path()  # where the module of a user metric is imported from
     max_drop: float = Field(default=0.01, ge=0)  # in units of the metric, against the reference
@@ -179,8 +180,9 @@ class AccuracyConfig(Frozen):
 
 
 def _word_or_names(value: object) -> str:
-    """A text is meant as a word, all else as names: so that only the faults of what was meant are
-    told.
+    """Choose the form of `keep_fp32`, so that only the errors of this form are reported.
+
+    A text is the word `auto`, anything else is node names.
     """
     return "(word)" if isinstance(value, str) else "(names)"
 
@@ -207,7 +209,7 @@ Methods = Annotated[
 Switch = Annotated[
     tuple[bool, ...], *_Choice, PlainSerializer(_as_written, return_type=bool | tuple[bool, ...])
 ]
-"""Written as one value, or as a list of values to try."""
+"""One value, or a list of values to try."""
 
 
 class PlacementConfig(Frozen):
@@ -223,8 +225,9 @@ class PlacementConfig(Frozen):
 
 
 class CandidateConfig(Frozen):
-    """One candidate to try, or where it names choices, one for every combination. What is left out
-    is chosen for this host.
+    """One candidate, or one for every combination if it lists several values.
+
+    Missing keys get the value that suits this host.
     """
 
     backend: str
@@ -232,9 +235,8 @@ class CandidateConfig(Frozen):
     method: Methods = ("auto",)  # int8 only
     activation: Literal["auto", "int8", "uint8"] = "auto"
     weight_bits: Literal[7, 8] | None = None
-    realised_in: Literal["auto", "graph", "flags"] = (
-        "auto"  # TensorRT: written into the graph, or by builder flags (int8: implicit)
-    )
+    # TensorRT: written into the graph, or by builder flags (int8: implicit)
+    realised_in: Literal["auto", "graph", "flags"] = "auto"
     quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
     weight_only: bool = False  # int8 and int4; int4 is nothing else
     block_size: Literal[32, 64, 128] | None = None  # weight_only
@@ -264,22 +266,21 @@ class ExportConfig(Frozen):
 
 
 class SimplifyConfig(Frozen):
-    """The graph made smaller, after the user's own surgery on it."""
+    """Simplification of the graph, and the user's own surgery before it."""
 
     enabled: bool = True
     timeout_s: float = Field(default=600, gt=0)  # for surgery and for simplification
     surgery: str | None = None  # module:function, takes and returns an onnx.ModelProto
     python_path: Path = Path()  # where the module of the surgery is imported from
-    plain_attention: bool = (
-        True  # written as fused kernels know it; rolled back where that changes an answer
-    )
+    # rewritten into the form that fused kernels match; discarded if that changes an output
+    plain_attention: bool = True
 
     @model_validator(mode="after")
     def _function(self) -> SimplifyConfig:
-        if self.surgery is not None and [bool(part) for part in self.surgery.split(":")] != [
-            True,
-            True,
-        ]:
+        if self.surgery is None:
+            return self
+        parts = self.surgery.split(":")
+        if len(parts) != 2 or not all(parts):
             raise ValueError(f"expected surgery `module:function`, got '{self.surgery}'")
         return self
 
@@ -294,7 +295,7 @@ class CalibrationConfig(Frozen):
 BASELINE = re.compile(
     r"(eager|traced|compile(?: (reduce-overhead|max-autotune))?)(?: (fp32|tf32|fp16|bf16))?",
 )
-"""What a baseline is called: kind, mode of torch.compile, precision."""
+"""Name of a baseline: kind, mode of torch.compile, precision."""
 
 
 def _known_baseline(name: str) -> str:
@@ -305,30 +306,18 @@ def _known_baseline(name: str) -> str:
     return name
 
 
-Baselines = Annotated[
-    tuple[
-        Annotated[
-            str,
-            AfterValidator(
-                _known_baseline,
-            ),
-        ],
-        ...,
-    ],
-    BeforeValidator(_as_tuple),
-]
+BaselineName = Annotated[str, AfterValidator(_known_baseline)]
+Baselines = Annotated[tuple[BaselineName, ...], BeforeValidator(_as_tuple)]
 
 
 class BenchmarkConfig(Frozen):
-    """How long and at which sizes to measure."""
+    """Duration and sizes of the measurement."""
 
     sizes: tuple[dict[str, int], ...] = ()  # sizes of the symbols; empty: every profile's opt
-    duration_s: float = Field(
-        default=3.0, gt=0
-    )  # of measuring, per candidate and size, shared by six processes
-    budget_s: float = Field(
-        default=60.0, gt=0
-    )  # of the whole benchmark; for the four processes that a ratio needs it may take twice as long
+    # per candidate and size, shared by six processes
+    duration_s: float = Field(default=3.0, gt=0)
+    # for the whole benchmark; a ratio needs four processes, for which it may take twice as long
+    budget_s: float = Field(default=60.0, gt=0)
     warmup_s: float = Field(default=0.2, ge=0)
     warmup_runs: int = Field(default=10, ge=0)
     threads: int = Field(default=0, ge=0)  # 0 = all cores
@@ -336,23 +325,21 @@ class BenchmarkConfig(Frozen):
 
 
 class Plan(Frozen):
-    """Everything `crucible compile` needs to know."""
+    """All settings of `crucible compile`."""
 
-    name: str = Field(
-        default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$"
-    )  # never `..`, which is another folder
+    # never `..`, which is another folder
+    name: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$")
     model: ModelConfig
     profiles: Profiles = ()
     data: DataConfig = DataConfig()
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run
     ablate: bool = False  # the best int8 candidate again with each switch of its placement reversed
-    # fp16, and what says `keep_fp32: auto`, is tried in other ways where it is over the limits, a
-    # few builds more
+    # try fp16, and candidates with `keep_fp32: auto`, in other ways if they exceed the limits; this
+    # takes a few more builds
     rescue: bool = True
-    keep_builds: int = Field(
-        default=6, ge=1
-    )  # most engines built, per candidate, to find the nodes that must stay in fp32
+    # most engines built, per candidate, to find the nodes that must stay in fp32
+    keep_builds: int = Field(default=6, ge=1)
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
@@ -362,28 +349,29 @@ class Plan(Frozen):
 
 
 class PlanLoader(yaml.SafeLoader):
-    """YAML without its habit of letting the last of two equal keys win."""
+    """YAML loader that rejects duplicate keys, where YAML lets the last one win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key '{key}' stands twice", node.start_mark
+                    None, None, f"duplicate key '{key}'", node.start_mark
                 )
         return super().construct_mapping(node, deep)
 
 
 def home() -> Path:
-    """Where the store lies: $CRUCIBLE_HOME, else the user's data directory."""
+    """Return the store's folder: $CRUCIBLE_HOME, else the user's data directory."""
     return Path(
         os.environ.get("CRUCIBLE_HOME") or platformdirs.user_data_dir("crucible")
     ).expanduser()
 
 
 def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
-    """Read a plan and apply `a.b=value` overrides (values are YAML). Raises PlanError with the line
-    or key at fault.
+    """Read a plan and apply `a.b=value` overrides, whose values are YAML.
+
+    PlanError names the faulty line or key.
     """
     if not path.is_file():
         raise PlanError(
@@ -397,7 +385,7 @@ def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
         raise PlanError(f"'{path}' is not a text file, so it is no plan", advice) from error
     except yaml.YAMLError as error:
         raise PlanError(
-            f"'{path}' is not valid YAML: {error}", "mend the line named above"
+            f"'{path}' is not valid YAML: {error}", "correct the line named above"
         ) from error
     return plan_from_document(
         document, base=path.resolve().parent, name=path.stem, overrides=overrides
@@ -405,7 +393,7 @@ def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
 
 
 def plan_from_model(path: Path, overrides: Iterable[str] = ()) -> Plan:
-    """The plan that `crucible compile model.onnx` stands for: all defaults, no data."""
+    """Return the plan of `crucible compile model.onnx`: all defaults, no data."""
     document = {"model": {"path": str(path.resolve())}}
     return plan_from_document(document, base=Path.cwd(), name=path.stem, overrides=overrides)
 
@@ -432,15 +420,21 @@ def plan_from_document(
 
 
 def override_plan(plan: Plan, overrides: Iterable[str]) -> Plan:
-    """A checked plan with `a.b=value` overrides applied; relative paths in them are taken from the
-    working folder.
+    """Apply `a.b=value` overrides to a checked plan.
+
+    Relative paths in overrides are taken from the working folder.
     """
     document = plan.model_dump(mode="json")
-    document["profiles"] = [
-        {**each["dims"], **({"values": each["values"]} if each["values"] else {})}
-        for each in document["profiles"]
-    ]  # as written
+    document["profiles"] = [_written_profile(profile) for profile in document["profiles"]]
     return plan_from_document(document, base=Path.cwd(), overrides=overrides)
+
+
+def _written_profile(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a stored profile to the form that users write."""
+    written = dict(profile["dims"])
+    if profile["values"]:
+        written["values"] = profile["values"]
+    return written
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -523,13 +517,8 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
     )
 
 
-_UNWRITTEN = (
-    "(files)",
-    "(generated)",
-    "(word)",
-    "(names)",
-    "dims",
-)  # parts of a place in the plan that nobody writes
+# parts of an error's location that no user writes
+_UNWRITTEN = ("(files)", "(generated)", "(word)", "(names)", "dims")
 _IN_WORDS = {
     "tuple": "list, written [a, b] or with dashes",
     "dictionary": "mapping of `key: value`",
@@ -538,9 +527,7 @@ _IN_WORDS = {
 
 
 def explain(error: ValidationError, kind: type[BaseModel]) -> str:
-    """All faults of a plan of this kind, one sentence each, with the near key where one is
-    misspelt.
-    """
+    """Describe all errors of a plan, one sentence each. A misspelt key gets a suggestion."""
     sentences = []
     for fault in error.errors():
         where = ".".join(str(part) for part in fault["loc"] if part not in _UNWRITTEN) or "plan"
@@ -565,7 +552,7 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> str:
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys allowed at this place of the plan, found by walking the models' annotations."""
+    """Return the keys allowed at this location of the plan, from the models' annotations."""
     current: Any = model
     for part in location:
         models = (

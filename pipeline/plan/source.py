@@ -1,8 +1,7 @@
-"""The model as its user has it: checks that it is all there, and gives one digest of its whole
-content. Loads no torch.
+"""The model source of a plan: check that it is complete, and digest its content. Loads no torch.
 
 The digest covers the model file with its external data, or the weights and the source text of the
-entrypoint's package, so that editing one line of the user's model function exports again.
+entrypoint's package. So a change of one line of the user's code causes a new export.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from pipeline.plan.schema import ModelConfig
 def source_from_config(config: ModelConfig, profiles: tuple[Profile, ...]) -> ModelSource:
     """Check that the plan's source is complete and digest its content.
 
-    PlanError for a missing file, an impossible input or a dimension without a range; ModelError for
-    a model file that cannot be read. The inputs and profiles of an .onnx are known only from its
-    graph: call `check_profiles` with them after export.
+    PlanError for a missing file, an impossible input or a dimension without a range. ModelError for
+    an unreadable model file. The inputs of an .onnx file are known only from its graph: check the
+    profiles with `check_profiles` after it was read.
     """
     for key, path in (("path", config.path), ("weights", config.weights)):
         if path is not None and not path.is_file():
@@ -92,10 +91,10 @@ def _check_unique(key: str, names: Iterable[str]) -> None:
 def check_profiles(
     inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]
 ) -> tuple[Profile, ...]:
-    """The profiles to use: those given, or one empty profile for a model of fixed shapes.
+    """Return the profiles, or one empty profile if a model with fixed shapes has none.
 
-    PlanError if a symbolic dimension has no range in some profile (it is never taken to be 1), or a
-    profile names an unknown symbol, or gives ranges of values that an input cannot have.
+    PlanError if a symbolic dimension has no range in a profile (the default is never 1), if a
+    profile names an unknown symbol, or if an input cannot have the values of a range.
     """
     symbols = tuple(dict.fromkeys(symbol for spec in inputs for symbol in spec.symbols))
     for profile in profiles or (Profile(),):
@@ -127,7 +126,7 @@ def check_profiles(
 
 
 def _check_values(inputs: tuple[TensorSpec, ...], name: str, values: ValueRange) -> None:
-    """PlanError unless the input is there, holds integers, and has as many of them as the range."""
+    """Raise PlanError unless the input exists and holds as many integers as the range."""
     spec = next((spec for spec in inputs if spec.name == name), None)
     if spec is None:
         names = [spec.name for spec in inputs]
@@ -166,12 +165,12 @@ def _near(name: str, names: Sequence[str], otherwise: str) -> str:
 
 
 def _advice(symbols: tuple[str, ...], profile: Profile) -> str:
-    """What to write, as YAML and as an option, with the ranges that are already there."""
-    ranges = {symbol: profile.dims.get(symbol) for symbol in symbols}
-    triples = {
-        symbol: (found.min, found.opt, found.max) if found else (1, 8, 64)
-        for symbol, found in ranges.items()
-    }
+    """Return an example of the ranges, as YAML and as an option. It keeps the ranges given."""
+    triples = dict.fromkeys(symbols, (1, 8, 64))
+    for symbol in symbols:
+        if symbol in profile.dims:
+            dim = profile.dims[symbol]
+            triples[symbol] = (dim.min, dim.opt, dim.max)
     plan = ", ".join(f"{symbol}: {list(triple)}" for symbol, triple in triples.items())
     options = " ".join(
         f"--profile {symbol}={':'.join(map(str, triple))}" for symbol, triple in triples.items()
@@ -185,7 +184,7 @@ def _advice(symbols: tuple[str, ...], profile: Profile) -> str:
 
 
 def digest_of_source(source: ModelSource) -> str:
-    """sha256 of everything that decides what the model computes; not of where its files lie."""
+    """Return the sha256 of everything that determines the model's outputs, without file paths."""
     facts = source.model_dump(mode="json", include={"entrypoint", "inputs", "outputs", "seed"})
     if source.entrypoint is not None:
         facts["code"] = code_digest(source.entrypoint, source.python_path or Path())
@@ -204,20 +203,21 @@ def _file_digest(path: Path) -> str:
 
 
 def _onnx_digest(path: Path) -> str:
-    # imports onnx, which a warm run of an entrypoint does not need
+    # imports onnx, which a run with a cached entrypoint does not need
     from pipeline.onnx_graph.files import file_digest, read_proto
 
-    # a corrupt file, or data outside its folder, ends here with its reason
+    # raises for a corrupt file, or for external data outside its folder
     read_proto(path, weights=False)
     return file_digest(path)
 
 
 def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint") -> str:
-    """sha256 of the source text behind `module:function` and the versions of what it imports; of an
-    installed package, its version.
+    """Return the sha256 of the code behind `module:function`.
 
-    A package under `python_path`: all its .py files. A single module: the .py files beside it and
-    the packages there, since it may import them. PlanError if there is no such module.
+    For a package under `python_path` it covers all its .py files. For a single module it covers the
+    .py files and packages in its folder, since it may import them. Both add the versions of the
+    packages that they import. For an installed package it covers only the version. PlanError if the
+    module does not exist.
     """
     module = entrypoint.partition(":")[0]
     top = module.partition(".")[0]
@@ -233,7 +233,7 @@ def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint
         )
     site = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")]
     folders = _folders_of(spec)
-    if any(folder.is_relative_to(place) for folder in folders for place in site):
+    if any(folder.is_relative_to(site_folder) for folder in folders for site_folder in site):
         facts = _installed_version(top)
     else:
         texts = {
@@ -241,26 +241,26 @@ def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint
             for folder in folders
             for file in sorted(_sources(folder))
         }
-        facts = {
-            name: hashlib.sha256(text).hexdigest() for name, text in texts.items()
-        } | _imported_versions(texts.values(), top, folders)
+        facts = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
+        facts |= _imported_versions(texts.values(), top, folders)
     return hashlib.sha256(json.dumps([module, facts], sort_keys=True).encode()).hexdigest()
 
 
 def _imported_versions(
     texts: Iterable[bytes], top: str, folders: tuple[Path, ...]
 ) -> dict[str, str]:
-    """The version of every installed package that is imported: a model that comes out of
-    torchvision changes with it.
+    """Return the version of every installed package that the code imports.
+
+    A model from torchvision, for example, changes with torchvision's version.
     """
-    found = {
+    imported = {
         name.decode()
         for text in texts
         for name in re.findall(rb"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)
     }
     local = {entry.stem for folder in folders for entry in folder.iterdir()} | {top}
     versions: dict[str, str] = {}
-    for name in sorted(found - local - sys.stdlib_module_names):
+    for name in sorted(imported - local - sys.stdlib_module_names):
         versions |= _installed_version(name)
     return versions
 
@@ -268,49 +268,46 @@ def _imported_versions(
 def _installed_spec(top: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(top)  # a top-level name: nothing is imported
-    except ValueError:  # a module that some program made by hand
+    except ValueError:  # a module without a spec, created at run time
         return None
 
 
 def _folders_of(spec: ModuleSpec) -> tuple[Path, ...]:
-    """Where a top-level module's source text lies: the package itself, or the folder of a single
-    file.
-    """
+    """Return the folders of a module's source text: the package, or the folder of a single file."""
     if spec.submodule_search_locations is not None:
-        return tuple(Path(place).resolve() for place in spec.submodule_search_locations)
+        return tuple(Path(location).resolve() for location in spec.submodule_search_locations)
     return (Path(spec.origin or "").resolve().parent,)
 
 
 def _installed_version(top: str) -> dict[str, str]:
     try:
         return {top: importlib.metadata.version(top)}
-    except (
-        importlib.metadata.PackageNotFoundError
-    ):  # the distribution has another name than the module
-        return dict(
-            sorted(
-                (found.name, found.version)
-                for found in importlib.metadata.distributions()
-                if _provides(found, top)
-            )
+    except importlib.metadata.PackageNotFoundError:
+        # the distribution has another name than the module
+        versions = (
+            (distribution.name, distribution.version)
+            for distribution in importlib.metadata.distributions()
+            if _provides(distribution, top)
         )
+        return dict(sorted(versions))
 
 
-def _provides(found: importlib.metadata.Distribution, top: str) -> bool:
-    """Whether a distribution brings the module `top`; `packages_distributions()` takes ten times as
-    long, since it parses all that each says.
+def _provides(distribution: importlib.metadata.Distribution, top: str) -> bool:
+    """Return whether a distribution contains the module `top`.
+
+    `packages_distributions()` takes ten times as long, since it parses all metadata.
     """
-    listed = (found.read_text("top_level.txt") or "").split()
-    return (
-        top in listed
-        if listed
-        else re.search(rf"^{top}[./]", found.read_text("RECORD") or "", re.MULTILINE) is not None
-    )
+    listed = (distribution.read_text("top_level.txt") or "").split()
+    if listed:
+        return top in listed
+    record = distribution.read_text("RECORD") or ""
+    return re.search(rf"^{top}[./]", record, re.MULTILINE) is not None
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """The .py files of a folder and of those below it that can be imported; links to folders are
-    not followed.
+    """Yield the .py files of a folder and of importable folders below it.
+
+    Links to folders are not followed.
     """
     for entry in folder.iterdir():
         if entry.suffix == ".py" and entry.is_file():
@@ -320,8 +317,9 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 def _may_be_imported(entry: Path) -> bool:
-    """A folder Python could import from (namespace packages have no __init__.py): not hidden, no
-    cache, no virtual environment.
+    """Return whether Python can import from a folder. Namespace packages have no __init__.py.
+
+    False for hidden folders, caches, links and virtual environments.
     """
     if (
         not entry.name.isidentifier()

@@ -1,1 +1,1 @@
-"""What a compile found, as data: the report, layer tables and the precision audit."""
+"""Results of a compile as data: the report, layer tables and the precision audit."""

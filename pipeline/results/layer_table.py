@@ -1,4 +1,4 @@
-"""What an engine really runs, kernel by kernel: how every backend tells it."""
+"""The layer table: the kernels that an engine really runs, in one form for every backend."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ from pipeline.core import Frozen, Precision
 
 
 class Layer(Frozen):
-    """One kernel of an engine as it really ran, and how its precision is known."""
+    """One kernel of an engine, with its precision and the evidence for it."""
 
     name: str
     kind: str  # the library's own word: CaskConvolution, gemm, kgen, Reformat
-    precision: (
-        Precision | Literal["integer", "none", "unknown"]
-    )  # integer: sizes and indices; none: moves or converts data only
-    evidence: Literal[
-        "tactic", "types", "none"
-    ]  # the kernel's name, else the types of inputs and outputs
-    # multiplies matrices (convolution, Gemm, MatMul, attention): what an engine's precision is
-    # about
+    # integer: sizes and indices; none: moves or converts data only
+    precision: Precision | Literal["integer", "none", "unknown"]
+    # of the precision: the kernel's name, else the types of inputs and outputs
+    evidence: Literal["tactic", "types", "none"]
+    # multiplies matrices (convolution, Gemm, MatMul, attention): such layers decide the precision
     heavy: bool = False
     nodes: tuple[str, ...] = ()  # the ONNX nodes it computes
-    operators: tuple[
-        str, ...
-    ] = ()  # of each node its operator, "" where it is not known; empty: nothing is
+    # of each node its operator, "" if it is unknown; empty: none is known
+    operators: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()  # dtype of each
     outputs: tuple[str, ...] = ()
     seconds: float | None = None  # median per run; None: not timed
@@ -32,9 +28,9 @@ class Layer(Frozen):
 
 
 class LayerTable(Frozen):
-    """Every kernel of one engine in the order of running, timed by plain enqueue at one shape."""
+    """Every kernel of one engine in execution order, timed by plain enqueue at one shape."""
 
     sizes: dict[str, int]
     runs: int  # of which `Layer.seconds` is the median
     layers: tuple[Layer, ...]
-    profile: int = 0  # that ran, counted from 0
+    profile: int = 0  # index of the profile that ran

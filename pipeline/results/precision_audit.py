@@ -1,9 +1,7 @@
-"""What precision an engine really runs in: the verdict on a layer table, and its fusions in words.
-Pure.
+"""The precision that an engine really runs: the verdict on a layer table, and its fusions. Pure.
 
-Heavy layers decide: convolutions, Gemms, MatMuls, attention. What stands between them (pooling,
-Softmax, casts) says nothing about the precision that an engine is called by, and a recipe may keep
-some of it in fp32.
+Heavy layers decide: convolutions, Gemms, MatMuls, attention. The layers between them (pooling,
+Softmax, casts) do not determine an engine's precision, and a recipe may keep some of them in fp32.
 """
 
 from __future__ import annotations
@@ -16,24 +14,21 @@ from dataclasses import dataclass
 from pipeline.core import KeptNode, Note, Precision
 from pipeline.results.layer_table import Layer, LayerTable
 
-MAX_UNKNOWN = 0.1  # of the time; above, a warning names the layers
-MAX_MOVING = 0.1  # of the time; above, a note says so
-# of the time of heavy layers whose precision is known:
-# that an fp32 engine may spend in TF32 or less; TensorRT's fp32 engines measured 0, so this is
-# rounding
+MAX_UNKNOWN = 0.1  # share of the time of unknown precision; above it, a warning names the layers
+MAX_MOVING = 0.1  # share of the time that moves or converts data; above it, there is a note
+# The next limits are shares of the time of heavy layers with a known precision.
+# TF32 or less in an fp32 engine: TensorRT's fp32 engines measured 0, so this allows for rounding
 MAX_BELOW_FP32 = 0.01
-# that must run in the precision of a tf32, fp16 or bf16 engine; measured 0.99 to 1, nodes kept in
-# fp32 take their part
+# the label's precision in a tf32, fp16 or bf16 engine: measured 0.99 to 1, less if nodes stay in
+# fp32
 MIN_FLOAT = 0.5
-FEW_BITS = frozenset(
-    {"int8", "uint8", "int4", "uint4", "i4", "u4"}
-)  # what a product reads beside floats if its weights have few bits
-# ONNX Runtime's product with such weights; its profile leaves out inputs that a kernel packed for
-# itself
-NARROW = "MatMulNBits"
-# of an int8 or fp8 engine; below MIN_FLOAT is a warning. Measured 0.97 to 1; placement may leave
-# much out
+# the label's precision in an int8 or fp8 engine; below MIN_FLOAT there is a warning. Measured 0.97
+# to 1; placement may leave many layers out
 MIN_QUANTISED = 0.1
+# dtypes of weights with few bits
+FEW_BITS = frozenset({"int8", "uint8", "int4", "uint4", "i4", "u4"})
+# ONNX Runtime's MatMul with such weights; its profile omits inputs that the kernel has packed
+NARROW = "MatMulNBits"
 
 SLOWEST_NAMED = 3
 UNKNOWN_NAMED = 5
@@ -41,14 +36,13 @@ CONVOLUTIONS = frozenset({"Conv", "ConvTranspose", "ConvInteger", "QLinearConv"}
 INTEGER_OPERATORS = frozenset(
     {"MatMulInteger", "ConvInteger", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv"}
 )
-"""Of ONNX's own; a model that holds them computes in 8 bits whatever an engine of it is called."""
+"""Integer operators of ONNX. A model with them computes in 8 bits, whatever the engine's label."""
 
 MATMULS = frozenset({"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"})
 PRODUCTS = CONVOLUTIONS | MATMULS | frozenset({"Attention", "Einsum", "GRU", "LSTM", "RNN"})
-SILENT = frozenset(
-    {"", "Cast", "QuantizeLinear", "DequantizeLinear", "Identity", "Constant"}
-)  # do not make a fusion worth telling
-SHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})  # nor do these
+# operators that are left out of a fusion's text
+SILENT = frozenset({"", "Cast", "QuantizeLinear", "DequantizeLinear", "Identity", "Constant"})
+SHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})  # left out too
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +54,31 @@ class Reformats:
 
 
 def time_by_precision(table: LayerTable) -> Mapping[str, float]:
-    """Share of the time per precision, largest first; layers that move or convert data count as
-    `none`.
+    """Return the share of the time per precision, largest first.
+
+    Layers that move or convert data count as `none`.
     """
     return _shares(table.layers)
 
 
-def ran_in(called: Precision, table: LayerTable | None) -> Precision:
-    """The precision in which the heavy layers spend most of their time; what the engine is called
-    by where nothing is known of them.
+def ran_in(label_precision: Precision, table: LayerTable | None) -> Precision:
+    """Return the precision in which the heavy layers spend most of their time.
+
+    `label_precision` is returned if no layer's precision is known.
     """
     shares = _shares(layer for layer in table.layers if layer.heavy) if table else {}
     known = [Precision(name) for name in shares if name in list(Precision)]
-    return known[0] if known else called
+    return known[0] if known else label_precision
 
 
 def reformats(table: LayerTable) -> Reformats:
-    """How many layers only move or convert data, and their share of the time."""
+    """Return the number of layers that only move or convert data, and their share of the time."""
     count = sum(layer.precision == "none" for layer in table.layers)
     return Reformats(count, time_by_precision(table).get("none", 0.0))
 
 
 def slowest(layers: Iterable[Layer], count: int) -> tuple[Layer, ...]:
-    """The layers that take the most time, slowest first; those without a time are left out."""
+    """Return the `count` slowest layers, slowest first. Layers without a time are left out."""
     timed = [layer for layer in layers if layer.seconds is not None]
     return tuple(sorted(timed, key=lambda layer: -(layer.seconds or 0.0))[:count])
 
@@ -97,24 +93,26 @@ def mislabelled(
     weight_only: bool = False,
     forced: Sequence[KeptNode] = (),
 ) -> str:
-    """Why an engine does not run what it is called by, with the shares and the slowest layers;
-    empty if it does or nothing is known.
+    """Return why an engine does not run the precision of its label; empty if it does.
 
-    fp32 fails with more than 1 % of the heavy layers' time in TF32 or less, tf32, fp16 and bf16
-    with less than half of it in that very precision, int8 and fp8 with less than a tenth: TensorRT
-    may leave layers in 16 bits that are faster there. `kept` are the patterns of the nodes that the
-    recipe itself keeps in fp32: they are asked for, so they count neither way (fp32 takes four
-    times as long as fp16). `forced` are the nodes that the conversion left in fp32. Candidate.title
-    counts them, so an engine of nothing else is no false label. Of weights alone the products are
-    of floats: what they read decides, and a tenth of the time must go to weights in 4 or 8 bits.
+    The text gives the shares and the slowest layers. It is empty too if no precision is known.
+    Limits, as shares of the heavy layers' time:
+
+        fp32               at most 1 % in TF32 or less
+        tf32, fp16, bf16   at least half in exactly that precision
+        int8, fp8          at least a tenth: TensorRT may run layers in 16 bits that are faster so
+        weight_only        at least a tenth in layers that read weights of 4 or 8 bits, because
+                           their products are of floats
+
+    `kept`: patterns of the nodes that the recipe keeps in fp32. They are intended, so they do not
+    count (fp32 takes four times as long as fp16). `forced`: nodes that the conversion left in fp32.
+    Candidate.title counts them, so an engine with no other heavy layers has no false label.
     """
     judged = _judged(table, kept, forced)
     if not judged and any(layer.heavy for layer in table.layers):
-        return (
-            ""
-            if _judged(table, kept)
-            else f"called {precision}, but every heavy layer is kept in fp32"
-        )
+        if _judged(table, kept):
+            return ""
+        return f"called {precision}, but every heavy layer is kept in fp32"
     if weight_only:
         return _wide_weights(precision, judged)
     shares = _known_shares(precision, judged)
@@ -122,33 +120,31 @@ def mislabelled(
         return ""
     share = shares.get(precision, 0.0)
     if precision is Precision.FP32:
-        wrong = 1.0 - share > MAX_BELOW_FP32
+        is_mismatch = 1.0 - share > MAX_BELOW_FP32
+    elif precision in (Precision.INT8, Precision.FP8):
+        is_mismatch = share < MIN_QUANTISED
     else:
-        wrong = share < (
-            MIN_QUANTISED if precision in (Precision.INT8, Precision.FP8) else MIN_FLOAT
-        )
+        is_mismatch = share < MIN_FLOAT
+    if not is_mismatch:
+        return ""
     return (
-        f"called {precision}, but {_told(precision, shares)}; {_named_slowest(judged, table)}"
-        if wrong
-        else ""
+        f"called {precision}, but {_shares_text(precision, shares)}; {_slowest_text(judged, table)}"
     )
 
 
 def _wide_weights(precision: Precision, heavy: tuple[Layer, ...]) -> str:
-    """Why an engine does not hold the weights it is called by; empty if it does, or if of most of
-    the time it is not known.
+    """Return why an engine does not have the weights of its label; empty if it does.
+
+    Empty too if the inputs are unknown for most of the time.
     """
     known = [layer for layer in heavy if layer.inputs]
-    narrow = _seconds(
+    known_s = _seconds(known)
+    narrow_s = _seconds(
         layer for layer in known if layer.kind == NARROW or FEW_BITS.intersection(layer.inputs[1:])
     )
-    if (
-        not _seconds(known)
-        or _seconds(known) < 0.5 * _seconds(heavy)
-        or narrow >= MIN_QUANTISED * _seconds(known)
-    ):
+    if not known_s or known_s < 0.5 * _seconds(heavy) or narrow_s >= MIN_QUANTISED * known_s:
         return ""
-    share = percent_text(narrow / _seconds(known))
+    share = percent_text(narrow_s / known_s)
     return (
         f"called {precision} weight-only, but by time only {share} of its heavy layers read weights"
         " in 4 or 8 bits"
@@ -161,8 +157,10 @@ def precision_notes(
     kept: tuple[str, ...] = (),
     forced: Sequence[KeptNode] = (),
 ) -> tuple[Note, ...]:
-    """What a reader must know of a table: where the evidence ends, what moving data costs, what the
-    nodes in fp32 cost, and that int8 or fp8 is the smaller part.
+    """Return the notes on a layer table.
+
+    They cover unknown precisions, the cost of moving data and of nodes in fp32, and int8 or fp8
+    engines with less than half of the time in that precision.
     """
     notes = [*_forced_notes(table, precision, kept, forced)]
     if (unknown := time_by_precision(table).get("unknown", 0.0)) > MAX_UNKNOWN:
@@ -171,19 +169,18 @@ def precision_notes(
             for layer in slowest(table.layers, len(table.layers))
             if layer.precision == "unknown"
         ]
-        names = ", ".join(layer.name for layer in layers[:UNKNOWN_NAMED]) + _and_more(
-            len(layers) - UNKNOWN_NAMED
-        )
+        names = ", ".join(layer.name for layer in layers[:UNKNOWN_NAMED])
+        names += _and_more(len(layers) - UNKNOWN_NAMED)
         notes.append(
             Note(
                 stage="prove",
                 text=f"the precision of {percent_text(unknown)} of the time is not known: {names}",
             )
         )
-    found = reformats(table)
-    if found.share > MAX_MOVING:
+    moving = reformats(table)
+    if moving.share > MAX_MOVING:
         text = (
-            f"{percent_text(found.share)} of the time goes to {found.count} layers that only move"
+            f"{percent_text(moving.share)} of the time goes to {moving.count} layers that only move"
             " or convert data"
         )
         notes.append(Note(stage="prove", text=text, level="info"))
@@ -193,7 +190,7 @@ def precision_notes(
             notes.append(
                 Note(
                     stage="prove",
-                    text=f"{precision} is the smaller part: {_told(precision, shares)}",
+                    text=f"{precision} is the smaller part: {_shares_text(precision, shares)}",
                 )
             )
     return tuple(notes)
@@ -205,8 +202,9 @@ def _forced_notes(
     kept: tuple[str, ...],
     forced: Sequence[KeptNode],
 ) -> Iterable[Note]:
-    """What the nodes that stay in fp32 cost; a warning where nothing heavy is left for the
-    precision of the label.
+    """Yield a note on the cost of nodes that stay in fp32.
+
+    It is a warning if no heavy layer remains for the precision of the label.
     """
     if not forced or not _seconds(table.layers):
         return
@@ -219,21 +217,16 @@ def _forced_notes(
 
 
 def forced_share(table: LayerTable, forced: Sequence[KeptNode]) -> float:
-    """The share of the time that the nodes take which the conversion left in fp32."""
-    whole = _seconds(table.layers)
-    return (
-        _seconds(layer for layer in table.layers if _is_forced(layer, forced)) / whole
-        if whole
-        else 0.0
-    )
+    """Return the share of the time of the nodes that the conversion left in fp32."""
+    total_s = _seconds(table.layers)
+    forced_s = _seconds(layer for layer in table.layers if _is_forced(layer, forced))
+    return forced_s / total_s if total_s else 0.0
 
 
 def _judged(
     table: LayerTable, kept: tuple[str, ...], forced: Sequence[KeptNode] = ()
 ) -> tuple[Layer, ...]:
-    """The heavy layers, without those that run in fp32 because the recipe or the conversion says
-    so.
-    """
+    """Return the heavy layers, without those that the recipe or the conversion keeps in fp32."""
 
     def is_kept(layer: Layer) -> bool:
         named = any(fnmatch.fnmatch(node, pattern) for node in layer.nodes for pattern in kept)
@@ -247,26 +240,26 @@ def _is_full(layer: Layer) -> bool:
 
 
 def _is_forced(layer: Layer, forced: Sequence[KeptNode]) -> bool:
-    """Whether a layer runs in fp32 and computes a node that the conversion left so."""
-    named = not {each.node for each in forced}.isdisjoint(layer.nodes)
-    in_loop = any(each.unnamed for each in forced) and _names_no_product(layer)
+    """Return whether a layer runs in fp32 and computes a node that the conversion left in fp32."""
+    named = not {kept.node for kept in forced}.isdisjoint(layer.nodes)
+    in_loop = any(kept.unnamed for kept in forced) and _names_no_product(layer)
     return _is_full(layer) and (named or in_loop)
 
 
 def _names_no_product(layer: Layer) -> bool:
-    """Whether none of the nodes that a layer names multiplies matrices: its product is that of a
-    node it does not name.
+    """Return whether no node that a layer names multiplies matrices.
+
+    The product of such a heavy layer belongs to a node that it does not name.
     """
     known = all(layer.operators) and len(layer.operators) == len(layer.nodes)
     return known and PRODUCTS.isdisjoint(layer.operators)
 
 
 def _known_shares(precision: Precision, heavy: tuple[Layer, ...]) -> Mapping[str, float]:
-    """Shares of the heavy layers' time as far as its precision is known; empty if less than half of
-    it is.
+    """Return the shares of the heavy layers' time with a known precision.
 
-    FP32 inputs and outputs are proof of neither fp32 nor TF32, so for a tf32 engine a layer known
-    by them alone is not known.
+    Empty if less than half of the time is known. FP32 inputs and outputs prove neither fp32 nor
+    TF32. So for a tf32 engine, a layer with no other evidence counts as unknown.
     """
     known = [
         layer
@@ -289,39 +282,33 @@ def _shares(layers: Iterable[Layer]) -> Mapping[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for layer in layers:
         seconds[str(layer.precision)] += layer.seconds or 0.0
-    whole = sum(seconds.values())
-    return (
-        {name: part / whole for name, part in sorted(seconds.items(), key=lambda item: -item[1])}
-        if whole
-        else {}
-    )
+    total_s = sum(seconds.values())
+    if not total_s:
+        return {}
+    largest_first = sorted(seconds.items(), key=lambda item: -item[1])
+    return {name: part_s / total_s for name, part_s in largest_first}
 
 
-def _told(precision: Precision, shares: Mapping[str, float]) -> str:
-    """What the heavy layers run, the precision asked for first."""
-    others = [
-        f"{percent_text(share)} {name}" for name, share in shares.items() if name != precision
-    ]
-    return (
-        "its heavy layers run"
-        f" {', '.join([f'{percent_text(shares.get(precision, 0.0))} {precision}', *others])} by"
-        " time"
-    )
+def _shares_text(precision: Precision, shares: Mapping[str, float]) -> str:
+    """Describe what the heavy layers run, the label's precision first."""
+    texts = [f"{percent_text(shares.get(precision, 0.0))} {precision}"]
+    for name, share in shares.items():
+        if name != precision:
+            texts.append(f"{percent_text(share)} {name}")
+    return f"its heavy layers run {', '.join(texts)} by time"
 
 
-def _named_slowest(judged: tuple[Layer, ...], table: LayerTable) -> str:
-    whole = _seconds(table.layers)
-    named = [
-        f"{node_text(layer)} {layer.precision} {percent_text((layer.seconds or 0.0) / whole)}"
+def _slowest_text(judged: tuple[Layer, ...], table: LayerTable) -> str:
+    total_s = _seconds(table.layers)
+    texts = [
+        f"{node_text(layer)} {layer.precision} {percent_text((layer.seconds or 0.0) / total_s)}"
         for layer in slowest(judged, SLOWEST_NAMED)
     ]
-    return f"slowest: {', '.join(named)} of all time"
+    return f"slowest: {', '.join(texts)} of all time"
 
 
 def node_text(layer: Layer, most: int = 1) -> str:
-    """The first ONNX nodes of a layer and how many more there are; its own name where it has
-    none.
-    """
+    """Return the first ONNX nodes of a layer and the number of others, or the layer's own name."""
     nodes = layer.nodes or (layer.name,)
     return ", ".join(nodes[:most]) + _and_more(len(nodes) - most)
 
@@ -332,33 +319,31 @@ def _and_more(count: int) -> str:
 
 def percent_text(share: float) -> str:
     """`45 %`, with a digit more near 0 and 1."""
-    return (
-        f"{100 * share:.0f} %"
-        if 0.1 <= share <= 0.99 or share in (0.0, 1.0)
-        else f"{100 * share:.1f} %"
-    )
+    digits = 0 if 0.1 <= share <= 0.99 or share in (0.0, 1.0) else 1
+    return f"{100 * share:.{digits}f} %"
 
 
 # -- fusions -----------------------------------------------------------------
 
 
 def fusions(table: LayerTable) -> tuple[str, ...]:
-    """Which ONNX operators share a kernel, in words: attention and normalisation first, then
-    convolutions and Gemms with what they took in.
+    """Describe which ONNX operators share a kernel.
 
-    Empty where the operators of the nodes are not known.
+    First attention and normalisation, then convolutions and Gemms with the operators fused into
+    them. Empty if the operators of the nodes are unknown.
     """
-    groups = Counter(text for layer in table.layers if (text := _merged(layer)))
-    each = [
+    groups = Counter(text for layer in table.layers if (text := _fused_operators(layer)))
+    lines = [
         f"{text} in one kernel: {count}"
         for text, count in sorted(groups.items(), key=lambda item: (-item[1], item[0]))
     ]
-    return (*_attention(table), *_normalisation(table), *each)
+    return (*_attention(table), *_normalisation(table), *lines)
 
 
-def _merged(layer: Layer) -> str:
-    """`Conv + Add + Relu`, the heavy operators first; empty for one operator, and for attention,
-    which has a line of its own.
+def _fused_operators(layer: Layer) -> str:
+    """Return a text like `Conv + Add + Relu`, the heavy operators first.
+
+    Empty for a single operator, and for attention, which has its own line.
     """
     counts = Counter(operator for operator in layer.operators if operator not in SILENT | SHAPES)
     if not layer.heavy or counts.total() < 2 or _is_attention(layer):
@@ -383,56 +368,53 @@ def _is_attention(layer: Layer) -> bool:
 
 
 def _attention(table: LayerTable) -> tuple[str, ...]:
-    fused, places = attention_in_one_kernel(table, _places(table, "Softmax"))
-    return (
-        (f"attention (MatMul, Softmax, MatMul) in one kernel: {fused} of {places}",)
-        if places
-        else ()
-    )
+    fused, places = attention_in_one_kernel(table, _layers_by_node(table, "Softmax"))
+    if not places:
+        return ()
+    return (f"attention (MatMul, Softmax, MatMul) in one kernel: {fused} of {places}",)
 
 
 def attention_in_one_kernel(table: LayerTable, softmaxes: Iterable[str]) -> tuple[int, int]:
-    """Of the attentions of these Softmax nodes: how many one kernel computes as a whole, and how
-    many there are.
-    """
-    known = _places(table, "Softmax")
+    """Return how many attentions of these Softmax nodes run in one kernel, and their total."""
+    known = _layers_by_node(table, "Softmax")
     places = {node: known[node] for node in softmaxes if node in known}
-    if sum(operator == "MatMul" for layer in table.layers for operator in layer.operators) < 2:
+    matmuls = sum(layer.operators.count("MatMul") for layer in table.layers)
+    if matmuls < 2:
         return 0, 0
-    return sum(any(_is_attention(layer) for layer in layers) for layers in places.values()), len(
-        places
-    )
+    fused = sum(any(_is_attention(layer) for layer in layers) for layers in places.values())
+    return fused, len(places)
 
 
 def _normalisation(table: LayerTable) -> tuple[str, ...]:
-    """LayerNorm as one operator, or written out: then a ReduceMean and the Sqrt share a kernel."""
-    found = []
-    if places := _places(table, "LayerNormalization"):
-        whole = [layers[0] for layers in places.values() if len(layers) == 1]
-        added = sum("Add" in layer.operators for layer in whole)
-        found.append(
-            f"LayerNormalization in one kernel: {len(whole)} of {len(places)}"
-            + f", {added} with the Add before it" * bool(added)
-        )
-    places = _places(table, "Sqrt")
-    if places and _places(table, "ReduceMean"):
-        whole = [
+    """Describe the fusions of LayerNorm, as one operator or written out.
+
+    A written-out LayerNorm is fused if a ReduceMean and the Sqrt share a kernel.
+    """
+    lines = []
+    if places := _layers_by_node(table, "LayerNormalization"):
+        fused = [layers[0] for layers in places.values() if len(layers) == 1]
+        with_add = sum("Add" in layer.operators for layer in fused)
+        line = f"LayerNormalization in one kernel: {len(fused)} of {len(places)}"
+        lines.append(f"{line}, {with_add} with the Add before it" if with_add else line)
+    places = _layers_by_node(table, "Sqrt")
+    if places and _layers_by_node(table, "ReduceMean"):
+        fused = [
             layers[0]
             for layers in places.values()
             if len(layers) == 1 and "ReduceMean" in layers[0].operators
         ]
-        found.append(
-            f"LayerNorm written out (ReduceMean to Sqrt) in one kernel: {len(whole)} of"
+        lines.append(
+            f"LayerNorm written out (ReduceMean to Sqrt) in one kernel: {len(fused)} of"
             f" {len(places)}"
         )
-    return tuple(found)
+    return tuple(lines)
 
 
-def _places(table: LayerTable, operator: str) -> Mapping[str, tuple[Layer, ...]]:
-    """The kernels that take part in each node of this operator."""
+def _layers_by_node(table: LayerTable, operator: str) -> Mapping[str, tuple[Layer, ...]]:
+    """Return the layers that take part in each node of this operator."""
     places: dict[str, tuple[Layer, ...]] = {}
     for layer in table.layers:
-        for node, its in zip(layer.nodes, layer.operators, strict=False):
-            if its == operator and layer.precision != "none":
+        for node, node_operator in zip(layer.nodes, layer.operators, strict=False):
+            if node_operator == operator and layer.precision != "none":
                 places[node] = (*places.get(node, ()), layer)
     return places

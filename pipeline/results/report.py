@@ -1,4 +1,4 @@
-"""What a compile found, as data: the models behind report.json."""
+"""The models of report.json: all results of a compile."""
 
 from __future__ import annotations
 
@@ -34,13 +34,11 @@ class OutputError(Frozen):
     inf: int  # values that are infinite on one side only, or of the other sign
     worst_sample: int  # index into the set
     passed: bool
-    failures: tuple[str, ...] = ()  # each threshold that was broken: asked and got
+    failures: tuple[str, ...] = ()  # each threshold that was exceeded: expected and actual
 
 
 class MetricResult(Frozen):
-    """A task metric of candidate and reference on the same samples; the drop is reference minus
-    candidate.
-    """
+    """A task metric on the same samples. The drop is reference minus candidate."""
 
     name: str
     reference: float
@@ -52,25 +50,24 @@ class MetricResult(Frozen):
 
 
 class SizeCheck(Frozen):
-    """What the gate found at one size besides that of the whole set."""
+    """Result of the accuracy gate at one size, besides the run over the whole set."""
 
     profile: int  # counted from 0
-    sizes: dict[
-        str, int
-    ]  # of all symbols, or of the one that counts rows where samples bring the others
+    # of all symbols, or of the one that counts rows where samples bring the others
+    sizes: dict[str, int]
     inputs: Literal["samples", "generated"]  # generated: no sample has these sizes
-    samples: int  # rows that were compared, those that repeat another not counted; 0: none
+    samples: int  # rows that were compared, without copies; 0: none
     cosine: float | None = None  # smallest over samples and outputs
     drop: float | None = None  # of the metric, reference minus candidate
     failures: tuple[str, ...] = ()
     not_checked: str = ""  # why nothing could be compared
 
     def in_words(self, profiles: int) -> str:
-        """The size, for messages, and whether inputs are generated."""
+        """Return the size for messages, and whether inputs are generated."""
         return self.where(profiles) + (", generated inputs" if self.inputs == "generated" else "")
 
     def where(self, profiles: int) -> str:
-        """The size; the profile is named where there are several."""
+        """Return the size, with the profile if there are several."""
         return size_text(self.sizes) + (f", profile {self.profile + 1}" if profiles > 1 else "")
 
 
@@ -83,7 +80,7 @@ def size_text(sizes: dict[str, int]) -> str:
 
 
 class ValidationReport(Frozen):
-    """Whether one engine still gives the right answers on one set."""
+    """Accuracy of one engine on one set, against the reference."""
 
     role: Literal["selection", "validation", "generated"]
     set_digest: str
@@ -91,9 +88,8 @@ class ValidationReport(Frozen):
     outputs: tuple[OutputError, ...]
     metric: MetricResult | None = None  # None: no data, or a score was NaN (then a failure says so)
     sizes: tuple[SizeCheck, ...] = ()  # other sizes of every profile; empty for the validation set
-    failures: tuple[
-        str, ...
-    ] = ()  # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric, at any size
+    # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric, at any size
+    failures: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
 
     @property
@@ -102,27 +98,24 @@ class ValidationReport(Frozen):
 
 
 class Bound(Frozen):
-    """What binds a row: what its time goes to, and the one thing to do next."""
+    """The bottleneck of a row, and the next step."""
 
     kind: Literal["compute", "bandwidth", "overhead", "copies", "unknown"]
-    precision: Precision  # whose peak is meant: the one that the heavy layers run in
-    share_of_peak_flops: float | None = (
-        None  # of the row's FLOP/s; None: the peak, or the graph's FLOPs, are unknown
-    )
-    share_of_peak_bytes: float | None = (
-        # of the bytes of the unfused graph in this precision; over 1: fused, or kept in caches
-        None
-    )
+    precision: Precision  # of the peak: the precision of the heavy layers
+    # of the row's FLOP/s; None: the peak, or the graph's FLOPs, are unknown
+    share_of_peak_flops: float | None = None
+    # of the bytes of the unfused graph in this precision; over 1: fused, or kept in caches
+    share_of_peak_bytes: float | None = None
     why: str
     next_step: str
 
 
 class Totals(Frozen):
-    """Sums over all runs, those whose times were not kept included."""
+    """Sums over all runs, including those with times that were not stored."""
 
     queries: int  # whole runs, bind to fetch
     walltime_s: float  # of them, on the host's clock
-    timed_queries: int  # further runs, whose phases were timed
+    timed_queries: int  # further runs, with timed phases
     compute_s: float  # of those, on the session's timer
 
 
@@ -134,32 +127,25 @@ class LatencyRow(Frozen):
     upload: Samples
     compute: Samples
     download: Samples
-    latency: Samples | None = (
-        None  # upload to download, in the same runs as these three; None: an older report
-    )
-    enqueue: Samples | None = (
-        # of the call that starts the work, host clock; None on a CPU, where it returns when the
-        # work is done
-        None
-    )
+    # upload to download, in the same runs as these three; None: an older report
+    latency: Samples | None = None
+    # of the call that starts the work, host clock; None on a CPU, where it returns when the work is
+    # done
+    enqueue: Samples | None = None
     totals: Totals | None = None
-    throughput_per_s: (
-        float  # samples (rows of the batch axis; 1 where there is none) per second, at the median
-    )
+    # samples (rows of the batch axis; 1 where there is none) per second, at the median
+    throughput_per_s: float
     flops_per_s: float | None  # None: the graph's FLOPs are unknown
     bytes_per_s: float | None
-    ratio: Interval | None = (
-        # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the
-        # baseline
-        None
-    )
-    ratio_missing: str = ""  # why there is no ratio, of a row that is compared
+    # baseline / this, geometric mean over pairs of processes, 95 % interval; None for the baseline
+    ratio: Interval | None = None
+    ratio_missing: str = ""  # why a compared row has no ratio
     peak_memory_bytes: int = 0  # of the child process
     bound: Bound | None = None
 
 
 class BenchmarkReport(Frozen):
-    """All rows of one engine, and how they were measured."""
+    """All rows of one engine, with notes on the measurement."""
 
     label: str
     rows: tuple[LatencyRow, ...]
@@ -168,15 +154,15 @@ class BenchmarkReport(Frozen):
 
 
 class BenchmarkFailure(Frozen):
-    """An engine that could not be measured."""
+    """The reason why an engine could not be measured."""
 
     label: str
     reason: str
-    provisional: bool = False  # by a failure that may pass: measured again by the next run
+    provisional: bool = False  # a transient failure: the next run measures again
 
 
 class Benchmarks(Frozen):
-    """All that ran in one interleaved run, in the order asked for."""
+    """Results of one interleaved run, in the order of the request."""
 
     created: str  # UTC
     results: tuple[BenchmarkReport | BenchmarkFailure, ...]
@@ -195,18 +181,18 @@ class Benchmarks(Frozen):
 
 
 class Step(Frozen):
-    """One stage of the compile as it ran."""
+    """One stage run of the compile."""
 
     stage: str
     subject: str  # candidate's label, or empty
-    seconds: float  # of work; when reused, the seconds it took then
+    seconds: float  # of work; for a reused artifact, the seconds of the original run
     reused: bool
     created: str  # UTC; of the artifact, so that a reused one shows its date
     digest: str
 
 
 class OperatorTable(Frozen):
-    """Operators of the graph at one point of the line."""
+    """Operators of the graph after one stage."""
 
     stage: str
     operators: dict[str, int]
@@ -217,55 +203,54 @@ State = Literal["measured", "failed accuracy", "mislabelled", "built", "refused"
 
 
 class Candidate(Frozen):
-    """One recipe's way through the line, as far as it came."""
+    """One recipe with the results of all stages that it reached."""
 
     label: str
     recipe: Recipe
     # built: runs on other hosts only; mislabelled: does not run the precision it is called by,
     # however it answers
     state: State
-    reason: str = ""  # why it did not come further
+    reason: str = ""  # why it stopped
     engine: Engine | None = None
-    kept_fp32: tuple[
-        KeptNode, ...
-    ] = ()  # what the conversion left in fp32, beside the nodes that the recipe names
+    # what the conversion left in fp32, beside the nodes that the recipe names
+    kept_fp32: tuple[KeptNode, ...] = ()
     layers: LayerTable | None = None  # what really ran; None: this backend gives no evidence
-    other_layers: tuple[
-        LayerTable, ...
-    ] = ()  # of the profiles after the first, where they have kernels of their own
+    # of the profiles after the first, where they have kernels of their own
+    other_layers: tuple[LayerTable, ...] = ()
     selection: ValidationReport | None = None
     benchmark: BenchmarkReport | None = None
     notes: tuple[Note, ...] = ()  # of calibration, conversion and build
 
     @property
     def title(self) -> str:
-        """The label as people read it: `tensorrt fp16, 2 nodes in fp32`. The label itself tells
-        recipes apart.
+        """The label for readers: `tensorrt fp16, 2 nodes in fp32`.
+
+        Only the label itself is unique per recipe.
         """
         count = len(self.kept_fp32)
-        return (
-            f"{self.label}, {count} {'node' if count == 1 else 'nodes'} in fp32"
-            if count
-            else self.label
-        )
+        if not count:
+            return self.label
+        return f"{self.label}, {count} {'node' if count == 1 else 'nodes'} in fp32"
 
 
 class NodeHarm(Frozen):
-    """What a low precision does to one node. Errors are relative to the norm of what fp32 gives
-    there, in the worst batch.
+    """Harm of low precision to one node.
+
+    Errors are relative to the norm of the fp32 outputs, in the worst batch.
     """
 
     node: str
     operator: str
     largest: float  # magnitude among its inputs and outputs, in fp32
-    overflows: bool = False  # comes so near to the limit of fp16 that other inputs will go beyond
-    error: float  # of its outputs if this node alone is low, all before it fp32
-    accumulated: float = 0.0  # of its outputs if every node is as low as in the engine
+    overflows: bool = False  # so near to the limit of fp16 that other inputs will exceed it
+    error: float  # of its outputs if only this node is low, and all nodes before it are fp32
+    accumulated: float = 0.0  # of its outputs if every node has the engine's precision
 
 
 class NodeRanking(Frozen):
-    """The nodes that are worth keeping in fp32: those that overflow, largest values first, then the
-    others by their own error.
+    """Nodes worth keeping in fp32.
+
+    First those that overflow, by their largest value, then the others by their own error.
     """
 
     nodes: tuple[NodeHarm, ...] = ()
@@ -274,25 +259,26 @@ class NodeRanking(Frozen):
 
 
 class RescueStep(Frozen):
-    """One step of a rescue, in words."""
+    """One step of a rescue, as text."""
 
     step: str  # what was tried: "opt shape moved to min"
-    label: str  # of the candidate that it made; empty: nothing was built
+    label: str  # of its candidate; empty: nothing was built
     outcome: str
 
 
 class Rescue(Frozen):
-    """What was tried for a candidate that failed its accuracy, in order, and what it says."""
+    """Rescue of a candidate that failed its accuracy: its steps in order, and the conclusion."""
 
     label: str  # of the candidate that failed
     steps: tuple[RescueStep, ...]
-    ranking: NodeRanking | None = None  # None: it ended before nodes were looked at
-    conclusion: str  # the cause as far as it is known, and what to do
+    ranking: NodeRanking | None = None  # None: it ended before the ranking of nodes
+    conclusion: str  # the cause, if it is known, and the next step
 
 
 class AblationRow(Frozen):
-    """One switch of the placement reversed, and what that did on the selection set and at the first
-    benchmarked shape.
+    """Effect of one reversed placement switch.
+
+    Accuracy is of the selection set, speed of the first benchmarked shape.
     """
 
     switch: str
@@ -307,13 +293,12 @@ class AblationRow(Frozen):
     drop_change: float | None = None  # above 0: reversed, it loses more
     cosine: float | None = None  # the smallest of all outputs
     cosine_change: float | None = None
-    ratio: Interval | None = (
-        None  # median before over median after, 95 % interval; above 1: reversed, it is faster
-    )
+    # median before over median after, 95 % interval; above 1: reversed, it is faster
+    ratio: Interval | None = None
 
 
 class Ablation(Frozen):
-    """What each switch does to the best int8 candidate."""
+    """Effect of each placement switch on the best int8 candidate."""
 
     # of that candidate; empty: there was none with Q/DQ placed by Crucible that gave answers
     label: str
@@ -321,9 +306,7 @@ class Ablation(Frozen):
 
 
 class Report(Frozen):
-    """Everything a sceptic needs: the plan, what was done, what was measured, what was decided and
-    why.
-    """
+    """All evidence of a compile: plan, steps, measurements, verdict and reasons."""
 
     schema_version: int = SCHEMA_VERSION
     name: str
@@ -341,16 +324,12 @@ class Report(Frozen):
     rescues: tuple[Rescue, ...] = ()
     ablation: Ablation | None = None  # None: the plan did not ask for it
     winner: str | None = None  # a candidate's label; with `keep` that of the baseline
-    ratio: Interval | None = (
-        # of the winner to the baseline, at the first shape; with `keep` of the fastest accurate
-        # candidate
-        None
-    )
+    # of the winner to the baseline, at the first shape; with `keep` of the fastest accurate
+    # candidate
+    ratio: Interval | None = None
     ratio_missing: str = ""  # why there is no ratio
-    delivered: Engine | None = (
-        # the engine that the verdict stands for; None: rejected, not to be had, or an older report
-        None
-    )
+    # the engine that the verdict stands for; None: rejected, not to be had, or an older report
+    delivered: Engine | None = None
     validation: ValidationReport | None = None  # of the winner, on the validation set
     verdict: Verdict
     reasons: tuple[str, ...] = ()
@@ -364,54 +343,55 @@ class Report(Frozen):
     )
 
     def title_of(self, label: str) -> str:
-        """The title of the candidate with this label; of anything else the label itself."""
-        return next((each.title for each in self.candidates if each.label == label), label)
+        """Return the title of the candidate with this label; for any other label, the label."""
+        titles = (candidate.title for candidate in self.candidates if candidate.label == label)
+        return next(titles, label)
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine was delivered with this report."""
+        """True if an engine was delivered with this report."""
         return self.engine_delivered is not None
 
     @property
     def engine_delivered(self) -> Engine | None:
-        """The engine that was delivered with this report; reports of earlier versions name it by
-        their winner only.
-        """
+        """The delivered engine. Reports of earlier versions name it only by their winner."""
         if self.delivered or self.verdict in ("rejected", "keep"):
             return self.delivered
-        return next((each.engine for each in self.candidates if each.label == self.winner), None)
+        for candidate in self.candidates:
+            if candidate.label == self.winner:
+                return candidate.engine
+        return None
 
     @property
     def benchmark_delivered(self) -> BenchmarkReport | None:
-        """The latencies of the engine that was delivered."""
-        measured = (self.baseline, *self.baselines, *(each.benchmark for each in self.candidates))
-        return next((each for each in measured if each and each.label == self.winner), None)
+        """The latencies of the delivered engine."""
+        for benchmark in self._benchmarks():
+            if benchmark.label == self.winner:
+                return benchmark
+        return None
+
+    def _benchmarks(self) -> list[BenchmarkReport]:
+        """Return the latencies of all baselines and candidates that were measured."""
+        of_candidates = (candidate.benchmark for candidate in self.candidates)
+        all_engines = (self.baseline, *self.baselines, *of_candidates)
+        return [benchmark for benchmark in all_engines if benchmark is not None]
 
     def every_note(self) -> tuple[tuple[str, Note], ...]:
-        """All notes, each with the label of its engine, or "" if it is about the whole."""
-        found = [
-            ("", note)
-            for note in (*self.notes, *(self.validation.notes if self.validation else ()))
-        ]
-        for benchmark in (
-            self.baseline,
-            *self.baselines,
-            *(candidate.benchmark for candidate in self.candidates),
-        ):
-            found += [(benchmark.label, note) for note in benchmark.notes] if benchmark else []
+        """Return all notes, each with the label of its engine, or "" for a note on the compile."""
+        notes = [("", note) for note in self.notes]
+        if self.validation:
+            notes += [("", note) for note in self.validation.notes]
+        for benchmark in self._benchmarks():
+            notes += [(benchmark.label, note) for note in benchmark.notes]
         for candidate in self.candidates:
-            found += [
-                (candidate.label, note)
-                for note in (
-                    *candidate.notes,
-                    *(candidate.selection.notes if candidate.selection else ()),
-                )
-            ]
-        return tuple(found)
+            notes += [(candidate.label, note) for note in candidate.notes]
+            if candidate.selection:
+                notes += [(candidate.label, note) for note in candidate.selection.notes]
+        return tuple(notes)
 
 
 class ReportFiles(Frozen):
-    """Where a report lies."""
+    """Paths of a written report."""
 
     folder: Path
     json_file: Path

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.compiler.context import open_job
+from pipeline.compiler.context import open_context
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Recipe, Target, TensorSpec
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
@@ -74,9 +74,11 @@ def test_every_engine_of_ours_in_the_results_is_of_a_way_that_can_be_asked_for(
 def test_the_data_of_a_row_fits_its_model(
     gpu: dict[str, ModuleType], own_home: Path, name: str
 ) -> None:
-    job = open_job(gpu["plans"].plan_of(gpu["rows"].row_named(name)), Runner(Store(own_home)))
-    assert job.data.calibration is not None
-    assert job.samples.first(1)[0].keys() == {spec.name for spec in job.source.inputs}
+    context = open_context(
+        gpu["plans"].plan_of(gpu["rows"].row_named(name)), Runner(Store(own_home))
+    )
+    assert context.data.calibration is not None
+    assert context.samples.first(1)[0].keys() == {spec.name for spec in context.source.inputs}
 
 
 def entry(device_ms: float, wall_ms: float = 1.0) -> dict[str, Any]:

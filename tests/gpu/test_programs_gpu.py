@@ -29,7 +29,7 @@ from pipeline.compiler.compile import (
     export_model,
     publish_report,
 )
-from pipeline.compiler.context import open_job
+from pipeline.compiler.context import open_context
 from pipeline.core import (
     BuildOptions,
     CompileMode,
@@ -316,32 +316,32 @@ def test_packages_that_a_plan_names_are_measured_unless_they_crash_here(
 
 
 def test_baselines_of_the_gpu_are_checked_and_delivered(tmp_path: Path) -> None:
-    job = open_job(load_plan(perceptron(tmp_path)), Runner(Store(tmp_path / "home")))
-    exported = export_model(job)
-    baselines, reference = build_baselines(job, exported), build_reference(job, exported)
+    context = open_context(load_plan(perceptron(tmp_path)), Runner(Store(tmp_path / "home")))
+    exported = export_model(context)
+    baselines, reference = build_baselines(context, exported), build_reference(context, exported)
     labels = [engine.recipe.label for engine in baselines]
     assert labels == ["pytorch eager fp32", "pytorch eager tf32", "pytorch eager fp16"]
-    expected = reference_outputs(job, reference, job.data.selection)
-    for candidate in check_baselines(job, baselines, reference, expected):
+    expected = reference_outputs(context, reference, context.data.selection)
+    for candidate in check_baselines(context, baselines, reference, expected):
         assert candidate.state == "measured", candidate.reason
     for baseline in baselines:
-        engine = deliverable_candidate(job, exported, baseline, expected).engine
+        engine = deliverable_candidate(context, exported, baseline, expected).engine
         assert engine is not None
         assert engine.target.compute_capability
 
 
 def test_the_baseline_of_an_onnx_file_runs_on_the_gpu(tmp_path: Path) -> None:
     plan = write_task(tmp_path, tensorrt={"optimization_level": 1})
-    job = open_job(load_plan(plan), Runner(Store(tmp_path / "home")))
-    exported = export_model(job)
-    first, *_ = build_baselines(job, exported)
+    context = open_context(load_plan(plan), Runner(Store(tmp_path / "home")))
+    exported = export_model(context)
+    first, *_ = build_baselines(context, exported)
     assert first.recipe.label == "tensorrt as given tf32"
-    reference = build_reference(job, exported)
+    reference = build_reference(context, exported)
     assert reference.target.compute_capability is None
-    expected = reference_outputs(job, reference, job.data.selection)
-    (checked, *_) = check_baselines(job, [first], reference, expected)
+    expected = reference_outputs(context, reference, context.data.selection)
+    (checked, *_) = check_baselines(context, [first], reference, expected)
     assert checked.state == "measured", checked.reason
-    assert deliverable_candidate(job, exported, first, expected).engine == first
+    assert deliverable_candidate(context, exported, first, expected).engine == first
 
 
 def test_a_delivered_program_is_validated_and_measured_again(

@@ -18,7 +18,7 @@ import pytest
 from pipeline.cli.commands import exit_code
 from pipeline.cli.terminal import ran_text
 from pipeline.compiler.compile import compile_plan
-from pipeline.compiler.decision import MEND_CALIBRATION, MEND_LABELS
+from pipeline.compiler.decision import FIX_CALIBRATION, FIX_LABELS
 from pipeline.errors import DataError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
@@ -181,7 +181,7 @@ def test_shuffled_labels_end_in_exit_code_2_and_the_reference_is_said_to_score_a
     assert result.summary["verdict"] == "rejected"
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert "failed accuracy: the reference itself scores at chance: top1 0." in report["reasons"][0]
-    assert report["next_steps"] == [MEND_LABELS]
+    assert report["next_steps"] == [FIX_LABELS]
 
 
 def test_labels_shuffled_in_the_validation_set_only_are_found_there(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_labels_shuffled_in_the_validation_set_only_are_found_there(tmp_path: Pa
     report = compiled(tmp_path, FP32)
     assert (report.verdict, exit_code(report.verdict)) == ("rejected", 2)
     assert "validation: the reference itself scores at chance" in report.reasons[0]
-    assert report.next_steps[0] == MEND_LABELS
+    assert report.next_steps[0] == FIX_LABELS
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_calibration_on_another_domain_says_that_its_ranges_do_not_fit(
     rejected(report, "the calibration set's ranges do not fit the selection set: ")
     assert said in report.reasons[0]
     assert "top1 drops by" in report.reasons[0]
-    assert report.next_steps[0] == MEND_CALIBRATION
+    assert report.next_steps[0] == FIX_CALIBRATION
 
 
 def test_samples_that_two_sets_share_are_found_under_any_name_and_at_any_place(

@@ -22,7 +22,7 @@ from pipeline.compiler.compile import (
     export_model,
     publish_report,
 )
-from pipeline.compiler.context import Job, open_job
+from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import call_in_child
@@ -44,9 +44,9 @@ MODEL = {"weights_from": "random: a test", "inputs": INPUTS}
 FP32 = [{"backend": "onnxruntime", "precision": "fp32"}]
 
 
-def opened(plan: Path, run: Run = run_here) -> tuple[Job, OnnxModel]:
-    job = open_job(load_plan(plan), Runner(Store(plan.parent / "home"), run=run))
-    return job, export_model(job)
+def opened(plan: Path, run: Run = run_here) -> tuple[CompileContext, OnnxModel]:
+    context = open_context(load_plan(plan), Runner(Store(plan.parent / "home"), run=run))
+    return context, export_model(context)
 
 
 def pytorch_task(folder: Path, *baselines: str, forward: str = "x") -> Path:
@@ -75,18 +75,18 @@ def test_every_baseline_that_the_plan_names_is_built_and_the_first_is_the_refere
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("torch")
-    job, exported = opened(pytorch_task(tmp_path, "traced", "eager bf16"))
-    engines = build_baselines(job, exported)
+    context, exported = opened(pytorch_task(tmp_path, "traced", "eager bf16"))
+    engines = build_baselines(context, exported)
     assert labels(engines) == ["pytorch eager fp32", "pytorch traced fp32", "pytorch eager bf16"]
-    assert engines[0].digest == build_reference(job, exported).digest
+    assert engines[0].digest == build_reference(context, exported).digest
 
 
 def test_a_baseline_that_this_host_cannot_have_is_refused_before_the_export(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     plan = pytorch_task(tmp_path, "eager tf32")
-    job = open_job(load_plan(plan), Runner(Store(tmp_path / "home"), run=run_here))
+    context = open_context(load_plan(plan), Runner(Store(tmp_path / "home"), run=run_here))
     with pytest.raises(PlanError, match="'eager tf32' needs an NVIDIA GPU"):
-        check_candidates(job)
+        check_candidates(context)
 
 
 def test_what_cannot_be_built_is_left_out_with_a_note(
@@ -95,8 +95,8 @@ def test_what_cannot_be_built_is_left_out_with_a_note(
 ) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    job, exported = opened(pytorch_task(tmp_path, "compile"))
-    (engine,) = build_baselines(job, exported)
+    context, exported = opened(pytorch_task(tmp_path, "compile"))
+    (engine,) = build_baselines(context, exported)
     (note,) = engine.notes
     assert note.text.startswith(
         "pytorch compile fp32 is left out: torch.compile needs a C++ compiler",
@@ -107,13 +107,13 @@ def test_a_baseline_in_lower_precision_counts_only_if_it_keeps_the_accuracy(tmp_
     """The second layer subtracts nearly equal numbers: bf16 leaves nothing of the answer."""
     pytest.importorskip("torch")
     forward = "(x + 1000.0) - 1000.0"
-    job, exported = opened(
+    context, exported = opened(
         pytorch_task(tmp_path, "traced", "eager bf16", forward=forward),
         call_in_child,
     )
-    engines, reference = build_baselines(job, exported), build_reference(job, exported)
-    expected = reference_outputs(job, reference, job.data.selection)
-    eager, traced, low = check_baselines(job, engines, reference, expected)
+    engines, reference = build_baselines(context, exported), build_reference(context, exported)
+    expected = reference_outputs(context, reference, context.data.selection)
+    eager, traced, low = check_baselines(context, engines, reference, expected)
     assert (eager.state, eager.selection) == (
         "measured",
         None,
@@ -130,10 +130,10 @@ def test_a_baseline_that_fails_when_it_runs_says_why(tmp_path: Path) -> None:
     """A constant of the code stays fp32 where the module is cast."""
     pytest.importorskip("torch")
     forward = "torch.nn.functional.linear(x, torch.eye(16))"
-    job, exported = opened(pytorch_task(tmp_path, "eager bf16", forward=forward))
-    engines, reference = build_baselines(job, exported), build_reference(job, exported)
-    expected = reference_outputs(job, reference, job.data.selection)
-    _, low = check_baselines(job, engines, reference, expected)
+    context, exported = opened(pytorch_task(tmp_path, "eager bf16", forward=forward))
+    engines, reference = build_baselines(context, exported), build_reference(context, exported)
+    expected = reference_outputs(context, reference, context.data.selection)
+    _, low = check_baselines(context, engines, reference, expected)
     assert low.state == "failed"
     assert "dtype" in low.reason
 
@@ -158,10 +158,12 @@ def test_compiling_is_a_step_of_its_own_that_is_not_done_twice(tmp_path: Path) -
 def test_a_baseline_is_delivered_as_a_program_of_its_precision(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     names = ("traced", "eager bf16") if HAS_BF16 else ("traced",)
-    job, exported = opened(pytorch_task(tmp_path, *names))
-    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
-    for baseline in build_baselines(job, exported):
-        candidate = deliverable_candidate(job, exported, baseline, expected)
+    context, exported = opened(pytorch_task(tmp_path, *names))
+    expected = reference_outputs(
+        context, build_reference(context, exported), context.data.selection
+    )
+    for baseline in build_baselines(context, exported):
+        candidate = deliverable_candidate(context, exported, baseline, expected)
         engine = candidate.engine
         assert engine is not None, candidate.reason
         assert candidate.selection is not None
@@ -175,10 +177,12 @@ def test_a_baseline_that_torch_export_refuses_is_not_delivered_and_says_why(tmp_
     """TorchScript's exporter follows it, torch.export does not."""
     pytest.importorskip("torch")
     forward = "x * float(torch.tensor(2.0).numpy())"
-    job, exported = opened(pytorch_task(tmp_path, forward=forward))
-    (eager,) = build_baselines(job, exported)
-    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
-    candidate = deliverable_candidate(job, exported, eager, expected)
+    context, exported = opened(pytorch_task(tmp_path, forward=forward))
+    (eager,) = build_baselines(context, exported)
+    expected = reference_outputs(
+        context, build_reference(context, exported), context.data.selection
+    )
+    candidate = deliverable_candidate(context, exported, eager, expected)
     assert (candidate.state, candidate.engine) == ("failed", None)
     assert "torch.export cannot capture this model" in candidate.reason
 
@@ -238,8 +242,8 @@ def test_the_call_of_the_fastest_baseline_is_named_and_none_of_an_onnx_file(tmp_
     """A compile is pretended, as it takes a minute: only the recipe decides how it is called."""
     given = {"backend": "pytorch", "precision": Precision.FP16, "variant": "compile"}
     compiled = Recipe.model_validate({**given, "mode": "max-autotune"})
-    job, exported = opened(write_task(tmp_path, simplify={"enabled": False}))
-    (file,) = build_baselines(job, exported)
+    context, exported = opened(write_task(tmp_path, simplify={"enabled": False}))
+    (file,) = build_baselines(context, exported)
     module = file.model_copy(update={"recipe": compiled})
     call = 'torch.compile(module.half(), mode="max-autotune")'
     for engine, expected in ((module, call), (file, "")):
@@ -262,12 +266,12 @@ def test_a_baseline_that_loses_the_accuracy_is_neither_measured_nor_delivered(
 
 
 def test_on_a_cpu_an_onnx_file_is_its_own_baseline_and_can_be_delivered(tmp_path: Path) -> None:
-    job, exported = opened(write_task(tmp_path, simplify={"enabled": False}))
-    (baseline,) = build_baselines(job, exported)
+    context, exported = opened(write_task(tmp_path, simplify={"enabled": False}))
+    (baseline,) = build_baselines(context, exported)
     assert baseline.recipe.label == "onnxruntime as given fp32"
-    assert build_reference(job, exported) == baseline
-    expected = reference_outputs(job, baseline, job.data.selection)
-    assert deliverable_candidate(job, exported, baseline, expected).engine == baseline
+    assert build_reference(context, exported) == baseline
+    expected = reference_outputs(context, baseline, context.data.selection)
+    assert deliverable_candidate(context, exported, baseline, expected).engine == baseline
 
 
 def test_on_a_gpu_its_baseline_is_what_the_gpu_makes_of_it_and_the_cpu_only_the_reference(
@@ -277,15 +281,15 @@ def test_on_a_gpu_its_baseline_is_what_the_gpu_makes_of_it_and_the_cpu_only_the_
     pretend_gpu(tmp_path / "bin", monkeypatch)
     OnnxRuntimeDouble("CUDAExecutionProvider").install(monkeypatch)
     monkeypatch.setitem(BACKENDS, "tensorrt", Halves("tensorrt"))
-    job, exported = opened(write_task(tmp_path))
-    baselines, reference = build_baselines(job, exported), build_reference(job, exported)
+    context, exported = opened(write_task(tmp_path))
+    baselines, reference = build_baselines(context, exported), build_reference(context, exported)
     assert labels(baselines) == ["tensorrt as given fp32", "onnxruntime cuda as given tf32"]
     assert reference.recipe.label == "onnxruntime as given fp32"
     checked = check_baselines(
-        job,
+        context,
         baselines,
         reference,
-        reference_outputs(job, reference, job.data.selection),
+        reference_outputs(context, reference, context.data.selection),
     )
     assert [(each.state, each.selection is not None) for each in checked] == [
         ("measured", True),
@@ -303,8 +307,8 @@ def test_where_the_gpu_can_make_nothing_of_it_the_cpu_is_the_baseline_after_all(
         "tensorrt",
         Halves("tensorrt", refused=frozenset({Precision.FP32})),
     )
-    job, exported = opened(write_task(tmp_path))
-    (baseline,) = build_baselines(job, exported)
+    context, exported = opened(write_task(tmp_path))
+    (baseline,) = build_baselines(context, exported)
     assert baseline.recipe.label == "onnxruntime as given fp32"
     assert [note.text for note in baseline.notes] == [
         "tensorrt as given fp32 is left out: no fp32 here",

@@ -18,7 +18,7 @@ from pipeline.compiler.candidates import (
     stopped,
     with_layers,
 )
-from pipeline.compiler.context import Job, open_job
+from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import UnsupportedError
 from pipeline.execution.stage_runner import Runner
@@ -49,29 +49,29 @@ def test_a_mislabelled_engine_that_cannot_be_checked_stays_mislabelled() -> None
     found = stopped(wrong, "failed", "out of the GPU's memory")
     assert (found.state, found.reason) == (
         "mislabelled",
-        "called int8, but runs fp16; its answers were not checked: out of the GPU's memory",
+        "called int8, but runs fp16; its outputs were not checked: out of the GPU's memory",
     )
 
 
-def opened(folder: Path, *precisions: str) -> Job:
+def opened(folder: Path, *precisions: str) -> CompileContext:
     candidates = [{"backend": "onnxruntime", "precision": precision} for precision in precisions]
-    return open_job(
+    return open_context(
         load_plan(write_task(folder, candidates=candidates)), Runner(Store(folder / "home"))
     )
 
 
 def test_what_this_host_cannot_do_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
-    job = opened(tmp_path, "bf16", "fp32")
-    check_candidates(job)
-    (bf16, fp32), _ = recipes_of(job)
+    context = opened(tmp_path, "bf16", "fp32")
+    check_candidates(context)
+    (bf16, fp32), _ = recipes_of(context)
     nothing: Any = None  # neither an answer to compare with nor a graph is looked at
-    outcome = prepare(job, onnx_model(tmp_path, "model.onnx"), bf16, nothing)
+    outcome = prepare(context, onnx_model(tmp_path, "model.onnx"), bf16, nothing)
     refused = outcome.candidate
     assert outcome.bug is None
     assert (refused.label, refused.state, refused.engine) == ("onnxruntime bf16", "refused", None)
     assert "would only pretend to run bf16" in refused.reason
     assert fp32.precision is Precision.FP32
-    assert job.runner.steps == []
+    assert context.runner.steps == []
 
 
 def test_a_plan_of_which_nothing_can_be_done_is_an_error(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_small_models_are_not_compiled_by_aotinductor_beside_tensorrt(
     inputs = [{"name": "x", "dtype": "float32", "shape": ["batch", 16]}]
     model = {"entrypoint": "net:build", "weights_from": "random: a test", "inputs": inputs}
     plan = load_plan(write_task(tmp_path, model=model, data={}, candidates=[]))
-    job = open_job(plan, Runner(Store(tmp_path / "home")))
-    recipes, notes = recipes_of(job, size=size)
+    context = open_context(plan, Runner(Store(tmp_path / "home")))
+    recipes, notes = recipes_of(context, size=size)
     assert any(recipe.form == "aoti" for recipe in recipes) is tried
     assert (TOO_SMALL_FOR_AOTI in [note.text for note in notes]) is not tried

@@ -15,7 +15,7 @@ import pytest
 from pipeline.backends import BACKENDS
 from pipeline.compiler.candidates import QUANTIZERS, WEIGHT_QUANTIZERS, check_candidates
 from pipeline.compiler.compile import compile_plan
-from pipeline.compiler.context import open_job
+from pipeline.compiler.context import open_context
 from pipeline.core import Progress, silent
 from pipeline.data.samples import SampleSet
 from pipeline.errors import CrucibleError, InternalError
@@ -187,9 +187,9 @@ def test_a_torch_model_is_looked_into_before_the_export_where_that_decides(
         names.append(name)
         return call_in_child(function, *arguments, name=name, log=log, progress=progress)
 
-    job = open_job(plan, Runner(Store(tmp_path / "home"), run=run))
+    context = open_context(plan, Runner(Store(tmp_path / "home"), run=run))
     with pytest.raises(CrucibleError, match=refused) if refused else contextlib.nullcontext():
-        check_candidates(job)
+        check_candidates(context)
     assert len(names) == looked
 
 

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from pipeline.compiler.decision import (
+    FIX_CALIBRATION,
+    FIX_LABELS,
     KEEP_WORST,
     MEASURE_AGAIN,
-    MEND_CALIBRATION,
-    MEND_LABELS,
     OTHER_CANDIDATES,
     QUANTISE_MORE,
     SEE_LAYERS,
@@ -307,8 +307,8 @@ def test_where_a_models_own_pairs_are_not_run_the_next_step_is_to_mend_them() ->
     first, *mend = decide(given, None, None).next_steps
     assert "call the candidate by" not in first  # another name is refused
     assert [step.partition(":")[0] for step in mend] == [
-        "`crucible lint MODEL --backend onnxruntime --fix OUT.onnx`",
-        "`crucible lint MODEL --backend openvino --fix OUT.onnx`",
+        "run `crucible lint MODEL --backend onnxruntime --fix OUT.onnx`",
+        "run `crucible lint MODEL --backend openvino --fix OUT.onnx`",
     ]
 
 
@@ -334,7 +334,7 @@ def test_beside_a_mislabelled_engine_the_near_miss_keeps_its_next_steps() -> Non
     miss = candidate("b", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
     decision = decide([candidate("a", 2.0, "mislabelled", 0.0), miss], None, None)
     assert decision.nearest_miss is miss
-    assert "what really ran" in decision.next_steps[0]
+    assert "layer table of the report" in decision.next_steps[0]
     assert decision.next_steps[1:] == next_steps(miss)
 
 
@@ -369,17 +369,17 @@ def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:
     chance = failed.model_copy(
         update={"reason": "the reference itself scores at chance: top1 0.25"}
     )
-    assert decide([chance], None, None).next_steps == (MEND_LABELS,)
+    assert decide([chance], None, None).next_steps == (FIX_LABELS,)
     foreign = failed.model_copy(
         update={"reason": "the calibration set's ranges do not fit the selection set: 'x' ..."}
     )
-    assert decide([foreign], None, None).next_steps == (MEND_CALIBRATION, *next_steps(foreign))
+    assert decide([foreign], None, None).next_steps == (FIX_CALIBRATION, *next_steps(foreign))
     late = decide(
         [failed],
         failed,
         validation(0.0, failures=("the reference itself scores at chance: top1 0.25",)),
     )
-    assert late.next_steps[0] == MEND_LABELS
+    assert late.next_steps[0] == FIX_LABELS
 
 
 @pytest.mark.parametrize("precision", list(Precision))

@@ -23,7 +23,7 @@ from pipeline.compiler.candidates import (
     reference_outputs,
 )
 from pipeline.compiler.compile import build_reference, export_model
-from pipeline.compiler.context import Job, open_job
+from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import (
     ChildDied,
@@ -92,27 +92,29 @@ def prepared(
     workers: int,
     recipes: tuple[Recipe, ...] = (),
     **changes: object,
-) -> tuple[list[Candidate], Job, list[InternalError]]:
-    """Every candidate of a small task, the job whose runner has the steps, and bugs of ours."""
-    job, model, expected = opened(folder, **changes)
+) -> tuple[list[Candidate], CompileContext, list[InternalError]]:
+    """Every candidate of a small task, the context whose runner has the steps, and our bugs."""
+    context, model, expected = opened(folder, **changes)
     runner = Runner(Store(folder / "home"), run=run, workers=workers)
-    job = replace(job, runner=runner)
-    outcomes = prepare_all(job, model, recipes or recipes_of(job)[0], expected)
+    context = replace(context, runner=runner)
+    outcomes = prepare_all(context, model, recipes or recipes_of(context)[0], expected)
     bugs = [outcome.bug for outcome in outcomes if outcome.bug]
-    return [outcome.candidate for outcome in outcomes], job, bugs
+    return [outcome.candidate for outcome in outcomes], context, bugs
 
 
-def opened(folder: Path, **changes: object) -> tuple[Job, OnnxModel, ReferenceOutputs]:
+def opened(folder: Path, **changes: object) -> tuple[CompileContext, OnnxModel, ReferenceOutputs]:
     """What candidates are prepared from."""
     plan = load_plan(write_task(folder, **{"candidates": [*CANDIDATES], **changes}))
-    job = open_job(plan, Runner(Store(folder / "home"), run=run_here))
-    exported = export_model(job)
-    expected = reference_outputs(job, build_reference(job, exported), job.data.selection)
-    return job, exported, expected
+    context = open_context(plan, Runner(Store(folder / "home"), run=run_here))
+    exported = export_model(context)
+    expected = reference_outputs(
+        context, build_reference(context, exported), context.data.selection
+    )
+    return context, exported, expected
 
 
-def steps_of(job: Job) -> list[tuple[str, str, bool]]:
-    return [(step.stage, step.subject, step.reused) for step in job.runner.steps]
+def steps_of(context: CompileContext) -> list[tuple[str, str, bool]]:
+    return [(step.stage, step.subject, step.reused) for step in context.runner.steps]
 
 
 def labels_of(candidates: list[Candidate]) -> list[str]:
@@ -122,7 +124,7 @@ def labels_of(candidates: list[Candidate]) -> list[str]:
 def test_candidates_and_steps_stay_in_the_order_of_the_plan(tmp_path: Path) -> None:
     """The first candidate is built last here."""
     last_is_checked = threading.Event()
-    alone, alone_job, _ = prepared(tmp_path / "alone", run_here, workers=1)
+    alone, alone_context, _ = prepared(tmp_path / "alone", run_here, workers=1)
     last = alone[-1].label
 
     def wait_for_the_last(function: Callable[..., Any], name: str) -> None:
@@ -131,13 +133,13 @@ def test_candidates_and_steps_stay_in_the_order_of_the_plan(tmp_path: Path) -> N
         if name == f"{last} on selection":
             last_is_checked.set()
 
-    candidates, job, bugs = prepared(tmp_path / "several", Line(wait_for_the_last), workers=3)
+    candidates, context, bugs = prepared(tmp_path / "several", Line(wait_for_the_last), workers=3)
     assert last_is_checked.is_set()
     assert labels_of(candidates) == labels_of(alone)
     assert {candidate.state for candidate in candidates} == {"measured"}
     assert bugs == []
-    assert steps_of(job) == steps_of(alone_job)
-    assert [stage for stage, _, _ in steps_of(job)].count("calibrate") == 1, "both share it"
+    assert steps_of(context) == steps_of(alone_context)
+    assert [stage for stage, _, _ in steps_of(context)].count("calibrate") == 1, "both share it"
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -152,12 +154,15 @@ def test_one_that_fails_loses_no_other_and_a_bug_of_ours_is_handed_on(
         if function is build and name in faults:
             raise faults[name]
 
-    candidates, job, bugs = prepared(tmp_path / "task", Line(fail), workers)
+    candidates, context, bugs = prepared(tmp_path / "task", Line(fail), workers)
     assert [candidate.state for candidate in candidates] == ["failed", "failed", "measured"]
     assert candidates[0].reason == "no such kernel"
     assert candidates[1].reason == "a bug in Crucible, please report it: a slip"
     assert bugs == [faults[labels[1]]]
-    assert {subject for _, subject, _ in steps_of(job)} >= {labels[2], f"{labels[2]} on selection"}
+    assert {subject for _, subject, _ in steps_of(context)} >= {
+        labels[2],
+        f"{labels[2]} on selection",
+    }
 
 
 # -- an end that no candidate survives ---------------------------------------
@@ -319,16 +324,19 @@ def test_after_a_crash_no_other_precision_of_that_form_is_built(
         if function is build and name == "torch aoti fp32":
             raise LoadCrashed("the package crashed", "take another form")
 
-    candidates, job, bugs = prepared(tmp_path, Line(crash), 1, programs())
+    candidates, context, bugs = prepared(tmp_path, Line(crash), 1, programs())
     assert [(each.label, each.state) for each in candidates] == [
         ("torch aoti fp32", "failed"),
         ("torch aoti bf16", "refused"),
         ("torch exported fp32", "measured"),
     ]
     assert candidates[0].reason == "the package crashed"
-    assert "torch aoti fp32, made in the same way, crashed on this host" in candidates[1].reason
+    assert (
+        "torch aoti fp32, which is built in the same way, crashed on this host"
+        in candidates[1].reason
+    )
     assert built == ["torch aoti fp32", "torch exported fp32"]
-    assert job.crashed == {"aoti": "torch aoti fp32"}
+    assert context.crashed == {"aoti": "torch aoti fp32"}
     assert bugs == []
 
 
@@ -342,9 +350,9 @@ def test_a_child_that_ends_otherwise_says_nothing_of_other_precisions(
         if function is build and name == "torch aoti fp32":
             raise ChildKilled("out of memory", "give it more memory")
 
-    candidates, job, _ = prepared(tmp_path, Line(die), 1, programs())
+    candidates, context, _ = prepared(tmp_path, Line(die), 1, programs())
     assert [each.state for each in candidates] == ["failed", "measured", "measured"]
-    assert job.crashed == {}
+    assert context.crashed == {}
 
 
 def crash_at_load(progress: Progress) -> None:

@@ -146,7 +146,7 @@ def test_anything_else_is_our_bug() -> None:
             ONE,
             ONE,
             "",
-            f"{KILLED}, not by the kernel for want of memory",
+            f"{KILLED}, but the kernel reports no lack of memory",
             "run the same command again",
         ),
         (
@@ -170,10 +170,10 @@ def test_anything_else_is_our_bug() -> None:
             ONE,
             ONE,
             "noise",
-            "ended by signal 11 (SIGSEGV) before it answered",
+            "ended by signal 11 (SIGSEGV) before it returned a result",
             "your own code",
         ),
-        (0, NONE, ONE, "", "ended with exit code 0 before it answered", "your own code"),
+        (0, NONE, ONE, "", "ended with exit code 0 before it returned a result", "your own code"),
     ],
 )
 def test_a_death_is_told_with_as_much_as_is_known(

@@ -486,38 +486,38 @@ def test_weights_alone_need_no_calibration_data(plan: Plan, backend: str) -> Non
         (
             "onnxruntime",
             {"precision": "int4", "method": "minmax"},
-            "`method: minmax` says nothing here",
+            "`method: minmax` has no effect",
         ),
         (
             "onnxruntime",
             {"precision": "int4", "activation": "uint8"},
-            "`activation: uint8` says nothing here",
+            "`activation: uint8` has no effect",
         ),
         (
             "openvino",
             {"precision": "int4", "activation": "int8"},
-            "`activation: int8` says nothing here",
+            "`activation: int8` has no effect",
         ),
-        ("openvino", {"precision": "int4", "weight_bits": 7}, "`weight_bits: 7` says nothing here"),
+        ("openvino", {"precision": "int4", "weight_bits": 7}, "`weight_bits: 7` has no effect"),
         (
             "openvino",
             {"precision": "int4", "quantizer": "modelopt"},
-            "`quantizer: modelopt` says nothing here",
+            "`quantizer: modelopt` has no effect",
         ),
         (
             "onnxruntime",
             {"precision": "int4", "placement": {"last_layer": True}},
-            "`placement: ...` says nothing here",
+            "`placement: ...` has no effect",
         ),
         (
             "onnxruntime",
             {"precision": "int4", "placement": {"first_layer": False}},
-            "`placement: ...` says nothing here",
+            "`placement: ...` has no effect",
         ),
         (
             "openvino",
             {"precision": "int4", "smooth_quant": True},
-            "`smooth_quant: True` says nothing here",
+            "`smooth_quant: True` has no effect",
         ),
         (
             "openvino",
@@ -527,7 +527,7 @@ def test_weights_alone_need_no_calibration_data(plan: Plan, backend: str) -> Non
         (
             "onnxruntime",
             {"precision": "int8", "block_size": 64},
-            "only weights alone come in blocks",
+            "`block_size` is for weight-only quantisation",
         ),
         (
             "openvino",
@@ -679,7 +679,7 @@ def test_a_precision_that_is_not_that_of_the_pairs_is_refused(
         ),
         (
             {"backend": "tensorrt", "precision": "int8", "block_size": 64},
-            "only weights alone come in blocks",
+            "`block_size` is for weight-only quantisation",
         ),
     ],
 )
@@ -771,10 +771,10 @@ def test_a_program_is_called_by_its_form_and_mode() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"keep_fp32": ["conv"]}, "`keep_fp32` says nothing of a PyTorch program"),
-        ({"quantizer": "nncf", "precision": "int8"}, "`quantizer` says nothing"),
-        ({"placement": {"last_layer": True}}, "`placement` says nothing"),
-        ({"provider": "cuda"}, "`provider` says nothing"),
+        ({"keep_fp32": ["conv"]}, "`keep_fp32` has no effect on a PyTorch program"),
+        ({"quantizer": "nncf", "precision": "int8"}, "`quantizer` has no effect"),
+        ({"placement": {"last_layer": True}}, "`placement` has no effect"),
+        ({"provider": "cuda"}, "`provider` has no effect"),
     ],
 )
 def test_what_says_nothing_of_a_program_is_refused(asked: dict[str, object], words: str) -> None:
@@ -809,7 +809,7 @@ def test_what_says_nothing_of_a_program_is_refused(asked: dict[str, object], wor
                 "precision": "int8",
                 "provider": "cuda",
             },
-            "the provider cuda is used in fp32, tf32, fp16",
+            "expected the provider cuda with fp32, tf32, fp16",
         ),
         (
             {
@@ -817,7 +817,7 @@ def test_what_says_nothing_of_a_program_is_refused(asked: dict[str, object], wor
                 "precision": "fp32",
                 "provider": "tensorrt",
             },
-            "the provider tensorrt is used in tf32, fp16",
+            "expected the provider tensorrt with tf32, fp16",
         ),
     ],
 )

@@ -190,7 +190,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("a: [1", "not valid YAML"),
-        ("name: a\nname: b", "key 'name' stands twice"),
+        ("name: a\nname: b", "duplicate key 'name'"),
         ("\x00", "not valid YAML"),
         ("", "got NoneType"),
     ],

@@ -56,7 +56,7 @@ def test_the_list_of_keys_is_this() -> None:
         (b"\xff\xfe", "neither YAML nor JSON"),
         (b"just words", "expected a plan of `key: value` lines, got str"),
         (b"candidate: []", "did you mean 'candidates'"),
-        (b"name: a\nname: b", "stands twice"),
+        (b"name: a\nname: b", "duplicate key"),
     ],
 )
 def test_what_reaches_beyond_the_upload_is_refused(text: bytes, said: str) -> None:
