@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.backends.checks import closed
+from pipeline.backends.feed_checks import closed
 from pipeline.distribution import install_command
 from pipeline.errors import (
     BackendUnavailable,

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from pipeline.backends.base import Session
-from pipeline.backends.checks import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
+from pipeline.backends.layer_timing import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
 from pipeline.core import Precision, Tensors
 from pipeline.errors import InternalError
 from pipeline.onnx_graph.files import read_proto

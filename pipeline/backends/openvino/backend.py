@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends.base import Loaded, Session
-from pipeline.backends.checks import (
+from pipeline.backends.feed_checks import (
     FeedCheck,
-    HostTimer,
     closed,
     engine_digest,
     installed_version,
@@ -34,6 +33,7 @@ from pipeline.backends.checks import (
     refuse_foreign,
     unreadable,
 )
+from pipeline.backends.layer_timing import HostTimer
 from pipeline.backends.node_support import REMEDY, refused_nodes
 from pipeline.backends.openvino import layers as openvino_layers
 from pipeline.backends.openvino.nncf import quantize_with_nncf as quantize_with_nncf

@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any, Literal
 
 from pipeline.backends.base import Session
-from pipeline.backends.checks import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
+from pipeline.backends.layer_timing import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
 from pipeline.core import Precision, Tensors
 from pipeline.results.layer_table import Layer, LayerTable
 

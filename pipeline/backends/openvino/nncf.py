@@ -15,7 +15,7 @@ from pathlib import Path
 
 import onnx
 
-from pipeline.backends.checks import installed_version, torch_hidden
+from pipeline.backends.feed_checks import installed_version, torch_hidden
 from pipeline.core import (
     BuildOptions,
     Note,

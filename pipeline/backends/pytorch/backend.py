@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.backends.base import no_layers
-from pipeline.backends.checks import closed, engine_digest, refuse_foreign
+from pipeline.backends.feed_checks import closed, engine_digest, refuse_foreign
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession, why_not_cuda
 from pipeline.backends.pytorch.inductor import (
     CACHE,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.backends.checks import FeedCheck, closed
+from pipeline.backends.feed_checks import FeedCheck, closed
 from pipeline.backends.pytorch.module import (
     array_from_tensor,
     first_line,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.backends.checks import installed_version
 from pipeline.backends.cuda import OutOfDeviceMemory
+from pipeline.backends.feed_checks import installed_version
 from pipeline.backends.pytorch.qat import freeze_fake_quantizers
 from pipeline.core import ModelSource, Precision, Tensors, TensorSpec
 from pipeline.distribution import install_command

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.backends.base import no_layers
-from pipeline.backends.checks import closed, refuse_foreign, unreadable
+from pipeline.backends.feed_checks import closed, refuse_foreign, unreadable
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession, why_not_cuda
 from pipeline.backends.pytorch.export import Job, Refused, captured
 from pipeline.backends.pytorch.inductor import (

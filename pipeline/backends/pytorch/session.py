@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.backends.checks import FeedCheck, HostTimer, closed
+from pipeline.backends.feed_checks import FeedCheck, closed
+from pipeline.backends.layer_timing import HostTimer
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession
 from pipeline.backends.pytorch.module import (
     array_from_tensor,

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.backends import timing_cache
 from pipeline.backends.base import Loaded
-from pipeline.backends.checks import refuse_foreign
+from pipeline.backends.feed_checks import refuse_foreign
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.build import (
     configure,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.backends import cuda, timing_cache
-from pipeline.backends.checks import torch_hidden
+from pipeline.backends.feed_checks import torch_hidden
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.build import configure, serialize, shape_tensors
 from pipeline.backends.tensorrt.parser import Parsed, parse

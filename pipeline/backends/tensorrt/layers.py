@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from pipeline.backends.checks import TakesInputs, bound_sizes
+from pipeline.backends.layer_timing import TakesInputs, bound_sizes
 from pipeline.core import Precision, Tensors
 from pipeline.errors import InternalError
 from pipeline.results.layer_table import Layer, LayerTable

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends import cuda
-from pipeline.backends.checks import unreadable
 from pipeline.backends.cuda import CudaError, DeviceBuffer, PinnedBuffer, Stream
+from pipeline.backends.feed_checks import unreadable
 from pipeline.backends.tensorrt.messages import messages_of
 from pipeline.backends.tensorrt.parser import sentence
 from pipeline.core import Engine, Profile, TensorSpec, dtype_of

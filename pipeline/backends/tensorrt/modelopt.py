@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from pipeline.backends.checks import installed_version
+from pipeline.backends.feed_checks import installed_version
 from pipeline.core import (
     BuildOptions,
     CalibrationMethod,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.backends.base import Loaded, no_layers
-from pipeline.backends.checks import installed_version
+from pipeline.backends.feed_checks import installed_version
 from pipeline.backends.tensorrt.build import add_profiles, serialize, warnings_of, with_locations
 from pipeline.backends.tensorrt.messages import listening
 from pipeline.backends.tensorrt.parser import Parsed, parse, refusals

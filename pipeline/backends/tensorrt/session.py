@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends import cuda
-from pipeline.backends.checks import FeedCheck, closed, nothing_to_fetch, unreadable
 from pipeline.backends.cuda import Copy, CudaError, DeviceArray, EventTimer, Graph, Stream
+from pipeline.backends.feed_checks import FeedCheck, closed, nothing_to_fetch, unreadable
 from pipeline.backends.tensorrt.memory import Memory, Opened, Shape, run_error, tensors_of
 from pipeline.backends.tensorrt.messages import messages_of
 from pipeline.backends.tensorrt.parser import load_plugins

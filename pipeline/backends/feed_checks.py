@@ -1,5 +1,5 @@
-"""What the backends check alike: feeds against specs and profiles, a library and a host before use;
-and the CPU's timer.
+"""Checks shared by the backends: feeds against specs and profiles, the library and the host before
+use.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ import contextlib
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
 
 import numpy as np
 
-from pipeline.backends.base import Session
 from pipeline.core import (
     BuildOptions,
     Engine,
@@ -33,7 +32,6 @@ from pipeline.errors import (
     StoreError,
     UnsupportedError,
 )
-from pipeline.measurement.measure import monotonic
 
 SHOW_INTERFACE = "`crucible inspect` shows what an engine takes"
 
@@ -169,68 +167,6 @@ def _listed(names: Iterable[str]) -> str:
 def closed(*arguments: object) -> NoReturn:
     """Stands in for what a closed session or engine can no longer do."""
     raise InternalError("this session or engine is closed", "load the engine again")
-
-
-class HostTimer:
-    """The monotonic clock: on a CPU everything is done when the call returns."""
-
-    def __init__(self) -> None:
-        self._start = self._stop = 0.0
-
-    def start(self) -> None:
-        self._start = monotonic()
-
-    def stop(self) -> None:
-        self._stop = monotonic()
-
-    def elapsed_s(self) -> float:
-        return self._stop - self._start
-
-
-LAYER_WARMUP_RUNS = 2
-LAYER_RUNS = 10
-MIN_LAYER_RUNS = 3
-MAX_LAYER_SECONDS = (
-    2.0  # of runs, once there are the least: a large model is timed well enough by few
-)
-
-
-class TakesInputs(Protocol):
-    """Of a session, what takes inputs."""
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]: ...
-    def bind(self, feeds: Tensors) -> None: ...
-    def upload(self) -> None: ...
-
-
-def bound_sizes(session: TakesInputs, feeds: Tensors) -> dict[str, int]:
-    """The sizes of the feeds, which are in their places; DataError unless they fit the session."""
-    sizes = sizes_from_shapes(
-        session.inputs, {spec.name: feeds[spec.name].shape for spec in session.inputs}
-    )
-    if isinstance(sizes, str):
-        raise DataError(f"cannot time the layers: {sizes}", "give feeds of the engine's own shapes")
-    session.bind(feeds)
-    session.upload()
-    return sizes
-
-
-def run_for_layers(session: Session, ran: Callable[[], None] = lambda: None) -> int:
-    """Warm up, and run as often as layers are timed on a CPU; `ran` is called after every run. How
-    many counted.
-    """
-    for _ in range(LAYER_WARMUP_RUNS):
-        session.execute()
-        ran()
-    started, runs = monotonic(), 0
-    while runs < MIN_LAYER_RUNS or (
-        runs < LAYER_RUNS and monotonic() - started < MAX_LAYER_SECONDS
-    ):
-        session.execute()
-        ran()
-        runs += 1
-    return runs
 
 
 @contextlib.contextmanager
