@@ -18,7 +18,7 @@ MAX_LAYER_SECONDS = 2.0
 
 
 class HostTimer:
-    """The monotonic clock: on a CPU everything is done when the call returns."""
+    """The monotonic clock. On a CPU all work is done when a call returns."""
 
     def __init__(self) -> None:
         self._start = self._stop = 0.0
@@ -34,7 +34,7 @@ class HostTimer:
 
 
 class TakesInputs(Protocol):
-    """Of a session, what takes inputs."""
+    """The part of a session that takes inputs."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]: ...
@@ -43,7 +43,10 @@ class TakesInputs(Protocol):
 
 
 def bound_sizes(session: TakesInputs, feeds: Tensors) -> dict[str, int]:
-    """The sizes of the feeds, which are in their places; DataError unless they fit the session."""
+    """Bind and upload the feeds, and return their sizes.
+
+    DataError unless they fit the session.
+    """
     sizes = sizes_from_shapes(
         session.inputs, {spec.name: feeds[spec.name].shape for spec in session.inputs}
     )
@@ -54,18 +57,19 @@ def bound_sizes(session: TakesInputs, feeds: Tensors) -> dict[str, int]:
     return sizes
 
 
-def run_for_layers(session: Session, ran: Callable[[], None] = lambda: None) -> int:
-    """Warm up, and run as often as layers are timed on a CPU; `ran` is called after every run. How
-    many counted.
+def run_for_layers(session: Session, after_run: Callable[[], None] = lambda: None) -> int:
+    """Warm up, then run as often as layers are timed on a CPU. Return the number of timed runs.
+
+    `after_run` is called after every run, warmup included.
     """
     for _ in range(LAYER_WARMUP_RUNS):
         session.execute()
-        ran()
+        after_run()
     started, runs = monotonic(), 0
     while runs < MIN_LAYER_RUNS or (
         runs < LAYER_RUNS and monotonic() - started < MAX_LAYER_SECONDS
     ):
         session.execute()
-        ran()
+        after_run()
         runs += 1
     return runs

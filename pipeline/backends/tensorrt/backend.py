@@ -192,12 +192,12 @@ def _build(
         )
     config = configure(trt, parsed, recipe, options, model.inputs)
     calibrator = _give_calibrator(trt, config, model, recipe)
-    timed = timing_cache.Timed(place.target, options.tensorrt.timing_iterations)
+    scope = timing_cache.CacheScope(place.target, options.tensorrt.timing_iterations)
     with listening(trt):
-        attached = timing_cache.attach(config, timed, place.gpu)
+        attached = timing_cache.attach(config, scope, place.gpu)
     plan = serialize(trt, parsed, config, progress)
     with listening(trt):
-        said_of_cache = timing_cache.keep(config, timed, attached, place.gpu)
+        said_of_cache = timing_cache.keep(config, scope, attached, place.gpu)
     inputs = with_locations(model.inputs, parsed)
     del (
         attached,
