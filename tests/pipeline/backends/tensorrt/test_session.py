@@ -239,7 +239,7 @@ def test_an_output_on_the_cpu_is_refused(bench: Bench) -> None:
         closing(
             bench.load(bench.engine(Program(**{**vars(DOUBLE), "host_outputs": ("y",)})))
         ) as loaded,
-        pytest.raises(UnsupportedError, match="'y' is made on the CPU"),
+        pytest.raises(UnsupportedError, match="computes output 'y' on the CPU"),
     ):
         loaded.session()
     assert bench.cuda.streams == {}
