@@ -45,7 +45,7 @@ def build_bare(
     gpu, _ = trt_library.host()
     trt, timed = (
         trt_library.library(),
-        timing_cache.Timed(tensorrt_.probe(), options.tensorrt.timing_iterations),
+        timing_cache.CacheScope(tensorrt_.probe(), options.tensorrt.timing_iterations),
     )
     with timing_cache.gpu_lock(gpu.uuid, progress):
         plan = serialized(trt, model, recipe, options, timing_cache.read(timed))

@@ -1,5 +1,6 @@
-"""The backends by name. Each is a light module, imported when it is first asked for; the library
-behind it is imported when it is used.
+"""The backends by name.
+
+Each is a light module, imported on first use. It imports its library only when it needs it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ BACKENDS: dict[str, str | Backend] = {
     "pytorch": "pytorch.backend",
     "torch": "pytorch.programs",
 }
-"""A module of this package, or a stand-in for one. A child runs one backend, and to import all
-takes a quarter of its start.
+"""A module of this package, or a test double.
+
+Modules are imported one by one: a child process runs one backend, and importing all takes a quarter
+of its start.
 """
 
 if TYPE_CHECKING:
@@ -37,23 +40,24 @@ if TYPE_CHECKING:
 
 
 def backend(name: str) -> Backend:
-    """The backend of this name; PlanError with the near name if there is none."""
+    """Return the backend of this name. PlanError, with the nearest name, if there is none."""
     if name not in BACKENDS:
         near = difflib.get_close_matches(name, BACKENDS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(BACKENDS)}"
         raise PlanError(f"unknown backend '{name}'", hint)
-    found = BACKENDS[name]
-    return importlib.import_module(f"{__name__}.{found}") if isinstance(found, str) else found
+    entry = BACKENDS[name]
+    return importlib.import_module(f"{__name__}.{entry}") if isinstance(entry, str) else entry
 
 
 def load(engine: Engine, device: str = "") -> Loaded:
-    """An engine in memory, by the backend that built it."""
+    """Load an engine with the backend that built it."""
     return backend(engine.target.backend).load(engine, device)
 
 
 def load_to_serve(engine: Engine, device: str = "") -> Loaded:
-    """As `load`, but threads that wait for work soon sleep: beside the engine, whoever asks and who
-    passes it on want the CPU too.
+    """Load an engine whose idle threads soon sleep.
+
+    In a service, clients and the server need the CPU beside the engine.
     """
     if engine.target.backend != "onnxruntime":
         return load(engine, device)

@@ -1,5 +1,6 @@
-"""What a backend is. A module with these names satisfies `Backend`; there is no base class to
-inherit.
+"""The protocols of backends, loaded engines and sessions.
+
+A module with the names of `Backend` is a backend. There is no base class to inherit.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from pipeline.results.layer_table import LayerTable
 
 
 class Timer(Protocol):
-    """Times a region on the session's own clock: device events on a GPU, the monotonic clock on a
-    CPU.
-    """
+    """A timer on the session's own clock: device events on a GPU, the monotonic clock on a CPU."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def elapsed_s(self) -> float:
-        """Seconds between start and stop; waits for the device if it must."""
+        """Return the seconds between start and stop. Waits for the device if necessary."""
         ...
 
 
 class Session(Protocol):
-    """One execution context of a loaded engine. Order of calls: bind, upload, execute, download,
-    synchronize, fetch.
+    """One execution context of a loaded engine.
+
+    Order of calls: bind, upload, execute, download, synchronize, fetch.
     """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
     def bind(self, feeds: Tensors) -> None:
-        """Take the inputs of the next run; DataError unless names, dtypes and shapes are exactly
-        what the engine takes.
+        """Set the inputs of the next run.
+
+        DataError unless names, dtypes and shapes are those of the engine's interface.
         """
         ...
 
@@ -53,7 +54,7 @@ class Session(Protocol):
     def download(self) -> None: ...
     def synchronize(self) -> None: ...
     def fetch(self) -> Tensors:
-        """The outputs of the last run; the caller owns the arrays."""
+        """Return the outputs of the last run. The caller owns the arrays."""
         ...
 
     def timer(self) -> Timer: ...
@@ -61,7 +62,7 @@ class Session(Protocol):
 
 
 def run_session(session: Session, feeds: Tensors) -> Tensors:
-    """One whole run, from host arrays to host arrays; finished when it returns."""
+    """Run a session once, from host arrays to host arrays. The run is finished on return."""
     session.bind(feeds)
     session.upload()
     session.execute()
@@ -71,14 +72,14 @@ def run_session(session: Session, feeds: Tensors) -> Tensors:
 
 
 class Loaded(Protocol):
-    """One engine in memory, weights once."""
+    """One engine in memory. Its sessions share the weights."""
 
     def session(self, profile: int = 0) -> Session: ...
     def close(self) -> None: ...
 
 
 def no_layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
-    """For a backend that does not say yet what its engines run: `layers = no_layers`."""
+    """Return None, for a backend that cannot list layers yet: `layers = no_layers`."""
     return None
 
 
@@ -87,25 +88,28 @@ class Backend(Protocol):
 
     PRECISIONS: frozenset[Precision]
     DISTRIBUTIONS: tuple[str, ...]
-    """Packages whose versions are part of the cache key of what this backend builds."""
+    """Packages that determine an engine: their versions are part of its cache key."""
 
     def probe(self) -> Target:
-        """This host as this backend sees it, without importing the heavy library where that can be
-        avoided; raises BackendUnavailable.
+        """Return this host as a target. Avoids importing the heavy library where possible.
+
+        BackendUnavailable if the backend cannot be used here.
         """
         ...
 
     def check_recipe(self, recipe: Recipe, target: Target) -> None:
-        """Raise UnsupportedError for what this backend lacks, or would only pretend to run, on
-        `target`; known before anything is built.
+        """Raise UnsupportedError for a recipe that this backend cannot run on `target`.
+
+        That includes a precision that it accepts but computes in another. Checked before any build.
         """
         ...
 
     def unsupported(
         self, model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
     ) -> tuple[Refusal, ...]:
-        """Every node this backend cannot run, found before any build; `plugins` are libraries with
-        TensorRT plugins.
+        """Return every node that this backend cannot run, before any build.
+
+        `plugins` are libraries with TensorRT plugins.
         """
         ...
 
@@ -114,13 +118,15 @@ class Backend(Protocol):
     ) -> Engine: ...
 
     def layers(self, engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
-        """Every kernel of the engine, its precision and its time on these feeds; None where this
-        backend gives no evidence.
+        """Return every kernel of the engine with its precision and its time on these feeds.
+
+        None where this backend gives no evidence.
         """
         ...
 
     def load(self, engine: Engine, device: str = "") -> Loaded:
-        """Weights into memory; raises BackendUnavailable with both sides printed if `engine.target`
-        does not accept this host.
+        """Load the weights into memory.
+
+        BackendUnavailable, which names both hosts, if `engine.target` does not accept this one.
         """
         ...

@@ -1,10 +1,10 @@
-"""CUDA from Python, as little of it as sessions need: errors, streams, events, memory, graphs, and
-arrays of other libraries on the GPU.
+"""The parts of CUDA that sessions need: errors, streams, events, memory, graphs, and arrays of
+other libraries on the GPU.
 
-Functions and classes take the imported `cuda.bindings.runtime`, which `runtime()` gives. Everything
-has close(), which may be called twice; what is dropped without it is freed with it. Freeing ignores
-CUDA's answer: it could only repeat the error of earlier work, and that is raised by
-`Stream.synchronize`.
+Functions and classes take the imported `cuda.bindings.runtime`, which `runtime()` returns. Every
+resource has close(), which may be called twice. A resource without a reference is freed even if
+close() was not called. Freeing ignores CUDA's result: it could only repeat the error of earlier
+work, and `Stream.synchronize` raises that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.backends.checks import closed
+from pipeline.backends.feed_checks import closed
 from pipeline.distribution import install_command
 from pipeline.errors import (
     BackendUnavailable,
@@ -33,31 +33,28 @@ from pipeline.errors import (
 
 INSTALL = install_command("tensorrt")
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-STICKY = range(
-    700,
-    720,
-    # cudaErrorIllegalAddress to cudaErrorLaunchFailure and their like: every later call in the
-    # process fails too
-)
+# cudaErrorIllegalAddress to cudaErrorLaunchFailure and the like: after one of them every later call
+# in the process fails
+STICKY = range(700, 720)
 MIN_BYTES = 256  # an empty tensor has an address too
 ON_THE_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
 
 class CudaError(HostError):
-    """CUDA, or a library that runs on it, cannot do what it was asked."""
+    """CUDA, or a library that runs on it, failed."""
 
     code = "host.cuda"
 
 
 class OutOfDeviceMemory(HostError):
-    """The GPU has not as much free memory as was asked for; what is open stays usable."""
+    """The GPU has less free memory than requested. Open engines and sessions stay usable."""
 
     code = "host.out_of_device_memory"
     may_pass = True
 
 
 def runtime() -> Any:
-    """The imported `cuda.bindings.runtime`; BackendUnavailable where cuda-python is missing."""
+    """Import `cuda.bindings.runtime`. BackendUnavailable if cuda-python is missing."""
     return _imported("cuda.bindings.runtime")
 
 
@@ -71,8 +68,9 @@ def _imported(module: str) -> Any:
 
 
 def check(rt: Any, result: tuple[Any, ...]) -> Any:
-    """The value of (error, value), None of (error,), the values of (error, value, value); raises
-    unless the error is cudaSuccess.
+    """Return the values of a CUDA call. Raises unless its error is cudaSuccess.
+
+    (error,) gives None, (error, value) the value, (error, value, value) both values.
     """
     if result[0]:
         raise failure(rt, result[0])
@@ -80,8 +78,9 @@ def check(rt: Any, result: tuple[Any, ...]) -> Any:
 
 
 def failure(rt: Any, error: Any) -> CrucibleError:
-    """The exception for an error code of CUDA, whose "last error" is cleared, so that the next call
-    does not see it again.
+    """Return the exception for an error code of CUDA.
+
+    Clears CUDA's "last error", so that the next call does not report it again.
     """
     if int(error) == OUT_OF_MEMORY:
         return out_of_memory(rt)
@@ -97,50 +96,54 @@ def failure(rt: Any, error: Any) -> CrucibleError:
     return CudaError(f"CUDA reports {error.name}: {text.decode()}", next_step)
 
 
-def out_of_memory(rt: Any, wanted_bytes: int | None = None) -> OutOfDeviceMemory:
-    """The exception for an allocation that failed; the next one may work."""
+def out_of_memory(rt: Any, requested_bytes: int | None = None) -> OutOfDeviceMemory:
+    """Return the exception for an allocation that failed. The next one may succeed."""
     rt.cudaGetLastError()
-    wanted = "" if wanted_bytes is None else f": wanted {_shown(wanted_bytes)}"
+    parts = []
+    if requested_bytes is not None:
+        parts.append(f"requested {_size_text(requested_bytes)}")
     error, free, total = rt.cudaMemGetInfo()
-    left = "" if error else f"{',' if wanted else ':'} {_shown(free)} of {_shown(total)} are free"
+    if not error:
+        parts.append(f"{_size_text(free)} of {_size_text(total)} are free")
+    details = f": {', '.join(parts)}" if parts else ""
     next_step = (
         "close other engines and processes on this GPU (nvidia-smi shows them), or compile for"
         " smaller maximum shapes"
     )
-    return OutOfDeviceMemory(f"the GPU is out of memory{wanted}{left}", next_step)
+    return OutOfDeviceMemory(f"the GPU is out of memory{details}", next_step)
 
 
-def _shown(size: int) -> str:
+def _size_text(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def free_and_total_bytes(rt: Any) -> tuple[int, int]:
-    """Memory of the current device."""
+    """Return the free and the total memory of the current device."""
     free, total = check(rt, rt.cudaMemGetInfo())
     return free, total
 
 
 def use_device(rt: Any, ordinal: int) -> None:
-    """Make a GPU the current one of this thread; UnsupportedError if this host has no such GPU."""
+    """Make a GPU the current one of this thread. UnsupportedError if this host has no such GPU."""
     count = check(rt, rt.cudaGetDeviceCount())
     if ordinal >= count:
+        gpus = "1 GPU" if count == 1 else f"{count} GPUs"
         raise UnsupportedError(
-            f"there is no device 'cuda:{ordinal}': this host has {count} GPU{'s' * (count != 1)}",
+            f"there is no device 'cuda:{ordinal}': this host has {gpus}",
             "name one from cuda:0 on",
         )
     check(rt, rt.cudaSetDevice(ordinal))
 
 
 Copy = tuple[int, int, int, Any]
-"""To, from, bytes (more than 0), and its kind: `Stream.to_device`, `Stream.to_host` or
-`Stream.on_device`.
+"""Destination, source, bytes (more than 0) and kind of a copy.
+
+The kind is `Stream.to_device`, `Stream.to_host` or `Stream.on_device`.
 """
 
 
 class Stream:
-    """A queue of work on the GPU, which waits for no other and is not waited for by the legacy
-    default stream.
-    """
+    """A queue of work on the GPU. It and the legacy default stream do not wait for each other."""
 
     def __init__(self, rt: Any) -> None:
         self.rt = rt
@@ -153,7 +156,7 @@ class Stream:
         self._destroy = weakref.finalize(self, rt.cudaStreamDestroy, self.raw)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """Enqueue copies; host memory must be page-locked and stay as it is until they are done."""
+        """Enqueue copies. Host memory must be page-locked and stay unchanged meanwhile."""
         memcpy, raw = self._memcpy, self.raw
         for destination, source, size, kind in copies:
             result = memcpy(destination, source, size, kind, raw)
@@ -161,7 +164,7 @@ class Stream:
                 check(self.rt, result)
 
     def synchronize(self) -> None:
-        """Wait until all is done; raises what went wrong meanwhile."""
+        """Wait until all enqueued work is done. Raises its errors."""
         check(self.rt, self.rt.cudaStreamSynchronize(self.raw))
 
     @property
@@ -169,14 +172,14 @@ class Stream:
         return self._destroy.alive
 
     def close(self) -> None:
-        """Waits for what is enqueued, so that its buffers can be freed next."""
+        """Wait for the enqueued work, whose buffers may be freed next, and close the stream."""
         if self.is_open:
             self.rt.cudaStreamSynchronize(self.raw)
         self._destroy()
 
 
 class Event:
-    """A point in a stream, with its time."""
+    """A point in a stream with a timestamp."""
 
     def __init__(self, rt: Any) -> None:
         self._rt = rt
@@ -189,16 +192,19 @@ class Event:
         check(self._rt, self._rt.cudaEventRecord(self.raw, stream.raw))
 
     def seconds_since(self, start: Event) -> float:
-        """Waits for this event; CUDA resolves about half a microsecond."""
+        """Wait for this event and return the seconds since `start`.
+
+        The resolution is about half a microsecond.
+        """
         check(self._rt, self._rt.cudaEventSynchronize(self.raw))
-        return (
-            float(check(self._rt, self._rt.cudaEventElapsedTime(start.raw, self.raw))) / 1000
-        )  # CUDA answers in milliseconds
+        milliseconds = float(check(self._rt, self._rt.cudaEventElapsedTime(start.raw, self.raw)))
+        return milliseconds / 1000
 
 
 class EventTimer:
-    """Times what is enqueued on a stream between start and stop, on the GPU's own clock. Its times
-    outlive the stream.
+    """A timer for the work that is enqueued on a stream between start and stop.
+
+    It uses the GPU's own clock. Its times outlive the stream.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -220,7 +226,7 @@ class EventTimer:
 
 
 class _Buffer:
-    """Memory that may grow: `pointer` and `size` in bytes, both 0 while there is none."""
+    """Memory that can grow, at `pointer` with `size` bytes; both are 0 while it is empty."""
 
     def __init__(
         self, allocate: Callable[[int], int], free: Callable[[int], object], size: int | None
@@ -232,8 +238,10 @@ class _Buffer:
             self.reserve(size)
 
     def reserve(self, size: int) -> None:
-        """At least `size` bytes, and never none; what grows changes its address and loses its
-        content, and is empty if that fails.
+        """Make the buffer hold at least `size` bytes, and at least MIN_BYTES.
+
+        A buffer that grows changes its address and loses its content. If the allocation fails, it
+        is empty.
         """
         if size <= self.size and self.pointer:
             return
@@ -248,15 +256,16 @@ class _Buffer:
 
 
 class DeviceBuffer(_Buffer):
-    """Memory on the GPU. OutOfDeviceMemory if there is not enough."""
+    """Memory on the GPU. OutOfDeviceMemory if the GPU has too little."""
 
     def __init__(self, rt: Any, size: int | None = None) -> None:
         super().__init__(partial(_device_memory, rt), rt.cudaFree, size)
 
 
 class PinnedBuffer(_Buffer):
-    """Page-locked memory of the host: the only memory that can be copied while the CPU goes on.
-    Arrays made of it must not outlive it.
+    """Page-locked memory of the host: the only host memory that CUDA copies asynchronously.
+
+    Its arrays must not outlive it.
     """
 
     def __init__(self, rt: Any, size: int | None = None) -> None:
@@ -264,11 +273,11 @@ class PinnedBuffer(_Buffer):
 
     @property
     def bytes(self) -> NDArray[np.uint8]:
-        """All of it."""
+        """The whole buffer as bytes."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.size).from_address(self.pointer))
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Its first bytes as an array."""
+        """Return the first bytes as an array."""
         return self.bytes[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
@@ -284,16 +293,14 @@ def _pinned_memory(rt: Any, size: int) -> int:
     if int(error) == OUT_OF_MEMORY:
         rt.cudaGetLastError()
         raise HostError(
-            f"this host cannot lock {_shown(size)} of its memory for copies to the GPU",
+            f"this host cannot lock {_size_text(size)} of its memory for copies to the GPU",
             "free memory, or compile for smaller shapes",
         )
     return int(check(rt, (error, pointer)))
 
 
 class Graph:
-    """Work that was captured, ready to be launched as one: on the same addresses, in the same
-    stream.
-    """
+    """Captured work that is launched as one unit, on the same addresses and in the same stream."""
 
     def __init__(self, stream: Stream, raw: Any) -> None:
         self._stream, self._raw = stream, raw
@@ -307,16 +314,13 @@ class Graph:
 
 
 def capture(stream: Stream, enqueue: Callable[[], None]) -> Graph:
-    """What `enqueue` puts on the stream, as a graph; nothing of it runs. Whatever it raises comes
-    out, and the stream works as before.
+    """Capture the work that `enqueue` puts on the stream as a graph, without running it.
+
+    Exceptions of `enqueue` are passed on, and the stream stays usable.
     """
     rt = stream.rt
-    check(
-        rt,
-        rt.cudaStreamBeginCapture(
-            stream.raw, rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        ),
-    )
+    mode = rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+    check(rt, rt.cudaStreamBeginCapture(stream.raw, mode))
     try:
         enqueue()
     except BaseException:
@@ -330,8 +334,9 @@ def capture(stream: Stream, enqueue: Callable[[], None]) -> Graph:
 
 
 def _abandon(stream: Stream) -> None:
-    """End a capture that failed; CUDA answers 901 and gives no graph, or gives one if the work was
-    not what failed.
+    """End a capture that failed.
+
+    CUDA returns error 901 and no graph, or a graph if the failure came from elsewhere.
     """
     rt = stream.rt
     error, captured = rt.cudaStreamEndCapture(stream.raw)
@@ -342,19 +347,17 @@ def _abandon(stream: Stream) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """An array of another library that lies on the GPU, contiguous, ready for work of the stream it
-    was made for.
-    """
+    """A contiguous array of another library on the GPU, ordered before later work of our stream."""
 
     pointer: int
-    like: NDArray[
-        Any
-    ]  # of its dtype and shape, with one element of memory: what the checks of host arrays look at
+    # An array of the same dtype and shape, with one element of memory, for the checks of feeds.
+    like: NDArray[Any]
     owner: object  # keeps the memory alive
 
 
 def device_array(name: str, value: object, stream: Stream, ordinal: int) -> DeviceArray | None:
-    """An input that lies on the GPU, by DLPack or __cuda_array_interface__; None of anything else.
+    """Return an input on the GPU, by DLPack or __cuda_array_interface__; None for any other value.
+
     DataError if it cannot be copied as it is.
     """
     try:
@@ -390,14 +393,16 @@ def device_array(name: str, value: object, stream: Stream, ordinal: int) -> Devi
 def _is_on_gpu(value: object) -> bool:
     if isinstance(value, np.ndarray):
         return False
-    if device := getattr(value, "__dlpack_device__", None):
+    device = getattr(value, "__dlpack_device__", None)
+    if device:
         return device()[0] in ON_THE_GPU
     return hasattr(value, "__cuda_array_interface__")
 
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
-    """Whether elements lie in C order without gaps. Strides count elements; None: they do; those of
-    axes of one element mean nothing.
+    """Return True if the elements lie in C order without gaps.
+
+    Strides count elements; None means C order. The strides of axes of size 1 are ignored.
     """
     if strides is None or 0 in shape:
         return True

@@ -1,7 +1,7 @@
-"""Finds every node that a library refuses, by offering it each distinct node as a model of its own.
+"""Find every node that a library refuses: try each distinct node as a model of its own.
 
-A library stops at the first node that it cannot take, and its registry of kernels does not tell
-which attributes and dtypes they serve. A model of one node gets the library's own answer, in a few
+A library stops at the first node that it cannot run, and its kernel registry does not tell which
+attributes and dtypes a kernel supports. A model of one node gets the library's own answer in a few
 milliseconds.
 """
 
@@ -18,10 +18,13 @@ from pipeline.onnx_graph.files import SMALL_BYTES, read_proto
 from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, bytes_of_tensor, graphs_of, operator_of
 
 TryModel = Callable[[bytes], str]
-"""Offers a serialised model to a library: its complaint, or an empty string."""
+"""Tries a serialised model with a library. Returns its error message, empty if it accepts."""
 
 UNKNOWN_OPERATOR = ("is not a registered function/op", "No conversion rule found")
-"""What ONNX Runtime and OpenVINO say of an operator that they do not know, whatever its inputs."""
+"""Parts of the messages of ONNX Runtime and OpenVINO for an operator that they do not know.
+
+They do not depend on the operator's inputs.
+"""
 
 REMEDY = (
     "express the node in operators that the backend has (`simplify.surgery` in the plan), or choose"
@@ -30,27 +33,21 @@ REMEDY = (
 
 
 def refused_nodes(model: OnnxModel, try_model: TryModel) -> tuple[Refusal, ...]:
-    """The nodes, those of subgraphs and local functions too, that `try_model` refuses."""
-    proto, skeleton = (
-        _inlined(read_proto(model.path)),
-        _inlined(read_proto(model.path, weights=False)),
-    )
+    """Return the nodes that `try_model` refuses, also in subgraphs and local functions."""
+    proto = _inlined(read_proto(model.path))
+    skeleton = _inlined(read_proto(model.path, weights=False))
     types = _types(skeleton)
-    constants = {
-        t.name: t
-        for graph in graphs_of(proto.graph)
-        for t in graph.initializer
-        if bytes_of_tensor(t) <= SMALL_BYTES
-    }
-    answers: dict[bytes, str] = {}
+    constants = _small_constants(proto)
+    reasons: dict[bytes, str] = {}
     refusals = []
     for index, node in _plain_nodes(proto):
-        alone, guessed = _model_of(node, proto, types, constants)
-        key = alone.SerializeToString(deterministic=True)
-        if key not in answers:
-            answers[key] = try_model(key)
-        reason = answers[key]
-        if reason and (not guessed or any(text in reason for text in UNKNOWN_OPERATOR)):
+        single, has_guess = _model_of(node, proto, types, constants)
+        key = single.SerializeToString(deterministic=True)
+        if key not in reasons:
+            reasons[key] = try_model(key)
+        reason = reasons[key]
+        is_certain = not has_guess or any(text in reason for text in UNKNOWN_OPERATOR)
+        if reason and is_certain:
             refusals.append(
                 Refusal(
                     node=node.name or f"#{index}",
@@ -63,8 +60,21 @@ def refused_nodes(model: OnnxModel, try_model: TryModel) -> tuple[Refusal, ...]:
     return tuple(refusals)
 
 
+def _small_constants(proto: ModelProto) -> dict[str, TensorProto]:
+    """Return the initializers of up to SMALL_BYTES by name, also those of subgraphs."""
+    constants: dict[str, TensorProto] = {}
+    for graph in graphs_of(proto.graph):
+        for tensor in graph.initializer:
+            if bytes_of_tensor(tensor) <= SMALL_BYTES:
+                constants[tensor.name] = tensor
+    return constants
+
+
 def _plain_nodes(proto: ModelProto) -> Iterator[tuple[int, NodeProto]]:
-    """All nodes but If, Loop and Scan, whose bodies' nodes come instead."""
+    """Yield all nodes but If, Loop and Scan, in the place of which the nodes of their bodies come.
+
+    The number is the node's index in its graph.
+    """
     for graph in graphs_of(proto.graph):
         for index, node in enumerate(graph.node):
             if not any(attribute.HasField("g") for attribute in node.attribute):
@@ -76,14 +86,14 @@ def _inlined(proto: ModelProto) -> ModelProto:
 
 
 def _types(proto: ModelProto) -> dict[str, TypeProto]:
-    """The type of every tensor as far as shape inference finds it; what comes after an unknown
-    operator is missing.
+    """Return the types of the tensors that shape inference finds.
+
+    Tensors after an unknown operator are missing.
     """
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    except (
-        onnx.shape_inference.InferenceError
-    ):  # an operator set that the file does not declare, or shapes that contradict each other
+    # The file does not declare an operator set, or its shapes contradict each other.
+    except onnx.shape_inference.InferenceError:
         inferred = proto
     values = (
         value
@@ -105,40 +115,39 @@ def _model_of(
     types: Mapping[str, TypeProto],
     constants: Mapping[str, TensorProto],
 ) -> tuple[ModelProto, bool]:
-    """A model of this node alone, with names of its own so that equal nodes give equal models; and
-    whether a type was guessed.
+    """Return a model of this node alone, and whether one of its input types is a guess.
+
+    Its tensors get new names, so that equal nodes give equal models.
     """
-    alone = NodeProto()
-    alone.CopyFrom(node)
-    alone.name = alone.doc_string = ""
-    del alone.metadata_props[:]
+    single = NodeProto()
+    single.CopyFrom(node)
+    single.name = single.doc_string = ""
+    del single.metadata_props[:]
     graph = GraphProto(name="node")
-    guessed = False
+    has_guess = False
     for slot, name in enumerate(node.input):
-        alone.input[slot] = inner = f"in{slot}" if name else ""
+        single.input[slot] = inner = f"in{slot}" if name else ""
         if name in constants:
             tensor = graph.initializer.add()
             tensor.CopyFrom(constants[name])
             tensor.name = inner
         elif name:
-            guessed = guessed or name not in types
-            known = types.get(name) or onnx.helper.make_tensor_type_proto(TensorProto.FLOAT, None)
-            graph.input.append(ValueInfoProto(name=inner, type=known))
+            has_guess = has_guess or name not in types
+            guess = onnx.helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+            graph.input.append(ValueInfoProto(name=inner, type=types.get(name, guess)))
     for slot, name in enumerate(node.output):
-        alone.output[slot] = inner = f"out{slot}" if name else ""
+        single.output[slot] = inner = f"out{slot}" if name else ""
         if name:
             graph.output.append(ValueInfoProto(name=inner))
-    graph.node.append(alone)
-    return (
-        ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, graph=graph),
-        guessed,
-    )
+    graph.node.append(single)
+    model = ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, graph=graph)
+    return model, has_guess
 
 
 def _opset(proto: ModelProto, node: NodeProto) -> int:
-    same = [
+    versions = [
         entry.version
         for entry in proto.opset_import
         if entry.domain == node.domain or {entry.domain, node.domain} <= set(DEFAULT_DOMAINS)
     ]
-    return int(max(same, default=0))
+    return int(max(versions, default=0))

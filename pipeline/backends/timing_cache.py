@@ -1,17 +1,16 @@
-"""TensorRT's timing cache as an artifact of its own, and the GPU to itself while it is filled.
+"""TensorRT's timing cache on disk, and the lock that gives a build the GPU to itself.
 
-    home()/timing/<key>/cache.bin     what TensorRT serialized (trtexec --timingCacheFile reads it
-                                      too)
-                        target.json   for which target, how often a kernel was timed, and the sha256
-                                      of cache.bin
+    home()/timing/<key>/cache.bin     TensorRT's serialized cache (trtexec --timingCacheFile reads
+                                      it too)
+                        target.json   the target, the runs per kernel, and the SHA-256 of cache.bin
     home()/locks/gpu-<uuid>.lock      held while an engine is built: two of our builds on one GPU
                                       take turns
 
-A build looks its kernels up and times only those that are not there (ResNet-18 in fp16 on an H200:
-24 s cold, 0.6 s with it). A time taken while another process computes, or while others take the
-CPUs that launch it, is wrong for ever, so such a build adds nothing; nor does one where NVML does
-not tell who else computes. A container hides the processes outside of it: there, keep other work
-off the GPU while building.
+A build looks its kernels up and times only those that are missing (ResNet-18 in fp16 on an H200:
+24 s cold, 0.6 s with the cache). A time is wrong for ever if another process uses the GPU
+meanwhile, or if others take the CPUs that launch the kernel. Such a build adds nothing to the
+cache. Nor does a build for which NVML cannot list the other processes. A container hides the
+processes outside of it: there, keep other work off the GPU while building.
 """
 
 from __future__ import annotations
@@ -34,38 +33,41 @@ from pipeline.host.gpu import open_nvml
 from pipeline.plan.schema import home
 
 FILE, ABOUT = "cache.bin", "target.json"
-FORMAT = 2  # 1: Python was called while kernels were timed, which made some look slower than others
+# 1: Python was called while kernels were timed, which made some look slower than others
+FORMAT = 2
 UNREADABLE = (
-    "the timing cache at '{}' was damaged and is made anew: this build took as long as the first"
+    "the timing cache at '{}' was damaged and was created again: this build took as long as the"
+    " first one"
 )
 SHARED = "timing cache not filled: another process used the GPU (process {})"
 HIDDEN = (
-    "; one that is not seen from here may be this build itself, in a container that gets the host's"
-    " numbers (docker: --pid=host)"
+    "; a process that does not exist here may be this build itself, in a container where NVML gives"
+    " the host's process ids (docker: --pid=host)"
 )
 UNKNOWN = "timing cache not filled: it is not known whether another process used the GPU: {}"
 BUSY = (
     "timing cache not filled: other work took {:.0%} of the CPUs and left {:.0%} idle, so kernels"
     " may be timed and chosen badly"
 )
-MAX_OTHERS, MIN_IDLE = (
-    0.25,
-    0.1,
-)  # a build's own threads may take every CPU: that alone is no reason
+# Shares of the CPU time. The idle share alone proves nothing: a build's own threads may take every
+# CPU.
+MAX_OTHERS = 0.25
+MIN_IDLE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """What a cache is of: one target, each kernel timed so often. Times of 1 run are not to be
-    looked up where 8 are asked for.
+class CacheScope:
+    """What a cache is valid for: one target and one number of timing runs per kernel.
+
+    Times of 1 run must not be looked up by a build that asks for 8.
     """
 
     target: Target
     iterations: int
 
 
-class About(Frozen):
-    """What lies beside a cache: what it is of, and how it reads when whole."""
+class CacheDescription(Frozen):
+    """The content of target.json: the scope of a cache, and its checksum."""
 
     backend: str
     version: str
@@ -77,16 +79,17 @@ class About(Frozen):
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
-    """Who else computes on a GPU."""
+class OtherProcesses:
+    """The other processes that compute on a GPU."""
 
     pids: tuple[int, ...] = ()
-    unknown: str = ""  # why that cannot be said
+    unknown: str = ""  # why NVML cannot list them
 
 
 class CpuTime(NamedTuple):
-    """Seconds of the CPUs that this process may use, since the host started: in all, idle, and
-    spent by it and its ended children.
+    """Seconds of the CPUs that this process may use, since the host started.
+
+    In total, idle, and spent by this process and its ended children.
     """
 
     total: float = 0.0
@@ -94,17 +97,21 @@ class CpuTime(NamedTuple):
     own: float = 0.0
 
     def shares_since(self, before: CpuTime) -> tuple[float, float]:
-        """Of the CPUs' time since then: what others took, and what was idle."""
-        total, idle, own = (now - then for now, then in zip(self, before, strict=True))
-        return (max(0.0, total - idle - own) / total, idle / total) if total > 0 else (0.0, 1.0)
+        """Return the shares of the CPU time since `before`: of other processes, and idle."""
+        total = self.total - before.total
+        idle = self.idle - before.idle
+        own = self.own - before.own
+        if total <= 0:
+            return 0.0, 1.0
+        return max(0.0, total - idle - own) / total, idle / total
 
 
 @dataclass(slots=True)
 class Attached:
-    """A timing cache in use by a builder's config, which must not outlive it."""
+    """A timing cache that a builder's config uses. The config must not outlive it."""
 
     cache: Any
-    others: Others = Others()  # before the build
+    others: OtherProcesses = OtherProcesses()  # before the build
     cpu: CpuTime = field(default_factory=CpuTime)  # before the build
     notes: list[str] = field(default_factory=list)
 
@@ -112,48 +119,48 @@ class Attached:
 # -- files -------------------------------------------------------------------
 
 
-def folder(timed: Timed) -> Path:
-    """Where this cache lies: by library version, GPU model and generation, and iterations. TensorRT
-    itself checks more when it reads it.
+def folder(scope: CacheScope) -> Path:
+    """Return the folder of a cache, by library version, GPU model and generation, and timing runs.
+
+    TensorRT itself checks more when it reads the cache.
     """
-    key = hashlib.sha256(_about(timed).model_dump_json().encode()).hexdigest()
+    key = hashlib.sha256(_description(scope).model_dump_json().encode()).hexdigest()
     return home() / "timing" / key
 
 
-def _about(timed: Timed, sha256: str = "") -> About:
-    target = timed.target
-    return About(
+def _description(scope: CacheScope, sha256: str = "") -> CacheDescription:
+    target = scope.target
+    return CacheDescription(
         backend=target.backend,
         version=target.version,
         device=target.device,
         compute_capability=target.compute_capability,
-        timing_iterations=timed.iterations,
+        timing_iterations=scope.iterations,
         sha256=sha256,
     )
 
 
-def read(timed: Timed) -> bytes:
-    """This cache; empty where there is none, or none that is whole."""
-    place = folder(timed)
+def read(scope: CacheScope) -> bytes:
+    """Return the content of a cache; empty if it is missing or damaged."""
+    cache_folder = folder(scope)
     try:
-        data, about = (
-            (place / FILE).read_bytes(),
-            json.loads((place / ABOUT).read_text(encoding="utf-8")),
-        )
+        data = (cache_folder / FILE).read_bytes()
+        description = json.loads((cache_folder / ABOUT).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return b""
-    whole = isinstance(about, dict) and about.get("sha256") == hashlib.sha256(data).hexdigest()
-    return data if whole else b""
+    if not isinstance(description, dict):
+        return b""
+    return data if description.get("sha256") == hashlib.sha256(data).hexdigest() else b""
 
 
-def write(timed: Timed, data: bytes) -> None:
-    """Publish this cache. A crash between the two files leaves one that `read` takes for
+def write(scope: CacheScope, data: bytes) -> None:
+    """Publish a cache. A crash between the two files leaves a cache that `read` ignores as
     damaged.
     """
-    place = folder(timed)
-    about = _about(timed, hashlib.sha256(data).hexdigest())
-    _publish(place / FILE, data)
-    _publish(place / ABOUT, (about.model_dump_json(indent=1) + "\n").encode())
+    cache_folder = folder(scope)
+    description = _description(scope, hashlib.sha256(data).hexdigest())
+    _publish(cache_folder / FILE, data)
+    _publish(cache_folder / ABOUT, (description.model_dump_json(indent=1) + "\n").encode())
 
 
 def _publish(path: Path, data: bytes) -> None:
@@ -168,73 +175,77 @@ def _publish(path: Path, data: bytes) -> None:
         raise
 
 
-# -- a build's use of it -----------------------------------------------------
+# -- use by a build ----------------------------------------------------------
 
 
-def attach(config: Any, timed: Timed, gpu: str = "") -> Attached:
-    """Give a builder's config this cache, or an empty one; notes tell of one that cannot be
-    read.
+def attach(config: Any, scope: CacheScope, gpu: str = "") -> Attached:
+    """Give a builder's config the stored cache, or an empty one.
+
+    The notes report a stored cache that cannot be read.
     """
-    data = read(timed)
-    notes = (
-        [UNREADABLE.format(folder(timed) / FILE)]
-        if not data and (folder(timed) / FILE).exists()
-        else []
-    )
+    data = read(scope)
+    notes = []
+    if not data and (folder(scope) / FILE).exists():
+        notes = [UNREADABLE.format(folder(scope) / FILE)]
     cache = config.create_timing_cache(data)
-    if cache is None or not config.set_timing_cache(
-        cache, False
-    ):  # False: of another device or version it is refused
-        notes = [UNREADABLE.format(folder(timed) / FILE)]
+    # False: TensorRT refuses a cache of another device or version
+    if cache is None or not config.set_timing_cache(cache, False):
+        notes = [UNREADABLE.format(folder(scope) / FILE)]
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, False)
     return Attached(cache, other_processes(gpu), cpu_time(), notes)
 
 
-def keep(config: Any, timed: Timed, attached: Attached, gpu: str = "") -> tuple[str, ...]:
-    """After the build: add what it timed to this cache, if the GPU was ours alone and the CPUs kept
-    up. Returns all that should be noted.
+def keep(config: Any, scope: CacheScope, attached: Attached, gpu: str = "") -> tuple[str, ...]:
+    """Add the times of a finished build to the stored cache. Return the texts of the notes.
+
+    Nothing is added if another process used the GPU, or if other work took the CPUs.
     """
     others = other_processes(gpu)
-    if unknown := attached.others.unknown or others.unknown:
+    unknown = attached.others.unknown or others.unknown
+    if unknown:
         return (*attached.notes, UNKNOWN.format(unknown))
-    if pids := sorted({*attached.others.pids, *others.pids}):
+    pids = sorted({*attached.others.pids, *others.pids})
+    if pids:
         hint = "" if all(map(psutil.pid_exists, pids)) else HIDDEN
         return (*attached.notes, SHARED.format(", ".join(map(str, pids))) + hint)
     others_share, idle = cpu_time().shares_since(attached.cpu)
     if others_share > MAX_OTHERS and idle < MIN_IDLE:
         return (*attached.notes, BUSY.format(others_share, idle))
-    merge(config, timed, attached.cache)
+    merge(config, scope, attached.cache)
     return tuple(attached.notes)
 
 
-def merge(config: Any, timed: Timed, cache_from_build: Any) -> None:
-    """Add a build's cache to the stored one under a lock: what another build wrote meanwhile
-    stays.
+def merge(config: Any, scope: CacheScope, cache_from_build: Any) -> None:
+    """Add a build's cache to the stored one, under a lock.
+
+    Entries that another build wrote meanwhile stay.
     """
-    place = folder(timed)
-    place.mkdir(parents=True, exist_ok=True)
-    with FileLock(place / "lock"):
-        before = read(timed)
+    cache_folder = folder(scope)
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_folder / "lock"):
+        before = read(scope)
         stored = config.create_timing_cache(before) if before else None
         if stored is not None:
-            cache_from_build.combine(stored, False)  # False: entries of another device are left out
+            # False: entries of another device are left out
+            cache_from_build.combine(stored, False)
         after = bytes(cache_from_build.serialize())
         if after != before:
-            write(timed, after)
+            write(scope, after)
 
 
-# -- the GPU to itself -------------------------------------------------------
+# -- exclusive use of the GPU ------------------------------------------------
 
 
 @contextlib.contextmanager
 def gpu_lock(gpu: str, progress: Progress) -> Iterator[None]:
-    """Hold the GPU of this UUID against other builds of ours; says so while it waits. The lock ends
-    with the process that holds it.
+    """Lock the GPU of this UUID against other builds of ours. Reports progress while it waits.
+
+    The lock ends with the process that holds it.
     """
-    place = home() / "locks"
-    place.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(place / f"gpu-{gpu or '0'}.lock")
+    locks = home() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(locks / f"gpu-{gpu or '0'}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -246,43 +257,43 @@ def gpu_lock(gpu: str, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
-def other_processes(gpu: str = "", nvml: Any = None) -> Others:
-    """Processes that have the GPU of this UUID open for computing, but for this one, its parents
-    and its children; empty: any GPU (`nvml`: pynvml, or a double).
+def other_processes(gpu: str = "", nvml: Any = None) -> OtherProcesses:
+    """Return the processes that compute on the GPU of this UUID; "" is any GPU.
+
+    This process, its parents and its children are left out. `nvml` is pynvml, or a double.
     """
     pids: set[int] = set()
     with open_nvml(nvml) as opened:
         devices = opened.devices()
         if not devices:
-            return Others(unknown=opened.reason or "NVML lists no GPU")
+            return OtherProcesses(unknown=opened.reason or "NVML lists no GPU")
         for device in devices:
             if gpu and device.uuid() != gpu:
                 continue
-            found = device.compute_pids()
-            if found is None:
-                return Others(unknown=f"NVML lists no processes of GPU '{device.uuid()}'")
-            numbered = {pid for pid in found if pid is not None}
-            if len(numbered) < len(set(found)):
-                return Others(unknown="NVML lists a process without its number")
-            pids |= numbered
-    return Others(tuple(sorted(pids - _family())))
+            reported = device.compute_pids()
+            if reported is None:
+                return OtherProcesses(unknown=f"NVML lists no processes of GPU '{device.uuid()}'")
+            known = {pid for pid in reported if pid is not None}
+            if len(known) < len(set(reported)):
+                return OtherProcesses(unknown="NVML lists a process without its number")
+            pids |= known
+    return OtherProcesses(tuple(sorted(pids - _family())))
 
 
 def cpu_time() -> CpuTime:
-    """Until now. Of a quota (docker --cpus) the kernel's figures know nothing."""
+    """Return the CPU time until now. The kernel's figures ignore a quota (docker --cpus)."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     cpus = [
-        each
-        for number, each in enumerate(psutil.cpu_times(percpu=True))
+        cpu
+        for number, cpu in enumerate(psutil.cpu_times(percpu=True))
         if allowed is None or number in allowed
     ]
-    counted_twice = sum(
-        getattr(each, name, 0.0) for each in cpus for name in ("guest", "guest_nice")
-    )  # in user and nice too
-    idle = sum(each.idle + getattr(each, "iowait", 0.0) for each in cpus)
+    # user and nice contain the time of guests
+    guests = sum(getattr(cpu, "guest", 0.0) + getattr(cpu, "guest_nice", 0.0) for cpu in cpus)
+    idle = sum(cpu.idle + getattr(cpu, "iowait", 0.0) for cpu in cpus)
     own = psutil.Process().cpu_times()
     return CpuTime(
-        sum(map(sum, cpus)) - counted_twice,
+        sum(map(sum, cpus)) - guests,
         idle,
         own.user + own.system + own.children_user + own.children_system,
     )

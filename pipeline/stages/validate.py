@@ -33,7 +33,7 @@ from pipeline.accuracy.metrics import (
 )
 from pipeline.accuracy.task_metric import TaskMetric, open_metric
 from pipeline.backends.base import Loaded, Session, run_session
-from pipeline.backends.checks import torch_hidden
+from pipeline.backends.feed_checks import torch_hidden
 from pipeline.core import (
     Artifact,
     Engine,

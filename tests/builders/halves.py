@@ -12,7 +12,8 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 
 from pipeline.backends.base import Loaded, Session, no_layers
-from pipeline.backends.checks import HostTimer, engine_digest
+from pipeline.backends.feed_checks import engine_digest
+from pipeline.backends.layer_timing import HostTimer
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.core import (

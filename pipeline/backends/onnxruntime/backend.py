@@ -1,11 +1,10 @@
-"""ONNX Runtime on the CPU; on a GPU by its providers CUDA and TensorRT where the build has them.
+"""ONNX Runtime on the CPU, and on a GPU by its CUDA and TensorRT providers if the build has them.
 
-The GPU's providers were not run: there was no such build where this was made. A test runs them on
-a double.
+The GPU providers have only run in tests with a double, never with a real build.
 
-The engine file is the converted ONNX graph itself, with its external data. Saving the optimised
-graph instead would bake in this CPU's blocked layout (NCHWc), which a CPU with wider vectors reads
-wrongly, to save 50 ms of the 110 ms that loading ResNet-50 takes.
+The engine file is the converted ONNX graph itself, with its external data. The optimised graph
+would contain this CPU's blocked layout (NCHWc), which a CPU with wider vectors reads wrongly; it
+would save only 50 ms of the 110 ms for loading ResNet-50.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends.base import Loaded, Session
-from pipeline.backends.checks import (
+from pipeline.backends.feed_checks import (
     FeedCheck,
-    HostTimer,
     closed,
     engine_digest,
     installed_version,
@@ -32,6 +30,7 @@ from pipeline.backends.checks import (
     refuse_foreign,
     unreadable,
 )
+from pipeline.backends.layer_timing import HostTimer
 from pipeline.backends.node_support import REMEDY, refused_nodes
 from pipeline.backends.onnxruntime import layers as ort_layers
 from pipeline.core import (
@@ -66,8 +65,9 @@ Provider = tuple[str, dict[str, str]]
 """An execution provider by the library's name, with its options."""
 
 AS_WRITTEN = "as written"
-"""Variant of a recipe: Q/DQ are computed where they stand, in fp32. The int8 kernels that ONNX
-Runtime would put in their place can saturate.
+"""Variant of a recipe: Q/DQ nodes are computed in fp32, as they are in the graph.
+
+The int8 kernels that ONNX Runtime would otherwise use in their place can saturate.
 """
 
 NOT_REALLY = {
@@ -88,26 +88,28 @@ PROVIDERS: Mapping[OrtProvider, str] = {
 }
 
 SPIN_US = 100
-"""How long a thread of an engine that serves waits awake for the next operator.
+"""How long a thread of a serving engine spins while it waits for the next operator.
 
-16 convolutions on 2 cores that ten processes wanted, medians: 4.5 ms with it, 4.6 ms where threads
-sleep at once, 10 ms where they spin.
+Medians of 16 convolutions on 2 cores with ten busy processes: 4.5 ms with this limit, 4.6 ms if
+threads sleep at once, 10 ms if they spin without a limit.
 """
 
 MAKES_FLOAT = ("MatMulAddFusion",)
-"""Left out of int8 engines: a MatMul and the Add of its bias become a Gemm whose float bias keeps
-it from running in 8 bits.
+"""Optimizers that int8 engines run without.
+
+MatMulAddFusion replaces a MatMul and the Add of its bias by a Gemm, which the float bias keeps from
+running in 8 bits.
 """
 
 
 def probe() -> Target:
-    """This CPU; nothing is imported."""
+    """Return this CPU as a target. Imports nothing."""
     version = installed_version("onnxruntime", "pip install --force-reinstall onnxruntime")
     return Target(backend="onnxruntime", version=version, device=cpu_name(), cpu_flags=cpu_flags())
 
 
 def provider_target() -> Target:
-    """The first GPU of this host, for the providers that use one; BackendUnavailable without."""
+    """Return the first GPU of this host as a target. BackendUnavailable without a GPU."""
     gpus = find_gpus()
     if not gpus.devices:
         raise BackendUnavailable(
@@ -126,7 +128,7 @@ def provider_target() -> Target:
 
 
 def gpu_providers() -> tuple[OrtProvider, ...]:
-    """The providers of the installed build that use a GPU. Imports ONNX Runtime."""
+    """Return the GPU providers of the installed build. Imports ONNX Runtime."""
     import onnxruntime
 
     present = set(onnxruntime.get_available_providers())
@@ -136,19 +138,20 @@ def gpu_providers() -> tuple[OrtProvider, ...]:
 def unsupported(
     model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
 ) -> tuple[Refusal, ...]:
-    """Every node without a kernel, or that its kernel refuses. The whole model is tried first: if
-    it loads, there is none.
+    """Return every node without a kernel, or with a kernel that refuses it.
+
+    The whole model is tried first: if it loads, there is no such node.
     """
-    complaint = _complaint(str(model.path))
-    if not complaint:
+    message = _load_error(str(model.path))
+    if not message:
         return ()
-    refusals = refused_nodes(model, _complaint)
+    refusals = refused_nodes(model, _load_error)
     return refusals or (
         Refusal(
             node="(the whole model)",
             operator="",
             opset=model.opset,
-            reason=complaint,
+            reason=message,
             remedy=REMEDY,
         ),
     )
@@ -157,17 +160,19 @@ def unsupported(
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """Copy the graph and its external data to `out` and open it once; the graph must already be in
-    the recipe's precision.
+    """Copy the graph and its external data to `out`, and open it once as a check.
+
+    The graph must already be in the recipe's precision.
     """
     _check_precision(model, recipe)
     progress(None, "copying the graph")
     copy_model(model.path, out / model.path.name)
     progress(None, "optimising the graph")
     providers = providers_of(recipe, model.inputs, options.profiles)
-    if complaint := _complaint(str(out / model.path.name), recipe, providers):
+    message = _load_error(str(out / model.path.name), recipe, providers)
+    if message:
         raise ModelError(
-            f"ONNX Runtime cannot open this model: {complaint}",
+            f"ONNX Runtime cannot open this model: {message}",
             "list every node with `crucible inspect MODEL --backend onnxruntime`",
         )
     target = _target_of(recipe)
@@ -190,9 +195,9 @@ def _target_of(recipe: Recipe) -> Target:
 
 
 def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
-    """Every kernel of the engine by ONNX Runtime's own profile; None on a GPU.
+    """Return every kernel of the engine from ONNX Runtime's own profile; None on a GPU.
 
-    The profiled session is one of its own, with the same options.
+    The profile is of a separate session with the same options.
     """
     if engine.recipe.provider != "cpu":
         return None
@@ -208,7 +213,7 @@ def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | Non
 
 
 def load(engine: Engine, device: str = "", serves: bool = False) -> Loaded:
-    """The engine in memory. BackendUnavailable if it was built for another host.
+    """Load the engine. BackendUnavailable if it was built for another host.
 
     `serves`: see `_open`.
     """
@@ -222,20 +227,20 @@ def load(engine: Engine, device: str = "", serves: bool = False) -> Loaded:
 
 
 class OrtLoaded:
-    """One inference session of ONNX Runtime, which any number of our sessions may share."""
+    """One inference session of ONNX Runtime. Any number of our sessions share it."""
 
     def __init__(self, engine: Engine, session: onnxruntime.InferenceSession) -> None:
         self._engine = engine
         self._session: onnxruntime.InferenceSession | None = session
 
     def session(self, profile: int = 0) -> Session:
-        """A session that takes the shapes of all profiles, whichever is named."""
+        """Open a session. It accepts the shapes of all profiles and ignores `profile`."""
         if self._session is None:
             closed()
         return OrtSession(self._engine, self._session.run)
 
     def close(self) -> None:
-        """Frees the weights once the sessions are closed too."""
+        """Free the weights once the sessions are closed too."""
         self._session = None
 
 
@@ -243,8 +248,9 @@ Run = Callable[[Sequence[str], dict[str, NDArray[np.generic]]], Sequence[NDArray
 
 
 class OrtSession:
-    """Runs on host arrays: ONNX Runtime reads contiguous inputs in place, and allocates outputs for
-    each run.
+    """A session on host arrays.
+
+    ONNX Runtime reads contiguous inputs in place and allocates the outputs of each run.
     """
 
     def __init__(self, engine: Engine, run: Run) -> None:
@@ -262,7 +268,7 @@ class OrtSession:
         self._feeds, self._results = dict(feeds), ()
 
     def upload(self) -> None:
-        """Nothing to do: the arrays are where they are needed."""
+        """Do nothing: the arrays are in host memory already."""
 
     def execute(self) -> None:
         try:
@@ -274,18 +280,17 @@ class OrtSession:
             ) from error
 
     def download(self) -> None:
-        """Nothing to do, as for upload."""
+        """Do nothing, as for upload."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: a run is finished when `execute` returns."""
 
     def fetch(self) -> Tensors:
         if not self._results:
             nothing_to_fetch()
         fetched = dict(zip(self._names, self._results, strict=True))
-        for (
-            name
-        ) in self._passed_through:  # an output that is an input comes as the caller's own array
+        # an output that is an input is the caller's own array
+        for name in self._passed_through:
             fetched[name] = fetched[name].copy()
         return fetched
 
@@ -298,7 +303,7 @@ class OrtSession:
 
 
 def check_recipe(recipe: Recipe, target: Target) -> None:
-    """UnsupportedError for a precision that it would only pretend to run, or an absent provider."""
+    """Raise UnsupportedError for a precision without kernels, or for a missing provider."""
     if recipe.provider != "cpu":
         _check_provider(recipe.provider)
         return
@@ -330,9 +335,9 @@ def providers_of(
     inputs: tuple[TensorSpec, ...],
     profiles: tuple[Profile, ...],
 ) -> list[Provider]:
-    """The providers in their order, with their options.
+    """Return the providers in order of priority, with their options.
 
-    TensorRT gets the shapes of the profiles: it would build again for each new shape otherwise.
+    TensorRT gets the shapes of the profiles: otherwise it would build again for each new shape.
     """
     if recipe.provider == "cpu":
         return [(PROVIDERS["cpu"], {})]
@@ -341,30 +346,21 @@ def providers_of(
         return [cuda, (PROVIDERS["cpu"], {})]
     points: tuple[Point, ...] = ("min", "opt", "max")
     dynamic = [spec for spec in inputs if spec.symbols]
-    shapes = (
-        {
-            f"trt_profile_{point}_shapes": _shapes(
-                dynamic,
-                profiles,
-                point,
-            )
-            for point in points
-        }
-        if dynamic
-        else {}
-    )
-    tensorrt = {"trt_fp16_enable": str(int(recipe.precision is Precision.FP16)), **shapes}
+    tensorrt = {"trt_fp16_enable": str(int(recipe.precision is Precision.FP16))}
+    if dynamic:
+        for point in points:
+            tensorrt[f"trt_profile_{point}_shapes"] = _shapes(dynamic, profiles, point)
     return [(PROVIDERS["tensorrt"], tensorrt), cuda, (PROVIDERS["cpu"], {})]
 
 
 def _shapes(inputs: Sequence[TensorSpec], profiles: tuple[Profile, ...], point: Point) -> str:
-    """`x:1x3x224x224,y:1x10`, once for each profile."""
-    found = []
+    """Return `x:1x3x224x224,y:1x10`, once for each profile."""
+    entries = []
     for profile in profiles:
         for spec in inputs:
             shape = "x".join(map(str, spec.resolve(profile.sizes(point))))
-            found.append(f"{spec.name}:{shape}")
-    return ",".join(found)
+            entries.append(f"{spec.name}:{shape}")
+    return ",".join(entries)
 
 
 def _check_precision(model: OnnxModel, recipe: Recipe) -> None:
@@ -400,50 +396,52 @@ def _open_engine(
 
 @dataclass(frozen=True, slots=True)
 class OpenOptions:
-    """How a session is opened."""
+    """The options for opening a session."""
 
     threads: int
     recipe: Recipe
     providers: list[Provider]
-    profile: Path | None = None  # a folder: every run is profiled there
-    serves: bool = False  # shares the CPU with whoever asks
+    profile: Path | None = None  # the folder for a profile of every run
+    serves: bool = False  # the engine shares the CPU with clients and the server
 
 
 def _open(model: str | bytes, options: OpenOptions) -> onnxruntime.InferenceSession:
-    """Threads spin between operators, as is the default: 16 small convolutions take 0.31 ms, and
-    0.51 ms where they sleep (2 cores, AVX512).
+    """Open a session of ONNX Runtime.
 
-    Where more threads want the CPU than there are cores, it is the other way round. What serves
-    shares the CPU with whoever asks: its threads spin for SPIN_US, which bridges the gaps between
-    operators, and not at all between runs.
-    BackendUnavailable where the library leaves the first provider out. It does so without an error
-    if a library of CUDA's is missing.
+    Its threads spin between operators, which is the default: 16 small convolutions take 0.31 ms,
+    against 0.51 ms with sleeping threads (2 cores, AVX512). With more busy threads than cores,
+    sleeping is faster. A serving engine shares the CPU with clients and the server: its threads
+    spin for SPIN_US, which bridges the gaps between operators, and not at all between runs.
+
+    BackendUnavailable if the library left the first provider out. It does so without an error if a
+    library of CUDA is missing.
     """
     import onnxruntime
 
-    given = onnxruntime.SessionOptions()
-    given.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-    given.intra_op_num_threads = options.threads
+    settings = onnxruntime.SessionOptions()
+    settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    settings.intra_op_num_threads = options.threads
     if options.serves:
-        given.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-        given.add_session_config_entry("session.force_spinning_stop", "1")
-    given.add_session_config_entry(
+        settings.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
+        settings.add_session_config_entry("session.force_spinning_stop", "1")
+    settings.add_session_config_entry(
         "session.disable_quant_qdq",
         "1" if options.recipe.variant == AS_WRITTEN else "0",
     )
     if options.recipe.precision is Precision.INT8:
-        given.add_session_config_entry(
+        settings.add_session_config_entry(
             "optimization.disable_specified_optimizers",
             ";".join(MAKES_FLOAT),
         )
     if options.profile is not None:
-        ort_layers.profile_into(given, options.profile)
-    given.log_severity_level = 4  # only what is fatal: errors come as exceptions
-    session = onnxruntime.InferenceSession(model, given, providers=options.providers)
-    wanted, present = options.providers[0][0], session.get_providers()
-    if wanted not in present:
-        instead = ", ".join(present)
-        message = f"ONNX Runtime left {wanted} out, and would run on {instead}: it cannot be loaded"
+        ort_layers.profile_into(settings, options.profile)
+    settings.log_severity_level = 4  # fatal errors only: other errors come as exceptions
+    session = onnxruntime.InferenceSession(model, settings, providers=options.providers)
+    expected, actual = options.providers[0][0], session.get_providers()
+    if expected not in actual:
+        message = (
+            f"ONNX Runtime cannot load {expected} and would run on {', '.join(actual)} instead"
+        )
         raise BackendUnavailable(
             message,
             "install the CUDA, cuDNN or TensorRT that this onnxruntime was built for",
@@ -451,11 +449,12 @@ def _open(model: str | bytes, options: OpenOptions) -> onnxruntime.InferenceSess
     return session
 
 
-def _complaint(
+def _load_error(
     model: str | bytes,
     recipe: Recipe = PLAIN,
     providers: list[Provider] | None = None,
 ) -> str:
+    """Try to open a model. Return the library's error message, or ""."""
     try:
         _open(model, OpenOptions(1, recipe, providers or providers_of(PLAIN, (), ())))
     except _errors() as error:
@@ -464,7 +463,7 @@ def _complaint(
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """ONNX Runtime's exceptions, which have no base of their own."""
+    """Return ONNX Runtime's exceptions, which have no base class of their own."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     return tuple(
@@ -475,10 +474,7 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _sentence(error: Exception) -> str:
-    """The library's message without its codes and the path of its source file."""
+    """Return the first line of the library's message, without codes and the path of its source."""
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error))
-    return (
-        re.sub(r"^(Load model from .* failed:)?(Fatal error: )?|/onnxruntime_src/\S+ ", "", text)
-        .strip()
-        .partition("\n")[0]
-    )
+    text = re.sub(r"^(Load model from .* failed:)?(Fatal error: )?|/onnxruntime_src/\S+ ", "", text)
+    return text.strip().partition("\n")[0]

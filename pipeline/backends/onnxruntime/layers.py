@@ -1,22 +1,22 @@
-"""What ONNX Runtime really runs on a CPU: the nodes of its profile joined with the graph as it
-optimised it. All that is its own is here.
+"""The kernels that ONNX Runtime runs on a CPU: its profile joined with its optimised graph.
 
-How the precision of a kernel is known, first what proves most:
+Everything specific to ONNX Runtime's kernels is here. The precision of a kernel comes from these
+rules, the strongest evidence first:
 
 1. A kernel that only moves or converts data (QuantizeLinear, DequantizeLinear, Cast, the Reorders
    of the blocked layout): `none`.
-2. `tactic`: a kernel that exists in integer arithmetic only, by its operator: QLinearConv,
-   MatMulInteger, DynamicQuantizeMatMul: int8.
-3. `types`: of any other the widest float it reads or writes. On a CPU a Conv on floats multiplies
-   floats: there is no TF32 that hides in it, and fp16 is cast to fp32 in the open. 8-bit integers
-   alone (MaxPool between two quantised layers) count as int8. MatMulNBits holds 4-bit weights and
-   reads floats: at accuracy level 4 it quantises what it reads and multiplies int8, otherwise it
-   multiplies fp32.
+2. `tactic`: an operator with integer kernels only (QLinearConv, MatMulInteger,
+   DynamicQuantizeMatMul): int8.
+3. `types`: for any other kernel the widest float that it reads or writes. On a CPU a Conv on floats
+   multiplies floats: there is no hidden TF32, and casts from fp16 to fp32 are visible. 8-bit
+   integers alone (MaxPool between two quantised layers) count as int8. MatMulNBits holds 4-bit
+   weights and reads floats: at accuracy level 4 it quantises its input and multiplies int8,
+   otherwise it multiplies fp32.
 4. Sizes, indices and masks only: `integer`. Nothing known, or double: `unknown`.
 
-Which ONNX nodes a kernel computes is read off the tensors: both graphs name them alike, so a kernel
-has the nodes between its inputs and its outputs. Where the optimiser made new tensors and that
-cannot be closed, it has the one node whose name it bears, or none.
+The tensors tell which ONNX nodes a kernel computes: both graphs use the same names, so a kernel
+computes the nodes between its inputs and its outputs. If the optimiser added tensors in between, a
+kernel has only the node with its own name, or none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from pipeline.backends.base import Session
-from pipeline.backends.checks import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
+from pipeline.backends.layer_timing import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
 from pipeline.core import Precision, Tensors
 from pipeline.errors import InternalError
 from pipeline.onnx_graph.files import read_proto
@@ -109,9 +109,8 @@ WIDTHS = {"fp16": 2, "bf16": 3, "fp32": 4, "double": 8}  # bf16 after fp16: it h
 BYTES = frozenset({"int8", "uint8"})
 INTEGERS = frozenset({"int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"}) | BYTES
 
-ADDED = re.compile(
-    r"(_token_\d+|_nchwc|/duplicated|/\w*Fusion/*)+$"
-)  # what the optimiser adds to the name of a node or tensor
+# The suffix that the optimiser adds to the name of a node or tensor.
+ADDED = re.compile(r"(_token_\d+|_nchwc|/duplicated|/\w*Fusion/*)+$")
 SUMMED = 3  # the input of a blocked Conv that is added to its result
 KERNEL = "_kernel_time"
 LAYOUT_CHANGES = frozenset({"ReorderInput", "ReorderOutput", "Transpose"})
@@ -121,13 +120,14 @@ LAYOUT_CHANGES = frozenset({"ReorderInput", "ReorderOutput", "Transpose"})
 
 
 def profile_into(options: onnxruntime.SessionOptions, folder: Path) -> None:
-    """Ask for a profile, and for the optimised graph as `optimised.onnx`, in `folder`."""
+    """Set the options for a profile and the optimised graph `optimised.onnx` in `folder`."""
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
     options.optimized_model_filepath = str(folder / "optimised.onnx")
+    # the weights may be over 2 GiB
     options.add_session_config_entry(
         "session.optimized_model_external_initializers_file_name", "optimised.data"
-    )  # may be over 2 GiB
+    )
     options.add_session_config_entry(
         "session.optimized_model_external_initializers_min_size_in_bytes", "1024"
     )
@@ -136,11 +136,10 @@ def profile_into(options: onnxruntime.SessionOptions, folder: Path) -> None:
 def layer_table(
     profiled: onnxruntime.InferenceSession, session: Session, model: Path, feeds: Tensors
 ) -> LayerTable:
-    """Every kernel of a session opened with `profile_into`, in the order of running, each with its
-    median time.
+    """Return every kernel of a session, in the order of running, with its median time.
 
-    `session` runs `profiled`, whose profile is closed; `model` is the ONNX graph it was opened
-    from. Profiling adds some 10 µs to each kernel.
+    `profiled` was opened with `profile_into`; this ends its profile. `session` runs `profiled`.
+    `model` is the ONNX graph of the session. Profiling adds about 10 µs to each kernel.
     """
     sizes = bound_sizes(session, feeds)
     runs = run_for_layers(session)
@@ -161,10 +160,10 @@ def layer_table(
 def layers_from_profile(
     profile: str, optimised: onnx.GraphProto, original: onnx.GraphProto, warmup: int = 0
 ) -> tuple[Layer, ...]:
-    """The kernels of a profile, each with the median of its times after `warmup` runs.
+    """Return the kernels of a profile with the medians of their times after `warmup` runs.
 
-    A kernel that runs more than once in a run (in a loop) counts with its sum; what holds other
-    nodes (If, Loop) without theirs.
+    A kernel that runs more than once in a run (in a loop) has its sum. The time of If and Loop is
+    without that of their inner nodes.
     """
     levels = {
         node.name: _accuracy_level(node) for node in _nodes(optimised) if node.op_type == NBITS
@@ -187,7 +186,7 @@ def layers_from_profile(
 
 
 def _runs(profile: str) -> list[list[Mapping[str, Any]]]:
-    """The kernels' events of each run."""
+    """Return the events of the kernels for each run."""
     try:
         events: list[Mapping[str, Any]] = json.loads(profile)
     except ValueError as error:
@@ -207,17 +206,21 @@ def _runs(profile: str) -> list[list[Mapping[str, Any]]]:
 
 
 def _own_seconds(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """Each event with its seconds without those of the events within it."""
-    timed = list(events)
-    own = [float(event["dur"]) for event in timed]
-    around: list[int] = []
-    for index, event in enumerate(timed):
-        while around and timed[around[-1]]["ts"] + timed[around[-1]]["dur"] <= event["ts"]:
-            around.pop()
-        if around and timed[around[-1]]["args"].get("op_name") in BRANCHING:
-            own[around[-1]] -= event["dur"]
-        around.append(index)
-    return ((event, max(micros, 0.0) * 1e-6) for event, micros in zip(timed, own, strict=True))
+    """Yield each event with its seconds, without those of the events within it."""
+    ordered = list(events)
+    own = [float(event["dur"]) for event in ordered]
+    enclosing: list[int] = []
+    for index, event in enumerate(ordered):
+        while enclosing and _end(ordered[enclosing[-1]]) <= event["ts"]:
+            enclosing.pop()
+        if enclosing and ordered[enclosing[-1]]["args"].get("op_name") in BRANCHING:
+            own[enclosing[-1]] -= event["dur"]
+        enclosing.append(index)
+    return ((event, max(micros, 0.0) * 1e-6) for event, micros in zip(ordered, own, strict=True))
+
+
+def _end(event: Mapping[str, Any]) -> float:
+    return float(event["ts"] + event["dur"])
 
 
 def _layer(
@@ -249,8 +252,9 @@ def _dtypes_of(tensors: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 def precision_of(
     operator: str, inputs: Sequence[str], outputs: Sequence[str], level: int = 0
 ) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
-    """The precision of a kernel and its evidence, by the rules above; `level` is the accuracy level
-    of MatMulNBits.
+    """Return the precision of a kernel and its evidence, by the rules above.
+
+    `level` is the accuracy level of MatMulNBits.
     """
     if operator in MOVING | BRANCHING:
         return "none", "none"
@@ -269,7 +273,7 @@ def precision_of(
 
 
 def is_heavy(operator: str) -> bool:
-    """Whether a kernel multiplies matrices."""
+    """Return True if a kernel multiplies matrices."""
     return operator in INT8_HEAVY | FLOAT_HEAVY or operator == NBITS
 
 
@@ -285,8 +289,9 @@ def _accuracy_level(node: onnx.NodeProto) -> int:
 def nodes_by_kernel(
     optimised: onnx.GraphProto, original: onnx.GraphProto
 ) -> dict[str, tuple[str, ...]]:
-    """The nodes of the original graph that each kernel of the optimised one computes, in their own
-    order; by the kernel's name.
+    """Return by kernel name the nodes of the original graph that the kernel computes.
+
+    They are in the order of the original graph, but for the main node, which comes first.
     """
     source = _Original.of(original)
     kernels = list(_nodes(optimised))
@@ -295,15 +300,15 @@ def nodes_by_kernel(
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Every node of a graph and of its subgraphs."""
+    """Yield every node of a graph and of its subgraphs."""
     for body in graphs_of(graph):
         yield from body.node
 
 
 @dataclass(frozen=True, slots=True)
 class _Original:
-    by_name: Mapping[str, onnx.NodeProto]  # a node without a name goes by its first output
-    producers: Mapping[str, str]  # of each tensor the node that makes it
+    by_name: Mapping[str, onnx.NodeProto]  # a node without a name has that of its first output
+    producers: Mapping[str, str]  # the name of the node that computes a tensor
     constants: frozenset[str]
 
     @classmethod
@@ -316,15 +321,16 @@ class _Original:
         return cls(by_name, producers, frozenset(constants))
 
     def named(self, kernel: onnx.NodeProto) -> str:
-        """The node whose name the kernel bears, or whose output; empty if none."""
+        """Return the node with the kernel's name, or with an output of that name; "" if none."""
         if kernel.name in self.by_name or (kernel.op_type in MOVING and "_token_" in kernel.name):
             return kernel.name if kernel.name in self.by_name else ""
         plain = ADDED.sub("", kernel.name)
         return plain if plain in self.by_name else self.producers.get(plain, "")
 
     def after(self, tensor: str, operator: str) -> str:
-        """The output of the one node of this operator that reads a tensor; the tensor itself if
-        there is none, or it is one already.
+        """Return the output of the only node of this operator that reads a tensor.
+
+        The tensor itself if there is no such node, or if the operator computes the tensor.
         """
         if self.by_name[self.producers[tensor]].op_type == operator:
             return tensor
@@ -337,13 +343,13 @@ class _Original:
 
 
 def _aliases(kernels: Sequence[onnx.NodeProto], source: _Original) -> dict[str, str]:
-    """Map tensors that the optimiser made to the tensor of the original graph that they hold, in
-    whatever layout.
+    """Map the optimiser's tensors to the tensors of the original graph that they hold.
 
-    Kernels that have a node name their outputs. Around a kernel of the blocked layout, such as
-    `conv_nchwc`, the optimiser inserts ReorderInput and ReorderOutput, and Transpose around one
-    that runs channels last. These compute nothing: what they read and what they write is the same
-    tensor, so that names spread through them, first forward, then backward.
+    Their layouts may differ. A kernel with the name of a node has that node's outputs. Around a
+    kernel of the blocked layout, such as `conv_nchwc`, the optimiser inserts ReorderInput and
+    ReorderOutput, and Transpose around one that runs channels last. These compute nothing: their
+    input and output are the same tensor. So names are propagated through them, first forward, then
+    backward.
     """
     aliases: dict[str, str] = {}
     for kernel in kernels:
@@ -355,7 +361,7 @@ def _aliases(kernels: Sequence[onnx.NodeProto], source: _Original) -> dict[str, 
 
 
 def _aliases_of_outputs(kernel: onnx.NodeProto, source: _Original) -> dict[str, str]:
-    """The original tensors in a kernel's outputs, where its name says which node it computes."""
+    """Return the original tensors of a kernel's outputs, if its name identifies its node."""
     node = source.by_name.get(source.named(kernel))
     if node is None:
         return {}
@@ -396,8 +402,9 @@ def _propagate_backward(
 
 
 def _output_of_blocked(kernel: onnx.NodeProto, source: _Original) -> str:
-    """The original tensor that a kernel of the blocked layout makes: it is named after its first
-    node, before an Add and an activation joined it.
+    """Return the original tensor that a kernel of the blocked layout computes.
+
+    The kernel has the name of its first node, from before an Add and an activation were fused.
     """
     tensor = ADDED.sub("", kernel.name)
     if tensor not in source.producers:
@@ -409,7 +416,7 @@ def _output_of_blocked(kernel: onnx.NodeProto, source: _Original) -> str:
 
 
 def _activation_of(kernel: onnx.NodeProto) -> str:
-    """The operator of the activation that is fused into a kernel; empty if none."""
+    """Return the operator of the activation that is fused into a kernel; "" if none."""
     for attribute in kernel.attribute:
         if attribute.name == "activation":
             return str(attribute.s.decode())
@@ -419,7 +426,7 @@ def _activation_of(kernel: onnx.NodeProto) -> str:
 def _nodes_of(
     kernel: onnx.NodeProto, aliases: Mapping[str, str], source: _Original
 ) -> tuple[str, ...]:
-    """The nodes that a kernel computes; the one that says what it is comes first."""
+    """Return the nodes that a kernel computes. The main one comes first."""
     name = source.named(kernel)
     outputs = [aliases.get(tensor, tensor) for tensor in kernel.output]
     outputs = [tensor for tensor in outputs if tensor in source.producers]
@@ -435,8 +442,9 @@ def _nodes_of(
 
 
 def _between(outputs: Sequence[str], inputs: set[str], source: _Original) -> tuple[str, ...]:
-    """The nodes between inputs and outputs; empty if one of them needs a tensor that is neither an
-    input nor constant.
+    """Return the nodes between inputs and outputs.
+
+    Empty if one of them needs a tensor that is neither an input nor a constant.
     """
     names: set[str] = set()
     todo = list(outputs)

@@ -1,9 +1,9 @@
-"""Weights in 4 or 8 bits for ONNX Runtime: its own quantiser makes a MatMulNBits of each linear
-layer. No data is needed.
+"""Compress weights to 4 or 8 bits for ONNX Runtime, without any data.
 
-Round to nearest with a scale and a zero point per block of each column. What is multiplied is the
-node's own affair: of floats, weights are unpacked in each run; at accuracy level 4 activations
-become int8 as they come, block by block, which is faster and a little less exact.
+ONNX Runtime's own quantiser replaces each linear layer by a MatMulNBits. It rounds to nearest, with
+a scale and a zero point per block of each column. For float arithmetic, the kernel unpacks the
+weights in each run. At accuracy level 4 it converts activations to int8 block by block, which is
+faster and a little less exact.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pipeline.quantization.linear_layers import (
 )
 
 FILE = "model.onnx"
-OF_FLOATS, OF_INT8 = 0, 4  # accuracy levels of MatMulNBits
+# Accuracy levels of MatMulNBits, by the arithmetic.
+LEVEL_OF_FLOATS, LEVEL_OF_INT8 = 0, 4
 
 
 def compress_with_onnxruntime(
     model: OnnxModel, recipe: Recipe, out: Path, progress: Progress = silent
 ) -> OnnxModel:
-    """The graph with few bits in its weights as out/model.onnx, with the interface of `model`;
-    `recipe.keep_fp32` stays as it is.
+    """Write the graph with compressed weights as out/model.onnx, with the interface of `model`.
 
-    A Gemm becomes a MatMul and an Add, which is the same sum. Raises UnsupportedError where no
-    layer can be changed.
+    `recipe.keep_fp32` stays unchanged. A Gemm becomes a MatMul and an Add, which computes the same.
+    UnsupportedError if no layer can be compressed.
     """
     proto = flatten(read_proto(model.path))
     check_unquantised(proto.graph)
@@ -57,59 +57,57 @@ def compress_with_onnxruntime(
     source.CopyFrom(proto.graph)
     split_gemms(proto.graph, chosen.keys())
     progress(None, f"{len(chosen)} layers to {bits_of(recipe)} bits")
-    made = _quantised(proto, recipe, set(chosen))
-    write_proto(made, out / FILE)
-    note = weights_note(source, chosen, before, constant_bytes(made.graph))
+    quantised = _quantised(proto, recipe, set(chosen))
+    write_proto(quantised, out / FILE)
+    note = weights_note(source, chosen, before, constant_bytes(quantised.graph))
     return with_same_interface(model, onnx_model(out, FILE, recipe.precision, (note,)))
 
 
 def _quantised(proto: onnx.ModelProto, recipe: Recipe, chosen: set[str]) -> onnx.ModelProto:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    others = {
-        node.name
-        for inner in graphs_of(proto.graph)
-        for node in inner.node
-        if node.name not in chosen
-    }
+    names = {node.name for graph in graphs_of(proto.graph) for node in graph.node}
     quantizer = MatMulNBitsQuantizer(
         proto,
         bits=bits_of(recipe),
         block_size=recipe.block_size,
         is_symmetric=False,
-        accuracy_level=OF_INT8 if recipe.activation == "int8" else OF_FLOATS,
-        nodes_to_exclude=others,
+        accuracy_level=LEVEL_OF_INT8 if recipe.activation == "int8" else LEVEL_OF_FLOATS,
+        nodes_to_exclude=names - chosen,
     )
     quantizer.process()
-    made: onnx.ModelProto = quantizer.model.model
-    _drop_twins(made.graph)
-    return made
+    quantised: onnx.ModelProto = quantizer.model.model
+    _drop_duplicates(quantised.graph)
+    return quantised
 
 
 def _fits(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> bool:
-    """Whether MatMulNBits can stand for a linear layer: a matrix as the second factor, and of a
-    Gemm nothing but a product and a bias.
+    """Return True if MatMulNBits can replace a linear layer.
+
+    The second factor must be a matrix, and a Gemm only a product and a bias.
     """
     if node.input[1] not in weights or len(weights[node.input[1]].dims) != 2:
         return False
     attributes = {
         attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute
     }
-    scaled = attributes.get("alpha", 1.0) != 1.0 or (
-        len(node.input) > 2 and attributes.get("beta", 1.0) != 1.0
-    )
-    return node.op_type == "MatMul" or not (scaled or attributes.get("transA", 0))
+    if node.op_type == "MatMul":
+        return True
+    scales_product = attributes.get("alpha", 1.0) != 1.0
+    scales_bias = len(node.input) > 2 and attributes.get("beta", 1.0) != 1.0
+    return not (scales_product or scales_bias or attributes.get("transA", 0))
 
 
 def split_gemms(graph: onnx.GraphProto, names: Set[str]) -> None:
-    """Write each Gemm named as a MatMul of the same name, then an Add where it has a bias. In
-    place.
+    """Replace each of the named Gemms by a MatMul of the same name, and an Add for its bias.
+
+    Changes the graph in place.
     """
     weights = float_weights(graph)
-    taken = {
-        name for node in graph.node for name in (*node.input, *node.output, node.name)
-    } | weights.keys()
-    turned: dict[str, str] = {}
+    taken = set(weights)
+    for node in graph.node:
+        taken |= {*node.input, *node.output, node.name}
+    transposed: dict[str, str] = {}
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         if node.op_type != "Gemm" or node.name not in names:
@@ -117,15 +115,11 @@ def split_gemms(graph: onnx.GraphProto, names: Set[str]) -> None:
             continue
         weight = node.input[1]
         if any(attribute.name == "transB" and attribute.i for attribute in node.attribute):
-            if weight not in turned:
-                turned[weight] = _fresh(f"{weight}_transposed", taken)
-                graph.initializer.append(
-                    numpy_helper.from_array(
-                        np.ascontiguousarray(numpy_helper.to_array(weights[weight]).T),
-                        turned[weight],
-                    )
-                )
-            weight = turned[weight]
+            if weight not in transposed:
+                transposed[weight] = _new_name(f"{weight}_transposed", taken)
+                matrix = np.ascontiguousarray(numpy_helper.to_array(weights[weight]).T)
+                graph.initializer.append(numpy_helper.from_array(matrix, transposed[weight]))
+            weight = transposed[weight]
         nodes += _product_and_sum(node, weight, taken)
     del graph.node[:]
     graph.node.extend(nodes)
@@ -136,24 +130,26 @@ def _product_and_sum(
     gemm: onnx.NodeProto, weight: str, taken: set[str]
 ) -> Iterator[onnx.NodeProto]:
     bias = gemm.input[2] if len(gemm.input) > 2 else ""
-    product = _fresh(f"{gemm.output[0]}_product", taken) if bias else gemm.output[0]
+    product = _new_name(f"{gemm.output[0]}_product", taken) if bias else gemm.output[0]
     yield onnx.helper.make_node("MatMul", [gemm.input[0], weight], [product], name=gemm.name)
     if bias:
         yield onnx.helper.make_node(
-            "Add", [product, bias], [gemm.output[0]], name=_fresh(f"{gemm.name}_bias", taken)
+            "Add", [product, bias], [gemm.output[0]], name=_new_name(f"{gemm.name}_bias", taken)
         )
 
 
-def _fresh(name: str, taken: set[str]) -> str:
+def _new_name(name: str, taken: set[str]) -> str:
     while name in taken:
         name += "_"
     taken.add(name)
     return name
 
 
-def _drop_twins(graph: onnx.GraphProto) -> None:
-    """Of two layers that share a weight the quantiser makes the same constants twice; ONNX Runtime
-    refuses a name that stands twice. In place.
+def _drop_duplicates(graph: onnx.GraphProto) -> None:
+    """Remove the second of two constants with the same name, in place.
+
+    The quantiser writes the constants twice if two layers share a weight, and ONNX Runtime refuses
+    duplicate names.
     """
     first: dict[str, int] = {}
     for index, tensor in enumerate(graph.initializer):

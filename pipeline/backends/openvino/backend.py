@@ -1,9 +1,9 @@
 """OpenVINO on the CPU.
 
-The engine file is OpenVINO's IR, fp32 or with its quantisation, which any version of the CPU plugin
-compiles for the CPU it finds: ResNet-50 loads in 0.3 s, against 0.5 s from ONNX. An exported blob
-would load an int8 model 0.5 s faster, but is fixed to the CPU that made it. Precision is a hint to
-the compiler: without "f32" said in words, a CPU with bf16 runs an fp32 model in bf16.
+The engine file is OpenVINO's IR, fp32 or quantised. Any version of the CPU plugin compiles it for
+its CPU: ResNet-50 loads in 0.3 s, against 0.5 s from ONNX. An exported blob would load an int8
+model 0.5 s faster, but only runs on the CPU that exported it. Precision is a hint to the compiler:
+without an explicit "f32", a CPU with bf16 runs an fp32 model in bf16.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends.base import Loaded, Session
-from pipeline.backends.checks import (
+from pipeline.backends.feed_checks import (
     FeedCheck,
-    HostTimer,
     closed,
     engine_digest,
     installed_version,
@@ -34,6 +33,7 @@ from pipeline.backends.checks import (
     refuse_foreign,
     unreadable,
 )
+from pipeline.backends.layer_timing import HostTimer
 from pipeline.backends.node_support import REMEDY, refused_nodes
 from pipeline.backends.openvino import layers as openvino_layers
 from pipeline.backends.openvino.nncf import quantize_with_nncf as quantize_with_nncf
@@ -69,8 +69,8 @@ NEEDED_FLAGS = {
     Precision.BF16: {"avx512_bf16", "amx_bf16"},
     Precision.FP16: {"avx512_fp16", "amx_fp16"},
 }
-"""Any one of these computes in that precision; without, OpenVINO converts to fp32 and back, or
-ignores the hint.
+"""CPU flags. Any one of them computes in that precision; without one, OpenVINO converts to fp32 and
+back, or ignores the hint.
 """
 
 HINTS = {Precision.FP32: "f32", Precision.FP16: "f16", Precision.BF16: "bf16"}
@@ -83,11 +83,14 @@ RUNS_AS = {
 }
 INTEGERS = (Precision.INT8, Precision.INT4)
 NARROWED = {"int64": "int32", "uint64": "int32", "float64": "float32"}
-"""What the CPU plugin computes these in: an int64 value beyond 31 bits comes out wrong."""
+"""Dtypes that the CPU plugin computes in another one: int64 values beyond 31 bits become wrong."""
 
 
 def probe() -> Target:
-    """This CPU; nothing is imported. AMX flags are left out where OpenVINO cannot use them."""
+    """Return this CPU as a target. Imports nothing.
+
+    AMX flags are left out if OpenVINO cannot use AMX.
+    """
     version = installed_version("openvino", INSTALL)
     flags = tuple(flag for flag in cpu_flags() if not flag.startswith("amx") or tiles_described())
     return Target(backend="openvino", version=version, device=cpu_name(), cpu_flags=flags)
@@ -96,25 +99,26 @@ def probe() -> Target:
 def unsupported(
     model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
 ) -> tuple[Refusal, ...]:
-    """Every node that OpenVINO cannot convert, or has no kernel for. The whole model is tried
-    first: if it converts, there is none.
+    """Return every node that OpenVINO cannot convert, or has no kernel for.
+
+    The whole model is tried first: if it converts, there is no such node.
     """
     ov = _library()
     core = ov.Core()
 
-    def complaint_about(source: str | bytes) -> str:
-        return _complaint(core, source)
+    def try_model(source: str | bytes) -> str:
+        return _load_error(core, source)
 
-    complaint = complaint_about(str(model.path))
-    if not complaint:
+    message = try_model(str(model.path))
+    if not message:
         return ()
-    refusals = refused_nodes(model, complaint_about)
+    refusals = refused_nodes(model, try_model)
     return refusals or (
         Refusal(
             node="(the whole model)",
             operator="",
             opset=model.opset,
-            reason=complaint,
+            reason=message,
             remedy=REMEDY,
         ),
     )
@@ -123,9 +127,7 @@ def unsupported(
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """Write the IR to `out` and compile it once, to see that the heavy layers run in the recipe's
-    precision.
-    """
+    """Write the IR to `out`, and compile it once to check the precision of the heavy layers."""
     target = probe()
     _check_precision(model, recipe, target)
     ov = _library()
@@ -137,9 +139,8 @@ def build(
         progress(None, "compiling for this CPU")
         compiled = ov.Core().compile_model(str(out / FILE), "CPU", _config(recipe, options.threads))
     except RuntimeError as error:
-        if shutil.disk_usage(out).free < file_size(
-            model.path
-        ):  # all it says is "iostream error", and it removes what it wrote
+        # On a full disk OpenVINO only reports "iostream error", and removes its partial files.
+        if shutil.disk_usage(out).free < file_size(model.path):
             raise OSError(errno.ENOSPC, "No space left on device", str(out / FILE)) from error
         message = f"OpenVINO cannot build this model: {_sentence(error)}"
         raise ModelError(
@@ -164,8 +165,9 @@ def build(
 
 
 def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:
-    """Every layer of the engine by OpenVINO's own counters, in a model compiled once more with the
-    same options.
+    """Return every layer of the engine, with times from OpenVINO's own counters.
+
+    The model is compiled once more with the same options and the counters.
     """
     refuse_foreign(engine, probe())
     ov = _library()
@@ -182,42 +184,39 @@ def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:
 
 
 def load(engine: Engine, device: str = "") -> Loaded:
-    """The engine in memory, on the CPU. BackendUnavailable if it was built for another host."""
+    """Load the engine on the CPU. BackendUnavailable if it was built for another host."""
     refuse_foreign(engine, probe())
     refuse_device(engine, device)
     ov = _library()
+    config = _config(engine.recipe, engine.threads)
     try:
-        return OpenVinoLoaded(
-            engine,
-            ov,
-            ov.Core().compile_model(
-                str(engine.path), "CPU", _config(engine.recipe, engine.threads)
-            ),
-        )
+        compiled = ov.Core().compile_model(str(engine.path), "CPU", config)
     except RuntimeError as error:
         raise unreadable(engine, _sentence(error)) from error
+    return OpenVinoLoaded(engine, ov, compiled)
 
 
 class OpenVinoLoaded:
-    """One compiled model; each session has an infer request of its own."""
+    """One compiled model. Each session has an infer request of its own."""
 
     def __init__(self, engine: Engine, ov: ModuleType, compiled: Any) -> None:
         self._engine, self._ov, self._compiled = engine, ov, compiled
 
     def session(self, profile: int = 0) -> Session:
-        """A session that takes the shapes of all profiles, whichever is named."""
+        """Open a session. It accepts the shapes of all profiles and ignores `profile`."""
         if self._compiled is None:
             closed()
         return OpenVinoSession(self._engine, self._ov, self._compiled)
 
     def close(self) -> None:
-        """Frees the weights once the sessions are closed too."""
+        """Free the weights once the sessions are closed too."""
         self._compiled = None
 
 
 class OpenVinoSession:
-    """Runs on host arrays: inputs are read in place, outputs are copied out of the request's own
-    memory.
+    """A session on host arrays.
+
+    Inputs are read in place. Outputs are copied from the memory of the request.
     """
 
     def __init__(self, engine: Engine, ov: ModuleType, compiled: Any) -> None:
@@ -225,9 +224,8 @@ class OpenVinoSession:
         self.outputs: tuple[TensorSpec, ...] = engine.outputs
         self._check: Callable[[Tensors], None] = FeedCheck(engine.inputs, engine.profiles)
         self._ov, self.request = ov, compiled.create_infer_request()
-        self._infer: Callable[[], object] = partial(
-            self.request.infer, share_outputs=True
-        )  # views, copied by download
+        # the outputs are views, which download copies
+        self._infer: Callable[[], object] = partial(self.request.infer, share_outputs=True)
         self._in_ports = {spec.name: compiled.input(spec.name) for spec in engine.inputs}
         self._out_ports = {spec.name: compiled.output(spec.name) for spec in engine.outputs}
         self._feeds: dict[str, NDArray[np.generic]] = {}
@@ -235,10 +233,8 @@ class OpenVinoSession:
 
     def bind(self, feeds: Tensors) -> None:
         self._check(feeds)
-        self._feeds, self._results = (
-            {name: _readable_in_place(array) for name, array in feeds.items()},
-            {},
-        )
+        self._feeds = {name: _readable_in_place(array) for name, array in feeds.items()}
+        self._results = {}
 
     def upload(self) -> None:
         for name, array in self._feeds.items():
@@ -260,7 +256,7 @@ class OpenVinoSession:
         }
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: a run is finished when `execute` returns."""
 
     def fetch(self) -> Tensors:
         if not self._results:
@@ -275,15 +271,14 @@ class OpenVinoSession:
         self.request, self._feeds, self._results = None, {}, {}
 
     def _tensor(self, array: NDArray[np.generic]) -> Any:
-        if (
-            array.dtype == ml_dtypes.bfloat16
-        ):  # numpy's own dtypes are all that OpenVINO knows by name
+        # OpenVINO knows only numpy's own dtypes by name.
+        if array.dtype == ml_dtypes.bfloat16:
             return self._ov.Tensor(array.view(np.uint16), array.shape, self._ov.Type.bf16)
         return self._ov.Tensor(array, shared_memory=True)
 
 
 def _readable_in_place(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    """The array itself if OpenVINO can share its memory, else a copy."""
+    """Return the array itself if OpenVINO can share its memory, else a copy."""
     return array if array.flags.c_contiguous and array.flags.writeable else array.copy(order="C")
 
 
@@ -293,26 +288,26 @@ def _owned(tensor: Any, port: Any) -> NDArray[np.generic]:
 
 
 def check_recipe(recipe: Recipe, target: Target) -> None:
-    """UnsupportedError for what OpenVINO would only pretend to do on this CPU."""
-    asked = recipe.precision
-    if asked not in PRECISIONS:
+    """Raise UnsupportedError for a precision that OpenVINO would not compute in on this CPU."""
+    precision = recipe.precision
+    if precision not in PRECISIONS:
         raise UnsupportedError(
-            f"OpenVINO on a CPU has no {asked}, a format of NVIDIA GPUs",
+            f"OpenVINO on a CPU has no {precision}, a format of NVIDIA GPUs",
             "choose fp32, bf16 or int8",
         )
-    if asked is Precision.INT4 and not recipe.weight_only:
+    if precision is Precision.INT4 and not recipe.weight_only:
         raise UnsupportedError("OpenVINO has int4 for weights only", "add `weight_only`")
-    needed = NEEDED_FLAGS.get(recipe.rest if asked in INTEGERS else asked, set())
+    needed = NEEDED_FLAGS.get(recipe.rest if precision in INTEGERS else precision, set())
     if needed and not needed & set(target.cpu_flags):
         flags = " or ".join(sorted(needed))
         message = (
-            f"OpenVINO would only pretend to run {asked} on this CPU ({target.device}): it needs"
-            f" {flags}, and has {', '.join(target.cpu_flags)}"
+            f"OpenVINO would only pretend to run {precision} on this CPU ({target.device}): it"
+            f" needs {flags}, and has {', '.join(target.cpu_flags)}"
         )
         raise UnsupportedError(message, "choose fp32 or int8")
-    if asked in NEEDED_FLAGS and recipe.keep_fp32:
+    if precision in NEEDED_FLAGS and recipe.keep_fp32:
         message = (
-            f"OpenVINO runs the whole model in {asked}, so it cannot keep nodes"
+            f"OpenVINO runs the whole model in {precision}, so it cannot keep nodes"
             f" {', '.join(recipe.keep_fp32)} in fp32"
         )
         raise UnsupportedError(message, "leave keep_fp32 out, or choose fp32 or int8")
@@ -321,29 +316,26 @@ def check_recipe(recipe: Recipe, target: Target) -> None:
 def _check_precision(model: OnnxModel, recipe: Recipe, target: Target) -> None:
     check_recipe(recipe, target)
     in_graph = recipe.precision in INTEGERS or recipe.realised_in == "graph"
-    wanted = recipe.precision if in_graph else Precision.FP32
-    if model.precision != wanted:
+    expected = recipe.precision if in_graph else Precision.FP32
+    if model.precision != expected:
         message = (
-            f"OpenVINO needs a graph in {wanted} for {recipe.label}, and this one is"
+            f"OpenVINO needs a graph in {expected} for {recipe.label}, and this one is"
             f" {model.precision}"
         )
-        raise UnsupportedError(message, f"convert the graph to {wanted} first")
+        raise UnsupportedError(message, f"convert the graph to {expected} first")
 
 
 def _config(recipe: Recipe, threads: int) -> dict[str, str]:
-    """Properties of the compiled model: one stream, for latency, and the precision said in
-    words.
-    """
-    words = {
+    """Return the properties of a compiled model: a latency stream and its precision."""
+    properties = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": _hint(recipe),
         "INFERENCE_NUM_THREADS": str(threads or usable_cores()),
     }
-    if (
-        recipe.weight_only
-    ):  # by itself OpenVINO quantises the activations too, where the CPU is fit for it
-        words["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
-    return words
+    # By default OpenVINO quantises the activations too, if the CPU supports it.
+    if recipe.weight_only:
+        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
+    return properties
 
 
 def _hint(recipe: Recipe) -> str:
@@ -351,13 +343,16 @@ def _hint(recipe: Recipe) -> str:
 
 
 def check_runs_as(compiled: Any, recipe: Recipe) -> None:
-    """UnsupportedError if the precision read back is not the one set, or if heavy layers exist and
-    not one runs in the recipe's.
+    """Raise UnsupportedError if OpenVINO does not use the recipe's precision.
+
+    The precision hint must read back as it was set. If there are heavy layers, at least one must
+    run in the recipe's precision.
     """
-    if (taken := compiled.get_property("INFERENCE_PRECISION_HINT").to_string()) != _hint(recipe):
+    actual = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
+    if actual != _hint(recipe):
         message = (
             f"OpenVINO would only pretend to run {recipe.precision}: inference_precision was set to"
-            f" {_hint(recipe)} and reads back as {taken}"
+            f" {_hint(recipe)} and reads back as {actual}"
         )
         raise UnsupportedError(message, "choose fp32 or int8")
     heavy = openvino_layers.heavy_precisions(openvino_layers.runtime_layers(compiled))
@@ -370,13 +365,13 @@ def check_runs_as(compiled: Any, recipe: Recipe) -> None:
 
 
 def _notes(model: OnnxModel) -> Iterator[Note]:
+    specs = (*model.inputs, *model.outputs)
     for wide, narrow in NARROWED.items():
-        if names := [
-            f"'{spec.name}'" for spec in (*model.inputs, *model.outputs) if spec.dtype == wide
-        ]:
+        names = [f"'{spec.name}'" for spec in specs if spec.dtype == wide]
+        if names:
             text = (
-                f"OpenVINO computes {wide} in {narrow} on a CPU: what does not fit comes out wrong"
-                f" ({', '.join(names)})"
+                f"OpenVINO computes {wide} in {narrow} on a CPU: values that do not fit become"
+                f" wrong ({', '.join(names)})"
             )
             yield Note(stage="build", text=text, level="info")
     if _amx_is_hidden():
@@ -392,8 +387,9 @@ def _amx_is_hidden() -> bool:
 
 
 def _library() -> ModuleType:
-    """OpenVINO, kept from AMX where it would kill the process: oneDNN reads the variable when it is
-    first used.
+    """Import OpenVINO, without AMX if AMX would crash the process.
+
+    oneDNN reads the environment variable on its first use.
     """
     installed_version("openvino", INSTALL)
     if _amx_is_hidden():
@@ -406,19 +402,19 @@ def _library() -> ModuleType:
         ) from error
 
 
-def _complaint(core: Any, source: str | bytes) -> str:
-    """What OpenVINO says against a model; empty if it can run all of it."""
+def _load_error(core: Any, source: str | bytes) -> str:
+    """Try to read a model. Return OpenVINO's error message; "" if it can run the whole model."""
     try:
         model = core.read_model(source)
-        runs = core.query_model(model, "CPU")
+        supported = core.query_model(model, "CPU")
     except RuntimeError as error:
         return _sentence(error)
-    left = [op for op in model.get_ordered_ops() if op.get_friendly_name() not in runs]
-    return (
-        f"the CPU plugin has no kernel for {', '.join(sorted({op.get_type_name() for op in left}))}"
-        if left
-        else ""
-    )
+    kinds = {
+        op.get_type_name()
+        for op in model.get_ordered_ops()
+        if op.get_friendly_name() not in supported
+    }
+    return f"the CPU plugin has no kernel for {', '.join(sorted(kinds))}" if kinds else ""
 
 
 CHATTER = (
@@ -432,9 +428,7 @@ CHATTER = (
 
 
 def _sentence(error: Exception) -> str:
-    """The library's message without the places in its source files."""
+    """Return the library's message without references to its source files."""
     lines = (line.strip().removeprefix("-- ") for line in str(error).splitlines())
-    return (
-        "; ".join(line for line in lines if line and not line.startswith(CHATTER))
-        or str(error).strip().splitlines()[-1]
-    )
+    text = "; ".join(line for line in lines if line and not line.startswith(CHATTER))
+    return text or str(error).strip().splitlines()[-1]

@@ -1,20 +1,19 @@
-"""What OpenVINO really runs on a CPU: the runtime graph of a compiled model joined with its times.
-All that is OpenVINO's own is here.
+"""The layers that OpenVINO runs on a CPU: the runtime graph of a compiled model with its times.
 
-How the precision of a layer is known, first what proves most:
+Everything specific to OpenVINO's layers is here. The precision of a layer comes from these rules,
+the strongest evidence first:
 
 1. A layer that only moves or converts data (Reorder, Convert, Reshape, FakeQuantize, which
    quantises): `none`.
 2. `tactic`: the end of the kernel's name, its primitive type: `brgconv_avx2_f32`, `jit_avx2_I8`,
-   `brgemm_avx512_amx_bf16`. It names the type that a heavy layer multiplies; not of a snippet,
-   whose first input may be a mask.
-3. `types`: of a heavy layer whose primitive says nothing (`undef` before the first run of a dynamic
-   shape) its runtime precision. Of any other layer the widest float that it reads or writes: an Add
-   of f32 and u8 adds in f32, though its runtime precision may say u8.
+   `brgemm_avx512_amx_bf16`. It is the type that a heavy layer multiplies. It does not count for a
+   snippet: the first input of a snippet may be a mask.
+3. `types`: the runtime precision of a heavy layer without a type in its primitive (`undef` before
+   the first run of a dynamic shape). For any other layer the widest float that it reads or writes:
+   an Add of f32 and u8 adds in f32, although its runtime precision may be u8.
 4. Sizes, indices and masks only: `integer`. Nothing known: `unknown`.
 
-Layers that OpenVINO computed while compiling, or that are no more than a view, do not run and are
-left out.
+Layers that OpenVINO computed at compile time, and views, do not run and are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from statistics import median
 from typing import Any, Literal
 
 from pipeline.backends.base import Session
-from pipeline.backends.checks import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
+from pipeline.backends.layer_timing import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
 from pipeline.core import Precision, Tensors
 from pipeline.results.layer_table import Layer, LayerTable
 
@@ -104,7 +103,7 @@ MADE_OF = re.compile(r"/WithoutBiases$")  # OpenVINO's halves of a Conv or Gemm 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeLayer:
-    """One node of the runtime graph, in OpenVINO's words."""
+    """One node of the runtime graph, with OpenVINO's names."""
 
     name: str
     kind: str  # layerType
@@ -115,26 +114,26 @@ class RuntimeLayer:
     outputs: tuple[str, ...] = ()
 
 
-# -- the shell: asks a compiled model ----------------------------------------
+# -- the shell: reads a compiled model ---------------------------------------
 
 
 def runtime_layers(compiled: Any) -> tuple[RuntimeLayer, ...]:
-    """The runtime graph of a compiled model, in the order of running."""
+    """Return the runtime graph of a compiled model, in the order of running."""
     return tuple(_runtime_layer(op) for op in compiled.get_runtime_model().get_ordered_ops())
 
 
 def _runtime_layer(op: Any) -> RuntimeLayer:
     info = op.get_rt_info()
 
-    def word(key: str) -> str:
+    def text(key: str) -> str:
         return str(info[key].astype(str)) if key in info else ""
 
     return RuntimeLayer(
         name=str(op.get_friendly_name()),
-        kind=word("layerType"),
-        precision=word("runtimePrecision"),
-        primitive=word("primitiveType"),
-        nodes=tuple(name for name in word("originalLayersNames").split(",") if name),
+        kind=text("layerType"),
+        precision=text("runtimePrecision"),
+        primitive=text("primitiveType"),
+        nodes=tuple(name for name in text("originalLayersNames").split(",") if name),
         inputs=tuple(str(port.get_element_type().to_string()) for port in op.inputs()),
         outputs=tuple(str(port.get_element_type().to_string()) for port in op.outputs()),
     )
@@ -143,23 +142,21 @@ def _runtime_layer(op: Any) -> RuntimeLayer:
 def layer_table(
     compiled: Any, request: Any, session: Session, operators: Mapping[str, str], feeds: Tensors
 ) -> LayerTable:
-    """Every layer that a model compiled with PERF_COUNT runs, in the order of running, each with
-    its median time.
+    """Return every layer that runs, in the order of running, with its median time.
 
-    `session` runs `request`; `operators` are OpenVINO's operators by the names of its own graph,
-    which tell what a snippet multiplies.
+    The model is compiled with PERF_COUNT. `session` runs `request`. `operators` are OpenVINO's
+    operators by node name; they show whether a snippet multiplies matrices.
     """
     sizes = bound_sizes(session, feeds)
     means: list[dict[str, int]] = []
     runs = run_for_layers(session, lambda: means.append(_means(request)))
-    found = layers_from_runtime(
-        runtime_layers(compiled), medians(means, LAYER_WARMUP_RUNS), operators
-    )
-    return LayerTable(sizes=sizes, runs=runs, layers=found)
+    seconds = medians(means, LAYER_WARMUP_RUNS)
+    layers = layers_from_runtime(runtime_layers(compiled), seconds, operators)
+    return LayerTable(sizes=sizes, runs=runs, layers=layers)
 
 
 def _means(request: Any) -> dict[str, int]:
-    """Microseconds per layer, the mean over all runs so far; only layers that ran."""
+    """Return the microseconds of each layer that ran: the mean over all runs so far."""
     micros: dict[str, int] = defaultdict(int)
     for part in request.get_profiling_info():
         if str(part.status).endswith(".EXECUTED"):
@@ -171,49 +168,43 @@ def _means(request: Any) -> dict[str, int]:
 
 
 def medians(means: Sequence[Mapping[str, int]], warmup: int = 0) -> dict[str, float]:
-    """Median seconds of each layer per run after `warmup`, from OpenVINO's counters: after each run
-    the mean over all, in whole microseconds.
+    """Return the median seconds of each layer per run after `warmup`.
 
-    A run's own time is the difference of two totals, off by as many microseconds as there were
-    runs: the median of ten is off by a few.
+    `means` holds OpenVINO's counters after each run: the mean over all runs so far, in whole
+    microseconds. The time of one run is the difference of two totals. Its error is up to one
+    microsecond for each run so far: the median of ten runs is off by a few microseconds.
     """
-    totals = [
-        {name: mean * count for name, mean in each.items()} for count, each in enumerate(means, 1)
-    ]
-    names = dict.fromkeys(name for each in means for name in each)
-    runs = range(warmup, len(means))
-    before: Mapping[str, int] = {}
-    return {
-        name: (
-            max(
-                0.0,
-                median(
-                    totals[run].get(name, 0) - (totals[run - 1] if run else before).get(name, 0)
-                    for run in runs
-                ),
-            )
-            * 1e-6
-        )
-        for name in names
-    }
+    totals: list[Mapping[str, int]] = [{}]  # before the first run
+    for count, counters in enumerate(means, 1):
+        totals.append({name: mean * count for name, mean in counters.items()})
+    names = dict.fromkeys(name for counters in means for name in counters)
+    result = {}
+    for name in names:
+        micros = [
+            totals[run + 1].get(name, 0) - totals[run].get(name, 0)
+            for run in range(warmup, len(means))
+        ]
+        result[name] = max(0.0, median(micros)) * 1e-6
+    return result
 
 
 def layers_from_runtime(
     runtime: Iterable[RuntimeLayer], seconds: Mapping[str, float], operators: Mapping[str, str]
 ) -> tuple[Layer, ...]:
-    """The layers that ran, each with its time. A time of no known layer becomes an `unknown` layer,
-    so that no time is lost.
+    """Return the layers that ran, with their times.
+
+    A time without a known layer becomes an `unknown` layer, so that no time is lost.
     """
-    ran = [
+    layers = [
         _layer(layer, seconds[layer.name], operators) for layer in runtime if layer.name in seconds
     ]
-    known = {layer.name for layer in ran}
-    lost = (
-        Layer(name=name, kind="", precision="unknown", evidence="none", seconds=each)
-        for name, each in seconds.items()
+    known = {layer.name for layer in layers}
+    unknown = [
+        Layer(name=name, kind="", precision="unknown", evidence="none", seconds=value)
+        for name, value in seconds.items()
         if name not in known
-    )
-    return (*ran, *lost)
+    ]
+    return (*layers, *unknown)
 
 
 def _layer(layer: RuntimeLayer, seconds: float, operators: Mapping[str, str]) -> Layer:
@@ -234,7 +225,7 @@ def _layer(layer: RuntimeLayer, seconds: float, operators: Mapping[str, str]) ->
 
 
 def is_heavy(layer: RuntimeLayer, operators: Mapping[str, str]) -> bool:
-    """Whether a layer multiplies matrices; a snippet does if one of its nodes does."""
+    """Return True if a layer, or one node of a snippet, multiplies matrices."""
     if layer.kind == SNIPPETS:
         return any(operators.get(name) in MULTIPLYING for name in layer.nodes)
     return layer.kind in HEAVY_LAYERS | FUSED_HEAVY
@@ -243,16 +234,19 @@ def is_heavy(layer: RuntimeLayer, operators: Mapping[str, str]) -> bool:
 def precision_of(
     layer: RuntimeLayer, heavy: bool
 ) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
-    """The precision of a layer and its evidence, by the rules above."""
+    """Return the precision of a layer and its evidence, by the rules above."""
     if layer.kind in MOVING:
         return "none", "none"
     if heavy and layer.kind != SNIPPETS:
-        named = MULTIPLIED.get(layer.primitive.rpartition("_")[2].lower())
-        told = MULTIPLIED.get(layer.precision)
-        return (named, "tactic") if named else (told, "types") if told else ("unknown", "none")
+        of_primitive = MULTIPLIED.get(layer.primitive.rpartition("_")[2].lower())
+        if of_primitive:
+            return of_primitive, "tactic"
+        of_runtime = MULTIPLIED.get(layer.precision)
+        return (of_runtime, "types") if of_runtime else ("unknown", "none")
     types = {DTYPES.get(dtype, dtype) for dtype in (*layer.inputs, *layer.outputs)}
-    types.discard("dynamic")  # an input that is not there
-    if floats := types & WIDTHS.keys():
+    types.discard("dynamic")  # a missing optional input
+    floats = types & WIDTHS.keys()
+    if floats:
         return Precision(max(floats, key=WIDTHS.__getitem__)), "types"
     if types and types <= BYTES:
         return Precision.INT8, "types"
@@ -260,7 +254,8 @@ def precision_of(
 
 
 def heavy_precisions(runtime: Iterable[RuntimeLayer]) -> tuple[str, ...]:
-    """What each heavy layer runs in, known before it has run once; its runtime precision in
-    OpenVINO's words.
+    """Return the runtime precision of each heavy layer, by OpenVINO's name.
+
+    It is known before the first run.
     """
     return tuple(layer.precision for layer in runtime if layer.kind in HEAVY_LAYERS)

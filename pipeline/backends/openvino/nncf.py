@@ -1,8 +1,7 @@
-"""NNCF's post-training quantisation and compression of weights, for OpenVINO: an ONNX graph in, one
-with Q/DQ out, which builds like any other.
+"""NNCF's post-training quantisation and weight compression for OpenVINO, on the ONNX graph.
 
-NNCF on OpenVINO's IR gives the same kernels at the same speed (ResNet-50: 11.6 ms against 11.2 ms
-here), but an artifact of a kind of its own.
+The result is an ONNX graph with Q/DQ. NNCF on OpenVINO's IR would give the same kernels at the same
+speed (ResNet-50: 11.6 ms against 11.2 ms here), but another kind of artifact.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import onnx
 
-from pipeline.backends.checks import installed_version, torch_hidden
+from pipeline.backends.feed_checks import installed_version, torch_hidden
 from pipeline.core import (
     BuildOptions,
     Note,
@@ -41,8 +40,8 @@ from pipeline.quantization.linear_layers import (
 )
 
 FILE = "model.onnx"
-MAX_SAMPLES = 300  # NNCF's own default: the means that it takes over samples hardly move after that
-BLOCKS_OPSET = 21  # DequantizeLinear takes one scale per block, and 4-bit integers, since then
+MAX_SAMPLES = 300  # NNCF's own default: its means over samples hardly change after that
+BLOCKS_OPSET = 21  # the first in which DequantizeLinear has scales per block and 4-bit integers
 BITS = {
     onnx.TensorProto.INT4: 4,
     onnx.TensorProto.UINT4: 4,
@@ -50,15 +49,15 @@ BITS = {
     onnx.TensorProto.UINT8: 8,
 }
 SMOOTH = "nncf_smooth_quant"  # in the name of a Mul that SmoothQuant puts before a product
-ATTENTION = frozenset(
-    {"Softmax", "LayerNormalization"}
-)  # both in one graph: NNCF is told that it is a transformer
+# With both in a graph, NNCF gets the model type of a transformer.
+ATTENTION = frozenset({"Softmax", "LayerNormalization"})
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The calibration samples one by one, as often as NNCF asks for them: its ranges are means over
-    samples.
+    """The calibration samples one by one. NNCF iterates over them more than once.
+
+    Batches of one, since NNCF's ranges are means over samples.
     """
 
     source: CalibrationSet
@@ -80,8 +79,9 @@ def quantize_with_nncf(
     out: Path,
     progress: Progress = silent,
 ) -> OnnxModel:
-    """The int8 graph as out/model.onnx, with the interface of `model`. NNCF chooses ranges and
-    placement; `recipe.keep_fp32` is kept out.
+    """Write the int8 graph as out/model.onnx, with the interface of `model`.
+
+    NNCF chooses ranges and placement. `recipe.keep_fp32` is excluded.
     """
     installed_version("nncf", install_command("openvino"))
     with torch_hidden():
@@ -99,7 +99,7 @@ def _quantize(
     proto = read_proto(model.path)
     kept = sorted(kept_nodes(proto.graph, recipe.keep_fp32))
     progress(None, "loading NNCF")
-    os.environ.setdefault("NNCF_CI", "1")  # nothing about a user's model is sent anywhere
+    os.environ.setdefault("NNCF_CI", "1")  # no telemetry about a user's model
     import nncf
     from nncf.quantization.advanced_parameters import (
         AdvancedQuantizationParameters,
@@ -146,20 +146,22 @@ def _quantize(
         ),
         level="info",
     )
-    made = onnx_model(out, FILE, Precision.INT8, (*model.notes, used))
-    if changed := changed_interface(model, made):
+    result = onnx_model(out, FILE, Precision.INT8, (*model.notes, used))
+    changed = changed_interface(model, result)
+    if changed:
         raise ModelError(
             f"NNCF changed the model's interface: {changed}", "use the quantizer `crucible`"
         )
-    return made
+    return result
 
 
-def _smoothed(graph: onnx.GraphProto, asked: bool | None) -> str:
-    """What SmoothQuant did, by the Muls it left in the graph; UnsupportedError where it was asked
-    for and did nothing.
+def _smoothed(graph: onnx.GraphProto, required: bool | None) -> str:
+    """Return a text on the effect of SmoothQuant, from its Muls in the graph.
+
+    UnsupportedError if it is required and changed nothing.
     """
     count = sum(node.op_type == "Mul" and SMOOTH in node.name for node in graph.node)
-    if asked and not count:
+    if required and not count:
         raise UnsupportedError(
             "SmoothQuant found no product with a weight to move outliers into",
             "leave `smooth_quant` out",
@@ -170,11 +172,11 @@ def _smoothed(graph: onnx.GraphProto, asked: bool | None) -> str:
 def compress_with_nncf(
     model: OnnxModel, recipe: Recipe, out: Path, progress: Progress = silent
 ) -> OnnxModel:
-    """The graph with few bits in its weights as out/model.onnx, with the interface of `model`;
-    `recipe.keep_fp32` is kept out.
+    """Write the graph with compressed weights as out/model.onnx, with the interface of `model`.
 
-    NNCF's rules: int8 has one scale per output channel; in int4 embeddings and the last layer have
-    8 bits, and what no block divides none.
+    `recipe.keep_fp32` is excluded. NNCF's rules: int8 has one scale per output channel. With int4,
+    embeddings and the last layer get 8 bits, and weights that no block size divides stay as they
+    are.
     """
     installed_version("nncf", install_command("openvino"))
     with torch_hidden():
@@ -197,7 +199,7 @@ def _compress(model: OnnxModel, recipe: Recipe, out: Path, progress: Progress) -
     source = onnx.GraphProto()
     source.CopyFrom(proto.graph)
     try:
-        made = nncf.compress_weights(
+        compressed = nncf.compress_weights(
             proto,
             mode=(
                 nncf.CompressWeightsMode.INT4_ASYM
@@ -217,23 +219,28 @@ def _compress(model: OnnxModel, recipe: Recipe, out: Path, progress: Progress) -
             f"NNCF cannot compress the weights of this model: {error}",
             "take onnxruntime, or another precision",
         ) from error
-    bits = _weight_bits(made.graph)
+    bits = _weight_bits(compressed.graph)
     check_changed(bits, recipe)
-    write_proto(made, out / FILE)
-    note = weights_note(source, bits, constant_bytes(source), constant_bytes(made.graph))
+    write_proto(compressed, out / FILE)
+    note = weights_note(source, bits, constant_bytes(source), constant_bytes(compressed.graph))
     return with_same_interface(model, onnx_model(out, FILE, recipe.precision, (note,)))
 
 
 def _weight_bits(graph: onnx.GraphProto) -> dict[str, int]:
-    """By node that reads one, the bits of a weight that is kept as integers."""
+    """Return the bits of the integer weights, by the name of the node that reads the weight."""
     integers = {
         tensor.name: BITS[tensor.data_type]
         for tensor in graph.initializer
         if tensor.data_type in BITS
     }
-    kept = {
+    bits = {
         node.output[0]: integers[node.input[0]]
         for node in graph.node
         if node.op_type == "DequantizeLinear" and node.input[0] in integers
     }
-    return {node.name: kept[name] for node in graph.node for name in node.input if name in kept}
+    result = {}
+    for node in graph.node:
+        for name in node.input:
+            if name in bits:
+                result[node.name] = bits[name]
+    return result

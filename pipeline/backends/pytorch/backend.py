@@ -1,16 +1,15 @@
-"""PyTorch, on the GPU where there is one: the user's module itself, which is the accuracy
-reference, and the baselines eager, traced and compile.
+"""The user's PyTorch module as the accuracy reference, and the baselines eager, traced and compile.
 
-    eager     the module as its user has it, in inference mode
+    eager     the unchanged module in inference mode
     traced    torch.jit.trace at opt, frozen, optimize_for_inference (folds batch norms, picks
               oneDNN layouts)
-    compile   torch.compile (inductor) in the recipe's mode; it is compiled when it is built, and
+    compile   torch.compile (inductor) in the recipe's mode; it is compiled during the build, and
               every process that loads it gets inductor's cache
 
-The reference is eager in fp32, without TF32 and without bf16 shortcuts: it must not be approximate
-itself. A baseline in another precision is the module cast as a whole, which takes and returns what
-the reference does. On a host with a GPU that torch can use all run there: a GPU engine against a
-module on the CPU would flatter the engine.
+The reference is eager in fp32, without TF32 and without bf16: it must not be approximate itself. A
+baseline in another precision is the whole module cast, with the inputs and outputs of the
+reference. On a host with a GPU that torch can use, all run on the GPU: the comparison of a GPU
+engine with a module on the CPU would flatter the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.backends.base import no_layers
-from pipeline.backends.checks import closed, engine_digest, refuse_foreign
+from pipeline.backends.feed_checks import closed, engine_digest, refuse_foreign
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession, why_not_cuda
 from pipeline.backends.pytorch.inductor import (
     CACHE,
@@ -77,9 +76,7 @@ FILE = "source.json"
 
 
 def probe() -> Target:
-    """This host as PyTorch should see it, without importing torch: its first GPU, or the CPU where
-    there is none or torch is built without CUDA.
-    """
+    """Return this host as a target, without importing torch: its first GPU, or the CPU."""
     return host_target("pytorch")
 
 
@@ -88,7 +85,7 @@ def _cpu() -> Target:
 
 
 def check_recipe(recipe: Recipe, target: Target) -> NoReturn:
-    """Always UnsupportedError: baselines are named under benchmark.baselines."""
+    """Raise UnsupportedError: baselines belong under benchmark.baselines."""
     raise UnsupportedError(
         "pytorch is a baseline, not a candidate: it runs the source, not a graph",
         "list it under benchmark.baselines",
@@ -98,16 +95,14 @@ def check_recipe(recipe: Recipe, target: Target) -> NoReturn:
 def unsupported(
     model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
 ) -> tuple[Refusal, ...]:
-    """None: it runs the module itself, not the graph."""
+    """Return no nodes: PyTorch runs the module itself, not the graph."""
     return ()
 
 
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """Always UnsupportedError: a graph is not what PyTorch runs. `build_baseline` takes the
-    source.
-    """
+    """Raise UnsupportedError: PyTorch does not run graphs. `build_baseline` takes the source."""
     check_recipe(recipe, probe())
 
 
@@ -119,10 +114,11 @@ def build_baseline(
     out: Path,
     progress: Progress = silent,
 ) -> Engine:
-    """Write down what to load; `model` is the source's export, whose interface the engine shares.
+    """Write the source of a baseline as its engine file.
 
-    A module is loaded, traced or compiled in the process that runs it. What is to be compiled is
-    compiled here too, for inductor's cache.
+    `model` is the export of the source; the engine has the same interface. The process that runs
+    the baseline loads, traces or compiles the module. The variant `compile` is compiled here too,
+    to fill inductor's cache.
     """
     if recipe.variant not in VARIANTS or recipe.precision not in PRECISIONS:
         known = ", ".join(VARIANTS)
@@ -133,9 +129,8 @@ def build_baseline(
     check_castable(source, recipe.precision)
     target, notes = _usable(probe())
     (out / FILE).write_text(source.model_dump_json(indent=1), encoding="utf-8")
-    content = (
-        engine_digest(model, recipe, options, target) + source.digest
-    )  # other code may export to the same graph, and be slower
+    # Other code may export to the same graph and be slower.
+    content = engine_digest(model, recipe, options, target) + source.digest
     engine = Engine(
         root=out,
         file=FILE,
@@ -159,8 +154,9 @@ def build_baseline(
 
 
 def _usable(host: Target) -> tuple[Target, tuple[Note, ...]]:
-    """The host, or its CPU with a note that says why this torch cannot use the GPU.
-    OutOfDeviceMemory where that may pass: it must not be kept.
+    """Return the host, or its CPU with a note on why this torch cannot use the GPU.
+
+    OutOfDeviceMemory if the GPU is full: that may pass, so the result must not be stored.
     """
     reason = why_not_cuda() if host.compute_capability else ""
     if not reason:
@@ -173,8 +169,9 @@ def _usable(host: Target) -> tuple[Target, tuple[Note, ...]]:
 
 
 def load(engine: Engine, device: str = "") -> TorchLoaded:
-    """The module in memory. Sets torch's process-wide thread count. ModelError if the user's files
-    have changed since the build.
+    """Load the module. Sets torch's process-wide thread count.
+
+    ModelError if the user's files have changed since the build.
     """
     on_gpu = engine.target.compute_capability is not None
     refuse_foreign(engine, probe() if on_gpu else _cpu())
@@ -183,7 +180,8 @@ def load(engine: Engine, device: str = "") -> TorchLoaded:
             f"this PyTorch baseline runs on {engine.target.device}, not on '{device}'",
             "leave the device out",
         )
-    if on_gpu and (reason := why_not_cuda()):
+    reason = why_not_cuda() if on_gpu else ""
+    if reason:
         raise BackendUnavailable(
             f"PyTorch cannot use {engine.target.device}: {reason}",
             f"install a torch for this driver and GPU, or {CPU_INSTEAD}",
@@ -198,8 +196,8 @@ def load(engine: Engine, device: str = "") -> TorchLoaded:
         )
     torch.set_num_threads(engine.threads or usable_cores())
     seed_cache(engine.root / CACHE)
-    place = DEVICE if on_gpu else "cpu"
-    return TorchLoaded(engine, source, load_module(source, place), place)
+    module_device = DEVICE if on_gpu else "cpu"
+    return TorchLoaded(engine, source, load_module(source, module_device), module_device)
 
 
 class TorchLoaded:
@@ -213,34 +211,19 @@ class TorchLoaded:
         self._is_cast = False
 
     def session(self, profile: int = 0) -> TorchSession | CudaTorchSession:
-        """Traces or compiles at this profile's opt, and runs there once, so that what cannot run
-        fails here.
-        """
+        """Trace or compile the module at this profile's opt, and run it there once as a check."""
         recipe = self._engine.recipe
         args = example_args(self._engine, profile, self._device)
         if not self._is_cast:
-            feeds = {
-                spec.name: array_from_tensor(arg)
-                for spec, arg in zip(
-                    self._engine.inputs,
-                    args,
-                    strict=True,
-                )
-            }
-            run_module(
-                self._module,
-                self._source,
-                feeds,
-                self._device,
-            )  # also tells torch how to flatten a dataclass, before anything is timed
+            names = [spec.name for spec in self._engine.inputs]
+            arrays = [array_from_tensor(arg) for arg in args]
+            feeds = dict(zip(names, arrays, strict=True))
+            # This also registers a dataclass with torch before anything is timed.
+            run_module(self._module, self._source, feeds, self._device)
             if recipe.precision is not Precision.FP32:
                 self._module = in_precision(self._module, recipe.precision, self._engine.outputs)
-                call_module(
-                    self._module,
-                    self._source,
-                    feeds,
-                    self._device,
-                )  # whose code may hold tensors that are not cast
+                # This fails if the module's code holds tensors that are not cast.
+                call_module(self._module, self._source, feeds, self._device)
             self._is_cast = True
         module = _VARIANTS[recipe.variant](self._module, args, recipe.mode)
         return open_session(self._engine, module, self._device)
@@ -269,11 +252,11 @@ def _traced(
     import torch
 
     with torch.inference_mode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecation, and what tracing freezes: export checks that
+        # deprecations, and values that tracing freezes, which the export checks
+        warnings.simplefilter("ignore")
         try:
-            traced = torch.jit.trace(
-                module, args, strict=False, check_trace=False
-            )  # not strict: dicts may be returned
+            # not strict: the module may return dicts
+            traced = torch.jit.trace(module, args, strict=False, check_trace=False)
             traced = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
             traced(*args)
         except RuntimeError as error:
@@ -288,7 +271,8 @@ def _compiled(
     args: tuple[torch.Tensor, ...],
     mode: CompileMode | None,
 ) -> Any:
-    if lack := lack_of_tools(on_gpu=any(arg.is_cuda for arg in args)):
+    lack = lack_of_tools(on_gpu=any(arg.is_cuda for arg in args))
+    if lack:
         raise BackendUnavailable(
             f"torch.compile needs {lack.what}",
             f"{lack.install}, or drop the baseline `compile`",

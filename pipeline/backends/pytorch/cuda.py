@@ -1,5 +1,5 @@
-"""PyTorch on the GPU: whether torch can use it, and a session with pinned host buffers, a stream
-and events of its own.
+"""PyTorch on the GPU: a check that torch can use it, and a session with its own stream, events and
+pinned host buffers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.backends.checks import FeedCheck, closed
+from pipeline.backends.feed_checks import FeedCheck, closed
 from pipeline.backends.pytorch.module import (
     array_from_tensor,
     first_line,
@@ -28,11 +28,10 @@ DEVICE = "cuda"  # the first that CUDA_VISIBLE_DEVICES leaves
 
 
 def why_not_cuda() -> str:
-    """Why this process's torch cannot compute on the GPU, in its own words; "" if it can. Makes a
-    CUDA context.
+    """Return torch's reason why it cannot compute on the GPU; "" if it can. Creates a CUDA context.
 
-    HostError where the GPU's memory is taken: that may pass, and falling back to the CPU would only
-    hide it.
+    OutOfDeviceMemory if the GPU is full: that may pass, and falling back to the CPU would only hide
+    it.
     """
     import torch
 
@@ -44,9 +43,8 @@ def why_not_cuda() -> str:
                 "torch.cuda.is_available() is False",
             )
         try:
-            torch.ones(
-                1, device=DEVICE
-            ).sum().item()  # fails where torch was built without code for this generation
+            # fails if torch was built without code for this GPU generation
+            torch.ones(1, device=DEVICE).sum().item()
         except torch.OutOfMemoryError as error:
             raise out_of_memory(error) from error
         except RuntimeError as error:
@@ -55,7 +53,7 @@ def why_not_cuda() -> str:
 
 
 class CudaTimer:
-    """Two events on the session's stream."""
+    """A timer of two events on the session's stream."""
 
     def __init__(self, stream: Any) -> None:
         import torch
@@ -76,10 +74,10 @@ class CudaTimer:
 
 
 class CudaTorchSession:
-    """Runs one module that lies on the GPU. Buffers are kept between runs of one shape.
+    """A session of one module on the GPU. Buffers are reused between runs of one shape.
 
-    Each step makes the session's stream torch's current one and leaves it so: a `with` block would
-    cost a small module a tenth of its time.
+    Each step makes the session's stream torch's current one and does not restore it: a `with` block
+    would cost a small module a tenth of its time.
     """
 
     def __init__(self, engine: Engine, module: Any) -> None:
@@ -101,7 +99,7 @@ class CudaTorchSession:
 
         self._check(feeds)
         torch.cuda.set_stream(self._stream)
-        # an upload that was not waited for would still read the pinned buffers
+        # an unfinished upload would still read the pinned buffers
         self._stream.synchronize()
         for spec in self.inputs:
             array = tensor_from_array(feeds[spec.name])
@@ -142,12 +140,11 @@ class CudaTorchSession:
         torch.cuda.set_stream(self._stream)
         with torch.inference_mode():
             for name, tensor in zip(self._names, leaves_of(self._result), strict=True):
-                held = self._received.get(name)
-                if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-                    held = self._received[name] = torch.empty(
-                        tensor.shape, dtype=tensor.dtype, pin_memory=True
-                    )
-                held.copy_(tensor, non_blocking=True)
+                buffer = self._received.get(name)
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                    self._received[name] = buffer
+                buffer.copy_(tensor, non_blocking=True)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

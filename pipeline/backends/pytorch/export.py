@@ -1,5 +1,6 @@
-"""The two ways from a PyTorch module to an ONNX file. Neither is trusted: `stages.export` checks
-what they write.
+"""The two exporters from a PyTorch module to an ONNX file.
+
+Neither is trusted: `stages.export` checks their files.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from pipeline.onnx_graph.files import EXTERNAL_ABOVE_BYTES
 if TYPE_CHECKING:
     import torch
 
-TRACED = "traced, "  # begins the notes that the tracer's warnings become
+TRACED = "traced, "  # the prefix of notes from the tracer's warnings
 TORCHSCRIPT_NEWEST_OPSET = 20
 
 
 class Refused(Exception):
-    """Why one exporter, or what it made, was refused: one line."""
+    """The reason, in one line, why an exporter failed or its file was refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What an exporter needs to know."""
+    """The input of an exporter."""
 
     source: ModelSource
     module: torch.nn.Module
@@ -44,17 +45,13 @@ class Job:
     opset: int
     example: Tensors
     path: Path
-    device: str = "cpu"  # where the module lies
+    device: str = "cpu"  # of the module
     flat: bool = False  # the module takes its inputs as *args
 
     @property
     def args(self) -> tuple[torch.Tensor, ...]:
-        return tuple(
-            tensor_from_array(
-                self.example[spec.name],
-            ).to(self.device)
-            for spec in self.source.inputs
-        )
+        arrays = [self.example[spec.name] for spec in self.source.inputs]
+        return tuple(tensor_from_array(array).to(self.device) for array in arrays)
 
     @property
     def input_names(self) -> list[str]:
@@ -62,7 +59,7 @@ class Job:
 
     @property
     def axes(self) -> tuple[dict[int, str], ...]:
-        """Per input, the symbol of each symbolic axis."""
+        """For each input, the symbols of its symbolic axes."""
         return tuple(
             {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
             for spec in self.source.inputs
@@ -73,11 +70,11 @@ class Job:
 
 
 def example_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> dict[str, int]:
-    """Sizes to trace with: distinct, so that no two dimensions look equal by chance; at least 2,
-    since exporters take 1 to be fixed.
+    """Return the sizes for tracing.
 
-    Better 3, so that `x[1:]` is not of size 1. The profiles' own sizes come first, since a model
-    may not take every size in between.
+    They are distinct, so that no two dimensions look equal by chance. They are at least 2, since
+    exporters treat 1 as fixed, and 3 if possible, so that `x[1:]` does not have size 1. The
+    profiles' own sizes come first, since a model may not accept every size in between.
     """
     taken = {dim for spec in inputs for dim in spec.shape if isinstance(dim, int)}
     sizes: dict[str, int] = {}
@@ -95,7 +92,7 @@ def example_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...])
 def feeds_at(
     inputs: tuple[TensorSpec, ...], samples: tuple[Tensors, ...], sizes: Mapping[str, int]
 ) -> Tensors:
-    """The first sample at these sizes; generated where there is none."""
+    """Return the first sample at these sizes, or generated inputs if there is no sample."""
     if not samples:
         return draw_feeds(inputs, sizes, seed=0)
     return {spec.name: _resized(samples[0][spec.name], spec, sizes) for spec in inputs}
@@ -104,8 +101,9 @@ def feeds_at(
 def _resized(
     array: NDArray[np.generic], spec: TensorSpec, sizes: Mapping[str, int]
 ) -> NDArray[np.generic]:
-    """Repeat or cut along the symbolic axes: every value stays a real one, so ids and masks stay
-    valid.
+    """Repeat or cut an array along its symbolic axes.
+
+    All values are those of the sample, so that ids and masks stay valid.
     """
     for axis, dim in enumerate(spec.shape):
         if isinstance(dim, str):
@@ -117,8 +115,9 @@ def _resized(
 
 
 def dynamo(job: Job) -> tuple[Note, ...]:
-    """torch.export, then its translation to ONNX. Apart, since torch.onnx would retry a failed
-    capture with dimensions given up.
+    """Export with torch.export, then translate the program to ONNX.
+
+    The two steps are separate: torch.onnx would retry a failed capture with fixed dimensions.
     """
     import torch
 
@@ -132,7 +131,7 @@ def dynamo(job: Job) -> tuple[Note, ...]:
                 opset_version=job.opset,
                 input_names=job.input_names,
                 output_names=list(job.outputs),
-                dynamic_shapes=job.axes,  # only names the axes, which the program has already
+                dynamic_shapes=job.axes,  # only the names: the program has the axes already
                 verbose=False,
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError, TypeError) as error:
@@ -147,8 +146,9 @@ def dynamo(job: Job) -> tuple[Note, ...]:
 
 
 def _tidy(result: torch.onnx.ONNXProgram, public: set[str]) -> None:
-    """Drop the stack traces, which hold the user's paths and make equal graphs differ; rename inner
-    tensors that have an input's or output's name.
+    """Remove the stack traces, and rename inner tensors with the name of an input or output.
+
+    Stack traces contain the user's paths and make equal graphs differ.
     """
     inner = result.model.graph
     for value in inner.initializers.values():
@@ -157,16 +157,15 @@ def _tidy(result: torch.onnx.ONNXProgram, public: set[str]) -> None:
         node.metadata_props.clear()
         for value in node.outputs:
             value.metadata_props.clear()
-            if (
-                value.name in public and not value.is_graph_output()
-            ):  # the exporter calls them after operators: "embedding"
+            # the exporter names inner tensors after operators, for example "embedding"
+            if value.name in public and not value.is_graph_output():
                 value.name = f"{value.name}_inner"
 
 
 def captured(job: Job) -> torch.export.ExportedProgram:
-    """The module as torch.export has it, its symbolic axes free.
+    """Capture the module with torch.export, with free symbolic axes.
 
-    Refused with one line; ModelError for a branch on data.
+    Refused, with one line, if torch.export fails. ModelError for a branch on data.
     """
     import torch
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -189,13 +188,14 @@ def captured(job: Job) -> torch.export.ExportedProgram:
             f" {_user_line(error)}",
             advice,
         ) from error
-    except Exception as error:  # runs the user's code under a tracer: anything may come
+    except Exception as error:  # the user's code under a tracer may raise anything
         raise Refused(_fixed_dimension(job, error) or reason_of(error)) from error
 
 
 def _fixed_dimension(job: Job, error: Exception) -> str:
-    """Names the symbol that torch.export reports as a constant; example sizes are distinct, so the
-    constant tells which.
+    """Return a message with the symbol that torch.export reports as a constant, or "".
+
+    Example sizes are distinct, so that the constant identifies the symbol.
     """
     constant = re.search(r"specialized it to be a constant \((\d+)\)", str(error))
     if constant is None:
@@ -213,8 +213,9 @@ def _fixed_dimension(job: Job, error: Exception) -> str:
 
 
 def torchscript(job: Job) -> tuple[Note, ...]:
-    """torch.jit.trace and its translation; returns what the tracer warned of, since it freezes what
-    it cannot follow.
+    """Export with torch.jit.trace and its translation to ONNX.
+
+    Return the tracer's warnings as notes: it freezes values that it cannot follow.
     """
     import torch
 
@@ -234,7 +235,7 @@ def torchscript(job: Job) -> tuple[Note, ...]:
                 dynamic_axes=dict(zip(job.input_names, job.axes, strict=True)),
                 verbose=False,
             )
-    except Exception as error:  # runs the user's code under a tracer: anything may come
+    except Exception as error:  # the user's code under a tracer may raise anything
         raise Refused(reason_of(error)) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -248,9 +249,7 @@ def torchscript(job: Job) -> tuple[Note, ...]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Keep the exporters' prints and warnings from the user; the warnings are in the list, for
-    those who want them.
-    """
+    """Hide the exporters' output and warnings from the user. The list holds the warnings."""
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("always")
         yield caught
@@ -267,8 +266,8 @@ def _tracer_warning(item: warnings.WarningMessage) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The line of an exporter's error that says what is wrong: the innermost cause, or the
-    constraint that was violated.
+    """Return the informative line of an exporter's error: the innermost cause, or the violated
+    constraints.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -280,8 +279,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def _user_line(error: BaseException) -> str:
-    """`model.py:78 in forward: if x.sum() < 0:`, from the innermost frame that torch.export
-    names.
+    """Return the innermost frame in torch.export's message.
+
+    For example `model.py:78 in forward: if x.sum() < 0:`.
     """
     frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n\s+(.+)', str(error))
     if not frames:
@@ -291,8 +291,9 @@ def _user_line(error: BaseException) -> str:
 
 
 def check_program(program: torch.export.ExportedProgram, source: ModelSource) -> None:
-    """ModelError unless a .pt2 takes the plan's inputs, with their dtypes, and leaves free the
-    dimensions that the plan calls symbolic.
+    """Raise ModelError unless a .pt2 has the plan's inputs with their dtypes and free dimensions.
+
+    A dimension must be free exactly where it is symbolic in the plan.
     """
     names = program.graph_signature.user_inputs
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.name in names}
@@ -324,5 +325,5 @@ def check_program(program: torch.export.ExportedProgram, source: ModelSource) ->
 
 
 def shown(spec: TensorSpec) -> str:
-    """`float32[batch, 3]`."""
+    """Return `float32[batch, 3]`."""
     return f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"

@@ -1,7 +1,6 @@
-"""torch.compile and AOTInductor: what they need on this host, and inductor's cache.
+"""torch.compile and AOTInductor: their tools on this host, and inductor's cache.
 
-The cache is kept beside an engine: what was compiled once is not compiled again by the processes
-that load it.
+The cache is stored beside an engine, so that processes that load it do not compile again.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ NV_TARGET = "*/include/nv/target"
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """What inductor needs and this host lacks."""
+    """A tool that inductor needs and this host lacks."""
 
     what: str  # "a C++ compiler, and there is no 'g++'"
     install: str
 
 
 def lack_of_tools(on_gpu: bool, ahead: bool = False) -> Lack | None:
-    """What inductor lacks here; None if it has all.
+    """Return the first tool that inductor lacks here; None if it has all.
 
-    CPU code needs a C++ compiler. GPU code needs Triton, and a C compiler for its launchers. What
-    is compiled `ahead` of time is a C++ library on both.
+    CPU code needs a C++ compiler. GPU code needs Triton, and a C compiler for its launchers. Code
+    that is compiled `ahead` of time is a C++ library on both.
     """
     if on_gpu and importlib.util.find_spec("triton") is None:
         return Lack("Triton for the GPU, and it is not installed", "pip install triton")
@@ -56,65 +55,69 @@ def lack_of_tools(on_gpu: bool, ahead: bool = False) -> Lack | None:
             "CUDA's headers, and there are none",
             "install CUDA's toolkit, or set CUDA_HOME",
         )
-    in_c = _lack_of_compiler("C", "CC", ("gcc", "clang")) if on_gpu else None
-    in_cpp = _lack_of_compiler("C++", "CXX", ("g++",)) if ahead or not on_gpu else None
-    return in_c or in_cpp
+    lack = _lack_of_compiler("C", "CC", ("gcc", "clang")) if on_gpu else None
+    if lack is None and (ahead or not on_gpu):
+        lack = _lack_of_compiler("C++", "CXX", ("g++",))
+    return lack
 
 
 @dataclass(frozen=True, slots=True)
 class CudaHeaders:
-    """Where CUDA's headers are."""
+    """The folders of CUDA's headers."""
 
-    home: Path  # what torch calls CUDA_HOME
-    more: Path | None = None  # a folder of headers that it lacks
+    home: Path  # torch's CUDA_HOME
+    more: Path | None = None  # a folder with headers that are missing there
 
     def use(self) -> None:
-        """Have the compilers that this process starts find them."""
+        """Set the environment in which the compilers of this process find the headers."""
         os.environ["CUDA_HOME"] = str(self.home)
         if self.more:
-            others = os.environ.get("CPATH")
-            os.environ["CPATH"] = os.pathsep.join([*([others] if others else []), str(self.more)])
+            before = os.environ.get("CPATH")
+            paths = [before, str(self.more)] if before else [str(self.more)]
+            os.environ["CPATH"] = os.pathsep.join(paths)
 
 
 def cuda_headers() -> CudaHeaders | None:
-    """CUDA's headers: of a toolkit, where torch looks for it, or else Triton's copy; None without.
+    """Return CUDA's headers, of a toolkit where torch looks for one, else Triton's copy; or None.
 
-    Triton's copy lacks `nv/target`, which comes with the packages of CUDA that torch needs.
+    Triton's copy lacks `nv/target`, which is in the packages of CUDA that torch requires.
     """
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    variable = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc")
-    toolkits = [
-        *([Path(named)] if named else []),
-        *([Path(nvcc).resolve().parents[1]] if nvcc else []),
-        Path("/usr/local/cuda"),
-    ]
-    if found := next(filter(_has_headers, toolkits), None):
-        return CudaHeaders(found)
+    toolkits = [Path("/usr/local/cuda")]
+    if nvcc:
+        toolkits.insert(0, Path(nvcc).resolve().parents[1])
+    if variable:
+        toolkits.insert(0, Path(variable))
+    toolkit = next(filter(_has_headers, toolkits), None)
+    if toolkit:
+        return CudaHeaders(toolkit)
     copies = [folder / "backends" / "nvidia" for folder in _package_folders("triton")]
     packages = [file for folder in _package_folders("nvidia") for file in folder.glob(NV_TARGET)]
     copy = next(filter(_has_headers, copies), None)
     return CudaHeaders(copy, packages[0].parents[1]) if copy and packages else None
 
 
-def _has_headers(place: Path) -> bool:
-    return all((place / "include" / file).is_file() for file in HEADERS)
+def _has_headers(folder: Path) -> bool:
+    return all((folder / "include" / file).is_file() for file in HEADERS)
 
 
 def _package_folders(name: str) -> list[Path]:
-    found = importlib.util.find_spec(name)
-    return [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
+    spec = importlib.util.find_spec(name)
+    return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
 
 
 def _lack_of_compiler(language: str, variable: str, usual: tuple[str, ...]) -> Lack | None:
-    named = os.environ.get(variable)
-    if any(shutil.which(compiler) for compiler in ([named] if named else usual)):
+    chosen = os.environ.get(variable)
+    compilers = [chosen] if chosen else usual
+    if any(shutil.which(compiler) for compiler in compilers):
         return None
-    what = f"a {language} compiler, and there is no '{named or usual[0]}'"
+    what = f"a {language} compiler, and there is no '{compilers[0]}'"
     return Lack(what, f"install {usual[0]}")
 
 
 def compiled(module: Any, args: tuple[torch.Tensor, ...], mode: CompileMode | None) -> Any:
-    """The module compiled at the shapes of `args`; another shape makes a graph for all others."""
+    """Compile a module at the shapes of `args`. Another shape compiles a graph for all others."""
     import torch
 
     function = torch.compile(module, mode=mode)
@@ -125,24 +128,27 @@ def compiled(module: Any, args: tuple[torch.Tensor, ...], mode: CompileMode | No
 
 @contextlib.contextmanager
 def explained(cannot: str) -> Iterator[None]:
-    """ModelError that begins with `cannot`, or OutOfDeviceMemory for a full GPU."""
+    """Turn errors into a ModelError that begins with `cannot`, or into OutOfDeviceMemory.
+
+    MemoryError and errors of the disk are passed on.
+    """
     import torch
 
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error) from error
-    except Exception as error:  # of the user's code, Triton, a C++ compiler: anything may come
+    except Exception as error:  # the user's code, Triton and compilers may raise anything
         if isinstance(error, MemoryError) or getattr(error, "errno", None) in DISK_FAULTS:
             raise
-        advice = "leave it out, or see the log of this stage for what its compiler said"
+        advice = "leave it out, or see the compiler's output in the log of this stage"
         message = f"{cannot}: {type(error).__name__}: {first_line(error)}"
         raise ModelError(message, advice) from error
 
 
 @contextlib.contextmanager
 def cache_in(folder: Path) -> Iterator[None]:
-    """All that inductor compiles in here lies in `folder` afterwards."""
+    """Make inductor store everything that it compiles in this context in `folder`."""
     before = os.environ.get(CACHE_DIR)
     os.environ[CACHE_DIR] = str(folder)
     try:
@@ -157,21 +163,22 @@ def cache_in(folder: Path) -> Iterator[None]:
 
 
 def seed_cache(folder: Path) -> None:
-    """Give what lies in `folder` to the cache of this process, where it has no such file yet."""
+    """Copy the files in `folder` that are missing in the cache of this process to the cache."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    place = Path(cache_dir())
+    cache = Path(cache_dir())
     for file in (path for path in folder.rglob("*") if path.is_file()):
-        target = place / file.relative_to(folder)
+        target = cache / file.relative_to(folder)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.with_name(f".{target.name}.{os.getpid()}")  # others may read it meanwhile
+            # other processes may read the cache meanwhile
+            part = target.with_name(f".{target.name}.{os.getpid()}")
             shutil.copy(file, part)
             part.replace(target)
 
 
 def gpu_turn(on_gpu: bool, progress: Progress) -> contextlib.AbstractContextManager[None]:
-    """Hold the GPU against other builds of ours: inductor times kernels there, as TensorRT does."""
+    """Lock the GPU against our other builds: inductor times kernels on it, as TensorRT does."""
     gpus = find_gpus().devices if on_gpu else ()
     return gpu_lock(gpus[0].uuid, progress) if gpus else contextlib.nullcontext()
 
@@ -182,12 +189,6 @@ def fill_cache(engine: Engine, load: Callable[[Engine], Loaded], points: tuple[P
         for number, profile in enumerate(engine.profiles or (Profile(),)):
             with contextlib.closing(loaded.session(number)) as session:
                 for point in points:
-                    run_session(
-                        session,
-                        draw_feeds(
-                            engine.inputs,
-                            profile.sizes(point),
-                            0,
-                            profile.values_at(point),
-                        ),
-                    )
+                    values = profile.values_at(point)
+                    feeds = draw_feeds(engine.inputs, profile.sizes(point), 0, values)
+                    run_session(session, feeds)

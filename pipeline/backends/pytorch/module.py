@@ -1,6 +1,4 @@
-"""The user's PyTorch module: loading it with its weights, running it on host arrays, naming what it
-returns.
-"""
+"""The user's PyTorch module: load it with its weights, run it on host arrays, name its outputs."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.backends.checks import installed_version
 from pipeline.backends.cuda import OutOfDeviceMemory
+from pipeline.backends.feed_checks import installed_version
 from pipeline.backends.pytorch.qat import freeze_fake_quantizers
 from pipeline.core import ModelSource, Precision, Tensors, TensorSpec
 from pipeline.distribution import install_command
@@ -29,16 +27,16 @@ CPU_INSTEAD = "set CUDA_VISIBLE_DEVICES= (empty) to compare on the CPU"
 
 
 def torch_version() -> str:
-    """The installed version, without importing torch. BackendUnavailable where there is none."""
+    """Return the installed version without importing torch. BackendUnavailable if it is missing."""
     return installed_version("torch", install_command("torch"))
 
 
 def load_module(source: ModelSource, device: str = "cpu") -> torch.nn.Module:
-    """The user's module in eval mode and fp32, with its weights; the seed is set first, so random
-    weights are always the same, on the GPU too.
+    """Load the user's module in eval mode and fp32, with its weights.
 
-    Sets torch's process-wide seed and precision. ModelError if anything of it cannot be had, with
-    its cause.
+    The seed is set first, so that random weights are always the same, on the GPU too. Sets torch's
+    process-wide seed and precision. ModelError, with its cause, if the module or its weights cannot
+    be loaded.
     """
     torch_version()
     import torch
@@ -55,7 +53,7 @@ def load_module(source: ModelSource, device: str = "cpu") -> torch.nn.Module:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether this process may compute products and convolutions of fp32 tensors in TF32."""
+    """Allow or forbid TF32 for products and convolutions of fp32 tensors in this process."""
     import torch
 
     torch.set_float32_matmul_precision("high" if allowed else "highest")
@@ -64,11 +62,11 @@ def allow_tf32(allowed: bool) -> None:
 
 
 LOW = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
-"""Precisions that a module is cast to as a whole, by torch's names of them."""
+"""torch's names of the precisions that a whole module is cast to."""
 
 
 def check_castable(source: ModelSource, precision: Precision) -> None:
-    """UnsupportedError for an exported program in 16 bits: its dtypes are part of its graph."""
+    """Raise UnsupportedError for an exported program in 16 bits: its graph contains its dtypes."""
     if precision in LOW and source.kind == "pt2":
         message = f"the .pt2 has its dtypes in its graph, so it cannot be cast to {precision}"
         raise UnsupportedError(
@@ -82,9 +80,9 @@ def in_precision(
     precision: Precision,
     outputs: Sequence[TensorSpec],
 ) -> torch.nn.Module:
-    """The module cast to this precision as a whole; inputs and `outputs` keep their dtypes.
+    """Return the whole module cast to a precision. Inputs and `outputs` keep their dtypes.
 
-    Its outputs come as one flat tuple of tensors. Sets whether this process may use TF32.
+    Its outputs are one flat tuple of tensors. Allows TF32 in this process, or forbids it.
     """
     import torch
 
@@ -92,38 +90,31 @@ def in_precision(
     low = getattr(torch, LOW[precision]) if precision in LOW else None
     dtypes = [getattr(torch, spec.dtype) for spec in outputs]
 
-    def kept(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def to_output(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
+
+    def to_input(arg: torch.Tensor) -> torch.Tensor:
+        return arg.to(low) if low is not None and arg.is_floating_point() else arg
 
     class Cast(torch.nn.Module):  # type: ignore[misc]  # torch is not looked into
         def __init__(self) -> None:
             super().__init__()
             self.inner = module if low is None else module.to(low)
-            self.training = False  # as the module is; an exported program cannot be told so
+            self.training = False  # as in the module; an exported program has no eval()
 
         def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            given = (
-                args
-                if low is None
-                else [
-                    (
-                        arg.to(
-                            low,
-                        )
-                        if arg.is_floating_point()
-                        else arg
-                    )
-                    for arg in args
-                ]
-            )
-            leaves = leaves_of(self.inner(*given))
-            return tuple(kept(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True))
+            inputs = [to_input(arg) for arg in args]
+            leaves = leaves_of(self.inner(*inputs))
+            return tuple(to_output(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True))
 
     return Cast()
 
 
 def _module_of_program(program: torch.export.ExportedProgram, device: str) -> torch.nn.Module:
-    """On the GPU the whole program is moved: its graph names the device it was exported on."""
+    """Return the module of a program on a device.
+
+    For the GPU the whole program is moved: its graph contains the device of the export.
+    """
     if device != "cpu":
         from torch.export.passes import move_to_device_pass
 
@@ -153,19 +144,18 @@ def _moving(device: str) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException) -> OutOfDeviceMemory:
-    """torch's own error for a full GPU, as ours."""
-    said = first_line(error).partition(" If reserved but")[
-        0
-    ]  # the rest is advice on torch's allocator
+    """Return our exception for torch's error on a full GPU."""
+    # the rest of the line is advice on torch's allocator
+    message = first_line(error).partition(" If reserved but")[0]
     return OutOfDeviceMemory(
-        f"the GPU's memory ran out in PyTorch: {said}",
+        f"the GPU's memory ran out in PyTorch: {message}",
         "free its memory (nvidia-smi lists who holds it), lower max in the profiles, or"
         f" {CPU_INSTEAD}",
     )
 
 
 def load_program(source: ModelSource) -> torch.export.ExportedProgram:
-    """The exported program of a .pt2 source. ModelError if the file cannot be read."""
+    """Load the exported program of a .pt2 source. ModelError if the file cannot be read."""
     import torch
 
     assert source.path is not None
@@ -185,16 +175,16 @@ def _call_entrypoint(source: ModelSource) -> torch.nn.Module:
     import torch
 
     name, _, function = (source.entrypoint or "").partition(":")
+    # The path stays in sys.path: modules may import others while they run.
     if source.python_path is not None and str(source.python_path) not in sys.path:
-        sys.path.insert(
-            0, str(source.python_path)
-        )  # and it stays: modules may import more while they run
+        sys.path.insert(0, str(source.python_path))
     try:
         make = getattr(importlib.import_module(name), function, None)
-    except (Exception, SystemExit) as error:  # the user's code: anything may come
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         advice = "correct model.entrypoint or model.python_path, or install what the module imports"
         raise ModelError(
-            f"cannot import '{name}' of entrypoint '{source.entrypoint}': {_said(error)}", advice
+            f"cannot import '{name}' of entrypoint '{source.entrypoint}': {_error_text(error)}",
+            advice,
         ) from error
     if not callable(make):
         raise ModelError(
@@ -205,7 +195,7 @@ def _call_entrypoint(source: ModelSource) -> torch.nn.Module:
         module = make()
     except (Exception, SystemExit) as error:
         raise ModelError(
-            f"entrypoint '{source.entrypoint}' raised {_said(error)}",
+            f"entrypoint '{source.entrypoint}' raised {_error_text(error)}",
             "it is called without arguments; run it by itself first",
         ) from error
     if not isinstance(module, torch.nn.Module):
@@ -220,7 +210,7 @@ def _load_weights(module: torch.nn.Module, path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_model
 
-    advice = "give the weights that were saved from this very module"
+    advice = "give weights that were saved from this module"
     try:
         missing, unexpected = load_model(module, path, strict=False)
     except SafetensorError as error:
@@ -232,11 +222,11 @@ def _load_weights(module: torch.nn.Module, path: Path) -> None:
         raise ModelError(
             f"weights '{path}' do not fit the module: {_list(str(error).splitlines()[1:])}", advice
         ) from error
-    faults = [
-        f"{what} {_list(sorted(names))}"
-        for what, names in (("lacks", missing), ("has unknown", unexpected))
-        if names
-    ]
+    faults = []
+    if missing:
+        faults.append(f"lacks {_list(sorted(missing))}")
+    if unexpected:
+        faults.append(f"has unknown {_list(sorted(unexpected))}")
     if faults:
         raise ModelError(
             f"weights '{path}' do not fit the module: the file {' and '.join(faults)}", advice
@@ -244,12 +234,12 @@ def _load_weights(module: torch.nn.Module, path: Path) -> None:
 
 
 def _list(names: list[str]) -> str:
-    """Up to five names, and how many more."""
+    """Return up to five names, and the number of the others."""
     shown = ", ".join(name.strip() for name in names[:5])
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -257,31 +247,29 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-# --- running it ---
+# --- running ---
 
 
 def run_module(
     module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu"
 ) -> dict[str, NDArray[np.generic]]:
-    """Host arrays in, named host arrays out; `device` is where the module lies. ModelError if the
-    module fails on them.
+    """Run the module on host arrays, and return its named outputs as host arrays.
+
+    `device` is the device of the module. ModelError if the module fails on the arrays.
     """
     import torch
 
     with torch.inference_mode():
-        return {
-            name: array_from_tensor(value)
-            for name, value in name_outputs(
-                call_module(module, source, feeds, device), source
-            ).items()
-        }
+        outputs = name_outputs(call_module(module, source, feeds, device), source)
+        return {name: array_from_tensor(value) for name, value in outputs.items()}
 
 
 def call_module(
     module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu"
 ) -> object:
-    """What the module returns, as its user wrote it; the inputs are passed by position, in the
-    plan's order.
+    """Call the module and return its result as it is. Inputs are passed in the plan's order.
+
+    ModelError if the module fails.
     """
     import torch
 
@@ -289,7 +277,7 @@ def call_module(
         return module(*(tensor_from_array(feeds[spec.name]).to(device) for spec in source.inputs))
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error) from error
-    except Exception as error:  # the user's code: anything may come
+    except Exception as error:  # the user's code may raise anything
         shapes = ", ".join(
             f"{spec.name} {feeds[spec.name].dtype}{list(feeds[spec.name].shape)}"
             for spec in source.inputs
@@ -297,19 +285,20 @@ def call_module(
         advice = "check model.inputs (order, dtypes, shapes) and the ranges of the profiles"
         if "same device" in str(error):
             advice = (
-                "its code makes tensors on the CPU: give them the device of an input, or"
+                "its code creates tensors on the CPU: give them the device of an input, or"
                 f" {CPU_INSTEAD}"
             )
-        raise ModelError(f"the PyTorch model fails on {shapes}: {_said(error)}", advice) from error
+        raise ModelError(
+            f"the PyTorch model fails on {shapes}: {_error_text(error)}", advice
+        ) from error
 
 
 def name_outputs(result: object, source: ModelSource) -> dict[str, torch.Tensor]:
-    """Flatten what a module returned (tensor, tuple, list, dict, dataclass, nested) depth first,
-    and name it.
+    """Flatten the result of a module depth first, and name its tensors.
 
-    Names: the plan's `outputs`; else the keys of a dict or dataclass, nested ones joined by "_";
-    else output_0, output_1, ... None is left out, as exporters do. ModelError for anything else
-    that is no tensor.
+    The result is a tensor, tuple, list, dict, dataclass, or nested. Names: the plan's `outputs`;
+    else the keys of a dict or dataclass, nested ones joined by "_"; else output_0, output_1, ...
+    None is left out, as exporters do. ModelError for any other value that is not a tensor.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -341,8 +330,9 @@ def name_outputs(result: object, source: ModelSource) -> dict[str, torch.Tensor]
 
 
 def leaves_of(result: object) -> list[torch.Tensor]:
-    """The tensors of what a module returned, in the order of `name_outputs`, which must have seen
-    it once.
+    """Return the tensors of a module's result, in the order of `name_outputs`.
+
+    `name_outputs` must have been called before on a result of this type.
     """
     from torch.utils import _pytree as pytree
 
@@ -350,8 +340,9 @@ def leaves_of(result: object) -> list[torch.Tensor]:
 
 
 def _register_dataclass(result: object) -> None:
-    """Tell torch how to flatten a dataclass; its own containers, and those of transformers, it
-    knows.
+    """Register a dataclass, so that torch can flatten it.
+
+    torch knows its own containers and those of transformers.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -369,19 +360,20 @@ def _name_of_path(path: tuple[Any, ...], index: int) -> str:
 
 
 def tensor_from_array(array: NDArray[np.generic]) -> torch.Tensor:
-    """Shares memory where it can; bfloat16 crosses as its bits, since torch does not know numpy's
-    extension types.
+    """Return a tensor that shares the array's memory if possible.
+
+    bfloat16 is passed as bits, since torch does not know numpy's extension types.
     """
     import torch
 
-    ready = np.require(array, requirements=["C", "W"])
-    if ready.dtype.name == "bfloat16":
-        return torch.from_numpy(ready.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(ready)
+    contiguous = np.require(array, requirements=["C", "W"])
+    if contiguous.dtype.name == "bfloat16":
+        return torch.from_numpy(contiguous.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(contiguous)
 
 
 def array_from_tensor(tensor: torch.Tensor) -> NDArray[np.generic]:
-    """A copy: an output may be an input, or a buffer of the module."""
+    """Return a copy of a tensor, since an output may be an input, or a buffer of the module."""
     import torch
 
     plain = tensor.detach().cpu().contiguous()

@@ -1,13 +1,13 @@
-"""PyTorch programs that can be delivered: what torch.export captures of the user's module.
+"""PyTorch programs for delivery: the user's module as captured by torch.export.
 
 Their files need none of the user's code.
 
     aoti       compiled by AOTInductor into a package of machine code
-    exported   run operator by operator, as it was captured
+    exported   run operator by operator, as captured
     compile    compiled again by torch.compile at every load, in the recipe's mode
 
-An engine of any form is code: whoever loads it runs what its files say. The module is cast to the
-recipe's precision as a whole, and its inputs and outputs keep the dtypes of the reference.
+An engine of any form is code: loading it runs code from its files. The whole module is cast to the
+recipe's precision; its inputs and outputs keep the dtypes of the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.backends.base import no_layers
-from pipeline.backends.checks import closed, refuse_foreign, unreadable
+from pipeline.backends.feed_checks import closed, refuse_foreign, unreadable
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession, why_not_cuda
 from pipeline.backends.pytorch.export import Job, Refused, captured
 from pipeline.backends.pytorch.inductor import (
@@ -86,23 +86,23 @@ layers = no_layers
 FILE = "program.pt2"
 FORMS = ("aoti", "exported", "compile")
 NATIVE = {Precision.BF16: {"avx512_bf16", "amx_bf16"}, Precision.FP16: {"avx512_fp16", "amx_fp16"}}
-"""CPU flags. Any one computes in that precision; without, PyTorch converts to fp32 and back."""
+"""CPU flags. Any one of them computes in that precision; without one, PyTorch converts to fp32."""
 
 PACKAGE = {"cpp.dynamic_threads": True}
-"""AOTInductor's options: on the CPU a package takes the threads of the process that loads it."""
+"""AOTInductor's options: on the CPU a package uses the threads of the process that loads it."""
 
 EXTRACTED = "/data/aotinductor/"
-"""Part of the path of what torch extracts from a package."""
+"""A part of the paths of files that torch extracts from a package."""
 
 
 def probe() -> Target:
-    """This host as PyTorch should see it, without importing torch."""
+    """Return this host as a target, without importing torch."""
     host = host_target("torch")
     return host if host.compute_capability else cpu_target("torch", flags=True)
 
 
 def check_recipe(recipe: Recipe, target: Target) -> None:
-    """UnsupportedError for what PyTorch, or the compilers of this host, lack on `target`."""
+    """Raise UnsupportedError for a recipe that PyTorch or this host's compilers do not support."""
     if recipe.form not in FORMS:
         raise UnsupportedError(f"torch has no form '{recipe.form}'", f"choose {', '.join(FORMS)}")
     if recipe.mode and recipe.form != "compile":
@@ -152,7 +152,7 @@ def unsupported(
     target: Target,
     plugins: tuple[Path, ...] = (),
 ) -> tuple[Refusal, ...]:
-    """None: it runs the module itself, not the graph."""
+    """Return no nodes: PyTorch runs the module itself, not the graph."""
     return ()
 
 
@@ -166,10 +166,10 @@ def build(
     out: Path,
     progress: Progress = silent,
 ) -> Engine:
-    """Capture the module of `options.source` and compile it as the recipe says.
+    """Capture the module of `options.source`, and compile it by the recipe.
 
-    The engine shares the interface of `model`, the source's export. UnsupportedError without a
-    PyTorch source, ModelError where torch.export or a compiler refuses it.
+    The engine has the interface of `model`, the export of the source. UnsupportedError without a
+    PyTorch source, ModelError if torch.export or a compiler refuses it.
     """
     target = probe()
     check_recipe(recipe, target)
@@ -215,7 +215,7 @@ def _pytorch_source(options: BuildOptions, recipe: Recipe) -> ModelSource:
 
 
 def _device_of(target: Target) -> str:
-    """Where torch is to compute; BackendUnavailable if it cannot use the GPU of this target."""
+    """Return torch's device for a target. BackendUnavailable if torch cannot use its GPU."""
     if not target.compute_capability:
         return "cpu"
     if reason := why_not_cuda():
@@ -233,7 +233,7 @@ def _captured(
     profiles: tuple[Profile, ...],
     device: str,
 ) -> torch.export.ExportedProgram:
-    """The module in the recipe's precision, with free dimensions where the profiles leave any."""
+    """Capture the module in the recipe's precision, free in the dimensions that profiles vary."""
     sizes = capture_sizes(source.inputs, profiles)
     values = profiles[0].values_at("opt") if profiles else None
     example = draw_feeds(source.inputs, sizes, 0, values)
@@ -251,10 +251,11 @@ def _captured(
 
 
 def capture_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> dict[str, int]:
-    """Sizes to capture at: the usual ones, since kernels are tuned for them.
+    """Return the sizes for the capture: the usual ones, since kernels are tuned for them.
 
-    Distinct, so that no two dimensions look equal by chance. At least 3, since torch.export takes
-    0 and 1 to be fixed, and `x[1:]` of 2 is of size 1. Of a dimension that never varies its size.
+    They are distinct, so that no two dimensions look equal by chance. They are at least 3, since
+    torch.export treats 0 and 1 as fixed, and `x[1:]` of 2 has size 1. A dimension that never varies
+    keeps its size.
     """
     symbols = list(dict.fromkeys(symbol for spec in inputs for symbol in spec.symbols))
     fixed = [symbol for symbol in symbols if is_fixed(symbol, profiles)]
@@ -275,13 +276,13 @@ def capture_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...])
 
 
 def is_fixed(symbol: str, profiles: tuple[Profile, ...]) -> bool:
-    """Whether a symbol has one size only in all profiles."""
+    """Return True if a symbol has only one size in all profiles."""
     ranges = [profile.dims[symbol] for profile in profiles]
     return len({size for dim in ranges for size in (dim.min, dim.max)}) == 1
 
 
 def _with_fixed(spec: TensorSpec, profiles: tuple[Profile, ...]) -> TensorSpec:
-    """The input with a number in the place of every symbol that never varies."""
+    """Return the input with a number in the place of every symbol that never varies."""
     fixed = {name: profiles[0].dims[name].max for name in spec.symbols if is_fixed(name, profiles)}
     shape = tuple(fixed.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.shape)
     return spec.model_copy(update={"shape": shape})
@@ -293,7 +294,7 @@ def _package(
     device: str,
     progress: Progress,
 ) -> None:
-    """The program as a package of machine code, in `out`."""
+    """Write the program as a package of machine code to `out`."""
     import torch._inductor
 
     progress(None, "compiling ahead of time")
@@ -308,7 +309,7 @@ def _package(
 
 
 def _compiled_once(engine: Engine, progress: Progress) -> Engine:
-    """The engine with inductor's cache of all that its profiles need, and with its cold start."""
+    """Return the engine with inductor's cache for its profiles, and with its cold start."""
     progress(None, "compiling")
     with gpu_turn(engine.target.compute_capability is not None, progress):
         fill_cache(engine, load, ("opt", "max", "min"))
@@ -321,14 +322,15 @@ def _compiled_once(engine: Engine, progress: Progress) -> Engine:
 
 
 def _loaded_once(engine: Engine, progress: Progress) -> Engine:
-    """The engine with its cold start. LoadCrashed where machine code that was built here crashes
-    here.
+    """Return the engine with its cold start.
+
+    LoadCrashed if the machine code crashes on this host, which built it.
     """
     progress(None, "loading the package")
     try:
         with gpu_turn(engine.target.compute_capability is not None, progress):
             return engine.model_copy(update={"cold_start_s": cold_start_s(engine)})
-    except ChildKilled:  # it says nothing of the package
+    except ChildKilled:  # this is no evidence on the package
         raise
     except ChildDied as error:
         message = "AOTInductor's package was built here, and the process that loaded it crashed"
@@ -337,7 +339,7 @@ def _loaded_once(engine: Engine, progress: Progress) -> Engine:
 
 
 def cold_start_s(engine: Engine) -> float:
-    """How long a new process takes until its first answer, with nothing but the engine's files."""
+    """Return the seconds of a new process until its first output, with only the engine's files."""
     started = monotonic()
     with tempfile.TemporaryDirectory(prefix="crucible-cold-") as empty:
         nothing = {CACHE_DIR: empty}
@@ -353,7 +355,7 @@ def cold_start_s(engine: Engine) -> float:
 
 
 def first_answer(engine: Engine, progress: Progress = silent) -> None:
-    """Load an engine and run it once at its usual shape, as a worker that begins does."""
+    """Load an engine and run it once at its usual shape, as a new worker does."""
     load(engine).session().close()
 
 
@@ -368,10 +370,10 @@ def _digest(file: Path, recipe: Recipe, target: Target) -> str:
 
 
 def load(engine: Engine, device: str = "") -> ProgramLoaded:
-    """The program in memory. It is code, and it is run. Sets the process's threads and TF32."""
+    """Load the program and run its code. Sets the process's threads and TF32."""
     refuse_foreign(engine, probe())
-    place = _device_of(engine.target)
-    if device not in ("", place):
+    module_device = _device_of(engine.target)
+    if device not in ("", module_device):
         raise UnsupportedError(
             f"this engine runs on {engine.target.device}, not on '{device}'",
             "leave the device out",
@@ -381,8 +383,8 @@ def load(engine: Engine, device: str = "") -> ProgramLoaded:
     torch.set_num_threads(engine.threads or usable_cores())
     allow_tf32(engine.recipe.precision is Precision.TF32)
     seed_cache(engine.root / CACHE)
-    opened = _package_loaded if engine.recipe.form == "aoti" else _program_loaded
-    return ProgramLoaded(engine, opened(engine), place)
+    load_form = _package_loaded if engine.recipe.form == "aoti" else _program_loaded
+    return ProgramLoaded(engine, load_form(engine), module_device)
 
 
 def _package_loaded(engine: Engine) -> Any:
@@ -397,9 +399,9 @@ def _package_loaded(engine: Engine) -> Any:
 
 
 def _drop_extracted() -> None:
-    """Remove the libraries that torch has extracted and opened, which hold the weights.
+    """Remove the libraries with the weights that torch has extracted and opened.
 
-    A process that is killed, as those of the race are, would leave them in the temporary folder.
+    A killed process, such as one of the benchmark, would leave them in the temporary folder.
     """
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     opened = {line.split(maxsplit=5)[-1] for line in maps if EXTRACTED in line}
@@ -429,10 +431,7 @@ class ProgramLoaded:
         self._is_compiled = engine.recipe.form != "compile"
 
     def session(self, profile: int = 0) -> TorchSession | CudaTorchSession:
-        """Compiles where that is to be done, and runs once at this profile's opt.
-
-        What cannot run fails here.
-        """
+        """Compile the program if its form needs it, and run it once at this profile's opt."""
         import torch
 
         args = example_args(self._engine, profile, self._device)

@@ -1,11 +1,10 @@
-"""PyTorch modules that were trained with fake quantisers: made fit to run and export, or refused by
-name.
+"""Freeze the fake quantisers of trained PyTorch modules, or refuse a module by name.
 
-torch.ao's fake quantisers go on observing in eval mode, so that the reference would change its own
-scales with every batch; and they branch on tensors, which torch.export cannot follow. Each is
-replaced by the bare operator with the scale that it has learnt, which computes the same. The
-TorchScript exporter makes QuantizeLinear and DequantizeLinear of it; torch.export has no shapes for
-the operator (torch 2.15).
+torch.ao's fake quantisers continue to observe in eval mode, so that the reference would change its
+own scales with every batch. They also branch on tensors, which torch.export cannot follow. Each is
+replaced by the plain operator with the learnt scale, which computes the same. The TorchScript
+exporter turns it into QuantizeLinear and DequantizeLinear. torch.export has no shapes for the
+operator (torch 2.15).
 """
 
 from __future__ import annotations
@@ -28,19 +27,20 @@ CONVERTED = (
     "torch.nn.quantized",
     "torchao.",
 )
-FLOAT_STILL = ("FloatFunctional", "FXFloatFunctional")  # stand among them, and compute in floats
+FLOAT_MODULES = ("FloatFunctional", "FXFloatFunctional")  # in the same packages, but float
 FULL_RANGES = ((-128, 127), (0, 255))
 
 
 def freeze_fake_quantizers(module: torch.nn.Module) -> torch.nn.Module:
-    """The module with every fake quantiser of torch.ao fixed as it was trained. ModelError for
-    kinds of quantisation that no exporter carries.
+    """Return the module with every fake quantiser of torch.ao frozen at its learnt scale.
+
+    ModelError for a kind of quantisation that no exporter supports.
     """
     import torch
 
     for name, child in module.named_modules():
         kind = f"{type(child).__module__}.{type(child).__qualname__}"
-        if kind.startswith(CONVERTED) and not kind.endswith(FLOAT_STILL):
+        if kind.startswith(CONVERTED) and not kind.endswith(FLOAT_MODULES):
             message = f"module '{name}' is a {kind}, which no exporter turns into Q/DQ pairs"
             raise ModelError(
                 message,
@@ -50,20 +50,17 @@ def freeze_fake_quantizers(module: torch.nn.Module) -> torch.nn.Module:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if _is_known(child):
-                setattr(
-                    parent,
-                    name,
-                    _frozen(child) if int(child.fake_quant_enabled[0]) else torch.nn.Identity(),
-                )
+                is_enabled = bool(child.fake_quant_enabled[0])
+                setattr(parent, name, _frozen(child) if is_enabled else torch.nn.Identity())
     return module
 
 
 def _is_known(module: Any) -> bool:
-    """Whether this is torch.ao's own FakeQuantize, or a subclass that computes as it does."""
-    theirs = sys.modules.get(
-        "torch.ao.quantization.fake_quantize"
-    )  # not there: the module cannot hold any
-    kinds = (theirs.FakeQuantize, theirs.FusedMovingAvgObsFakeQuantize) if theirs else ()
+    """Return True for torch.ao's own FakeQuantize, or a subclass with the same forward."""
+    library = sys.modules.get("torch.ao.quantization.fake_quantize")
+    if library is None:  # then no module can be an instance of its classes
+        return False
+    kinds = (library.FakeQuantize, library.FusedMovingAvgObsFakeQuantize)
     return isinstance(module, kinds) and type(module).forward in [kind.forward for kind in kinds]
 
 
@@ -74,7 +71,7 @@ def _frozen(trained: Any) -> torch.nn.Module:
     axis = int(trained.ch_axis) if trained.is_per_channel else None
 
     class FrozenFakeQuantize(torch.nn.Module):  # type: ignore[misc]  # torch is not looked into
-        """One fake quantiser with its scale as a constant."""
+        """A fake quantiser with a constant scale."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -97,21 +94,22 @@ def _frozen(trained: Any) -> torch.nn.Module:
 
 
 def holds_fake_quantizers(module: torch.nn.Module) -> bool:
-    """Whether `freeze_fake_quantizers` replaced any."""
+    """Return True if `freeze_fake_quantizers` replaced any."""
     return any(
         type(child).__qualname__.endswith("FrozenFakeQuantize") for child in module.modules()
     )
 
 
 def check_ranges(program: torch.export.ExportedProgram) -> None:
-    """ModelError for a .pt2 that quantises to a part of its 8 bits: torch's translation to ONNX
-    drops those limits without a word.
+    """Raise ModelError for a .pt2 that quantises to a part of its 8 bits.
+
+    torch's translation to ONNX silently drops those limits.
     """
     for node in program.graph.nodes:
-        if (
-            str(node.target).startswith("quantized_decomposed.quantize_per_tensor")
-            and (limits := tuple(node.args[3:5])) not in FULL_RANGES
-        ):
+        if not str(node.target).startswith("quantized_decomposed.quantize_per_tensor"):
+            continue
+        limits = tuple(node.args[3:5])
+        if limits not in FULL_RANGES:
             message = (
                 f"'{node.name}' of the .pt2 quantises to {limits[0]} to {limits[1]}, and the export"
                 " to ONNX would take all of the 8 bits"
@@ -123,19 +121,20 @@ def check_ranges(program: torch.export.ExportedProgram) -> None:
 
 
 def scales_run(module: torch.nn.Module, source: ModelSource, feeds: Tensors) -> Counter[bytes]:
-    """Every scale that quantises while the module runs once, counted; a tensor that is quantised
-    twice with one scale counts once.
+    """Count the quantisation scales of one run of the module.
+
+    A tensor that is quantised twice with one scale counts once.
     """
     from pipeline.backends.pytorch.module import run_module
 
     mode = _recorder()
     with mode:
         run_module(module, source, feeds)
-    return Counter(scale for scale, _ in mode.seen)
+    return Counter(scale for scale, _ in mode.quantisations)
 
 
 def quantises(source: ModelSource, feeds: Tensors, progress: Progress = silent) -> bool:
-    """Whether a PyTorch model quantises anything in one run, so that its export may bring Q/DQ."""
+    """Return True if a run of a PyTorch model quantises anything: its export may contain Q/DQ."""
     from pipeline.backends.pytorch.module import load_module
 
     progress(None, "running the PyTorch model")
@@ -143,32 +142,28 @@ def quantises(source: ModelSource, feeds: Tensors, progress: Progress = silent) 
 
 
 def _recorder() -> Any:
-    """A dispatch mode that notes the scale of each fake quantisation and dequantisation."""
+    """Return a dispatch mode that records the scales of fake quantisation and dequantisation."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):  # type: ignore[misc]  # as above
         def __init__(self) -> None:
             super().__init__()
-            self.seen: set[tuple[bytes, int]] = set()
+            self.quantisations: set[tuple[bytes, int]] = set()  # scale, address of the tensor
             self.alive: list[torch.Tensor] = []  # so that no address is used twice
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if "fake_quantize_per_" in str(func) or str(func).startswith(
-                "quantized_decomposed.dequantize_per_"
-            ):
-                scale = (
-                    args[1].detach().cpu().numpy() if isinstance(args[1], torch.Tensor) else args[1]
-                )
-                self.alive.append(args[0])
-                self.seen.add(
-                    (
-                        np.asarray(np.asarray(scale, np.float32), np.float64).tobytes(),
-                        args[0].data_ptr(),
-                    )
-                )
+            name = str(func)
+            is_fake = "fake_quantize_per_" in name
+            if is_fake or name.startswith("quantized_decomposed.dequantize_per_"):
+                tensor, scale = args[0], args[1]
+                if isinstance(scale, torch.Tensor):
+                    scale = scale.detach().cpu().numpy()
+                content = np.asarray(np.asarray(scale, np.float32), np.float64).tobytes()
+                self.alive.append(tensor)
+                self.quantisations.add((content, tensor.data_ptr()))
             return func(*args, **(kwargs or {}))
 
     return Recorder()

@@ -1,4 +1,4 @@
-"""What the PyTorch baselines and the delivered programs share: this host, and sessions."""
+"""Targets and sessions shared by the PyTorch baselines and the delivered programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.backends.checks import FeedCheck, HostTimer, closed
+from pipeline.backends.feed_checks import FeedCheck, closed
+from pipeline.backends.layer_timing import HostTimer
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession
 from pipeline.backends.pytorch.module import (
     array_from_tensor,
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def host_target(backend: str) -> Target:
-    """This host as PyTorch should see it, without importing torch.
+    """Return this host as a target, without importing torch.
 
-    Its first GPU, or the CPU where there is none or torch is built without CUDA.
+    That is the first GPU, or the CPU if there is no GPU or torch is built without CUDA.
     """
     gpus = () if torch_version().endswith("+cpu") else find_gpus().devices
     if not gpus:
@@ -45,27 +46,30 @@ def host_target(backend: str) -> Target:
 
 
 def cpu_target(backend: str, flags: bool = False) -> Target:
-    """The CPU of this host; `flags`: with the instruction sets that compiled code depends on."""
-    usable = [each for each in cpu_flags() if not each.startswith("amx") or tiles_described()]
-    found = tuple(usable) if flags else ()
-    return Target(backend=backend, version=torch_version(), device=cpu_name(), cpu_flags=found)
+    """Return the CPU of this host as a target.
+
+    With `flags`, it has the instruction sets that compiled code depends on.
+    """
+    usable = [flag for flag in cpu_flags() if not flag.startswith("amx") or tiles_described()]
+    names = tuple(usable) if flags else ()
+    return Target(backend=backend, version=torch_version(), device=cpu_name(), cpu_flags=names)
 
 
 def example_args(engine: Engine, profile: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Generated inputs at this profile's opt, in the order of the call, where the module lies."""
+    """Generate inputs at this profile's opt, in the order of the call, on the module's device."""
     chosen = (engine.profiles or (Profile(),))[profile]
     feeds = draw_feeds(engine.inputs, chosen.sizes("opt"), 0, chosen.values_at("opt"))
     return tuple(tensor_from_array(feeds[spec.name]).to(device) for spec in engine.inputs)
 
 
 def open_session(engine: Engine, module: Any, device: str) -> TorchSession | CudaTorchSession:
-    """A session of a module that lies on this device."""
+    """Open a session of a module on its device."""
     kind = CudaTorchSession if device == DEVICE else TorchSession
     return kind(engine, module)
 
 
 class TorchSession:
-    """Runs one module on host tensors."""
+    """A session of one module on host tensors."""
 
     def __init__(self, engine: Engine, module: Any) -> None:
         self.inputs, self.outputs = engine.inputs, engine.outputs
@@ -94,7 +98,7 @@ class TorchSession:
         self._fetched = {name: array_from_tensor(leaf) for name, leaf in leaves}
 
     def synchronize(self) -> None:
-        """Nothing to wait for on the CPU."""
+        """Do nothing: on the CPU a run is finished when `execute` returns."""
 
     def fetch(self) -> Mapping[str, NDArray[np.generic]]:
         return self._fetched

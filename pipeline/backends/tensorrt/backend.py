@@ -1,9 +1,8 @@
-"""TensorRT on an NVIDIA GPU, 10.x and 11.x: refuses before the build what this version or this GPU
-lacks, builds, and loads.
+"""TensorRT 10.x and 11.x on an NVIDIA GPU: check a recipe, build an engine, load it.
 
 Networks are strongly typed: every precision is written in the graph. On 10.x a recipe may instead
-leave the choice to TensorRT (`realised_in: flags`; int8 is then implicit, with ranges from a
-calibration cache beside the model).
+leave the choice to TensorRT (`realised_in: flags`). Then int8 is implicit, with ranges from a
+calibration cache beside the model.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from pipeline.backends import timing_cache
 from pipeline.backends.base import Loaded
-from pipeline.backends.checks import refuse_foreign
+from pipeline.backends.feed_checks import refuse_foreign
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.build import (
     configure,
@@ -49,9 +48,8 @@ from pipeline.errors import ModelError, UnsupportedError
 from pipeline.host.gpu import Gpu
 from pipeline.results.layer_table import LayerTable
 
-PRECISIONS = frozenset(Precision) - {
-    Precision.INT4
-}  # of weights alone, which is not made for it here
+# Without int4: it is for weights only, and Crucible does not convert it for TensorRT.
+PRECISIONS = frozenset(Precision) - {Precision.INT4}
 DISTRIBUTIONS: tuple[str, ...] = ("tensorrt", *trt_library.BINDINGS)
 FILE = "engine.plan"
 PLUGINS = "plugins"  # folder of the engine with the plugin libraries it needs
@@ -59,8 +57,9 @@ AMPERE_AND_LATER = "8.0+"
 
 
 def probe() -> Target:
-    """The GPU and the installed version; the library is imported in a process of its own only, to
-    see that it can be.
+    """Return the GPU and the installed version as a target.
+
+    The library is imported only in a process of its own, to check that the import works.
     """
     host = trt_library.host()
     trt_library.check_import()
@@ -68,9 +67,8 @@ def probe() -> Target:
 
 
 def _target(gpu: Gpu, version: str) -> Target:
-    number = ".".join(
-        map(str, trt_library.numbers(version))
-    )  # without "post1": the library is the same
+    # without "post1": the library is the same
+    number = ".".join(map(str, trt_library.numbers(version)))
     return Target(
         backend="tensorrt",
         version=number,
@@ -81,15 +79,20 @@ def _target(gpu: Gpu, version: str) -> Target:
 
 
 def engine_target(host: Target, recipe: Recipe) -> Target:
-    """Where an engine of this recipe, built on `host`, may run; "8.0+" stands for this or later."""
-    updates = {"compute_capability": AMPERE_AND_LATER} if recipe.hardware_compatible else {}
-    return host.model_copy(
-        update=updates | ({"version": f"{host.version}+"} if recipe.version_compatible else {})
-    )
+    """Return the target on which an engine of this recipe, built on `host`, may run.
+
+    "8.0+" means 8.0 or later.
+    """
+    updates: dict[str, str] = {}
+    if recipe.hardware_compatible:
+        updates["compute_capability"] = AMPERE_AND_LATER
+    if recipe.version_compatible:
+        updates["version"] = f"{host.version}+"
+    return host.model_copy(update=updates)
 
 
 def check_recipe(recipe: Recipe, target: Target) -> None:
-    """UnsupportedError that names what this version of TensorRT or this GPU lacks."""
+    """Raise UnsupportedError for a feature that this version of TensorRT or this GPU lacks."""
     trt_library.check_recipe(target.version, target.compute_capability or "", recipe)
 
 
@@ -102,16 +105,17 @@ def unsupported(
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """Build on the GPU that is here, holding it against other builds of ours. Leaves engine.plan
-    and, if there are any, plugins/ under `out`.
+    """Build on the first GPU of this host, under the lock that keeps our other builds off it.
+
+    Writes engine.plan and, if there are plugin libraries, plugins/ under `out`.
     """
     gpu, version = trt_library.host()
     target = _target(gpu, version)
     check_recipe(recipe, target)
     _check_graph(model, recipe)
-    place = Place(gpu.uuid, target)
+    device = BuildDevice(gpu.uuid, target)
     with timing_cache.gpu_lock(gpu.uuid, progress):
-        built = _build(place, model, recipe, options, progress)
+        built = _build(device, model, recipe, options, progress)
     (out / FILE).write_bytes(built.plan)
     _copy_plugins(options.tensorrt.plugins, out / PLUGINS)
     return Engine(
@@ -130,9 +134,7 @@ def build(
 
 
 def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
-    """Every layer that the engine runs in this profile, its precision and its time on these
-    feeds.
-    """
+    """Return every layer that the engine runs in this profile, with precision and time."""
     loaded = _load(engine, "")
     try:
         return layer_table(trt_library.import_library(), loaded, feeds, profile)
@@ -141,8 +143,9 @@ def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | Non
 
 
 def load(engine: Engine, device: str = "") -> Loaded:
-    """Weights into the GPU's memory, once; BackendUnavailable where this host cannot run the
-    engine.
+    """Load the weights into the GPU's memory.
+
+    BackendUnavailable if this host cannot run the engine.
     """
     return _load(engine, device)
 
@@ -154,8 +157,8 @@ def _load(engine: Engine, device: str) -> TrtLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a build happens."""
+class BuildDevice:
+    """The GPU of a build."""
 
     gpu: str  # UUID
     target: Target
@@ -163,7 +166,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a build leaves; builder, network and parser are gone by then, with their memory."""
+    """The result of a build. Builder, network and parser are freed by then, with their memory."""
 
     plan: bytes
     inputs: tuple[TensorSpec, ...]
@@ -171,7 +174,7 @@ class Built:
 
 
 def _build(
-    place: Place, model: OnnxModel, recipe: Recipe, options: BuildOptions, progress: Progress
+    device: BuildDevice, model: OnnxModel, recipe: Recipe, options: BuildOptions, progress: Progress
 ) -> Built:
     trt = trt_library.library()
     progress(None, "parsing")
@@ -192,32 +195,23 @@ def _build(
         )
     config = configure(trt, parsed, recipe, options, model.inputs)
     calibrator = _give_calibrator(trt, config, model, recipe)
-    timed = timing_cache.Timed(place.target, options.tensorrt.timing_iterations)
+    scope = timing_cache.CacheScope(device.target, options.tensorrt.timing_iterations)
     with listening(trt):
-        attached = timing_cache.attach(config, timed, place.gpu)
+        attached = timing_cache.attach(config, scope, device.gpu)
     plan = serialize(trt, parsed, config, progress)
     with listening(trt):
-        said_of_cache = timing_cache.keep(config, timed, attached, place.gpu)
+        texts = timing_cache.keep(config, scope, attached, device.gpu)
     inputs = with_locations(model.inputs, parsed)
-    del (
-        attached,
-        config,
-        calibrator,
-        parsed,
-    )  # users before what they use; their memory is back when the GPU is given back
-    return Built(
-        plan,
-        inputs,
-        (
-            *warnings_of(trt, model),
-            *(Note(stage="build", text=text, level="info") for text in said_of_cache),
-        ),
-    )
+    # Users go before the objects that they use. Their memory is free before the GPU's lock is.
+    del attached, config, calibrator, parsed
+    cache_notes = [Note(stage="build", text=text, level="info") for text in texts]
+    return Built(plan, inputs, (*warnings_of(trt, model), *cache_notes))
 
 
 def _give_calibrator(trt: Any, config: Any, model: OnnxModel, recipe: Recipe) -> Any:
-    """For implicit int8: the ranges that were calibrated before, so that nothing is
-    calibrated now.
+    """For implicit int8: set a calibrator that only reads the ranges of the calibration cache.
+
+    Return the calibrator, which must stay alive during the build; None for other recipes.
     """
     if "INT8" not in flags_of(recipe):
         return None
@@ -236,16 +230,16 @@ def _give_calibrator(trt: Any, config: Any, model: OnnxModel, recipe: Recipe) ->
         trt, file.read_bytes(), recipe.method or CalibrationMethod.ENTROPY
     )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # calibrators end with TensorRT 11, where such a recipe is refused
+        # TensorRT 11 has no calibrators, and there such a recipe is refused
+        warnings.simplefilter("ignore", DeprecationWarning)
         config.int8_calibrator = calibrator
     return calibrator
 
 
 def _check_graph(model: OnnxModel, recipe: Recipe) -> None:
-    """UnsupportedError unless the graph holds what the recipe says; where builder flags choose, it
-    is fp32 (labelled int8 beside a cache).
+    """Raise UnsupportedError unless the graph has the precision that the recipe expects.
+
+    With builder flags that is fp32; beside a calibration cache an fp32 graph is labelled int8.
     """
     implicit = recipe.realised_in == "flags" and recipe.precision is Precision.INT8
     in_graph = recipe.realised_in == "graph" and recipe.precision is not Precision.TF32
@@ -256,8 +250,9 @@ def _check_graph(model: OnnxModel, recipe: Recipe) -> None:
 
 
 def _copy_plugins(plugins: tuple[Path, ...], folder: Path) -> None:
-    """The libraries that the engine needs wherever it runs, in order; NVIDIA's own comes with
-    TensorRT.
+    """Copy the plugin libraries that the engine needs on every host, in order.
+
+    NVIDIA's own plugin library is a part of TensorRT and is not copied.
     """
     for number, plugin in enumerate(plugin for plugin in plugins if not is_own(plugin)):
         folder.mkdir(exist_ok=True)

@@ -1,7 +1,6 @@
-"""From a parsed network to a serialized engine: functions that take the imported library, shared by
-every flavour of TensorRT.
+"""Build a serialized engine from a parsed network: parse -> configure -> serialize.
 
-parse -> configure -> serialize
+The functions take the imported library, so that TensorRT and TensorRT-RTX share them.
 """
 
 from __future__ import annotations
@@ -29,25 +28,17 @@ from pipeline.core import (
 from pipeline.errors import BackendUnavailable, CrucibleError, PlanError, UnsupportedError
 
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
-CHATTER = (
-    "Int64 binding",
-    "logger passed into",
-    "Converting conv",
-)  # warnings that tell a user of ours nothing
-TRIALS = (
-    "Skipping tactic",
-    "Tactic Device request",
-    "catchCudaError",
-)  # a kernel that was tried and left out: others are taken
+# Warnings that do not help a user of Crucible.
+CHATTER = ("Int64 binding", "logger passed into", "Converting conv")
+# Messages on a kernel that was tried and skipped in favour of others.
+TRIALS = ("Skipping tactic", "Tactic Device request", "catchCudaError")
 NO_MEMORY = re.compile(
     r"out ?of ?memory|could not be allocated|insufficient memory|memory is insufficient",
     re.IGNORECASE,
 )
-FULL_BYTES = (
-    2**30
-    # with less left of a large GPU's memory TensorRT fails without a word about memory (seen with
-    # 0.4 GB: "Cask")
-)
+# With less free memory on a large GPU, TensorRT fails without a message about memory (seen with
+# 0.4 GB: "Cask").
+FULL_BYTES = 2**30
 MAX_WARNINGS = 8  # implicit int8 warns of every tensor
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -60,8 +51,9 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 def shapes_of(
     inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]
 ) -> tuple[dict[str, Shapes], ...]:
-    """Per profile, the shapes of every dynamic input; PlanError names a symbol that a profile
-    leaves open.
+    """Return for each profile the shapes of every dynamic input.
+
+    PlanError names a symbol for which a profile gives no sizes.
     """
     dynamic = [spec for spec in inputs if spec.symbols]
     for spec in dynamic:
@@ -79,17 +71,20 @@ def shapes_of(
 
 
 def _min_opt_max(spec: TensorSpec, profile: Profile) -> Shapes:
-    smallest, usual, largest = (spec.resolve(profile.sizes(point)) for point in POINTS)
-    return smallest, usual, largest
+    return (
+        spec.resolve(profile.sizes("min")),
+        spec.resolve(profile.sizes("opt")),
+        spec.resolve(profile.sizes("max")),
+    )
 
 
 def shape_tensors(network: Any) -> tuple[str, ...]:
-    """The inputs whose values decide a shape: TensorRT reads them on the CPU."""
+    """Return the inputs with values that decide a shape. TensorRT reads them on the CPU."""
     return tuple(tensor.name for tensor in _inputs(network) if tensor.is_shape_tensor)
 
 
 def with_locations(specs: tuple[TensorSpec, ...], parsed: Parsed) -> tuple[TensorSpec, ...]:
-    """The inputs as the engine takes them: those whose values decide a shape lie on the host."""
+    """Return the engine's inputs: shape tensors have the location `host`."""
     names = shape_tensors(parsed.network)
     return tuple(
         spec.model_copy(update={"location": "host"}) if spec.name in names else spec
@@ -104,22 +99,21 @@ def _inputs(network: Any) -> list[Any]:
 def values_of(
     inputs: tuple[TensorSpec, ...], names: Sequence[str], profile: Profile
 ) -> dict[str, Shapes]:
-    """The values of every shape tensor; PlanError for one that the profile gives no values, or not
-    as many as it holds.
+    """Return the values of every shape tensor.
+
+    PlanError for a shape tensor without values in the profile, or with a wrong number of values.
     """
     shapes = {spec.name: spec.shape for spec in inputs}
     for name in names:
         count = shapes[name][0] if shapes[name] else 1
-        given = profile.values.get(name)
-        if given is None or len(given.min) != count:
-            got = (
-                ""
-                if given is None
-                else f" has {count} numbers, the profile gives {len(given.min)}, and"
-            )
-            example = ", ".join(f"[{each}]" for each in POINTS)
+        values = profile.values.get(name)
+        if values is None or len(values.min) != count:
+            mismatch = ""
+            if values is not None:
+                mismatch = f" has {count} numbers, the profile gives {len(values.min)}, and"
+            example = ", ".join(f"[{point}]" for point in POINTS)
             raise PlanError(
-                f"input '{name}'{got} decides a shape by its values",
+                f"input '{name}'{mismatch} decides a shape by its values",
                 f"give `values: {{{name}: [{example}]}}` in the profile",
             )
     return {
@@ -131,8 +125,9 @@ def values_of(
 def add_profiles(
     parsed: Parsed, config: Any, inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]
 ) -> list[Any]:
-    """One optimisation profile of TensorRT's for each of ours, with the values of shape tensors;
-    none where nothing is dynamic.
+    """Add an optimisation profile of TensorRT for each of ours, with the values of shape tensors.
+
+    Return them; none if nothing is dynamic.
     """
     names = shape_tensors(parsed.network)
     shapes = shapes_of(inputs, profiles)
@@ -140,10 +135,9 @@ def add_profiles(
         return []
     if not profiles:
         values_of(inputs, names, Profile())  # raises: there is a shape tensor
-    made = []
-    known = {
-        tensor.name for tensor in _inputs(parsed.network)
-    }  # an input that is an output too is called `__x` in the network
+    added = []
+    # an input that is an output too has the name `__x` in the network
+    known = {tensor.name for tensor in _inputs(parsed.network)}
     for ours, ranges in zip(profiles, shapes, strict=True):
         profile = parsed.builder.create_optimization_profile()
         for name, (smallest, usual, largest) in ranges.items():
@@ -151,8 +145,8 @@ def add_profiles(
         for name, (smallest, usual, largest) in values_of(inputs, names, ours).items():
             profile.set_shape_input(name, smallest, usual, largest)
         config.add_optimization_profile(profile)
-        made.append(profile)
-    return made
+        added.append(profile)
+    return added
 
 
 # -- configuration -----------------------------------------------------------
@@ -161,14 +155,11 @@ def add_profiles(
 def configure(
     trt: Any, parsed: Parsed, recipe: Recipe, options: BuildOptions, inputs: tuple[TensorSpec, ...]
 ) -> Any:
-    """What TensorRT's builder may do for this recipe. The recipe is one that
-    `trt_library.check_recipe` passed.
-    """
+    """Return the builder's configuration for a recipe that `library.check_recipe` accepts."""
     config = parsed.builder.create_builder_config()
     allowed = options.tensorrt
-    config.profiling_verbosity = (
-        trt.ProfilingVerbosity.DETAILED
-    )  # without it the inspector knows no types and tactics: no proof of precision
+    # without it the inspector gives no types and tactics, which prove the precision
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.builder_optimization_level = allowed.optimization_level
     config.avg_timing_iterations = allowed.timing_iterations
     if allowed.workspace_bytes is not None:
@@ -183,9 +174,8 @@ def configure(
     with listening(trt):
         profiles = add_profiles(parsed, config, inputs, options.profiles)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # both end with TensorRT 11, where a recipe with flags is refused
+        # TensorRT 11 has neither, and there a recipe with flags is refused
+        warnings.simplefilter("ignore", DeprecationWarning)
         for name in flags_of(recipe):
             config.set_flag(getattr(trt.BuilderFlag, name))
         if "INT8" in flags_of(recipe) and profiles:
@@ -194,9 +184,7 @@ def configure(
 
 
 def flags_of(recipe: Recipe) -> tuple[str, ...]:
-    """The precisions that TensorRT may choose from, by the names of their builder flags; TensorRT
-    10 only.
-    """
+    """Return the builder flags of the precisions that TensorRT 10 may choose from."""
     if recipe.realised_in != "flags":
         return ()
     return ("INT8", "FP16") if recipe.precision is Precision.INT8 else (recipe.precision.name,)
@@ -210,10 +198,10 @@ CANNOT = "TensorRT cannot build this model"
 def serialize(
     trt: Any, parsed: Parsed, config: Any, progress: Progress, cannot: str = CANNOT
 ) -> bytes:
-    """Build the engine; `cannot` begins the sentence where that fails (`build_error`).
+    """Build the engine. If that fails, `cannot` begins the message (`build_error`).
 
-    No fraction is told: a progress monitor, which TensorRT calls between the runs of a kernel,
-    makes it choose worse (`trt_messages`).
+    Reports no fraction: TensorRT calls a progress monitor between the runs of a kernel, and then
+    chooses worse kernels (see the module `messages`).
     """
     progress(None, "timing kernels")
     with listening(trt):
@@ -226,82 +214,84 @@ def serialize(
 def build_error(
     messages: list[tuple[str, str]], memory: tuple[int, int], cannot: str = CANNOT
 ) -> CrucibleError:
-    """Why there is no engine, from what TensorRT said and the GPU's free and total bytes afterwards
-    (0, 0: no GPU).
+    """Return the exception for a failed build, from TensorRT's messages and the GPU's memory.
 
-    OutOfDeviceMemory: out of the GPU's memory. BackendUnavailable: TensorRT is not whole.
-    UnsupportedError: all else, in TensorRT's own sentences.
+    `memory` is the GPU's free and total bytes afterwards; 0, 0 without a GPU. OutOfDeviceMemory:
+    out of the GPU's memory. BackendUnavailable: a library of TensorRT is missing. UnsupportedError:
+    anything else, with TensorRT's own sentences.
     """
-    lines = [
-        text.partition("\n")[0] for _, text in messages
-    ]  # what comes behind may be another's, printed to the same log
-    said = [text for severity, text in messages if severity != "WARNING" and not _is(TRIALS, text)]
+    # Later lines of a message may come from another writer to the same log.
+    lines = [text.partition("\n")[0] for _, text in messages]
+    errors = [
+        text for severity, text in messages if severity != "WARNING" and not _is(TRIALS, text)
+    ]
     trials = [line for line in lines if _is(TRIALS, line)]
-    if any("find any implementation" in text for text in said) and any(
-        NO_MEMORY.search(text) for text in trials
-    ):
+    lacks_kernel = any("find any implementation" in text for text in errors)
+    if lacks_kernel and any(NO_MEMORY.search(text) for text in trials):
         why = "its kernels need more of the GPU's memory than they may use"
         return OutOfDeviceMemory(
             f"{cannot}: {why}",
             "raise `tensorrt.workspace_mib` or leave it out, or take a smaller max in the profile",
         )
     free, total = memory
-    if any(NO_MEMORY.search(text.partition("\n")[0]) for text in said) or free < min(
-        FULL_BYTES, total // 16
-    ):
-        asked = max(
-            (int(found) for line in lines for found in re.findall(r"(\d{7,}) bytes", line)),
-            default=0,
-        )
-        wanted = f"it asked for {asked / 2**30:.1f} GiB at once, " if asked else ""
-        why = (
-            f"out of the GPU's memory: {wanted}{free / 2**30:.1f} of {total / 2**30:.1f} GiB are"
-            " free now"
-        )
+    names_memory = any(NO_MEMORY.search(text.partition("\n")[0]) for text in errors)
+    if names_memory or free < min(FULL_BYTES, total // 16):
+        return _full_gpu(lines, memory, cannot)
+    sentences = "; ".join(dict.fromkeys(map(sentence, errors))) or "it does not say why"
+    missing = re.search(r"Unable to load library: ([\w.+-]+)", sentences)
+    if missing:
         advice = (
-            "limit it by `tensorrt.workspace_mib`, take a smaller max in the profile, or stop what"
-            " else uses the GPU (nvidia-smi lists it)"
-        )
-        return OutOfDeviceMemory(f"{cannot}: {why}", advice)
-    sentences = "; ".join(dict.fromkeys(map(sentence, said))) or "it does not say why"
-    if found := re.search(r"Unable to load library: ([\w.+-]+)", sentences):
-        advice = (
-            "install TensorRT whole and in one version, with the folder of its libraries in"
-            " LD_LIBRARY_PATH"
+            "install all libraries of TensorRT in one version, with their folder in LD_LIBRARY_PATH"
         )
         return BackendUnavailable(
-            f"{cannot}: its library {found[1]} is missing on this host", advice
+            f"{cannot}: its library {missing[1]} is missing on this host", advice
         )
     return UnsupportedError(
         f"{cannot}: {sentences}", "try another precision, or compile this model for onnxruntime"
     )
 
 
+def _full_gpu(lines: Sequence[str], memory: tuple[int, int], cannot: str) -> OutOfDeviceMemory:
+    free, total = memory
+    sizes = [int(size) for size in re.findall(r"(\d{7,}) bytes", "\n".join(lines))]
+    largest = max(sizes, default=0)
+    request = f"it asked for {largest / 2**30:.1f} GiB at once, " if largest else ""
+    why = (
+        f"out of the GPU's memory: {request}{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free"
+        " now"
+    )
+    advice = (
+        "limit it by `tensorrt.workspace_mib`, take a smaller max in the profile, or stop other"
+        " processes on the GPU (nvidia-smi lists them)"
+    )
+    return OutOfDeviceMemory(f"{cannot}: {why}", advice)
+
+
 def device_memory() -> tuple[int, int]:
-    """Free and total bytes of the GPU's memory as CUDA tells them; 0, 0 where it does not."""
+    """Return the free and total bytes of the GPU's memory; 0, 0 if CUDA does not report them."""
     try:
         rt = cuda.runtime()
-    except (
-        BackendUnavailable
-    ):  # TensorRT builds without cuda-python, and this only explains why it did not
+    # TensorRT builds without cuda-python too; the numbers only explain a failed build.
+    except BackendUnavailable:
         return 0, 0
     error, free, total = rt.cudaMemGetInfo()
     return (0, 0) if error else (free, total)
 
 
-def warnings_of(trt: Any, model: OnnxModel, whom: str = "TensorRT") -> tuple[Note, ...]:
-    """What TensorRT warned of since the model was parsed, for the engine's notes."""
-    said = dict.fromkeys(
+def warnings_of(trt: Any, model: OnnxModel, library: str = "TensorRT") -> tuple[Note, ...]:
+    """Return the warnings of TensorRT since the model was parsed, as notes of the engine."""
+    sentences = dict.fromkeys(
         sentence(text)
         for severity, text in messages_of(trt)
         if severity == "WARNING" and not _is((*CHATTER, *TRIALS), text)
     )
-    texts = list(said)
+    texts = list(sentences)
     if len(texts) > MAX_WARNINGS:
         texts[MAX_WARNINGS:] = [f"and {len(texts) - MAX_WARNINGS} more warnings"]
-    if narrowed := count_float64(model):
+    narrowed = count_float64(model)
+    if narrowed:
         texts.append(f"{narrowed} tensors inside the model are float64 and are computed in float32")
-    return tuple(Note(stage="build", text=f"{whom}: {text}") for text in texts)
+    return tuple(Note(stage="build", text=f"{library}: {text}") for text in texts)
 
 
 def _is(kinds: Sequence[str], text: str) -> bool:

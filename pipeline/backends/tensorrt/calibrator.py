@@ -1,15 +1,16 @@
-"""Ranges for implicit int8 on TensorRT 10: its own calibrators, fed through Polygraphy's, leave a
-cache beside the fp32 graph.
+"""Calibrate implicit int8 on TensorRT 10 with its own calibrators, through Polygraphy's.
 
-The cache is text: the library's version and the algorithm, then a scale per tensor, by name only.
-It fits any network with such names, so it is never looked up by itself: the artifact that holds it
-is keyed by network, samples and algorithm. TensorRT calibrates in fp32 and takes batches of one
-shape: that of the calibration profile, which is made for it (min = opt = max).
+The result is a cache beside the fp32 graph. It is text: the library's version and the algorithm,
+then a scale per tensor, by name only. It fits any network with these names, so it is never looked
+up by itself: the artifact with the cache is keyed by network, samples and algorithm. TensorRT
+calibrates in fp32 and accepts batches of one shape only: the shape of the calibration profile,
+which has min = opt = max.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.backends import cuda, timing_cache
-from pipeline.backends.checks import torch_hidden
+from pipeline.backends.feed_checks import torch_hidden
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.build import configure, serialize, shape_tensors
 from pipeline.backends.tensorrt.parser import Parsed, parse
@@ -50,8 +51,8 @@ BASES = {
     CalibrationMethod.ENTROPY: "IInt8EntropyCalibrator2",
     CalibrationMethod.MINMAX: "IInt8MinMaxCalibrator",
 }
-"""The others are left out: IInt8LegacyCalibrator (percentiles) and IInt8EntropyCalibrator only
-carry on what TensorRT 4 did.
+"""IInt8LegacyCalibrator (percentiles) and IInt8EntropyCalibrator are left out: they only continue
+the algorithms of TensorRT 4.
 """
 
 IN_GRAPH = "take int8 written into the graph (`realised_in: graph`)"
@@ -62,7 +63,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def base_class(trt: Any, method: CalibrationMethod | None) -> Any:
-    """TensorRT's calibrator for a method; UnsupportedError for a method without one."""
+    """Return TensorRT's calibrator class for a method. UnsupportedError if there is none."""
     if method not in BASES:
         choices = " or ".join(BASES)
         raise UnsupportedError(
@@ -73,8 +74,9 @@ def base_class(trt: Any, method: CalibrationMethod | None) -> Any:
 
 
 def calibrator_from_cache(trt: Any, cache: bytes, method: CalibrationMethod | None) -> Any:
-    """A calibrator that has nothing but its cache: a build with it calibrates nothing, and fails
-    where the cache does not fit.
+    """Return a calibrator that only reads its cache.
+
+    A build with it calibrates nothing, and fails if the cache does not fit.
     """
 
     class FromCache(base_class(trt, method)):  # type: ignore[misc]
@@ -91,7 +93,7 @@ def calibrator_from_cache(trt: Any, cache: bytes, method: CalibrationMethod | No
             return cache
 
         def write_calibration_cache(self, cache: object) -> None:
-            pass  # what was read
+            pass  # the same content as was read
 
     return FromCache()
 
@@ -105,11 +107,10 @@ def calibrate_with_tensorrt(
     out: Path,
     progress: Progress = silent,
 ) -> OnnxModel:
-    """The same fp32 graph under `out`, called int8, with TensorRT's calibration cache beside it.
-    Needs the GPU.
+    """Write the same fp32 graph to `out`, labelled int8, with TensorRT's calibration cache.
 
-    Raises UnsupportedError for a model or a version of TensorRT that it does not calibrate,
-    BackendUnavailable, DataError for an empty set.
+    Needs the GPU. UnsupportedError for a model or a version of TensorRT that cannot be calibrated,
+    BackendUnavailable without TensorRT or a GPU, DataError for an empty set.
     """
     gpu, version = trt_library.host()
     trt_library.check_recipe(version, gpu.compute_capability, recipe)
@@ -118,7 +119,7 @@ def calibrate_with_tensorrt(
             "the model holds Q/DQ pairs, which TensorRT does not mix with calibrated ranges",
             IN_GRAPH,
         )
-    progress(0.0, "looking for the shape that most samples have")
+    progress(0.0, "counting the shapes of the samples")
     chosen = choose(samples, options)
     with (
         torch_hidden(),
@@ -128,38 +129,37 @@ def calibrate_with_tensorrt(
         cache = calibration_cache(trt_library.import_library(), model, recipe, allowed, feeder)
     copy_model(model.path, out / model.file)
     (out / CACHE).write_bytes(cache)
-    made = onnx_model(
-        out, model.file, Precision.INT8, (note_on(chosen, samples.samples, recipe.method),)
-    )
-    return made.model_copy(
-        update={"digest": hashlib.sha256(made.digest.encode() + cache).hexdigest()}
-    )
+    note = note_on(chosen, samples.samples, recipe.method)
+    calibrated = onnx_model(out, model.file, Precision.INT8, (note,))
+    digest = hashlib.sha256(calibrated.digest.encode() + cache).hexdigest()
+    return calibrated.model_copy(update={"digest": digest})
 
 
 # -- samples -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """The batches to calibrate with: all of one shape."""
+class CalibrationBatches:
+    """The batches for a calibration, all of one shape."""
 
     shapes: Shapes
     rows: int  # samples of a batch
-    batch: int  # what to cut the set by
+    batch: int  # batch size for reading the set
     batches: int
-    wanted: int  # samples that the plan asks for
+    requested: int  # samples, by the plan
 
     @property
     def samples(self) -> int:
         return self.rows * self.batches
 
 
-def choose(samples: CalibrationSet, options: CalibrationConfig) -> Chosen:
-    """The shape that most samples come in, and as many batches of it as hold the samples that the
-    plan asks for. DataError for an empty set.
+def choose(samples: CalibrationSet, options: CalibrationConfig) -> CalibrationBatches:
+    """Choose the most frequent shape, and enough batches of it for the samples of the plan.
+
+    DataError for an empty set.
     """
-    wanted = min(options.samples or samples.samples, samples.samples)
-    size = min(options.batch, max(wanted, 1))
+    requested = min(options.samples or samples.samples, samples.samples)
+    size = min(options.batch, max(requested, 1))
     rows: Counter[Shapes] = Counter()
     sizes: dict[Shapes, int] = {}
     for batch in samples.batches(size):
@@ -168,8 +168,9 @@ def choose(samples: CalibrationSet, options: CalibrationConfig) -> Chosen:
         sizes[shapes] = batch.samples
     if not rows:
         raise DataError("the calibration set holds no samples", "give about 500 real samples")
-    best, there = rows.most_common(1)[0]
-    return Chosen(best, sizes[best], size, -(-min(wanted, there) // sizes[best]), wanted)
+    best, available = rows.most_common(1)[0]
+    batches = math.ceil(min(requested, available) / sizes[best])
+    return CalibrationBatches(best, sizes[best], size, batches, requested)
 
 
 def shapes_of(batch: Batch) -> Shapes:
@@ -177,101 +178,90 @@ def shapes_of(batch: Batch) -> Shapes:
 
 
 def profiles_of(inputs: tuple[TensorSpec, ...], shapes: Shapes) -> tuple[Profile, ...]:
-    """The calibration profile: TensorRT feeds its opt shapes. None where nothing is dynamic."""
+    """Return the calibration profile, of which TensorRT feeds the opt shapes.
+
+    Empty if nothing is dynamic. DataError if the shapes do not fit the inputs.
+    """
     sizes = sizes_from_shapes(inputs, dict(shapes))
     if isinstance(sizes, str):
         raise DataError(sizes, "bring every sample to the shape of the model's inputs")
-    return (
-        (
-            Profile(
-                dims={name: DimRange(min=size, opt=size, max=size) for name, size in sizes.items()}
-            ),
-        )
-        if sizes
-        else ()
-    )
+    if not sizes:
+        return ()
+    dims = {name: DimRange(min=size, opt=size, max=size) for name, size in sizes.items()}
+    return (Profile(dims=dims),)
 
 
-def note_on(chosen: Chosen, there: int, method: CalibrationMethod | None) -> Note:
-    """How many of the set's samples were used, and in which shape; a warning where they are few, or
-    under half of what was asked for.
+def note_on(chosen: CalibrationBatches, total: int, method: CalibrationMethod | None) -> Note:
+    """Return a note on the number and the shape of the samples that were used.
+
+    It is a warning if they are few, or less than half of the requested ones.
     """
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in chosen.shapes)
     text = (
-        f"TensorRT's {method} calibrator took {chosen.samples} of {there} samples, {chosen.batches}"
+        f"TensorRT's {method} calibrator took {chosen.samples} of {total} samples, {chosen.batches}"
         f" batches of the calibration profile {shapes}"
     )
-    left = chosen.wanted - chosen.samples
-    if left >= chosen.rows:
+    unused = chosen.requested - chosen.samples
+    if unused >= chosen.rows:
         text += (
             "; it takes batches of one shape only: pad all samples to one length to use them all"
         )
-    elif left > 0:
-        text += f"; the other {left} fill no batch of this shape"
-    few = chosen.samples < MIN_SAMPLES or 2 * chosen.samples < chosen.wanted
+    elif unused > 0:
+        text += f"; the other {unused} fill no batch of this shape"
+    few = chosen.samples < MIN_SAMPLES or 2 * chosen.samples < chosen.requested
     return Note(stage="calibrate", text=text, level="warning" if few else "info")
 
 
 class Feeder:
-    """Brings the batches onto the GPU one after the other, and gives their addresses: a data loader
-    for Polygraphy's Calibrator.
+    """A data loader for Polygraphy's Calibrator: copies batch after batch to the GPU.
 
-    TensorRT calls it from C++ and takes whatever goes wrong here for the end of the data; so it is
-    kept for `check`.
+    It yields their addresses. TensorRT calls it from C++ and interprets any exception as the end of
+    the data; so the exception is stored for `check`.
     """
 
     def __init__(
-        self, rt: Any, samples: CalibrationSet, chosen: Chosen, progress: Progress
+        self, rt: Any, samples: CalibrationSet, chosen: CalibrationBatches, progress: Progress
     ) -> None:
         self.samples, self.chosen, self.progress = samples, chosen, progress
-        self.given = 0  # batches
+        self.delivered = 0  # batches
         self.failure: CrucibleError | OSError | None = None
         self._stream = cuda.Stream(rt)
         self._pinned = cuda.PinnedBuffer(rt)
         self._buffers = {name: cuda.DeviceBuffer(rt) for name, _ in chosen.shapes}
 
     def __iter__(self) -> Iterator[dict[str, int]]:
-        self.given = 0
+        self.delivered = 0
         try:
             for batch in self.samples.batches(self.chosen.batch):
-                if self.given == self.chosen.batches:
+                if self.delivered == self.chosen.batches:
                     return
                 if shapes_of(batch) == self.chosen.shapes:
                     self.progress(
-                        0.9 * self.given / self.chosen.batches,
-                        f"calibrating: batch {self.given + 1} of {self.chosen.batches}",
+                        0.9 * self.delivered / self.chosen.batches,
+                        f"calibrating: batch {self.delivered + 1} of {self.chosen.batches}",
                     )
                     addresses = {
                         name: self._upload(name, array) for name, array in batch.feeds.items()
                     }
-                    self.given += 1
+                    self.delivered += 1
                     yield addresses
         except (CrucibleError, OSError) as error:
             self.failure = error
 
     def _upload(self, name: str, array: np.ndarray[Any, Any]) -> int:
-        values = (
-            array.astype(np.float32) if array.dtype == np.float16 else array
-        )  # TensorRT calibrates in fp32
+        # TensorRT calibrates in fp32
+        values = array.astype(np.float32) if array.dtype == np.float16 else array
         self._pinned.reserve(values.nbytes)
         self._pinned.array(values.shape, values.dtype)[...] = values
         self._buffers[name].reserve(values.nbytes)
         if values.nbytes:
-            self._stream.copy(
-                [
-                    (
-                        self._buffers[name].pointer,
-                        self._pinned.pointer,
-                        values.nbytes,
-                        self._stream.to_device,
-                    )
-                ]
-            )
+            target, source = self._buffers[name].pointer, self._pinned.pointer
+            self._stream.copy([(target, source, values.nbytes, self._stream.to_device)])
         self._stream.synchronize()
         return self._buffers[name].pointer
 
     def check(self) -> None:
-        """Raise what went wrong while TensorRT asked for batches."""
+        """Raise the error that occurred while TensorRT read batches, if any."""
         if self.failure is not None:
             raise self.failure
 
@@ -287,8 +277,9 @@ class Feeder:
 def calibration_cache(
     trt: Any, model: OnnxModel, recipe: Recipe, allowed: BuildOptions, feeder: Feeder
 ) -> bytes:
-    """Build once, at the lowest level, for the sake of the cache. Raises UnsupportedError,
-    HostError, or what the feeder met.
+    """Build once at the lowest optimisation level, and return the calibration cache.
+
+    Raises UnsupportedError, HostError, or the error of the feeder.
     """
     from polygraphy.backend.trt import Calibrator
     from polygraphy.logger import G_LOGGER
@@ -301,38 +292,35 @@ def calibration_cache(
         plugins=allowed.tensorrt.plugins,
     )
     _check_network(parsed)
-    quick = allowed.tensorrt.model_copy(
-        update={"optimization_level": 0, "timing_iterations": 1}
-    )  # the ranges come from an fp32 run, whatever is built afterwards
+    # The ranges come from an fp32 run and do not depend on the engine that is built afterwards.
+    quick = allowed.tensorrt.model_copy(update={"optimization_level": 0, "timing_iterations": 1})
     options = allowed.model_copy(
         update={"profiles": profiles_of(model.inputs, feeder.chosen.shapes), "tensorrt": quick}
     )
     plain = recipe.model_copy(update={"hardware_compatible": False, "version_compatible": False})
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL):  # else it prints whole arrays
         calibrator = Calibrator(feeder, BaseClass=base_class(trt, recipe.method))
-        config = configure(
-            trt, parsed, plain, options, model.inputs
-        )  # sets the calibration profile
+        # sets the calibration profile
+        config = configure(trt, parsed, plain, options, model.inputs)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # calibrators end with TensorRT 11, where such a recipe is refused
+            # TensorRT 11 has no calibrators, and there such a recipe is refused
+            warnings.simplefilter("ignore", DeprecationWarning)
             config.int8_calibrator = calibrator
         try:
             serialize(trt, parsed, config, silent)
         finally:
             feeder.check()
-    if feeder.given < feeder.chosen.batches or not calibrator.cache_contents:
+    if feeder.delivered < feeder.chosen.batches or not calibrator.cache_contents:
         message = (
-            f"TensorRT took {feeder.given} of {feeder.chosen.batches} calibration batches and wrote"
-            " no ranges for this model"
+            f"TensorRT took {feeder.delivered} of {feeder.chosen.batches} calibration batches and"
+            " wrote no ranges for this model"
         )
         raise UnsupportedError(message, IN_GRAPH)
     return bytes(calibrator.cache_contents)
 
 
 def _check_network(parsed: Parsed) -> None:
-    """UnsupportedError for a network that TensorRT cannot take, or cannot calibrate."""
+    """Raise UnsupportedError for a network that TensorRT cannot parse or calibrate."""
     if parsed.faults:
         message = "; ".join(
             f"{fault.operator} '{fault.node}': {fault.reason}" for fault in parsed.faults
@@ -341,7 +329,8 @@ def _check_network(parsed: Parsed) -> None:
             f"TensorRT cannot take this model: {message}",
             "list every node with `crucible inspect MODEL --backend tensorrt`",
         )
-    if names := shape_tensors(parsed.network):
+    names = shape_tensors(parsed.network)
+    if names:
         message = (
             f"the values of input '{names[0]}' decide a shape, and TensorRT's calibrators feed"
             " sizes of one profile only"

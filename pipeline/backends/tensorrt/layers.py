@@ -1,20 +1,20 @@
-"""What a TensorRT engine really runs: the engine inspector's layers joined with their times. All
-that is TensorRT's own about it is here.
+"""The layers that a TensorRT engine runs: the engine inspector's layers joined with their times.
 
-How the precision of a layer is known, first what proves most:
+Everything specific to TensorRT's layers is here. The precision of a layer comes from these rules,
+the strongest evidence first:
 
-1. A layer that only moves or converts data (Reformat, NoOp, a cast between two dtypes) computes in
-   no precision: `none`.
+1. A layer that only moves or converts data (Reformat, NoOp, a cast between two dtypes) has the
+   precision `none`.
 2. `tactic`: the kernel's name. `sm90_xmma_gemm_f16f16_f16f32_f32` reads two f16, multiplies f16,
-   adds up in f32, writes f32: fp16. The type that is multiplied counts; TF32 shows nowhere else,
-   for its inputs and outputs are FP32. Kernels of one operator only (pooling) name their types in
+   adds up in f32, writes f32: fp16. The multiplied type counts. TF32 is visible nowhere else, since
+   its inputs and outputs are FP32. Kernels of one operator only (pooling) name their types in
    words: FP16, IMMA.
-3. `types`: what the layer reads and writes. A heavy layer (fused attention has no telling name)
-   multiplies in the narrowest type it reads; FP32 may then still be TF32, and the precision audit
-   takes it as proof of neither. Of any other layer the widest type counts: Myelin's kernels that
-   read Half and write Float compute the steps between in Float, and one that reads Int8, adds in
-   Half and writes Int8 is no int8 arithmetic. LayerNorm and Softmax with Half in and Half out count
-   as fp16, though they add up in Float as the ONNX operators ask.
+3. `types`: the dtypes that the layer reads and writes. A heavy layer (the name of fused attention
+   tells nothing) multiplies in the narrowest type that it reads; FP32 may still be TF32, and the
+   precision audit accepts it as a proof of neither. For any other layer the widest type counts:
+   Myelin's kernels that read Half and write Float compute the steps between in Float, and a kernel
+   that reads Int8, adds in Half and writes Int8 does no int8 arithmetic. LayerNorm and Softmax with
+   Half in and Half out count as fp16, though they add up in Float as the ONNX operators require.
 4. Sizes, indices and masks only: `integer`. Nothing known: `unknown`.
 """
 
@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from pipeline.backends.checks import TakesInputs, bound_sizes
+from pipeline.backends.layer_timing import TakesInputs, bound_sizes
 from pipeline.core import Precision, Tensors
 from pipeline.errors import InternalError
 from pipeline.results.layer_table import Layer, LayerTable
@@ -51,9 +51,8 @@ MOVING = frozenset(
         "signal",
     }
 )
-MOVING_STEPS = frozenset(
-    {"cas", "res", "tra", "mov", "cop", "sli"}
-)  # Myelin's words for cast, reshape, transpose, move, copy, slice
+# Myelin's abbreviations of cast, reshape, transpose, move, copy, slice.
+MOVING_STEPS = frozenset({"cas", "res", "tra", "mov", "cop", "sli"})
 HEAVY = re.compile(
     r"conv(?!ert)|gemm|matrixmultiply|matmul|mha|attention|fprop|fullyconnected", re.IGNORECASE
 )
@@ -83,10 +82,8 @@ WORDS = (
     (re.compile(r"int8|imma|i8816|i16832|i8i8|icudnn|igemm"), Precision.INT8),
     (re.compile(r"bf16"), Precision.BF16),
     (re.compile(r"fp16|f16|hmma|h884|h1688|h16816|hcudnn|hgemm"), Precision.FP16),
-    (
-        re.compile(r"tensorop_s1688"),
-        Precision.TF32,
-    ),  # tensor cores multiply no fp32: CUTLASS's s1688 without a type is TF32
+    # tensor cores multiply no fp32: CUTLASS's s1688 without a type is TF32
+    (re.compile(r"tensorop_s1688"), Precision.TF32),
     (re.compile(r"fp32|f32|scudnn|sgemm|ffma"), Precision.FP32),
 )
 HASH = re.compile(r"0x[0-9a-f]+")  # may hold "f16" by chance
@@ -104,29 +101,21 @@ DTYPES = (
     (re.compile(r"bool", re.IGNORECASE), "bool"),
     (re.compile(r"fp32|float", re.IGNORECASE), "fp32"),
 )
-WIDTHS = {
-    "fp8": 1,
-    "int8": 1,
-    "fp16": 2,
-    "bf16": 3,
-    "fp32": 4,
-}  # bf16 after fp16: it has fp32's range
+# bf16 comes after fp16: it has the range of fp32.
+WIDTHS = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 3, "fp32": 4}
 INTEGERS = frozenset({"int64", "int32", "bool", "uint8"})
 
 ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", re.DOTALL)
-UNNAMED = (  # the parser's name for a node without one, before the name of its first output
-    "node_of_"
-)
-PROFILE = re.compile(
-    r" \[profile (?P<number>[1-9]\d*)\]"
-)  # in a layer's name; the first profile has none
-MYELIN_GRAPH = re.compile(
-    r"_myl(?P<number>\d+)_\d+$"
-)  # Myelin's layers end in the number of their graph: each profile has graphs of its own
+# The parser's prefix for a node without a name, before the name of its first output.
+UNNAMED = "node_of_"
+# A part of a layer's name; layers of the first profile have none.
+PROFILE = re.compile(r" \[profile (?P<number>[1-9]\d*)\]")
+# Myelin's layers end in the number of their graph. Each profile has graphs of its own.
+MYELIN_GRAPH = re.compile(r"_myl(?P<number>\d+)_\d+$")
 
 
 class TimedSession(TakesInputs, Protocol):
-    """Of a session, what timing its layers needs."""
+    """The part of a session that is needed to time its layers."""
 
     @property
     def context(self) -> Any: ...
@@ -149,12 +138,11 @@ class Inspected(Protocol):
 def layer_table(
     trt: Any, loaded: Inspected, feeds: Tensors, profile: int = 0, runs: int = RUNS
 ) -> LayerTable:
-    """Every layer of an engine at the shapes of `feeds`, each with its median time over `runs`
-    plain enqueues of one profile.
+    """Return every layer of an engine at the shapes of `feeds`, with its median time.
 
-    Plain, for a captured graph reports no layers. With the profiler attached each enqueue waits for
-    its layers: their sum is more than the engine's latency, which the benchmark measures without
-    it.
+    The times are of `runs` enqueues of one profile without a graph, since a captured graph reports
+    no layers. With the profiler attached each enqueue waits for its layers: their sum exceeds the
+    engine's latency, which the benchmark measures without a profiler.
     """
     session = loaded.session(profile)
     try:
@@ -179,8 +167,9 @@ def layer_table(
 
 
 def _recorder(trt: Any) -> Any:
-    """A profiler whose `run` holds the seconds of every layer; one that runs more than once in a
-    run (a loop's body) with its sum.
+    """Return a profiler with the seconds of every layer in `run`.
+
+    A layer that runs more than once in a run (in the body of a loop) has its sum.
     """
 
     class Recorder(trt.IProfiler):  # type: ignore[misc]
@@ -195,18 +184,19 @@ def _recorder(trt: Any) -> Any:
 
 
 def _inspect(trt: Any, cuda_engine: Any, context: Any) -> str:
-    """What the inspector says of the engine, in JSON.
+    """Return the inspector's information on the engine, in JSON.
 
-    Without a context dynamic shapes, and with them formats, are not known. But TensorRT 10.6 said
-    nothing at all of the context of a second profile: then the engine is asked without one.
+    Without a context dynamic shapes, and with them formats, are unknown. But TensorRT 10.6 gave no
+    information for the context of a second profile: then the engine is inspected without one.
     """
-    form = trt.LayerInformationFormat.JSON
+    json_format = trt.LayerInformationFormat.JSON
     inspector = cuda_engine.create_engine_inspector()
     inspector.execution_context = context
-    return str(
-        inspector.get_engine_information(form)
-        or cuda_engine.create_engine_inspector().get_engine_information(form)
-    )
+    information = inspector.get_engine_information(json_format)
+    if not information:
+        without_context = cuda_engine.create_engine_inspector()
+        information = without_context.get_engine_information(json_format)
+    return str(information)
 
 
 # -- pure --------------------------------------------------------------------
@@ -217,12 +207,11 @@ def layers_from_inspector(
     times: Mapping[str, Sequence[float]],
     profile: int = 0,
 ) -> tuple[Layer, ...]:
-    """The layers of one profile of an engine in the order of running, each with the median of its
-    times.
+    """Return the layers of one profile in the order of running, with the medians of their times.
 
-    `information` is the inspector's JSON; without detailed profiling verbosity it holds names only,
-    and every precision is `unknown`. `times` are seconds by layer name. A time of no known layer
-    becomes an `unknown` layer, so that no time is lost.
+    `information` is the inspector's JSON. Without detailed profiling verbosity it holds names only,
+    and every precision is `unknown`. `times` are seconds by layer name. A time without a known
+    layer becomes an `unknown` layer, so that no time is lost.
     """
     document = _document(information or "{}") if isinstance(information, str) else information
     layers = [_layer(entry) for entry in document.get("Layers", ())]
@@ -233,22 +222,19 @@ def layers_from_inspector(
         for name in times
         if name not in known
     ]
-    return tuple(
-        (
-            layer.model_copy(update={"seconds": median(times[layer.name])})
-            if times.get(layer.name)
-            else layer
-        )
-        for layer in layers
-    )
+    return tuple(_with_median(layer, times.get(layer.name, ())) for layer in layers)
+
+
+def _with_median(layer: Layer, seconds: Sequence[float]) -> Layer:
+    return layer.model_copy(update={"seconds": median(seconds)}) if seconds else layer
 
 
 def _is_of(name: str, profile: int, times: Mapping[str, object]) -> bool:
-    """Whether a layer is one of a profile, of which the layers that took time are known."""
+    """Return True if a layer belongs to a profile. `times` holds the layers that took time."""
     if name in times:
         return True
     graph = _graph_of(name)
-    if times and graph is not None:  # of a graph that ran, also what took no time
+    if times and graph is not None:  # a layer without a time, of a graph that ran
         return graph in map(_graph_of, times)
     match = PROFILE.search(name)
     return profile == (int(match["number"]) if match else 0)
@@ -261,9 +247,8 @@ def _graph_of(name: str) -> str | None:
 
 def _document(information: str) -> Mapping[str, Any]:
     try:
-        document = json.loads(
-            information, strict=False
-        )  # the separators of Metadata are control characters
+        # not strict: the separators of Metadata are control characters
+        document = json.loads(information, strict=False)
     except ValueError as error:
         raise InternalError(
             f"TensorRT's engine information is no JSON: {error}: {information[:200]!r}"
@@ -275,10 +260,7 @@ def _layer(entry: str | Mapping[str, Any]) -> Layer:
     if isinstance(entry, str):  # built without detailed verbosity
         return Layer(name=entry, kind="", precision="unknown", evidence="none")
     kind, tactic = str(entry.get("LayerType", "")), str(entry.get("TacticName") or "")
-    inputs, outputs = (
-        tuple(_dtype(str(tensor.get("Format/Datatype", ""))) for tensor in entry.get(key, ()))
-        for key in ("Inputs", "Outputs")
-    )
+    inputs, outputs = _dtypes(entry.get("Inputs", ())), _dtypes(entry.get("Outputs", ()))
     heavy = is_heavy(kind, tactic)
     precision, evidence = precision_of(kind, tactic, inputs, outputs)
     return Layer(
@@ -294,16 +276,22 @@ def _layer(entry: str | Mapping[str, Any]) -> Layer:
     )
 
 
+def _dtypes(tensors: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(_dtype(str(tensor.get("Format/Datatype", ""))) for tensor in tensors)
+
+
 def precision_of(
     kind: str, tactic: str, inputs: Sequence[str], outputs: Sequence[str]
 ) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
-    """The precision of a layer and its evidence, by the rules above; `inputs` and `outputs` are
-    dtypes as `Layer` has them.
+    """Return the precision of a layer and its evidence, by the rules above.
+
+    `inputs` and `outputs` are dtypes as in `Layer`.
     """
     if _only_moves(kind, tactic):
         return "none", "none"
-    if (named := precision_from_tactic(tactic)) is not None:
-        return named, "tactic"
+    of_tactic = precision_from_tactic(tactic)
+    if of_tactic is not None:
+        return of_tactic, "tactic"
     types = [*inputs, *outputs]
     read = [dtype for dtype in inputs if dtype in WIDTHS]
     floats = [dtype for dtype in types if dtype in WIDTHS]
@@ -315,20 +303,25 @@ def precision_of(
 
 
 def precision_from_tactic(tactic: str) -> Precision | None:
-    """The precision that a kernel's name tells, or None:
+    """Return the precision in a kernel's name, or None.
+
     `sm80_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwc` multiplies TF32.
     """
     name = HASH.sub("", tactic.lower())
     if name.startswith("__myl_"):  # Myelin's own kernels are named after their steps
         return None
-    if (found := SIGNATURE.search(name)) is not None:
-        multiplied = MULTIPLIED[found["first"] if found["second"] else found["read"]]
-        return Precision.TF32 if multiplied is Precision.FP32 and "tensorop" in name else multiplied
+    match = SIGNATURE.search(name)
+    if match is not None:
+        multiplied = MULTIPLIED[match["first"] if match["second"] else match["read"]]
+        on_tensor_cores = "tensorop" in name
+        if multiplied is Precision.FP32 and on_tensor_cores:
+            return Precision.TF32
+        return multiplied
     return next((precision for word, precision in WORDS if word.search(name)), None)
 
 
 def is_heavy(kind: str, tactic: str) -> bool:
-    """Whether a layer multiplies matrices, by the library's word for it or its kernel's name."""
+    """Return True if a layer multiplies matrices, by its kind or its kernel's name."""
     return not _only_moves(kind, tactic) and bool(
         HEAVY.search(kind) or HEAVY.search(HASH.sub("", tactic))
     )
@@ -338,21 +331,20 @@ def _only_moves(kind: str, tactic: str) -> bool:
     word = kind.lower()
     if word in MOVING or word.startswith("shape"):  # shape_call, ShapeHostToDevice
         return True
-    steps = (
-        re.findall(r"[A-Z][a-z0-9]*", HASH.sub("", tactic).removeprefix("__myl_"))
-        if tactic.startswith("__myl_")
-        else []
-    )
+    if not tactic.startswith("__myl_"):
+        return False
+    steps = re.findall(r"[A-Z][a-z0-9]*", HASH.sub("", tactic).removeprefix("__myl_"))
     return bool(steps) and all(step[:3].lower() in MOVING_STEPS for step in steps)
 
 
 def _dtype(text: str) -> str:
-    """The dtype in the inspector's words for a format; the words themselves if they are new."""
+    """Return the dtype in the inspector's text for a format; the text itself if it is unknown."""
     return next((name for word, name in DTYPES if word.search(text)), text)
 
 
 def nodes_of(metadata: str) -> tuple[str, ...]:
-    """The ONNX nodes in a layer's metadata; a node without a name goes by that of its first
-    output.
+    """Return the ONNX nodes in a layer's metadata.
+
+    A node without a name has the name of its first output.
     """
     return tuple(name.removeprefix(UNNAMED) for name in dict.fromkeys(ONNX_LAYER.findall(metadata)))

@@ -1,8 +1,6 @@
-"""Finds and imports TensorRT, says by name what is missing, and knows what a version and a GPU
-generation lack.
+"""Find and import TensorRT, report what is missing, and list the features of a version on a GPU.
 
-Nothing here makes a `trt.Builder`: TensorRT 10 ends the whole process if it does so without a
-driver.
+Nothing here creates a `trt.Builder`: without a driver TensorRT 10 would end the whole process.
 """
 
 from __future__ import annotations
@@ -35,15 +33,15 @@ DISTRIBUTIONS = (
     "tensorrt-cu13-bindings",
 )
 BINDINGS = ("tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
-"""Two packages that provide the same module: who has both has the files of the one installed
-last.
+"""Two packages that provide the same module. If both are installed, the later one overwrote files
+of the other.
 """
 
 LEAN_FOLDERS = ("tensorrt_lean_libs", "tensorrt_libs")  # where wheels put libnvinfer_lean.so
 INSTALL = install_command("tensorrt")
 REQUIREMENT = "tensorrt-cu12>=10.6,<10.11"
-"""As in pyproject.toml: from the release that our GPU tests and figures are of, to the first one in
-WRONG_RELEASES.
+"""The same as in pyproject.toml: from the release of our GPU tests and figures to the last one
+before WRONG_RELEASES.
 """
 RUN_BY_US = "10.6"
 ELSEWHERE = (
@@ -52,14 +50,14 @@ ELSEWHERE = (
 )
 ANOTHER = "use another GPU, or a version of TensorRT that supports this one"
 OLDEST = (10, 0)
-IMPORTED = (  # the environment's: the file of the module that was imported once
-    "CRUCIBLE_TENSORRT_IMPORTED"
-)
-IMPORT_LIMIT_S = 120  # the first import maps some GB of libraries, maybe off a slow disk
+# Environment variable with the file of the module whose import succeeded.
+IMPORTED = "CRUCIBLE_TENSORRT_IMPORTED"
+IMPORT_LIMIT_S = 120  # the first import maps some GB of libraries, possibly from a slow disk
 DRIVERS = {(10, 12): 525, (11, 12): 535, (10, 13): 580, (11, 13): 580}
-"""Oldest driver by major version of TensorRT and of the CUDA it was built with. Sources: CUDA's
-table of minor-version compatibility (525 for 12.x, 580 for 13.x); TensorRT 11's prerequisites (535
-with CUDA 12).
+"""The oldest driver, by the major versions of TensorRT and of its CUDA.
+
+Sources: CUDA's table of minor-version compatibility (525 for 12.x, 580 for 13.x); TensorRT 11's
+prerequisites (535 with CUDA 12).
 """
 
 Version = tuple[int, ...]
@@ -67,7 +65,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One thing that TensorRT can do, and whether this version does it on this GPU."""
+    """A feature of TensorRT, and whether this version supports it on this GPU."""
 
     name: str
     available: bool
@@ -75,17 +73,17 @@ class Feature:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a feature needs."""
+class Requirement:
+    """The requirements of a feature."""
 
-    capability: Version = (7, 0)  # the first GPU generation that has it
+    capability: Version = (7, 0)  # the first GPU generation with it
     until: Version | None = None  # the first version of TensorRT without it
-    instead: str = ""  # what to do where it is lacking
+    instead: str = ""  # the next step where it is missing
 
 
 @dataclass(frozen=True, slots=True)
 class WrongReleases:
-    """Releases of TensorRT that were reported to build engines with wrong answers."""
+    """A range of releases of TensorRT that reportedly build engines with wrong outputs."""
 
     first: Version
     last: Version  # with all its patch releases
@@ -93,7 +91,7 @@ class WrongReleases:
     issues: tuple[str, ...]
 
     def holds(self, version: Version) -> bool:
-        """Whether a version is one of these releases."""
+        """Return True if a version is one of these releases."""
         return self.first <= version[:2] <= self.last
 
 
@@ -101,29 +99,29 @@ WRONG_RELEASES = (
     WrongReleases(
         (10, 11),
         (11, 2),
-        "engines with wrong answers at some batch sizes, in fp32 too",
+        "engines with wrong outputs at some batch sizes, in fp32 too",
         ("NVIDIA/TensorRT#4813", "NVIDIA/TensorRT#4853"),
     ),
 )
-"""Sources: the issues name 10.11 and 11.1. Of which others up to 11.2 it is true is not known."""
+"""Sources: the issues name 10.11 and 11.1. Which other releases up to 11.2 are wrong is unknown."""
 
 VERSION_COMPATIBLE = "version compatibility"
 
-NEEDS: dict[str, Need] = {
-    "fp32": Need(instead=ANOTHER),
-    "tf32": Need((8, 0), instead="take fp32 or fp16"),
-    "fp16": Need(instead=ANOTHER),
-    "bf16": Need((8, 0), instead="take fp16"),
-    "int8 (Q/DQ in the graph)": Need(instead=ANOTHER),
-    "int8 implicit (calibrators)": Need(
+REQUIREMENTS: dict[str, Requirement] = {
+    "fp32": Requirement(instead=ANOTHER),
+    "tf32": Requirement((8, 0), instead="take fp32 or fp16"),
+    "fp16": Requirement(instead=ANOTHER),
+    "bf16": Requirement((8, 0), instead="take fp16"),
+    "int8 (Q/DQ in the graph)": Requirement(instead=ANOTHER),
+    "int8 implicit (calibrators)": Requirement(
         until=(11, 0), instead="take int8 written into the graph (`realised_in: graph`)"
     ),
-    "fp8": Need((8, 9), instead="take int8 or fp16"),
-    "precision by builder flags (weakly typed)": Need(
+    "fp8": Requirement((8, 9), instead="take int8 or fp16"),
+    "precision by builder flags (weakly typed)": Requirement(
         until=(11, 0), instead="take the precision written into the graph (`realised_in: graph`)"
     ),
-    "hardware compatibility": Need((8, 0), instead="leave `hardware_compatible` out"),
-    VERSION_COMPATIBLE: Need(instead="leave `version_compatible` out"),
+    "hardware compatibility": Requirement((8, 0), instead="leave `hardware_compatible` out"),
+    VERSION_COMPATIBLE: Requirement(instead="leave `version_compatible` out"),
 }
 """Sources: the support matrices of TensorRT 10.1 to 11.4 (hardware and precision), the migration
 guide from 10.x to 11.x.
@@ -135,23 +133,26 @@ GENERATIONS: tuple[tuple[Version, Version, Version | None], ...] = (
     ((10, 0), (10, 8), None),  # Blackwell: added in 10.8
 )
 """From this compute capability on: the first version that supports it, and the first that does not
-any more (release notes).
+support it any more (release notes).
 """
 
 
 def numbers(text: str) -> Version:
-    """The leading numbers of a version or of a compute capability: "10.13.3.9.post1" -> (10, 13, 3,
-    9).
+    """Return the leading numbers of a version or of a compute capability.
+
+    "10.13.3.9.post1" gives (10, 13, 3, 9).
     """
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def version() -> str:
-    """The installed version, without importing it; BackendUnavailable where there is none, or where
-    two packages provide the module.
+    """Return the installed version without importing it.
+
+    BackendUnavailable if there is none, or if two packages provide the module.
     """
-    installed = {name: text for name in DISTRIBUTIONS if (text := _installed(name))}
+    versions = {name: _installed(name) for name in DISTRIBUTIONS}
+    installed = {name: text for name, text in versions.items() if text}
     both = [f"{name} {installed[name]}" for name in BINDINGS if name in installed]
     if len(both) > 1:
         message = (
@@ -165,19 +166,17 @@ def version() -> str:
             f"TensorRT is installed in two versions: {listed}",
             f"pip uninstall {' '.join(installed)}, then {INSTALL}",
         )
-    exact = [
-        installed[name] for name in BINDINGS if name in installed
-    ]  # the metapackage's version may lag behind
-    found = next(iter([*exact, *installed.values()]), "") or _unpacked_version()
-    if not found:
+    # The bindings come first: the version of the metapackage may be older.
+    of_bindings = [installed[name] for name in BINDINGS if name in installed]
+    candidates = [*of_bindings, *installed.values()]
+    result = candidates[0] if candidates else _unpacked_version()
+    if not result:
         raise BackendUnavailable("the library `tensorrt` is not installed", INSTALL)
-    return found
+    return result
 
 
 def release_warnings(version: str) -> tuple[str, ...]:
-    """What was reported of the answers of this version's engines, with the sources and the next
-    step.
-    """
+    """Return warnings of reported wrong outputs of this version, with sources and the next step."""
     return tuple(
         _release_warning(version, wrong)
         for wrong in WRONG_RELEASES
@@ -189,9 +188,9 @@ def _release_warning(version: str, wrong: WrongReleases) -> str:
     releases = f"{_dotted(wrong.first)} to {_dotted(wrong.last)}"
     return (
         f"TensorRT {version} is one of {releases}: "
-        f"of releases in this range {wrong.fault} were reported "
-        f"({', '.join(wrong.issues)}); run by us: {RUN_BY_US}; next: pip install '{REQUIREMENT}', "
-        "or check the answers at every batch size that you use"
+        f"for releases in this range {wrong.fault} were reported "
+        f"({', '.join(wrong.issues)}); tested by us: {RUN_BY_US}; next step: pip install "
+        f"'{REQUIREMENT}', or check the outputs at every batch size that you use"
     )
 
 
@@ -203,146 +202,130 @@ def _installed(distribution: str) -> str:
 
 
 def _unpacked_version() -> str:
-    """The version of a library that was unpacked by hand: read off its source, since no package
-    tells.
+    """Return the version of a library that was unpacked by hand, from its source; "" if none.
+
+    Such a library has no package metadata.
     """
     for module in ("tensorrt_bindings", "tensorrt"):
         spec = importlib.util.find_spec(module)
-        if (
-            spec
-            and spec.origin
-            and (
-                found := re.search(
-                    r'^__version__ = "([^"]+)"',
-                    Path(spec.origin).read_text(encoding="utf-8"),
-                    re.MULTILINE,
-                )
-            )
-        ):
-            return found[1]
+        if spec is None or not spec.origin:
+            continue
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        match = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
+        if match:
+            return match[1]
     return ""
 
 
 def cuda_of(version: str) -> int:
-    """The major version of CUDA that the installed library was built with."""
+    """Return the major version of CUDA that the installed library was built with."""
     for major in (12, 13):
-        if any(
-            _installed(name) for name in (f"tensorrt-cu{major}-bindings", f"tensorrt-cu{major}")
-        ):
+        if _installed(f"tensorrt-cu{major}-bindings") or _installed(f"tensorrt-cu{major}"):
             return major
     return 12 if numbers(version) < (11, 0) else 13
 
 
 def host() -> tuple[Gpu, str]:
-    """The GPU that TensorRT would use and the installed version, without importing it.
+    """Return the GPU that TensorRT would use and the installed version, without importing it.
 
-    BackendUnavailable says what is missing, in the order in which a user meets it: GPU, package,
-    driver.
+    BackendUnavailable names everything that is missing, in this order: GPU, package, driver.
     """
     gpus = find_gpus()
     try:
-        found = version()
+        installed = version()
     except BackendUnavailable:
         if not gpus.reason:
             raise
-        found = ""  # said together with the missing GPU
-    if missing := tuple(faults(gpus, found, cuda_of(found))):
-        message = (
-            f"TensorRT cannot be used on this host: {'; '.join(fault for fault, _ in missing)}"
-        )
-        raise BackendUnavailable(
-            message,
-            (
-                INSTALL + ELSEWHERE
-                if gpus.reason
-                else "; ".join(dict.fromkeys(step for _, step in missing))
-            ),
-        )
-    return gpus.devices[0], found
+        installed = ""  # reported below, together with the missing GPU
+    missing = tuple(faults(gpus, installed, cuda_of(installed)))
+    if missing:
+        reasons = "; ".join(fault for fault, _ in missing)
+        if gpus.reason:
+            next_step = INSTALL + ELSEWHERE
+        else:
+            next_step = "; ".join(dict.fromkeys(step for _, step in missing))
+        raise BackendUnavailable(f"TensorRT cannot be used on this host: {reasons}", next_step)
+    return gpus.devices[0], installed
 
 
 def faults(gpus: Gpus, version: str, cuda: int) -> Iterator[tuple[str, str]]:
-    """What keeps this version from running on this host, each with the next step."""
-    here = numbers(version)
+    """Yield the reasons why this version cannot run on this host, each with the next step."""
+    installed = numbers(version)
     if gpus.reason:
         yield gpus.reason, ELSEWHERE
     if not version:
         yield "the library `tensorrt` is not installed", INSTALL
-    elif here < OLDEST:
+    elif installed < OLDEST:
         yield f"expected TensorRT {_dotted(OLDEST)} or later, found {version}", INSTALL
     elif gpus.devices:
-        gpu, needed = gpus.devices[0], DRIVERS[min(here[0], 11), cuda]
+        gpu = gpus.devices[0]
+        needed = DRIVERS[min(installed[0], 11), cuda]
         if numbers(gpu.driver) < (needed,):
-            older = (
-                f", or take a TensorRT for CUDA 12: pip install '{REQUIREMENT}'"
-                if cuda > 12
-                else ""
-            )
+            alternative = ""
+            if cuda > 12:
+                alternative = f", or take a TensorRT for CUDA 12: pip install '{REQUIREMENT}'"
             fault = (
                 f"TensorRT {version} for CUDA {cuda} needs the NVIDIA driver {needed} or later,"
                 f" this host has {gpu.driver}"
             )
-            yield fault, f"install the driver {needed} or later{older}"
-        if reason := unsupported_gpu(here, numbers(gpu.compute_capability)):
+            yield fault, f"install the driver {needed} or later{alternative}"
+        reason = unsupported_gpu(installed, numbers(gpu.compute_capability))
+        if reason:
             yield f"{reason} ({gpu.name})", "install a version of TensorRT that supports this GPU"
 
 
 def library() -> Any:
-    """The imported module, on a GPU that works: TensorRT ends the process where it finds none, and
-    gives null pointers where it is full.
+    """Import the module after a check that the GPU works.
 
-    BackendUnavailable says what is missing: what `host` checks, then the files, then two versions
-    of them. OutOfDeviceMemory and CudaError come from CUDA itself.
+    TensorRT ends the process if it finds no GPU, and returns null pointers if the GPU is full.
+    BackendUnavailable names what is missing: first the checks of `host`, then the files, then files
+    of two versions. OutOfDeviceMemory and CudaError come from CUDA itself.
     """
     host()
     trt = import_library()
     rt = cuda.runtime()
     cuda.use_device(rt, 0)
-    cuda.check(rt, rt.cudaFree(0))  # makes the context
+    cuda.check(rt, rt.cudaFree(0))  # creates the context
     return trt
 
 
 def import_library() -> Any:
-    """Import the module and check that bindings and libnvinfer are of one version; needs no GPU."""
+    """Import the module and check that bindings and libnvinfer have the same version.
+
+    Needs no GPU. BackendUnavailable if either fails.
+    """
     try:
         trt = importlib.import_module("tensorrt")
-    except (
-        ImportError,
-        OSError,
-    ) as error:  # ImportError: the extension's own way to say that a shared library is missing
+    # The extension raises ImportError if a shared library is missing.
+    except (ImportError, OSError) as error:
         raise _unloadable(str(error)) from error
     check_loaded(trt.__version__, loaded_version(int(trt.__version__.split(".")[0])))
     return trt
 
 
 def check_import() -> None:
-    """BackendUnavailable if the module cannot be imported: a missing library is named before any
-    work is done, and this process stays free of it.
+    """Raise BackendUnavailable if the module cannot be imported, without importing it here.
 
-    What was found good is told to the processes that this one starts, of which there are many.
+    So a missing library is named before any work is done. Child processes, of which there are many,
+    get the result through the environment.
     """
     if "tensorrt" in sys.modules:
         return
     spec = importlib.util.find_spec("tensorrt")
-    place = (spec.origin if spec else None) or "nowhere"
-    if place == os.environ.get(IMPORTED):
+    file = (spec.origin if spec else None) or "nowhere"
+    if file == os.environ.get(IMPORTED):
         return
-    if fault := _import_fault(tuple(sys.path)):
+    fault = _import_fault(tuple(sys.path))
+    if fault:
         raise _unloadable(fault)
-    os.environ[IMPORTED] = place
+    os.environ[IMPORTED] = file
 
 
 @cache
 def _import_fault(path: tuple[str, ...]) -> str:
-    """What an import in a process of its own, with this `sys.path`, fails with; "" where it
-    works.
-    """
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; sys.path[:] = sys.argv[1:]; import tensorrt",
-        *path,
-    ]
+    """Import the module in a process of its own with this `sys.path`. Return the error, or ""."""
+    code = "import sys; sys.path[:] = sys.argv[1:]; import tensorrt"
+    command = [sys.executable, "-c", code, *path]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
@@ -351,12 +334,11 @@ def _import_fault(path: tuple[str, ...]) -> str:
         return f"its import did not end in {IMPORT_LIMIT_S} s"
     if not done.returncode:
         return ""
-    last = (done.stderr.strip().splitlines() or [""])[
-        -1
-    ]  # "ImportError: libnvinfer.so.10: cannot open shared object file: ..."
-    return (
-        last.partition("Error: ")[2] or last or f"its import ended with exit code {done.returncode}"
-    )
+    lines = done.stderr.strip().splitlines()
+    if not lines or not lines[-1]:
+        return f"its import ended with exit code {done.returncode}"
+    # "ImportError: libnvinfer.so.10: cannot open shared object file: ..."
+    return lines[-1].partition("Error: ")[2] or lines[-1]
 
 
 def _unloadable(fault: str) -> BackendUnavailable:
@@ -367,7 +349,7 @@ def _unloadable(fault: str) -> BackendUnavailable:
 
 
 def loaded_version(major: int) -> Version:
-    """The version of the libnvinfer that this process has loaded."""
+    """Return the version of the libnvinfer that this process has loaded."""
     try:
         code = ctypes.CDLL(f"libnvinfer.so.{major}").getInferLibVersion()
     except (OSError, AttributeError) as error:
@@ -378,7 +360,7 @@ def loaded_version(major: int) -> Version:
 
 
 def check_loaded(bindings: str, loaded: Version) -> None:
-    """BackendUnavailable unless the Python bindings and the shared library are of one version."""
+    """Raise BackendUnavailable unless the Python bindings and libnvinfer have the same version."""
     if numbers(bindings)[:3] != loaded:
         message = (
             f"TensorRT is here in two versions: the Python bindings are {bindings}, the loaded"
@@ -392,7 +374,7 @@ def check_loaded(bindings: str, loaded: Version) -> None:
 
 
 def unsupported_gpu(version: Version, capability: Version) -> str:
-    """Why this version does not support this GPU generation at all, or ""."""
+    """Return why this version does not support this GPU generation at all, or ""."""
     rules = [rule for rule in GENERATIONS if capability >= rule[0]]
     if not rules:
         return (
@@ -414,33 +396,36 @@ def unsupported_gpu(version: Version, capability: Version) -> str:
 
 
 def features(version: str, capability: str, lean: str | None = None) -> tuple[Feature, ...]:
-    """All that TensorRT can do, each with why this version or this GPU cannot. `lean`: why the lean
-    runtime is missing; None: look for it here.
+    """Return all features of TensorRT, each with the reason if it is missing here.
+
+    `lean` is the reason why the lean runtime is missing; None: look for it on this host.
     """
-    reasons = {name: why_not(name, version, capability, lean) for name in NEEDS}
+    reasons = {name: why_not(name, version, capability, lean) for name in REQUIREMENTS}
     return tuple(Feature(name, not reason, reason) for name, reason in reasons.items())
 
 
 def why_not(name: str, version: str, capability: str, lean: str | None = None) -> str:
-    """Why a feature of NEEDS is lacking, or ""."""
-    need, here, gpu = NEEDS[name], numbers(version), numbers(capability)
-    if reason := unsupported_gpu(here, gpu):
+    """Return why a feature of REQUIREMENTS is missing, or ""."""
+    required, installed, gpu = REQUIREMENTS[name], numbers(version), numbers(capability)
+    reason = unsupported_gpu(installed, gpu)
+    if reason:
         return reason
-    if gpu < need.capability:
+    if gpu < required.capability:
         return (
-            f"{name} needs a GPU of compute capability {_dotted(need.capability)} or later, this"
-            f" one has {capability}"
+            f"{name} needs a GPU of compute capability {_dotted(required.capability)} or later,"
+            f" this one has {capability}"
         )
-    if need.until and here >= need.until:
-        return f"{name} ended with TensorRT {need.until[0]}, this is {version}"
+    if required.until and installed >= required.until:
+        return f"{name} ended with TensorRT {required.until[0]}, this is {version}"
     if name != VERSION_COMPATIBLE:
         return ""
-    return missing_lean(here[0]) if lean is None else lean
+    return missing_lean(installed[0]) if lean is None else lean
 
 
 def check_recipe(version: str, capability: str, recipe: Recipe, lean: str | None = None) -> None:
-    """UnsupportedError that names what this version or this GPU lacks for a recipe, with what to do
-    instead.
+    """Raise UnsupportedError if this version or this GPU cannot build a recipe.
+
+    It names the missing feature and the next step.
     """
     reason, instead = _lack(version, capability, recipe, lean)
     if reason:
@@ -452,32 +437,36 @@ def check_recipe(version: str, capability: str, recipe: Recipe, lean: str | None
 def _lack(version: str, capability: str, recipe: Recipe, lean: str | None) -> tuple[str, str]:
     for name in _needed(recipe):
         if reason := why_not(name, version, capability, lean):
-            return reason, NEEDS[name].instead
+            return reason, REQUIREMENTS[name].instead
     return _contradiction(recipe, capability)
 
 
 def _needed(recipe: Recipe) -> list[str]:
-    """The features that a recipe uses, the most telling first."""
+    """Return the features that a recipe uses, the most informative one first."""
     implicit = recipe.realised_in == "flags"
     names = []
     if recipe.precision is Precision.INT8:
         names.append("int8 implicit (calibrators)" if implicit else "int8 (Q/DQ in the graph)")
     else:
         names.append(str(recipe.precision))
-        names += ["precision by builder flags (weakly typed)"] if implicit else []
-    names += ["hardware compatibility"] if recipe.hardware_compatible else []
-    return names + ([VERSION_COMPATIBLE] if recipe.version_compatible else [])
+        if implicit:
+            names.append("precision by builder flags (weakly typed)")
+    if recipe.hardware_compatible:
+        names.append("hardware compatibility")
+    if recipe.version_compatible:
+        names.append(VERSION_COMPATIBLE)
+    return names
 
 
 def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
-    """What no version of TensorRT does."""
+    """Return the reason and the next step for a recipe that no version supports, or two ""."""
     in_flags, precision = recipe.realised_in == "flags", recipe.precision
     if recipe.compute_capability not in (None, capability):
-        wanted = (
+        reason = (
             f"TensorRT builds only for the GPU that is here ({capability}), the candidate names"
             f" {recipe.compute_capability}"
         )
-        return wanted, "leave `compute_capability` out, or set `hardware_compatible: true`"
+        return reason, "leave `compute_capability` out, or set `hardware_compatible: true`"
     if in_flags and precision is Precision.TF32:
         return (
             (
@@ -504,7 +493,7 @@ def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
     if recipe.realised_in == "runtime" and precision is not Precision.TF32:
         return (
             (
-                f"of all precisions only tf32 is told to TensorRT at build time, {precision} is"
+                f"only tf32 is a setting of TensorRT at build time, {precision} is"
                 " written into the graph"
             ),
             "leave `realised_in` out",
@@ -514,12 +503,13 @@ def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
             "TensorRT quantises to int8 with zero point 0, not to uint8",
             "take `activation: int8`",
         )
-    return _unheard(recipe)
+    return _ignored_option(recipe)
 
 
-def _unheard(recipe: Recipe) -> tuple[str, str]:
-    """What is asked of a quantizer that would not hear it: the label would tell of it, and the
-    engine would be another's.
+def _ignored_option(recipe: Recipe) -> tuple[str, str]:
+    """Return the reason and the next step for an option that the quantizer would ignore, or two "".
+
+    The label of the engine would name an option that it was built without.
     """
     implicit = recipe.realised_in == "flags"
     if recipe.precision not in (Precision.INT8, Precision.FP8) or not (
@@ -544,18 +534,19 @@ def _unheard(recipe: Recipe) -> tuple[str, str]:
 
 
 def missing_lean(major: int) -> str:
-    """Why version-compatible engines cannot be built here: the lean runtime's name; "" where it is,
-    and then it stays loaded.
+    """Return why version-compatible engines cannot be built here; "" if the lean runtime is there.
+
+    The lean runtime stays loaded.
     """
     name = f"libnvinfer_lean.so.{major}"
-    folders = [
-        Path(spec.origin).parent
-        for module in LEAN_FOLDERS
-        if (spec := importlib.util.find_spec(module)) and spec.origin
-    ]
-    for place in (name, *(str(folder / name) for folder in folders)):
+    paths = [name]
+    for module in LEAN_FOLDERS:
+        spec = importlib.util.find_spec(module)
+        if spec and spec.origin:
+            paths.append(str(Path(spec.origin).parent / name))
+    for path in paths:
         try:
-            ctypes.CDLL(place)
+            ctypes.CDLL(path)
         except OSError:
             continue
         return ""

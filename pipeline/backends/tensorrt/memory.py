@@ -1,5 +1,5 @@
-"""The memory a TensorRT session runs in: inputs and outputs under TensorRT's names, activations,
-and the contexts that point to them.
+"""The memory of a TensorRT session: inputs, outputs and activations, and the execution contexts
+that point to them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends import cuda
-from pipeline.backends.checks import unreadable
 from pipeline.backends.cuda import CudaError, DeviceBuffer, PinnedBuffer, Stream
+from pipeline.backends.feed_checks import unreadable
 from pipeline.backends.tensorrt.messages import messages_of
 from pipeline.backends.tensorrt.parser import sentence
 from pipeline.core import Engine, Profile, TensorSpec, dtype_of
@@ -33,7 +33,7 @@ DTYPES = {
     "INT64": "int64",
     "BOOL": "bool",
 }
-"""Ours by TensorRT's name."""
+"""Our dtype names by TensorRT's names."""
 
 Shape = tuple[int, ...]
 
@@ -46,37 +46,34 @@ class Opened:
     rt: Any  # cuda.bindings.runtime
     engine: Engine
     cuda_engine: Any  # trt.ICudaEngine
-    ordinal: int  # of the GPU it lies on
-    lock: threading.Lock = field(
-        default_factory=threading.Lock
-    )  # for making contexts and sessions: TensorRT does not say that threads may
+    ordinal: int  # of its GPU
+    # For creating contexts and sessions: TensorRT does not document it as thread-safe.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 Named = tuple[TensorSpec, str]
-"""An input or output, and TensorRT's name of it."""
+"""An input or output, and its name in TensorRT."""
 
 
 def tensors_of(opened: Opened) -> tuple[tuple[Named, ...], tuple[Named, ...]]:
-    """Inputs and outputs under TensorRT's names. StoreError if the file holds the engine of another
-    model.
+    """Return the inputs and the outputs with their names in TensorRT.
 
-    An input that is an output too is renamed by the parser, and one that nothing reads may be left
-    out.
+    The parser renames an input that is an output too, and may leave out an input that nothing
+    reads. StoreError if the file holds the engine of another model.
     """
     engine, cuda_engine = opened.engine, opened.cuda_engine
     found = [cuda_engine.get_tensor_name(index) for index in range(cuda_engine.num_io_tensors)]
-    taken = {tensor for tensor in found if cuda_engine.get_tensor_mode(tensor).name == "INPUT"}
-    candidates = (
-        (spec, tensor)
-        for spec in engine.inputs
-        for tensor in [spec.name if spec.name in taken else f"__{spec.name}"]
-    )
-    inputs = tuple((spec, tensor) for spec, tensor in candidates if tensor in taken)
+    input_names = {name for name in found if cuda_engine.get_tensor_mode(name).name == "INPUT"}
+    inputs: tuple[Named, ...] = ()
+    for spec in engine.inputs:
+        name = spec.name if spec.name in input_names else f"__{spec.name}"
+        if name in input_names:
+            inputs += ((spec, name),)
     outputs = tuple((spec, spec.name) for spec in engine.outputs)
-    is_ours = {*taken} == {tensor for _, tensor in inputs} and {*found} - taken == {
-        tensor for _, tensor in outputs
-    }
-    if not is_ours or cuda_engine.num_optimization_profiles > max(1, len(engine.profiles)):
+    same_inputs = input_names == {name for _, name in inputs}
+    same_outputs = {*found} - input_names == {name for _, name in outputs}
+    has_more_profiles = cuda_engine.num_optimization_profiles > max(1, len(engine.profiles))
+    if not same_inputs or not same_outputs or has_more_profiles:
         expected = ", ".join(spec.name for spec in (*engine.inputs, *engine.outputs))
         raise unreadable(
             engine,
@@ -94,29 +91,28 @@ def tensors_of(opened: Opened) -> tuple[tuple[Named, ...], tuple[Named, ...]]:
     return inputs, outputs
 
 
-def run_error(rt: Any, messages: MutableSequence[tuple[str, str]], what: str) -> CrucibleError:
-    """The exception for the errors that TensorRT has told, which are then cleared. `what` is what
-    it could not do.
+def run_error(rt: Any, messages: MutableSequence[tuple[str, str]], action: str) -> CrucibleError:
+    """Return the exception for TensorRT's error messages, and clear them.
+
+    `action` follows "TensorRT" in the message, for example "cannot run the engine".
     """
     texts = [text for severity, text in messages if severity != "WARNING"]
     messages.clear()
     for text in texts:
         if re.search(r"out ?of ?memory", text, re.IGNORECASE):
-            wanted = re.search(r"[Rr]equested size was (\d+)", text)
-            return cuda.out_of_memory(rt, int(wanted[1]) if wanted else None)
+            size = re.search(r"[Rr]equested size was (\d+)", text)
+            return cuda.out_of_memory(rt, int(size[1]) if size else None)
     rt.cudaGetLastError()
-    said = "; ".join(dict.fromkeys(map(sentence, texts))) or "it does not say why"
+    reason = "; ".join(dict.fromkeys(map(sentence, texts))) or "it does not say why"
     return CudaError(
-        f"TensorRT {what}: {said}",
+        f"TensorRT {action}: {reason}",
         "check the values of the inputs; if they are right, compile the model again",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One input or output: where it lies on the device, and where it is copied from or to on the
-    host.
-    """
+    """One input or output: its memory on the device, and on the host for copies."""
 
     name: str
     tensor: str  # TensorRT's name
@@ -138,16 +134,17 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class HostInput:
-    """An input that TensorRT reads on the CPU, because its values decide a shape."""
+    """An input that TensorRT reads on the CPU, since its values decide a shape."""
 
     name: str
     tensor: str
-    array: NDArray[Any]  # stays where it is
+    array: NDArray[Any]  # at a fixed address
 
 
 def slots_of(opened: Opened) -> tuple[tuple[Slot, ...], tuple[Slot, ...], tuple[HostInput, ...]]:
-    """Inputs, outputs, and inputs that TensorRT reads on the CPU; nothing is allocated on the GPU
-    yet.
+    """Return the inputs, the outputs, and the inputs that TensorRT reads on the CPU.
+
+    Allocates nothing on the GPU yet. UnsupportedError for an output on the CPU.
     """
     inputs, outputs = tensors_of(opened)
     on_host = {
@@ -155,9 +152,10 @@ def slots_of(opened: Opened) -> tuple[tuple[Slot, ...], tuple[Slot, ...], tuple[
         for _, tensor in (*inputs, *outputs)
         if opened.cuda_engine.get_tensor_location(tensor).name == "HOST"
     }
-    if refused := sorted(on_host & {tensor for _, tensor in outputs}):
+    refused = sorted(on_host & {tensor for _, tensor in outputs})
+    if refused:
         raise UnsupportedError(
-            f"output '{refused[0]}' is made on the CPU by TensorRT",
+            f"TensorRT computes output '{refused[0]}' on the CPU",
             "compile this model for onnxruntime",
         )
 
@@ -183,8 +181,9 @@ def slots_of(opened: Opened) -> tuple[tuple[Slot, ...], tuple[Slot, ...], tuple[
 
 @cache
 def allocator_type(trt: Any) -> Any:
-    """TensorRT asks for memory in each run of an engine whose outputs are sized by values, and then
-    says how large they became.
+    """Return the class of allocators for outputs whose size depends on values.
+
+    TensorRT requests their memory in each run, and then reports their shapes.
     """
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
@@ -199,9 +198,8 @@ def allocator_type(trt: Any) -> Any:
         ) -> int:
             try:
                 self.buffer.reserve(size)
-            except (
-                CrucibleError
-            ) as error:  # C++ calls: an exception would be lost here, and 0 makes the run fail
+            # The caller is C++: an exception would be lost, and the pointer 0 makes the run fail.
+            except CrucibleError as error:
                 self.error = error
             return self.buffer.pointer
 
@@ -212,28 +210,23 @@ def allocator_type(trt: Any) -> Any:
 
 
 class Memory:
-    """Buffers at fixed addresses, and contexts of one engine that take turns on one stream, so that
-    they share their activation memory.
+    """Buffers at fixed addresses, and the contexts of one engine on one stream.
+
+    The contexts take turns, so that they share their activation memory.
     """
 
     def __init__(self, opened: Opened, stream: Stream) -> None:
         self.inputs, self.outputs, self.host_inputs = slots_of(opened)
         self.contexts: list[Any] = []  # one per profile
-        self._trt, self._rt, self._cuda_engine, self._stream = (
-            opened.trt,
-            opened.rt,
-            opened.cuda_engine,
-            stream,
-        )
+        self._trt, self._rt = opened.trt, opened.rt
+        self._cuda_engine, self._stream = opened.cuda_engine, stream
         self._lock = opened.lock
-        self._allocators: dict[
-            str, Any
-        ] = {}  # by TensorRT's name, of outputs that are sized by values
+        # of outputs that are sized by values, by TensorRT's name
+        self._allocators: dict[str, Any] = {}
         self._activations = DeviceBuffer(opened.rt)
         try:
-            self._activations.reserve(
-                opened.cuda_engine.device_memory_size_v2
-            )  # the largest of all profiles
+            # the largest of all profiles
+            self._activations.reserve(opened.cuda_engine.device_memory_size_v2)
             self.contexts.extend(
                 self._bare_context(index)
                 for index in range(opened.cuda_engine.num_optimization_profiles)
@@ -245,17 +238,15 @@ class Memory:
 
     @property
     def sized_by_values(self) -> bool:
-        """Whether only a run tells how large an output is."""
+        """True if the size of an output is known only after a run."""
         return bool(self._allocators)
 
     @property
     def graph_refusal(self) -> str:
-        """Why a run cannot be captured, as far as that is known before trying."""
+        """Why a run cannot be captured, as far as that is known before an attempt; or ""."""
         if self._allocators:
-            return (
-                f"the size of output '{next(iter(self._allocators))}' depends on values and is"
-                " known only after a run"
-            )
+            output = next(iter(self._allocators))
+            return f"the size of output '{output}' depends on values and is known only after a run"
         if self.host_inputs:
             return (
                 f"TensorRT reads the values of input '{self.host_inputs[0].name}' on the CPU in"
@@ -264,8 +255,9 @@ class Memory:
         return ""
 
     def new_context(self, profile: int) -> Any:
-        """A trt.IExecutionContext on this memory. OutOfDeviceMemory if its own part does not
-        fit.
+        """Create a trt.IExecutionContext on this memory.
+
+        OutOfDeviceMemory if there is no room for the context's own memory.
         """
         context = self._bare_context(profile)
         self._set_addresses(context)
@@ -274,48 +266,48 @@ class Memory:
     def place(
         self, context: Any, shapes: Mapping[str, Shape], values: Mapping[str, NDArray[Any]]
     ) -> tuple[Shape, ...]:
-        """Set the shapes of the inputs, and values that TensorRT reads on the CPU: the shapes of
-        the outputs, -1 where only a run can tell.
+        """Set the input shapes and the values that TensorRT reads on the CPU.
 
-        DataError in TensorRT's words if it refuses them.
+        Return the shapes of the outputs, with -1 where only a run determines the size. DataError
+        with TensorRT's message if it refuses them.
         """
-        for each in self.host_inputs:
-            if each.name in values:
-                np.copyto(each.array, values[each.name].reshape(each.array.shape))
-            context.set_tensor_address(each.tensor, each.array.ctypes.data)
+        for host_input in self.host_inputs:
+            array = host_input.array
+            if host_input.name in values:
+                np.copyto(array, values[host_input.name].reshape(array.shape))
+            context.set_tensor_address(host_input.tensor, array.ctypes.data)
         for slot in self.inputs:
             if not context.set_input_shape(slot.tensor, shapes[slot.name]):
-                raise self._refused(shapes)
+                raise self._shape_error(shapes)
         try:
             missing = context.infer_shapes()
         except RuntimeError as error:
-            raise self._refused(shapes) from error
+            raise self._shape_error(shapes) from error
         if missing:
             raise InternalError(
                 f"TensorRT lacks a shape or an address of {', '.join(missing)}",
                 "compile the model again",
             )
-        found = tuple(tuple(context.get_tensor_shape(slot.tensor)) for slot in self.outputs)
-        for slot, shape in zip(self.outputs, found, strict=True):
+        outputs = tuple(tuple(context.get_tensor_shape(slot.tensor)) for slot in self.outputs)
+        for slot, shape in zip(self.outputs, outputs, strict=True):
             if -1 in shape and slot.tensor not in self._allocators:
                 self._allocators[slot.tensor] = allocator_type(self._trt)(slot.device)
                 self._set_all_addresses()
-        return found
+        return outputs
 
     def enqueue(self, context: Any) -> None:
-        """Put a run on the stream. OutOfDeviceMemory, or CudaError in TensorRT's words."""
+        """Put a run on the stream. OutOfDeviceMemory, or CudaError with TensorRT's message."""
         if not context.execute_async_v3(self._stream.pointer):
             for allocator in self._allocators.values():
                 error, allocator.error = allocator.error, None
                 if error:
-                    messages_of(
-                        self._trt
-                    ).clear()  # TensorRT's own of the same, which the next error would repeat
+                    # TensorRT's messages on the same failure; the next error would repeat them
+                    messages_of(self._trt).clear()
                     raise error
             raise self._error("cannot run the engine")
 
     def measured(self, outputs: Sequence[Shape]) -> tuple[Shape, ...]:
-        """The shapes of the outputs after a run, with host memory for them."""
+        """Return the shapes of the outputs after a run, and reserve host memory for them."""
         shapes = []
         for slot, shape in zip(self.outputs, outputs, strict=True):
             allocator = self._allocators.get(slot.tensor)
@@ -326,18 +318,23 @@ class Memory:
         return tuple(shapes)
 
     def is_short_of(self, outputs: Sequence[Shape]) -> bool:
-        """Whether an output is larger at this shape than at the largest of its profile, which is
-        rare, or its memory was lost to a failure.
+        """Return True if the memory of an output is too small for its shape.
+
+        That is rare: the output is larger than at the largest shape of the profile, or its memory
+        was lost in a failure.
         """
-        sizes = [
-            (slot, slot.bytes_of(shape))
-            for slot, shape in zip(self.outputs, outputs, strict=True)
-            if -1 not in shape
-        ]
-        return any(size > min(slot.device.size, slot.host.size) for slot, size in sizes)
+        for slot, shape in zip(self.outputs, outputs, strict=True):
+            if -1 in shape:
+                continue
+            if slot.bytes_of(shape) > min(slot.device.size, slot.host.size):
+                return True
+        return False
 
     def grow(self, outputs: Sequence[Shape]) -> None:
-        """Make room. Addresses change: nothing may be in flight, and what was captured is void."""
+        """Reserve memory for these shapes.
+
+        Addresses change: nothing may be in flight, and captured graphs become invalid.
+        """
         for slot, shape in zip(self.outputs, outputs, strict=True):
             if -1 not in shape:
                 slot.reserve(shape)
@@ -349,9 +346,8 @@ class Memory:
         for slot in (*self.inputs, *self.outputs):
             slot.close()
         self._activations.close()
-        self._cuda_engine = (
-            None  # else a closed session that someone still holds would keep the weights
-        )
+        # A closed session that is still referenced must not keep the weights.
+        self._cuda_engine = None
 
     def _reserve_largest(self, engine: Engine) -> None:
         for index, context in enumerate(self.contexts):
@@ -363,9 +359,8 @@ class Memory:
                 slot.reserve(shapes[slot.name])
             try:
                 outputs: Sequence[Shape] = self.place(context, shapes, values)
-            except (
-                DataError
-            ):  # the largest values do not fit the largest shapes: memory grows when it is needed
+            # The largest values do not fit the largest shapes: memory grows on demand.
+            except DataError:
                 outputs = ((),) * len(self.outputs)
             for slot, shape in zip(self.outputs, outputs, strict=True):
                 slot.reserve(shape if -1 not in shape else ())
@@ -377,7 +372,7 @@ class Memory:
                 self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
             )
         if context is None:
-            raise self._error("cannot make an execution context")
+            raise self._error("cannot create an execution context")
         if not context.set_optimization_profile_async(profile, self._stream.pointer):
             raise self._error(f"cannot take profile {profile}")
         context.set_device_memory(self._activations.pointer, self._activations.size)
@@ -389,20 +384,18 @@ class Memory:
 
     def _set_addresses(self, context: Any) -> None:
         for slot in (*self.inputs, *self.outputs):
-            if allocator := self._allocators.get(slot.tensor):
+            allocator = self._allocators.get(slot.tensor)
+            if allocator:
                 context.set_output_allocator(slot.tensor, allocator)
-            elif slot.device.pointer:  # not while the first sizes are worked out
+            elif slot.device.pointer:  # 0 until the first sizes are known
                 context.set_tensor_address(slot.tensor, slot.device.pointer)
 
-    def _error(self, what: str) -> CrucibleError:
-        return run_error(self._rt, messages_of(self._trt), what)
+    def _error(self, action: str) -> CrucibleError:
+        return run_error(self._rt, messages_of(self._trt), action)
 
-    def _refused(self, shapes: Mapping[str, Shape]) -> CrucibleError:
-        error = self._error(
-            f"refuses {', '.join(f'{name} {shape}' for name, shape in shapes.items())}"
-        )
-        return (
-            DataError(error.message, "give shapes and values that fit together")
-            if isinstance(error, CudaError)
-            else error
-        )
+    def _shape_error(self, shapes: Mapping[str, Shape]) -> CrucibleError:
+        texts = [f"{name} {shape}" for name, shape in shapes.items()]
+        error = self._error(f"refuses {', '.join(texts)}")
+        if not isinstance(error, CudaError):
+            return error
+        return DataError(error.message, "give shapes and values that fit together")

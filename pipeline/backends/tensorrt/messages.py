@@ -1,10 +1,10 @@
-"""What TensorRT says: read from where its own logger prints while it builds, told to a logger of
-ours in Python elsewhere.
+"""TensorRT's messages: read from the output of its own logger during a build, and sent to a logger
+in Python elsewhere.
 
-TensorRT tells a logger every message, thousands in a build, many of them between two runs of a
+TensorRT sends a logger every message, thousands in a build, many of them between two runs of a
 kernel that it times. With a logger in Python it chose kernels that were about 2 % slower together,
 with a progress monitor 3 % (`python -m benchmarks gpu_models tactics`). So a build has neither:
-TensorRT's own logger drops by itself what is unimportant, and prints the rest.
+TensorRT's own logger drops unimportant messages itself and prints the rest.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ LINE_BYTES = 1 << 16
 LINE_BUFFERED = 1  # _IOLBF of stdio.h (glibc)
 STDOUT = 1  # where TensorRT's own logger prints: 10.6, 11.2 and RTX 1.7
 PRINTED_TO = Path(f"/proc/self/fd/{STDOUT}")
-PRINTED = re.compile(
-    r"\[[\d/]+-[\d:]+\] \[TRT\] \[([FEW])\] "
-)  # others may have left a line without its end
+# Not anchored to the start of a line: another writer may have printed a line without its end.
+PRINTED = re.compile(r"\[[\d/]+-[\d:]+\] \[TRT\] \[([FEW])\] ")
 _ONE_AT_A_TIME = threading.RLock()
 SEVERITIES = {"F": "INTERNAL_ERROR", "E": "ERROR", "W": "WARNING"}
 
 
 def messages_of(trt: Any) -> list[tuple[str, str]]:
-    """Severity and text of all that the library has said since the list was last cleared."""
+    """Return severity and text of the library's messages since the list was last cleared."""
     return logger_of(trt).messages  # type: ignore[no-any-return]
 
 
 @cache
 def logger_of(trt: Any) -> Any:
-    """The logger of what runs engines. TensorRT ignores a second one while anything made with the
-    first is alive.
+    """Return the logger for running engines.
+
+    TensorRT ignores a second logger while any object of the first is alive.
     """
 
     class Messages(trt.ILogger):  # type: ignore[misc]
@@ -60,24 +60,26 @@ def logger_of(trt: Any) -> Any:
 
 @cache
 def builders_logger_of(trt: Any) -> Any:
-    """The logger of what parses and builds: TensorRT's own, heard by `listening`. No Python runs
-    while a kernel is timed.
+    """Return the logger for parsing and building: TensorRT's own, which `listening` reads.
+
+    It runs no Python while a kernel is timed.
     """
     return trt.Logger(trt.Logger.WARNING)
 
 
 @contextlib.contextmanager
 def listening(trt: Any) -> Iterator[None]:
-    """Add to `messages_of` what TensorRT's own logger prints meanwhile. It still arrives where this
-    process prints. One thread at a time.
+    """Add the messages that TensorRT's own logger prints in this context to `messages_of`.
+
+    They still reach the standard output of this process. One thread at a time.
     """
-    with _ONE_AT_A_TIME, _stdout_in_a_file() as file, file.open("rb") as printed:
-        _write_whole_lines()
-        printed.seek(0, os.SEEK_END)
+    with _ONE_AT_A_TIME, _stdout_in_a_file() as file, file.open("rb") as output:
+        _buffer_lines()
+        output.seek(0, os.SEEK_END)
         try:
             yield
         finally:
-            _, *parts = PRINTED.split(printed.read().decode(errors="replace"))
+            _, *parts = PRINTED.split(output.read().decode(errors="replace"))
             messages_of(trt).extend(
                 (SEVERITIES[letter], text.rstrip("\n"))
                 for letter, text in zip(parts[::2], parts[1::2], strict=True)
@@ -86,12 +88,15 @@ def listening(trt: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stdout_in_a_file() -> Iterator[Path]:
-    """As it is in a child process, whose log it is: there the last words before a crash stay.
-    Elsewhere for a while, then all is handed on.
+    """Give the path of a file that standard output is written to within this context.
+
+    In a child process standard output is a log file already and stays as it is: it keeps the last
+    messages before a crash. Elsewhere a temporary file takes its place; afterwards its content is
+    copied to standard output.
     """
     try:
         mode = os.fstat(STDOUT).st_mode
-    except OSError:  # it is closed: what is printed is lost
+    except OSError:  # standard output is closed: the messages are lost
         yield Path(os.devnull)
         return
     if stat.S_ISREG(mode):
@@ -106,19 +111,17 @@ def _stdout_in_a_file() -> Iterator[Path]:
             os.dup2(before, STDOUT)
             os.close(before)
             file.seek(0)
-            with (
-                contextlib.suppress(OSError),
-                open(STDOUT, "wb", closefd=False) as out,
-            ):  # nobody may read it any more
+            # the reader of standard output may be gone
+            with contextlib.suppress(OSError), open(STDOUT, "wb", closefd=False) as out:
                 out.write(file.read())
 
 
 @cache
-def _write_whole_lines() -> Any:
-    """PYTHONUNBUFFERED takes the buffer of C's stdout, too: a message is then written piece by
-    piece, and what others print falls into it.
+def _buffer_lines() -> Any:
+    """Give C's stdout a line buffer. Return the buffer, which must stay alive.
 
-    Returns the new buffer, which must stay.
+    PYTHONUNBUFFERED removes the buffer of C's stdout too: a message is then written piece by piece
+    and mixes with the output of others.
     """
     libc, buffer = ctypes.CDLL(None), ctypes.create_string_buffer(LINE_BYTES)
     libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), buffer, LINE_BUFFERED, LINE_BYTES)

@@ -1,11 +1,11 @@
-"""NVIDIA ModelOpt's quantisation for TensorRT: an ONNX graph in, an ONNX graph with Q/DQ pairs of
-int8 or fp8 out, which builds like any other.
+"""Quantise an ONNX graph for TensorRT with NVIDIA ModelOpt, into Q/DQ pairs of int8 or fp8.
 
-ModelOpt chooses the ranges and the places on the fp32 graph; the casts to 16 bits are ours, for its
-own do not look for overflow (int8) and know operators, not nodes, to keep in fp32. What reads an
-attention mask is kept from it: it gives a tensor of 0 and -inf the scale inf (MiniLM, `max`: the
-cosine to the original falls to 0.60). Without samples it would calibrate on random values, so it
-always gets a reader. It replaces parts of onnxruntime for the whole process: this runs in a child.
+ModelOpt chooses the ranges and the placement on the fp32 graph. The casts to 16 bits are ours:
+ModelOpt's casts do not check for overflow (int8), and keep operators, not nodes, in fp32. Nodes
+that read an attention mask are excluded: ModelOpt gives a tensor of 0 and -inf the scale inf
+(MiniLM, `max`: the cosine to the original falls to 0.60). Without samples it would calibrate on
+random values, so it always gets a reader. It replaces parts of onnxruntime in the whole process:
+call this in a child process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from pipeline.backends.checks import installed_version
+from pipeline.backends.feed_checks import installed_version
 from pipeline.core import (
     BuildOptions,
     CalibrationMethod,
@@ -60,13 +60,14 @@ METHODS = {CalibrationMethod.ENTROPY: "entropy", CalibrationMethod.MINMAX: "max"
 
 
 class Reader:
-    """The calibration samples in batches, as ONNX Runtime's calibrators read them, which ModelOpt's
-    are made of.
+    """The calibration samples in batches, with the interface of ONNX Runtime's calibrators.
+
+    ModelOpt's calibrators are built on these.
     """
 
-    def __init__(self, source: CalibrationSet, size: int, wanted: int, progress: Progress) -> None:
-        self.source, self.size, self.wanted, self.progress = source, size, wanted, progress
-        self.most = 0  # samples read in one pass
+    def __init__(self, source: CalibrationSet, size: int, limit: int, progress: Progress) -> None:
+        self.source, self.size, self.limit, self.progress = source, size, limit, progress
+        self.most = 0  # samples read in the longest pass
         self.rewind()
 
     def rewind(self) -> None:
@@ -76,20 +77,20 @@ class Reader:
         return next(self._batches, None)
 
     def get_first(self) -> Tensors:
-        """A batch to look at shapes by: ModelOpt leaves matrix products of one row alone."""
+        """Return a batch for its shapes: ModelOpt does not quantise matrix products of one row."""
         return next(self.source.batches(self.size)).feeds
 
     def _read(self) -> Iterator[Tensors]:
         used = 0
         for batch in self.source.batches(self.size):
-            if used >= self.wanted:
+            if used >= self.limit:
                 return
             yield batch.feeds
             used += batch.samples
             self.most = max(self.most, used)
             self.progress(
-                0.2 + 0.6 * min(used / self.wanted, 1.0),
-                f"ModelOpt: {used} of {self.wanted} samples",
+                0.2 + 0.6 * min(used / self.limit, 1.0),
+                f"ModelOpt: {used} of {self.limit} samples",
             )
 
 
@@ -102,11 +103,10 @@ def quantize_with_modelopt(
     out: Path,
     progress: Progress = silent,
 ) -> OnnxModel:
-    """The int8 or fp8 graph as out/model.onnx, the rest in `recipe.rest`, with the interface of
-    `model`. `recipe.keep_fp32` stays fp32.
+    """Write the int8 or fp8 graph as out/model.onnx, with the interface of `model`.
 
-    Raises UnsupportedError for what ModelOpt cannot quantise and BackendUnavailable where it is
-    missing.
+    Other nodes are in `recipe.rest`; `recipe.keep_fp32` stays fp32. UnsupportedError for a model
+    that ModelOpt cannot quantise, BackendUnavailable without ModelOpt.
     """
     installed_version("nvidia-modelopt", INSTALL)
     method = method_of(recipe)
@@ -119,19 +119,19 @@ def quantize_with_modelopt(
             f"{ANOTHER}, which keeps every scale",
         )
     kept = kept_nodes(proto.graph, recipe.keep_fp32)
-    wanted = min(options.samples or samples.samples, samples.samples)
+    limit = min(options.samples or samples.samples, samples.samples)
     progress(0.0, "looking for values that 8 and 16 bits cannot hold")
-    seen = _seen(model, samples, options.batch, wanted)  # before ModelOpt changes onnxruntime
-    reasons = reasons_for_fp32(proto.graph, seen) if recipe.rest is Precision.FP16 else {}
-    left = kept | reasons.keys() | masked(proto.graph, seen)
-    reader = Reader(samples, options.batch, wanted, progress)
+    bounds = _bounds(model, samples, options.batch, limit)  # before ModelOpt changes onnxruntime
+    reasons = reasons_for_fp32(proto.graph, bounds) if recipe.rest is Precision.FP16 else {}
+    excluded = kept | reasons.keys() | masked(proto.graph, bounds)
+    reader = Reader(samples, options.batch, limit, progress)
     with tempfile.TemporaryDirectory(dir=out) as folder:
         quantised = _quantised(
             proto,
             Path(folder),
             "fp8" if recipe.precision is Precision.FP8 else "int8",
             method,
-            left,
+            excluded,
             reader,
         )
     if recipe.rest in MIN_OPSET:
@@ -142,20 +142,22 @@ def quantize_with_modelopt(
         text=f"ModelOpt ({method}) took {reader.most} of {samples.samples} calibration samples",
         level="info",
     )
-    made = onnx_model(out, FILE, recipe.precision, (used, *overflow_notes(proto.graph, reasons)))
-    if changed := changed_interface(model, made):
+    result = onnx_model(out, FILE, recipe.precision, (used, *overflow_notes(proto.graph, reasons)))
+    changed = changed_interface(model, result)
+    if changed:
         raise ModelError(f"ModelOpt changed the model's interface: {changed}", ANOTHER)
     unnamed = {name: why for name, why in reasons.items() if name not in kept}
-    return made.model_copy(update={"kept_fp32": kept_in_fp32(quantised.graph, unnamed)})
+    return result.model_copy(update={"kept_fp32": kept_in_fp32(quantised.graph, unnamed)})
 
 
 def method_of(recipe: Recipe) -> str:
-    """ModelOpt's name for the recipe's calibration method; UnsupportedError for one that it
-    lacks.
+    """Return ModelOpt's name of the recipe's calibration method.
+
+    UnsupportedError for a method that it lacks.
     """
     if recipe.precision is Precision.FP8:
-        # ModelOpt makes fp8 of an int8 graph by another scale, which holds for the largest value
-        # only
+        # ModelOpt converts an int8 graph to fp8 by another scale, which is right for the largest
+        # value only
         return "max"
     if recipe.method not in METHODS:
         choices = " or ".join(METHODS)
@@ -166,24 +168,26 @@ def method_of(recipe: Recipe) -> str:
     return METHODS[recipe.method]
 
 
-def _seen(model: OnnxModel, samples: CalibrationSet, batch: int, wanted: int) -> dict[str, Bounds]:
-    """What every activation reaches on the samples that ModelOpt will see."""
+def _bounds(model: OnnxModel, samples: CalibrationSet, batch: int, limit: int) -> dict[str, Bounds]:
+    """Return the bounds of every activation on the samples that ModelOpt will read."""
     probe = open_probe(model)
     first = next(samples.batches(1))
     size = min(batch, rows_per_run(probe, first.feeds, first.samples))
-    return observe(probe, (each.feeds for each in samples.batches(size) if each.first < wanted))
+    batches = (batch for batch in samples.batches(size) if batch.first < limit)
+    return observe(probe, (batch.feeds for batch in batches))
 
 
-def masked(graph: onnx.GraphProto, seen: Mapping[str, Bounds]) -> frozenset[str]:
-    """The nodes that read infinities, or values so large that they mean "never": no 8-bit scale
-    holds these and the others too.
+def masked(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> frozenset[str]:
+    """Return the nodes that read infinities, or values so large that they stand for infinity.
+
+    No 8-bit scale fits these values together with the others.
     """
-    never = {
+    infinite = {
         name
-        for name, each in seen.items()
-        if each.nonfinite or each.largest > SAFE_FRACTION * MAX_FP16
+        for name, bound in bounds.items()
+        if bound.nonfinite or bound.largest > SAFE_FRACTION * MAX_FP16
     }
-    return frozenset(node.name for node in graph.node if never.intersection(node.input))
+    return frozenset(node.name for node in graph.node if infinite.intersection(node.input))
 
 
 def _quantised(
@@ -191,14 +195,16 @@ def _quantised(
     folder: Path,
     mode: str,
     method: str,
-    left: frozenset[str],
+    excluded: frozenset[str],
     reader: Reader,
 ) -> onnx.ModelProto:
-    """The fp32 graph with ModelOpt's Q/DQ pairs, the nodes `left` without; `folder` is for its
-    files.
+    """Return the fp32 graph with ModelOpt's Q/DQ pairs, but none at the nodes `excluded`.
+
+    `folder` is for temporary files.
     """
     source, target = folder / "source.onnx", folder / "quantised.onnx"
     write_proto(proto, source)
+    patterns = [f"{re.escape(name)}$" for name in sorted(excluded)]  # regular expressions
     reader.progress(0.1, "loading ModelOpt")
     try:
         from modelopt.onnx.quantization import quantize
@@ -209,9 +215,7 @@ def _quantised(
             calibration_data_reader=reader,
             calibration_method=method,
             calibration_eps=["cpu"],
-            nodes_to_exclude=[
-                f"{re.escape(name)}$" for name in sorted(left)
-            ],  # each is a regular expression
+            nodes_to_exclude=patterns,
             high_precision_dtype="fp32",
             use_external_data_format=bool(external_files(source)),
             output_path=str(target),
@@ -228,7 +232,7 @@ def _quantised(
     quantised = flatten(read_proto(target))
     if not holds_qdq(quantised.graph):
         raise UnsupportedError(
-            f"ModelOpt found nothing to quantise, so {mode} would only be its name",
+            f"ModelOpt found nothing to quantise, so only the label would be {mode}",
             "choose another precision",
         )
     check_scales(quantised.graph)
@@ -236,7 +240,7 @@ def _quantised(
 
 
 def check_scales(graph: onnx.GraphProto) -> None:
-    """UnsupportedError names a tensor whose scale is no positive number."""
+    """Raise UnsupportedError for a tensor with a scale that is not a positive number."""
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     for node in graph.node:
         scale = arrays[node.input[1]] if node.op_type in QUANTIZERS else np.ones(1)
@@ -248,7 +252,7 @@ def check_scales(graph: onnx.GraphProto) -> None:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What ModelOpt lets through: neither it nor ONNX Runtime has a base for its exceptions."""
+    """Return the exceptions that ModelOpt raises. Neither it nor ONNX Runtime has a base class."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     of_onnxruntime = (

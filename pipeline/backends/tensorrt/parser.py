@@ -1,10 +1,10 @@
-"""What TensorRT's ONNX parser says of a model: functions that take the imported library, so that
-every flavour of TensorRT can use them.
+"""Parse a model with TensorRT's ONNX parser, and find every node that it refuses.
 
-The parser checks operators one by one but stops at the first node whose inputs do not fit;
-`supports_model_v2` complains of the same nodes as `parse` and stops where that stops. To name every
-refused node it is asked again, with the refused ones cut out of the graph, until it has nothing
-more to say.
+The functions take the imported library, so that TensorRT and TensorRT-RTX share them.
+
+The parser checks operators one by one but stops at the first node with unsuitable inputs;
+`supports_model_v2` refuses the same nodes as `parse` and stops at the same place. To find every
+refused node, the graph is parsed again without the refused nodes until there are no more errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,15 @@ from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, graphs_of, operator_of,
 BINDABLE = frozenset({"float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool"})
 ANOTHER_BACKEND = "or compile this model for onnxruntime"
 QUANTIZERS = {"QuantizeLinear", "DequantizeLinear"}
-MIN_OPSET = 13  # the least that a plan may ask its export for
+MIN_OPSET = 13  # the oldest that a plan may choose for its export
 OWN_PLUGINS = "libnvinfer_plugin.so"  # NVIDIA's own plugins, a part of TensorRT
-NOISE = (
-    "catchCudaError",
-    "Invalid Node - ",
-)  # a host without a GPU adds "driver version is insufficient" to every message
+# A host without a GPU adds "driver version is insufficient" (catchCudaError) to every message.
+NOISE = ("catchCudaError", "Invalid Node - ")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One complaint of the parser."""
+    """One error of the parser."""
 
     index: int  # of the node in the main graph; -1: not about a node
     node: str
@@ -49,7 +46,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A parsed network; the builder and the parser own memory that the network points to."""
+    """A parsed network. Its builder and parser own memory that the network points to."""
 
     builder: Any
     parser: Any
@@ -60,30 +57,29 @@ class Parsed:
 def parse(
     trt: Any, raw: bytes, path: Path, strongly_typed: bool = True, plugins: Sequence[Path] = ()
 ) -> Parsed:
-    """Parse a serialized model; external data is read from beside `path`. What cannot be parsed is
-    in `faults`, not raised.
+    """Parse a serialized model. External data is read from the folder of `path`.
 
-    Strongly typed: every precision is as written in the graph. Otherwise builder flags allow more,
-    up to TensorRT 10; from 11 on all networks are strongly typed, whatever they are asked to be.
+    Nodes that cannot be parsed are in `faults`; they raise nothing. Strongly typed: every precision
+    is as written in the graph. Otherwise builder flags allow other precisions, up to TensorRT 10.
+    From 11 on all networks are strongly typed and the argument is ignored.
     """
     return _parse_with(trt, new_builder(trt, plugins), raw, path, strongly_typed)
 
 
 def new_builder(trt: Any, plugins: Sequence[Path] = ()) -> Any:
-    """A builder that knows NVIDIA's own plugins and those of the given libraries.
+    """Return a builder that knows NVIDIA's own plugins and those of the plugin libraries.
 
-    PlanError for a library that cannot be loaded, OutOfDeviceMemory where the GPU has no room for
-    the builder itself.
+    PlanError for a library that cannot be loaded. OutOfDeviceMemory if the GPU has too little
+    memory for the builder itself.
     """
     messages_of(trt).clear()
     logger = builders_logger_of(trt)
     with listening(trt):
-        trt.init_libnvinfer_plugins(
-            logger, ""
-        )  # EfficientNMS_TRT, ScatterElements and others are unknown without it
+        # without it EfficientNMS_TRT, ScatterElements and others are unknown
+        trt.init_libnvinfer_plugins(logger, "")
         try:
             builder = trt.Builder(logger)
-        except TypeError as error:  # pybind11's word for a null pointer
+        except TypeError as error:  # pybind11's error for a null pointer
             raise cuda.out_of_memory(cuda.runtime()) from error
     load_plugins(trt, builder.get_plugin_registry(), plugins, listening)
     return builder
@@ -93,25 +89,26 @@ def load_plugins(
     trt: Any,
     registry: Any,
     plugins: Sequence[Path],
-    heard: Callable[[Any], AbstractContextManager[None]] = nullcontext,
+    listen: Callable[[Any], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Load plugin libraries into the registry of a builder, which is `heard` by listening, or of a
-    runtime; not into that of the process.
+    """Load plugin libraries into the registry of a builder or a runtime, not of the process.
+
+    A builder needs `listen=listening`, since it prints its messages. PlanError for a library that
+    cannot be loaded.
     """
     for plugin in plugins:
         if is_own(plugin):
-            continue  # registered already, and twice is an error
+            continue  # registered already; a second registration is an error
         start = len(messages_of(trt))
-        with heard(trt):
+        with listen(trt):
             handle = registry.load_library(str(plugin))
         messages = [
             sentence(text)
             for severity, text in messages_of(trt)[start:]
             if severity != "WARNING" and "catchCudaError" not in text
         ]
-        if (
-            handle is None and messages
-        ):  # None without a word: all of its plugins are registered already
+        # None without a message: all of its plugins are registered already
+        if handle is None and messages:
             advice = (
                 "give a library made for this version of TensorRT that exports getCreators or"
                 " getPluginCreators"
@@ -122,19 +119,18 @@ def load_plugins(
 
 
 def is_own(plugin: Path) -> bool:
-    """Whether this is the plugin library that comes with TensorRT itself."""
+    """Return True for the plugin library that is a part of TensorRT."""
     return plugin.name.startswith(OWN_PLUGINS)
 
 
 def _parse_with(
     trt: Any, builder: Any, raw: bytes, path: Path, strongly_typed: bool = True
 ) -> Parsed:
-    asks = (
-        strongly_typed and int(trt.__version__.split(".")[0]) < 11
-    )  # from 11 on there is nothing to ask for
-    network = builder.create_network(
-        1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if asks else 0
-    )
+    flags = 0
+    # from 11 on there is no such flag
+    if strongly_typed and int(trt.__version__.split(".")[0]) < 11:
+        flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(flags)
     with listening(trt):
         parser = trt.OnnxParser(network, builders_logger_of(trt))
         parsed = parser.parse(raw, str(path))
@@ -150,15 +146,14 @@ def _parse_with(
 def _fault(error: Any) -> Fault:
     inside = tuple(frame.rpartition(" (")[0] for frame in error.local_function_stack())
     reason = re.sub(rf"^({re.escape(error.node_name())}|node_of_\S+): ", "", _reason(error.desc()))
-    if (
-        error.node() < 0 and error.file() and "." not in error.file()
-    ):  # the tensor's name, where an input cannot be taken
+    # If an input cannot be bound, file() is the name of its tensor.
+    if error.node() < 0 and error.file() and "." not in error.file():
         reason = f"tensor '{error.file()}': {reason}"
     return Fault(error.node(), error.node_name(), error.node_operator(), inside, reason)
 
 
 def _reason(desc: str) -> str:
-    """The parser's words as a sentence for people."""
+    """Return the parser's description of an error as a sentence for users."""
     if desc == "false":
         return "TensorRT has no importer for this operator"
     if "Plugin not found" in desc:
@@ -167,20 +162,19 @@ def _reason(desc: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """TensorRT's own sentence, without the C++ around it: functions, assertions, source lines."""
+    """Return TensorRT's sentence without C++ details: functions, assertions, source lines."""
     lines = [
         line for line in text.splitlines() if line and not any(noise in line for noise in NOISE)
     ]
     line = lines[0] if lines else text
-    line = re.sub(
-        r"^.*?Error Code \d+: [\w ]+\(", "", line
-    )  # "IBuilder::x: Error Code 4: API Usage Error ("
+    # "IBuilder::x: Error Code 4: API Usage Error ("
+    line = re.sub(r"^.*?Error Code \d+: [\w ]+\(", "", line)
     line = re.sub(r"\.? Please set k[A-Z]\w+ .*$", "", line)  # flags for other hardware
     line = re.sub(r"\.? In \w+ at \S+( \(.*)?$", "", line)
     line = re.sub(r"^\[[^]]*\] ", "", line.removeprefix("("))  # "[pass.cpp:337: check] "
     if line.startswith("Assertion failed: "):
         line = line.removeprefix("Assertion failed: ").rpartition(": ")[2]
-    if line.count(")") > line.count("("):  # it closed what the error code had opened
+    if line.count(")") > line.count("("):  # the end of the parenthesis after the error code
         line = line.removesuffix(")").removesuffix(".")
     return line.strip()
 
@@ -188,72 +182,62 @@ def sentence(text: str) -> str:
 def refusals(
     trt: Any, model: OnnxModel, plugins: Sequence[Path] = (), renames: bool = True
 ) -> tuple[Refusal, ...]:
-    """Every node, input and output of the model that TensorRT cannot take, or would take for
-    something else.
+    """Return every node, input and output that TensorRT refuses or would misinterpret.
 
-    `renames`: whether users meet TensorRT's own names, among them that of an input that is an
-    output too; our sessions know them.
+    `renames`: users of the engine see TensorRT's own tensor names, so an input that is an output
+    too counts as refused. Our sessions map the names back.
     """
     builder = new_builder(trt, plugins)  # one for all rounds: on a GPU each takes a second
     proto = _with_types(model)
-    found: dict[int, list[Refusal]] = {index: [refusal] for index, refusal in _quantizers(proto)}
+    refused: dict[int, list[Refusal]] = {index: [refusal] for index, refusal in _quantizers(proto)}
     interface = list(_interface(model, renames))
+    unreadable = {spec.name for spec in model.inputs if spec.dtype not in (*BINDABLE, "float64")}
     foreign: set[str] = set()
     while True:
-        rest, indices = _without(proto, found, foreign)
-        parsed = _parse_with(trt, builder, rest.SerializeToString(), model.path)
+        reduced, indices = _without(proto, refused, foreign)
+        parsed = _parse_with(trt, builder, reduced.SerializeToString(), model.path)
         new = [
             (indices[fault.index], fault)
             for fault in parsed.faults
             if 0 <= fault.index < len(indices)
         ]
         for index, fault in new:
-            found.setdefault(index, []).append(_refusal(proto, index, fault))
-        unreadable = {
-            spec.name for spec in model.inputs if spec.dtype not in (*BINDABLE, "float64")
-        }
+            refused.setdefault(index, []).append(_refusal(proto, index, fault))
         if not new and foreign == unreadable:
             break
-        # from the second time on: the first time, operators are checked whatever their inputs
+        # Only from the second round on: in the first one, operators are checked for any inputs.
         foreign = unreadable
-    if not (found or interface):
+    if not (refused or interface):
         interface = [_refusal(proto, -1, fault) for fault in parsed.faults]
-    inner = {
-        index: (*_bodies(proto, index, parsed.parser), *found[index]) for index in sorted(found)
-    }
-    nodes = (
-        {(refusal.node, refusal.operator): refusal for refusal in every}.values()
-        for every in inner.values()
-    )
-    return (*interface, *chain.from_iterable(nodes))
+    nodes: list[Refusal] = []
+    for index in sorted(refused):
+        all_of_node = (*_bodies(proto, index, parsed.parser), *refused[index])
+        nodes += {(refusal.node, refusal.operator): refusal for refusal in all_of_node}.values()
+    return (*interface, *nodes)
 
 
 def count_float64(model: OnnxModel) -> int:
-    """How many tensors inside the model are float64, which TensorRT computes in float32 without a
-    word.
-    """
+    """Count the float64 tensors of the model, which TensorRT silently computes in float32."""
     return sum(dtype == "float64" for dtype in _element_types(_with_types(model)).values())
 
 
 def _with_types(model: OnnxModel) -> onnx.ModelProto:
-    """The graph with the inferred types of its tensors; external data stays on disk."""
+    """Return the graph with the inferred types of its tensors. External data stays on disk."""
     proto = onnx.load(str(model.path), load_external_data=False)
     try:
         return onnx.shape_inference.infer_shapes(proto)
-    except (
-        onnx.shape_inference.InferenceError
-    ):  # contradictions inside: the parser will name the node
+    # The graph contradicts itself: the parser will name the node.
+    except onnx.shape_inference.InferenceError:
         return proto
 
 
 def _refusal(proto: onnx.ModelProto, index: int, fault: Fault) -> Refusal:
     node = proto.graph.node[index] if index >= 0 else onnx.NodeProto(name="model")
     is_outer = not fault.inside and node.op_type == fault.operator
-    name = (
-        "/".join((*fault.inside, fault.node or fault.operator))
-        if fault.inside
-        else node.name or node.output[0]
-    )
+    if fault.inside:
+        name = "/".join((*fault.inside, fault.node or fault.operator))
+    else:
+        name = node.name or node.output[0]
     operator = operator_of(node) if is_outer else fault.operator
     return Refusal(
         node=name,
@@ -265,8 +249,9 @@ def _refusal(proto: onnx.ModelProto, index: int, fault: Fault) -> Refusal:
 
 
 def _bodies(proto: onnx.ModelProto, index: int, parser: Any) -> Iterator[Refusal]:
-    """Operators without an importer in the branches and bodies of a refused node, of which the
-    parser names only the first.
+    """Yield the operators without an importer in the branches and bodies of a refused node.
+
+    The parser names only the first of them.
     """
     outer = proto.graph.node[index]
     for graph in _subgraphs(outer):
@@ -289,16 +274,14 @@ def _remedy(reason: str, operator: str) -> str:
 
 
 def _way_around(operator: str) -> str:
-    """How a model does without an operator that TensorRT does not know."""
+    """Return the advice for an operator that TensorRT does not know."""
     surgery = "replace it by surgery (`simplify.surgery`)"
-    first = min(
-        (
-            schema.since_version
-            for schema in onnx.defs.get_all_schemas_with_history()
-            if operator_of_schema(schema) == operator
-        ),
-        default=0,
-    )
+    opsets = [
+        schema.since_version
+        for schema in onnx.defs.get_all_schemas_with_history()
+        if operator_of_schema(schema) == operator
+    ]
+    first = min(opsets, default=0)
     if first == 0:  # not ONNX's own
         return (
             "load the library of its plugin (backend tensorrt: `tensorrt.plugins`, or `--plugin`"
@@ -321,14 +304,13 @@ def operator_of_schema(schema: Any) -> str:
 
 def _opset(proto: onnx.ModelProto, operator: str) -> int:
     domain = operator.rpartition("::")[0]
-    wanted = DEFAULT_DOMAINS if domain in DEFAULT_DOMAINS else (domain,)
-    return max(
-        (int(entry.version) for entry in proto.opset_import if entry.domain in wanted), default=0
-    )
+    names = DEFAULT_DOMAINS if domain in DEFAULT_DOMAINS else (domain,)
+    versions = [int(entry.version) for entry in proto.opset_import if entry.domain in names]
+    return max(versions, default=0)
 
 
 def _interface(model: OnnxModel, renames: bool) -> Iterator[Refusal]:
-    """Inputs and outputs whose dtype or name the engine could not keep."""
+    """Yield the inputs and outputs with a dtype or a name that the engine could not keep."""
     names = {spec.name for spec in model.inputs}
     for role, specs in (("input", model.inputs), ("output", model.outputs)):
         for spec in specs:
@@ -361,8 +343,9 @@ def _interface(model: OnnxModel, renames: bool) -> Iterator[Refusal]:
 
 
 def _quantizers(proto: onnx.ModelProto) -> Iterator[tuple[int, Refusal]]:
-    """Q and DQ nodes of uint8: the parser only warns, takes them for int8, and every value over 127
-    is wrong.
+    """Yield the Q and DQ nodes of uint8.
+
+    The parser only warns and treats them as int8, so that every value over 127 is wrong.
     """
     types = _element_types(proto)
     for index, node in enumerate(proto.graph.node):
@@ -376,16 +359,13 @@ def _quantizers(proto: onnx.ModelProto) -> Iterator[tuple[int, Refusal]]:
                     " wrong"
                 )
                 fault = Fault(index, node.name, node.op_type, (), reason)
-                yield (
-                    index,
-                    _refusal(proto, index, fault).model_copy(
-                        update={"remedy": _remedy("zero point", node.op_type)}
-                    ),
-                )
+                remedy = _remedy("zero point", node.op_type)
+                refusal = _refusal(proto, index, fault)
+                yield index, refusal.model_copy(update={"remedy": remedy})
 
 
 def _element_types(proto: onnx.ModelProto) -> Mapping[str, str]:
-    """numpy's name of the dtype of every tensor of the main graph that is known."""
+    """Return numpy's dtype names of the tensors of the main graph whose type is known."""
     values = (*proto.graph.input, *proto.graph.value_info, *proto.graph.output)
     types = {value.name: type_name(value.type.tensor_type.elem_type) for value in values}
     return types | {tensor.name: type_name(tensor.data_type) for tensor in proto.graph.initializer}
@@ -394,37 +374,36 @@ def _element_types(proto: onnx.ModelProto) -> Mapping[str, str]:
 def _without(
     proto: onnx.ModelProto, refused: Container[int], foreign: set[str]
 ) -> tuple[onnx.ModelProto, list[int]]:
-    """The graph without the refused nodes and without `foreign` inputs, and where each node that is
-    left was.
+    """Return the graph without the refused nodes and the `foreign` inputs.
 
-    What a refused node makes becomes an input where its type and rank are known; where they are
-    not, the nodes that read it go too.
+    The list holds the original index of each remaining node. An output of a refused node becomes
+    an input if its type and rank are known. Otherwise the nodes that read it are removed too.
     """
     known = {
         value.name: value
         for value in (*proto.graph.value_info, *proto.graph.output)
         if _is_known(value)
     }
-    rest = onnx.ModelProto()
-    rest.CopyFrom(proto)
+    reduced = onnx.ModelProto()
+    reduced.CopyFrom(proto)
     for field in ("node", "input", "output"):
-        rest.graph.ClearField(field)
-    rest.graph.input.extend(value for value in proto.graph.input if value.name not in foreign)
+        reduced.graph.ClearField(field)
+    reduced.graph.input.extend(value for value in proto.graph.input if value.name not in foreign)
     lost = {value.name for value in proto.graph.input if value.name in foreign}
-    kept: list[int] = []
+    indices: list[int] = []
     for index, node in enumerate(proto.graph.node):
         if index not in refused and not lost & set(_reads(node)):
-            rest.graph.node.append(node)
-            kept.append(index)
+            reduced.graph.node.append(node)
+            indices.append(index)
             continue
         stand_ins = [name for name in node.output if index in refused and name in known]
-        rest.graph.input.extend(known[name] for name in stand_ins)
+        reduced.graph.input.extend(known[name] for name in stand_ins)
         lost |= set(node.output) - set(stand_ins)
-    made = {name for index in kept for name in proto.graph.node[index].output}
-    rest.graph.output.extend(
-        value for value in proto.graph.output if value.name in made and value.name not in foreign
+    outputs = {name for index in indices for name in proto.graph.node[index].output}
+    reduced.graph.output.extend(
+        value for value in proto.graph.output if value.name in outputs and value.name not in foreign
     )
-    return rest, kept
+    return reduced, indices
 
 
 def _is_known(value: onnx.ValueInfoProto) -> bool:
@@ -438,8 +417,9 @@ def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _reads(node: onnx.NodeProto) -> Sequence[str]:
-    """Tensors a node reads, those that its subgraphs take from outside too."""
-    return [
-        *node.input,
-        *(name for graph in _subgraphs(node) for deep in graph.node for name in deep.input),
-    ]
+    """Return the tensors that a node and the nodes of its subgraphs read."""
+    tensors = list(node.input)
+    for graph in _subgraphs(node):
+        for inner in graph.node:
+            tensors += inner.input
+    return tensors

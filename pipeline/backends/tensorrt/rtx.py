@@ -1,8 +1,8 @@
-"""TensorRT-RTX: builds an engine for a named GPU generation on a host without any GPU. Running such
-an engine comes with GPU support.
+"""TensorRT-RTX: build an engine for a GPU generation on a host that needs no GPU.
 
-Networks are strongly typed: every precision is written in the graph, and TF32 is switched off, so
-that fp32 means fp32. No timing cache is ever made: that would need the GPU.
+Crucible cannot run such an engine yet. Networks are strongly typed: every precision is written in
+the graph, and TF32 is switched off, so that fp32 means fp32. There is no timing cache: it would
+need the GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.backends.base import Loaded, no_layers
-from pipeline.backends.checks import installed_version
+from pipeline.backends.feed_checks import installed_version
 from pipeline.backends.tensorrt.build import add_profiles, serialize, warnings_of, with_locations
 from pipeline.backends.tensorrt.messages import listening
 from pipeline.backends.tensorrt.parser import Parsed, parse, refusals
@@ -40,9 +40,7 @@ FILE = "engine.rtx"
 
 
 def probe() -> Target:
-    """This host as a place to build: a GPU is not needed, so `compute_capability` is None where
-    there is none.
-    """
+    """Return this host as a target for builds. `compute_capability` is None without a GPU."""
     version = _version()
     gpus = find_gpus().devices
     if not gpus:
@@ -66,8 +64,9 @@ def unsupported(
 def build(
     model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    """Build for `recipe.compute_capability`; the graph must already be in the recipe's precision.
-    One file under `out`.
+    """Build for `recipe.compute_capability`, into one file under `out`.
+
+    The graph must already be in the recipe's precision.
     """
     capability = _capability(recipe)
     _check_precision(model, recipe)
@@ -115,7 +114,7 @@ def build(
 
 
 def load(engine: Engine, device: str = "") -> Loaded:
-    """Always BackendUnavailable for now, with what the engine needs and what this host has."""
+    """Raise BackendUnavailable, with the requirements of the engine and the GPUs of this host."""
     raise BackendUnavailable(
         "this engine cannot run here:"
         f" {why_not_run(engine.target.compute_capability, find_gpus())}",
@@ -125,12 +124,13 @@ def load(engine: Engine, device: str = "") -> Loaded:
 
 
 def why_not_run(capability: str | None, gpus: Gpus) -> str:
-    """What an engine for this compute capability needs, and what this host has; capability None =
-    any that can be built for.
+    """Return the requirements of an engine for a compute capability, and the GPUs of this host.
+
+    None means any compute capability that can be built for.
     """
-    wanted = (capability,) if capability else CAPABILITIES
+    suitable = (capability,) if capability else CAPABILITIES
     needs = (
-        f"it needs an NVIDIA GPU of compute capability {', '.join(wanted)} with driver"
+        f"it needs an NVIDIA GPU of compute capability {', '.join(suitable)} with driver"
         f" {MINIMUM_DRIVER} or later"
     )
     if not gpus.devices:
@@ -140,12 +140,13 @@ def why_not_run(capability: str | None, gpus: Gpus) -> str:
         for gpu in gpus.devices
     )
     fits = any(
-        gpu.compute_capability in wanted and int(gpu.driver.split(".")[0]) >= MINIMUM_DRIVER
+        gpu.compute_capability in suitable and int(gpu.driver.split(".")[0]) >= MINIMUM_DRIVER
         for gpu in gpus.devices
     )
-    return f"{needs}, this host has {has}" + (
-        ", but this version of Crucible cannot run TensorRT-RTX engines yet" if fits else ""
-    )
+    text = f"{needs}, this host has {has}"
+    if fits:
+        text += ", but this version of Crucible cannot run TensorRT-RTX engines yet"
+    return text
 
 
 def _version() -> str:
@@ -183,7 +184,7 @@ def _capability(recipe: Recipe) -> str:
 
 
 def check_recipe(recipe: Recipe, target: Target) -> None:
-    """UnsupportedError for a precision or a GPU generation that TensorRT-RTX does not build for."""
+    """Raise UnsupportedError for a precision or GPU generation that TensorRT-RTX cannot target."""
     _capability(recipe)
     if recipe.precision not in PRECISIONS:
         choices = ", ".join(sorted(PRECISIONS))

@@ -1,14 +1,13 @@
-"""Runs TensorRT engines: weights once per engine, a stream and memory per session, a CUDA graph per
+"""Run TensorRT engines: weights once per engine, a stream and memory per session, a CUDA graph per
 shape.
 
-    bind          host arrays to page-locked memory; arrays on the GPU are kept until they are
-                  copied
-    upload        to the device, to addresses that stay the same, since graphs are captured on them
-    execute       first run of a shape: plain; second: on a context of its own, which is then
-                  captured; from the third on: one launch
-    download      to page-locked memory
-    synchronize
-    fetch         arrays of the caller's own
+    bind          copies host arrays to page-locked memory; keeps a reference to arrays on the GPU
+    upload        copies to the device, to fixed addresses, since graphs are captured on them
+    execute       first run of a shape: plain; second run: on a context of its own, then captured
+                  as a graph; from the third run on: one launch of the graph
+    download      copies to page-locked memory
+    synchronize   waits for the stream
+    fetch         returns arrays that the caller owns
 
 A graph belongs to one context and one shape. Sessions share nothing but the weights.
 """
@@ -29,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends import cuda
-from pipeline.backends.checks import FeedCheck, closed, nothing_to_fetch, unreadable
 from pipeline.backends.cuda import Copy, CudaError, DeviceArray, EventTimer, Graph, Stream
+from pipeline.backends.feed_checks import FeedCheck, closed, nothing_to_fetch, unreadable
 from pipeline.backends.tensorrt.memory import Memory, Opened, Shape, run_error, tensors_of
 from pipeline.backends.tensorrt.messages import messages_of
 from pipeline.backends.tensorrt.parser import load_plugins
@@ -45,9 +44,8 @@ from pipeline.errors import (
 )
 
 ALLOW_HOST_CODE = "CRUCIBLE_ALLOW_HOST_CODE"
-GRAPHS = (
-    8  # shapes kept: each captured one holds a context, whose own memory is small but not nothing
-)
+# Shapes that a session remembers. Each captured shape holds a context with a little memory.
+GRAPHS = 8
 PLUGINS = "plugins"  # beside the engine file
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -58,15 +56,16 @@ Results = Sequence[tuple[str, NDArray[Any]]]
 def load_engine(
     trt: Any, engine: Engine, logger: Any, device: str = "", rt: Any = None
 ) -> TrtLoaded:
-    """The engine on a GPU: "" is cuda:0. StoreError for a file that TensorRT cannot read,
-    OutOfDeviceMemory where the weights do not fit.
+    """Load an engine on a GPU; the device "" is cuda:0.
+
+    StoreError for a file that TensorRT cannot read, OutOfDeviceMemory if the weights do not fit.
     """
     _refuse_host_code(engine)
     ordinal = ordinal_of(device)
     rt = rt or cuda.runtime()
     cuda.use_device(rt, ordinal)
     messages_of(trt).clear()
-    trt.init_libnvinfer_plugins(logger, "")  # those that come with TensorRT
+    trt.init_libnvinfer_plugins(logger, "")  # TensorRT's own plugins
     runtime = trt.Runtime(logger)
     runtime.engine_host_code_allowed = engine.recipe.version_compatible
     try:
@@ -75,24 +74,23 @@ def load_engine(
         )
         data = engine.path.read_bytes()
         cuda_engine = runtime.deserialize_cuda_engine(data)
-    except (OSError, PlanError) as error:
-        raise unreadable(
-            engine, error.message if isinstance(error, PlanError) else str(error)
-        ) from error
+    except PlanError as error:
+        raise unreadable(engine, error.message) from error
+    except OSError as error:
+        raise unreadable(engine, str(error)) from error
     if cuda_engine is None:
         fault = run_error(rt, messages_of(trt), "says")
         raise unreadable(engine, fault.message) if isinstance(fault, CudaError) else fault
     opened = Opened(trt, rt, engine, cuda_engine, ordinal)
     tensors_of(opened)
-    if (
-        hashlib.sha256(data).hexdigest() != engine.digest
-    ):  # one changed byte in the weights loads without a word, and answers wrongly
+    # With one changed byte in its weights an engine loads without an error and computes nonsense.
+    if hashlib.sha256(data).hexdigest() != engine.digest:
         raise unreadable(engine, "its sha256 is not that of the engine that was built")
     return TrtLoaded(opened)
 
 
 def _refuse_host_code(engine: Engine) -> None:
-    """BackendUnavailable for a version-compatible engine, unless the user trusts its file."""
+    """Raise BackendUnavailable for a version-compatible engine, unless the user trusts its file."""
     if engine.recipe.version_compatible and os.environ.get(ALLOW_HOST_CODE) != "1":
         message = (
             f"the engine '{engine.path}' is version-compatible: it brings its own TensorRT runtime,"
@@ -104,17 +102,18 @@ def _refuse_host_code(engine: Engine) -> None:
 
 
 def ordinal_of(device: str) -> int:
-    """The number in "cuda:1"; "" is the first GPU. UnsupportedError for any other name."""
-    if not (found := re.fullmatch(r"(cuda:(\d+))?", device)):
+    """Return the number in "cuda:1"; 0 for "". UnsupportedError for any other name."""
+    match = re.fullmatch(r"(cuda:(\d+))?", device)
+    if match is None:
         raise UnsupportedError(
             f"tensorrt runs on an NVIDIA GPU, not on '{device}'",
             "leave the device out, or name it as cuda:0, cuda:1, ...",
         )
-    return int(found[2] or 0)
+    return int(match[2] or 0)
 
 
 class TrtLoaded:
-    """One engine on the GPU, weights once."""
+    """One engine on the GPU. Its sessions share the weights."""
 
     def __init__(self, opened: Opened) -> None:
         self._opened: Opened | None = opened
@@ -126,8 +125,9 @@ class TrtLoaded:
         return (self._opened or closed()).cuda_engine
 
     def session(self, profile: int = 0, graphs: bool = True) -> TrtSession:
-        """A session that prefers a profile and takes the shapes of all. OutOfDeviceMemory leaves
-        nothing behind.
+        """Open a session that prefers one profile and accepts the shapes of all.
+
+        OutOfDeviceMemory if there is no room; then nothing stays allocated.
         """
         opened = self._opened or closed()
         count = max(1, len(opened.engine.profiles))
@@ -139,18 +139,19 @@ class TrtLoaded:
         cuda.use_device(opened.rt, opened.ordinal)
         session = TrtSession(opened, profile, graphs)
         with opened.lock:
-            self._sessions = [*(each for each in self._sessions if each.is_open), session]
+            open_sessions = [other for other in self._sessions if other.is_open]
+            self._sessions = [*open_sessions, session]
         return session
 
     def close(self) -> None:
-        """Closes the sessions that are still open, then frees the weights."""
+        """Close the sessions that are still open, then free the weights."""
         for session in self._sessions:
             session.close()
         self._sessions, self._opened = [], None
 
 
 class Recent(Generic[Key, Value]):
-    """The values used last, at most `limit`; what falls out is evicted."""
+    """A cache of the most recently used values, at most `limit`. The others are evicted."""
 
     def __init__(self, limit: int, evict: Callable[[Value], None]) -> None:
         self._limit, self._evict = limit, evict
@@ -176,14 +177,14 @@ class Recent(Generic[Key, Value]):
 
 @dataclass(slots=True)
 class Bound:
-    """All that is worked out once per shape."""
+    """The state of one shape, computed once."""
 
     key: tuple[object, ...]
     profile: int
     shapes: Mapping[str, Shape]  # by input name
     values: Mapping[str, NDArray[Any]]  # of inputs that TensorRT reads on the CPU
-    outputs: Sequence[Shape]  # -1 where only a run can tell
-    targets: Sequence[tuple[str, NDArray[Any]]] = ()  # page-locked arrays to copy feeds to
+    outputs: Sequence[Shape]  # -1 where only a run determines the size
+    targets: Sequence[tuple[str, NDArray[Any]]] = ()  # page-locked arrays for the feeds
     uploads: Sequence[Copy] = ()
     downloads: Sequence[Copy] = ()
     results: Results = ()
@@ -198,7 +199,7 @@ class Bound:
 
 
 class TrtSession:
-    """One stream with its memory. `graphs=False`: every run is a plain one."""
+    """One stream with its memory. With `graphs=False` no run is captured as a graph."""
 
     def __init__(self, opened: Opened, profile: int, graphs: bool) -> None:
         self.inputs: tuple[TensorSpec, ...] = opened.engine.inputs
@@ -209,7 +210,7 @@ class TrtSession:
         self._names = tuple(spec.name for spec in opened.engine.inputs)
         self._known: Recent[tuple[object, ...], Bound] = Recent(GRAPHS, Bound.close)
         self._bound: Bound | None = None
-        self._placed: Bound | None = None  # whose shapes and values the plain context has
+        self._placed: Bound | None = None  # its shapes and values are set on the plain context
         self._uploads: Sequence[Copy] = ()
         self._results: Results = ()
         self._on_gpu: Mapping[str, DeviceArray] = {}
@@ -224,17 +225,19 @@ class TrtSession:
     # -- one run -----------------------------------------------------------------
 
     def bind(self, feeds: Tensors) -> None:
-        """Host arrays are copied at once. Arrays on the GPU (DLPack) are read by each `upload`,
-        after what their own stream did so far.
+        """Set the inputs of the next run.
+
+        Host arrays are copied at once. Arrays on the GPU (DLPack) are read by each `upload`, after
+        the work that their own stream has enqueued so far.
         """
         opened = self._opened or closed()
         if self._in_flight:
             self.synchronize()  # the page-locked memory is in use
         opened.rt.cudaSetDevice(opened.ordinal)  # of this thread: a new thread starts on GPU 0
         on_gpu = self._device_arrays(feeds, opened.ordinal)
-        arrays = (
-            {**feeds, **{name: array.like for name, array in on_gpu.items()}} if on_gpu else feeds
-        )
+        arrays = feeds
+        if on_gpu:
+            arrays = {**feeds, **{name: array.like for name, array in on_gpu.items()}}
         self._check(arrays)
         bound = self._find(opened, arrays)
         if on_gpu:
@@ -252,7 +255,10 @@ class TrtSession:
         self._stream.copy(self._uploads)
 
     def execute(self) -> None:
-        """OutOfDeviceMemory, or CudaError in TensorRT's words; NaN in an output is no error."""
+        """Run the engine. NaN in an output is no error.
+
+        OutOfDeviceMemory, or CudaError with TensorRT's message.
+        """
         bound = self._require_bound()
         self._in_flight = True
         if bound.graph is not None:
@@ -265,7 +271,7 @@ class TrtSession:
         self._executed = True
 
     def enqueue(self) -> None:
-        """A plain run, whatever is captured: what a profiler of layers needs."""
+        """Run without a graph, as a profiler of layers requires."""
         bound = self._require_bound()
         self._in_flight = True
         self._memory.enqueue(self._plain_context(bound))
@@ -295,7 +301,7 @@ class TrtSession:
         return {name: array.copy() for name, array in self._results}
 
     def timer(self) -> EventTimer:
-        """Device events on this session's stream."""
+        """Return a timer of device events on this session's stream."""
         self._require_open()
         return EventTimer(self._stream)
 
@@ -306,14 +312,12 @@ class TrtSession:
 
     @property
     def graphs(self) -> int:
-        """How many shapes are captured now."""
+        """The number of captured shapes."""
         return sum(bound.graph is not None for bound in self._known.values())
 
     @property
     def graph_refusal(self) -> str:
-        """Why this engine cannot be captured and runs plain; "" while nothing is known
-        against it.
-        """
+        """Why this engine cannot be captured and runs without graphs; "" if no reason is known."""
         return self._refusal or self._memory.graph_refusal
 
     @property
@@ -324,7 +328,7 @@ class TrtSession:
         if self._opened is None:
             return
         self._opened = self._bound = self._placed = None
-        with contextlib.suppress(HostError):  # of a run that nobody waited for
+        with contextlib.suppress(HostError):  # an error of a run without synchronize
             self._stream.synchronize()
         self._uploads, self._results, self._on_gpu = (), (), {}
         # graphs before their contexts, contexts before the memory they point to
@@ -332,7 +336,7 @@ class TrtSession:
         self._memory.close()
         self._stream.close()
 
-    # -- what is bound -----------------------------------------------------------
+    # -- binding -----------------------------------------------------------------
 
     def _require_open(self) -> None:
         if self._opened is None:
@@ -347,36 +351,37 @@ class TrtSession:
         return self._bound
 
     def _device_arrays(self, feeds: Tensors, ordinal: int) -> dict[str, DeviceArray]:
-        found: dict[str, DeviceArray] = {}
+        on_gpu: dict[str, DeviceArray] = {}
         for name, value in feeds.items():
-            if type(value) is not np.ndarray and (
-                array := cuda.device_array(name, value, self._stream, ordinal)
-            ):
-                found[name] = array
-        for each in self._memory.host_inputs:
-            if each.name in found:
+            if type(value) is np.ndarray:
+                continue
+            array = cuda.device_array(name, value, self._stream, ordinal)
+            if array:
+                on_gpu[name] = array
+        for host_input in self._memory.host_inputs:
+            if host_input.name in on_gpu:
                 raise DataError(
-                    f"input '{each.name}' lies on the GPU, and TensorRT reads its values on"
+                    f"input '{host_input.name}' lies on the GPU, and TensorRT reads its values on"
                     " the CPU",
                     "give it as a numpy array",
                 )
-        return found
+        return on_gpu
 
     def _find(self, opened: Opened, arrays: Tensors) -> Bound:
         key: tuple[object, ...] = tuple([arrays[name].shape for name in self._names])
         if self._memory.host_inputs:
-            key += tuple(arrays[each.name].tobytes() for each in self._memory.host_inputs)
+            key += tuple(arrays[entry.name].tobytes() for entry in self._memory.host_inputs)
         if self._bound is None or self._bound.key != key:
             self._bound = self._known.get(key) or self._add(opened, key, arrays)
         return self._bound
 
     def _add(self, opened: Opened, key: tuple[object, ...], arrays: Tensors) -> Bound:
-        """Work out a shape that is new, or was forgotten."""
+        """Compute the state of a shape that is new or was evicted."""
         memory = self._memory
         shapes = {name: arrays[name].shape for name in self._names}
-        values = {each.name: arrays[each.name].copy() for each in memory.host_inputs}
+        values = {entry.name: arrays[entry.name].copy() for entry in memory.host_inputs}
         profile = self._profile_of(opened.engine, shapes, values)
-        self._bound = self._placed = None  # whatever fails from here on, the last run is gone
+        self._bound = self._placed = None  # if anything below fails, the last run is invalid
         self._executed = self._downloaded = False
         outputs = memory.place(memory.contexts[profile], shapes, values)
         if memory.is_short_of(outputs):
@@ -401,39 +406,31 @@ class TrtSession:
     def _profile_of(
         self, engine: Engine, shapes: Mapping[str, Shape], values: Mapping[str, NDArray[Any]]
     ) -> int:
-        """The preferred profile if it holds the shapes, else the first that does."""
+        """Return the preferred profile if it holds the shapes, else the first one that does."""
         sizes, count = sizes_from_shapes(engine.inputs, shapes), len(self._memory.contexts)
         if count == 1 or isinstance(sizes, str):
             return 0
         numbers = {name: array.ravel().tolist() for name, array in values.items()}
         order = sorted(range(count), key=lambda index: index != self._preferred)
-        return next(
-            index for index in order if engine.profiles[index].holds(sizes, numbers)
-        )  # FeedCheck has found one
+        # FeedCheck made sure that there is one.
+        return next(index for index in order if engine.profiles[index].holds(sizes, numbers))
 
     def _mixed_uploads(
         self, bound: Bound, arrays: Tensors, on_gpu: Mapping[str, DeviceArray]
     ) -> Sequence[Copy]:
-        uploads = []
+        uploads: list[Copy] = []
         for slot, (name, target) in zip(self._memory.inputs, bound.targets, strict=True):
             if name in on_gpu:
-                uploads.append(
-                    (
-                        slot.device.pointer,
-                        on_gpu[name].pointer,
-                        target.nbytes,
-                        self._stream.on_device,
-                    )
-                )
+                source, kind = on_gpu[name].pointer, self._stream.on_device
             else:
                 np.copyto(target, arrays[name])
-                uploads.append(
-                    (slot.device.pointer, slot.host.pointer, target.nbytes, self._stream.to_device)
-                )
-        return [copy for copy in uploads if copy[2]]
+                source, kind = slot.host.pointer, self._stream.to_device
+            if target.nbytes:
+                uploads.append((slot.device.pointer, source, target.nbytes, kind))
+        return uploads
 
     def _downloads(self, shapes: Sequence[Shape]) -> tuple[Results, Sequence[Copy]]:
-        """Page-locked arrays for outputs of these shapes, and the copies to them."""
+        """Return page-locked arrays for outputs of these shapes, and the copies to them."""
         slots = list(zip(self._memory.outputs, shapes, strict=True))
         results = tuple((slot.name, slot.host.array(shape, slot.dtype)) for slot, shape in slots)
         sizes = [(slot, slot.bytes_of(shape)) for slot, shape in slots]
@@ -454,8 +451,9 @@ class TrtSession:
         return context
 
     def _run_and_capture(self, bound: Bound) -> None:
-        """A run on a context of its own, which TensorRT prepares in it, and after it the same
-        captured. What fails is said and runs plain.
+        """Run on a new context, which TensorRT prepares during this run, and then capture the run.
+
+        If either fails, `graph_refusal` gives the reason and later runs use no graph.
         """
         memory = self._memory
         try:

@@ -54,13 +54,13 @@ def test_error_codes_of_the_real_library(error: int, code: str, said: str, next_
     assert next_step in caught.value.next_step
 
 
-def test_out_of_memory_says_how_much_is_wanted_and_there(rt: CudaDouble) -> None:
+def test_out_of_memory_names_requested_and_free_memory(rt: CudaDouble) -> None:
     buffer = cuda.DeviceBuffer(rt, 64 << 20)
     with pytest.raises(cuda.OutOfDeviceMemory) as caught:
         buffer.reserve(rt.total + 1)
     assert (
         caught.value.message
-        == "the GPU is out of memory: wanted 256.0 MiB, 256.0 MiB of 256.0 MiB are free"
+        == "the GPU is out of memory: requested 256.0 MiB, 256.0 MiB of 256.0 MiB are free"
     )
     assert (buffer.pointer, buffer.size) == (0, 0)
     buffer.reserve(100)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from pipeline import backends
-from pipeline.backends.checks import FeedCheck, HostTimer, installed_version
+from pipeline.backends.feed_checks import FeedCheck, installed_version
+from pipeline.backends.layer_timing import HostTimer
 from pipeline.core import Profile, TensorSpec
 from pipeline.errors import BackendUnavailable, DataError, PlanError
 

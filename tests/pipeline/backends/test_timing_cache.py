@@ -22,9 +22,9 @@ from pipeline.backends.timing_cache import (
     ABOUT,
     FILE,
     Attached,
+    CacheScope,
     CpuTime,
-    Others,
-    Timed,
+    OtherProcesses,
     attach,
     cpu_time,
     folder,
@@ -45,7 +45,7 @@ TARGET = Target(
     compute_capability="9.0",
     driver="580.95.05",
 )
-TIMED = Timed(TARGET, 8)
+TIMED = CacheScope(TARGET, 8)
 H200, OTHER = "GPU-6d5a129b", "GPU-11111111"
 
 
@@ -87,7 +87,7 @@ class Config:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else this host does."""
     monkeypatch.setattr(timing_cache, "cpu_time", lambda: CpuTime(100.0, 50.0, 10.0))
-    monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: Others())
+    monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: OtherProcesses())
 
 
 def nvml_of(*pids: int, **others: tuple[int, ...]) -> Nvml:
@@ -110,7 +110,7 @@ def test_what_is_written_is_read(own_home: Path) -> None:
 def test_another_driver_shares_the_cache_another_gpu_version_or_number_of_timings_does_not() -> (
     None
 ):
-    assert folder(Timed(TARGET.model_copy(update={"driver": "590.1"}), 8)) == folder(TIMED)
+    assert folder(CacheScope(TARGET.model_copy(update={"driver": "590.1"}), 8)) == folder(TIMED)
     others = [
         {"version": "10.8.0"},
         {"device": "NVIDIA H100"},
@@ -121,8 +121,8 @@ def test_another_driver_shares_the_cache_another_gpu_version_or_number_of_timing
         len(
             {
                 folder(TIMED),
-                *(folder(Timed(TARGET.model_copy(update=other), 8)) for other in others),
-                folder(Timed(TARGET, 1)),
+                *(folder(CacheScope(TARGET.model_copy(update=other), 8)) for other in others),
+                folder(CacheScope(TARGET, 1)),
             }
         )
         == 6
@@ -145,7 +145,7 @@ def test_a_damaged_cache_is_no_cache(file: str, content: bytes) -> None:
     assert read(TIMED) == b""
     attached = attach(Config(), TIMED)
     assert attached.cache.entries == {}
-    assert "was damaged and is made anew" in attached.notes[0]
+    assert "was damaged and was created again" in attached.notes[0]
 
 
 def test_a_cache_without_its_description_is_no_cache() -> None:
@@ -204,12 +204,12 @@ def test_times_taken_beside_another_process_are_not_kept() -> None:
     attached = attach(config, TIMED)
     attached.cache.entries["conv"] = "slower than it is"
     here, gone = os.getppid(), 4194301
-    (note,) = keep(config, TIMED, Attached(attached.cache, others=Others((here,))))
+    (note,) = keep(config, TIMED, Attached(attached.cache, others=OtherProcesses((here,))))
     assert note == f"timing cache not filled: another process used the GPU (process {here})"
-    (note,) = keep(config, TIMED, Attached(attached.cache, others=Others((gone, here))))
+    (note,) = keep(config, TIMED, Attached(attached.cache, others=OtherProcesses((gone, here))))
     assert note.startswith(
-        f"timing cache not filled: another process used the GPU (process {here}, {gone}); one that"
-        " is not seen from here may be"
+        f"timing cache not filled: another process used the GPU (process {here}, {gone}); a process"
+        " that does not exist here may be"
     )
     assert read(TIMED) == b""
 
@@ -218,10 +218,10 @@ def test_times_taken_beside_another_process_are_not_kept() -> None:
 def test_times_are_not_kept_where_nobody_tells_who_else_computes(
     monkeypatch: pytest.MonkeyPatch, before: str, after: str
 ) -> None:
-    monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: Others(unknown=before))
+    monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: OtherProcesses(unknown=before))
     attached = attach(config := Config(), TIMED)
     attached.cache.entries["conv"] = "slower than it is"
-    monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: Others(unknown=after))
+    monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: OtherProcesses(unknown=after))
     assert keep(config, TIMED, attached) == (
         "timing cache not filled: it is not known whether another process used the GPU: no answer",
     )
@@ -296,9 +296,9 @@ def test_only_cpus_that_may_be_used_count() -> None:
 
 def test_other_processes_are_found_on_the_gpu_that_is_used() -> None:
     nvml = nvml_of(4194301, other=(4194302,))
-    assert other_processes(H200, nvml) == Others((4194301,))
-    assert other_processes("", nvml) == Others((4194301, 4194302))
-    assert other_processes("GPU-idle", nvml) == Others()
+    assert other_processes(H200, nvml) == OtherProcesses((4194301,))
+    assert other_processes("", nvml) == OtherProcesses((4194301, 4194302))
+    assert other_processes("GPU-idle", nvml) == OtherProcesses()
     assert nvml.open == 0
 
 
@@ -307,7 +307,7 @@ def test_this_process_its_parents_and_its_children_are_not_others() -> None:
         nvml = nvml_of(os.getpid(), os.getppid(), child.pid)
         found = other_processes(H200, nvml)
         child.kill()
-    assert found == Others()
+    assert found == OtherProcesses()
 
 
 @pytest.mark.parametrize(

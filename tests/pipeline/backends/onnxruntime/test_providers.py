@@ -98,7 +98,7 @@ def test_a_library_that_falls_back_to_the_cpu_without_a_word_is_found_out(
 ) -> None:
     engine = build(recipe_of("cuda"), tmp_path)
     OnnxRuntimeDouble(CUDA, broken=(CUDA,)).install(monkeypatch)
-    with pytest.raises(BackendUnavailable, match=f"left {CUDA} out, and would run on {CPU}"):
+    with pytest.raises(BackendUnavailable, match=f"cannot load {CUDA} and would run on {CPU}"):
         onnxruntime_.load(engine)
 
 

@@ -338,8 +338,8 @@ def test_values_that_decide_a_shape_are_read_on_the_host(tmp_path: Path) -> None
     np.testing.assert_array_equal(answer, np.broadcast_to(np.float32([1, 2, 3]), (5, 3)))
 
 
-def timed_here() -> timing_cache.Timed:
-    return timing_cache.Timed(tensorrt_.probe(), OPTIONS.tensorrt.timing_iterations)
+def timed_here() -> timing_cache.CacheScope:
+    return timing_cache.CacheScope(tensorrt_.probe(), OPTIONS.tensorrt.timing_iterations)
 
 
 @pytest.fixture
@@ -369,7 +369,7 @@ def test_a_damaged_timing_cache_is_made_anew(tmp_path: Path) -> None:
     timing_cache.write(timed, junk)
     (timing_cache.folder(timed) / timing_cache.ABOUT).unlink()
     engine = build(linear(tmp_path / "model"), recipe(), tmp_path / "out")
-    assert any("was damaged and is made anew" in note.text for note in engine.notes)
+    assert any("was damaged and was created again" in note.text for note in engine.notes)
     assert timing_cache.read(timed) not in (b"", junk)
 
 

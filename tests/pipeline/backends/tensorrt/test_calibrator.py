@@ -67,7 +67,7 @@ def test_the_shape_of_most_samples_is_taken_and_a_short_batch_left_out(tmp_path:
     samples = texts(tmp_path, _16=11, _32=7, _48=5)
     chosen = choose(samples, CalibrationConfig(batch=4))
     assert dict(chosen.shapes) == {"x": (4, 16), "mask": (4, 16)}
-    assert (chosen.batches, chosen.samples, chosen.wanted) == (2, 8, 23)
+    assert (chosen.batches, chosen.samples, chosen.requested) == (2, 8, 23)
 
 
 def test_a_batch_is_no_larger_than_the_profile_and_the_plan_allow(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_releases_with_reported_wrong_answers_are_warned_of(version: str) -> Non
     for part in (
         "NVIDIA/TensorRT#4813",
         "NVIDIA/TensorRT#4853",
-        "run by us: 10.6;",
+        "tested by us: 10.6;",
         trt_library.REQUIREMENT,
     ):
         assert part in warning
@@ -289,12 +289,12 @@ def test_a_host_without_gpu_and_library_is_told_of_both_in_order() -> None:
             "",
             {"int8 implicit (calibrators)", "precision by builder flags (weakly typed)"},
         ),
-        ("10.6.0", "12.0", "", set(trt_library.NEEDS)),
+        ("10.6.0", "12.0", "", set(trt_library.REQUIREMENTS)),
     ],
 )
 def test_the_table_of_features(version: str, capability: str, lean: str, missing: set[str]) -> None:
     found = features(version, capability, lean)
-    assert {feature.name for feature in found} == set(trt_library.NEEDS)
+    assert {feature.name for feature in found} == set(trt_library.REQUIREMENTS)
     assert {feature.name for feature in found if not feature.available} == missing
     assert all(bool(feature.why_not) != feature.available for feature in found)
 
@@ -356,7 +356,7 @@ def test_the_table_of_features(version: str, capability: str, lean: str, missing
             "10.6.0",
             "9.0",
             recipe("fp16", realised_in="runtime"),
-            "only tf32 is told to TensorRT at build time",
+            "only tf32 is a setting of TensorRT at build time",
         ),
         (
             "10.6.0",

@@ -294,7 +294,7 @@ def test_out_of_memory_in_a_session_and_in_a_run_and_the_next_request_works(
     with closing(load(engine_of(many_positions))) as loaded, closing(loaded.session()) as session:
         check_runs(session, case, *case.feeds)
         fill(32 * MIB)
-        with pytest.raises(HostError, match="the GPU is out of memory: wanted") as caught:
+        with pytest.raises(HostError, match="the GPU is out of memory: requested") as caught:
             loaded.session()
         assert caught.value.code == "host.out_of_device_memory"
         with pytest.raises(cuda.OutOfDeviceMemory, match="the GPU is out of memory"):

@@ -1,5 +1,5 @@
-"""What the backends check alike: feeds against specs and profiles, a library and a host before use;
-and the CPU's timer.
+"""Checks shared by the backends: feeds against specs and profiles, the library and the host before
+use.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ import contextlib
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
 
 import numpy as np
 
-from pipeline.backends.base import Session
 from pipeline.core import (
     BuildOptions,
     Engine,
@@ -33,14 +32,14 @@ from pipeline.errors import (
     StoreError,
     UnsupportedError,
 )
-from pipeline.measurement.clock import monotonic
 
 SHOW_INTERFACE = "`crucible inspect` shows what an engine takes"
 
 
 def installed_version(distribution: str, install: str) -> str:
-    """The version of a package, without importing it; BackendUnavailable with the command that
-    installs it.
+    """Return the version of a package without importing it.
+
+    BackendUnavailable, with the command that installs it, if it is missing.
     """
     try:
         return importlib.metadata.version(distribution)
@@ -51,19 +50,24 @@ def installed_version(distribution: str, install: str) -> str:
 
 
 def refuse_foreign(engine: Engine, host: Target) -> None:
-    """BackendUnavailable, with both sides, unless this host can run the engine."""
-    if reasons := engine.target.accepts(host):
-        built, here = (f"{t.backend} {t.version} on {t.device}" for t in (engine.target, host))
+    """Raise BackendUnavailable, which names both hosts, unless this host can run the engine."""
+    reasons = engine.target.accepts(host)
+    if reasons:
         message = (
-            f"this engine was built for {built} and cannot run on {here}: {'; '.join(reasons)}"
+            f"this engine was built for {_description(engine.target)} and cannot run on"
+            f" {_description(host)}: {'; '.join(reasons)}"
         )
         raise BackendUnavailable(
             message, "compile the model again on this host, or load the engine where it was built"
         )
 
 
+def _description(target: Target) -> str:
+    return f"{target.backend} {target.version} on {target.device}"
+
+
 def refuse_device(engine: Engine, device: str) -> None:
-    """UnsupportedError unless the device is the CPU."""
+    """Raise UnsupportedError unless the device is the CPU."""
     if device not in ("", "cpu"):
         raise UnsupportedError(
             f"{engine.target.backend} runs on the CPU, not on '{device}'", "leave the device out"
@@ -71,7 +75,7 @@ def refuse_device(engine: Engine, device: str) -> None:
 
 
 def unreadable(engine: Engine, reason: str) -> StoreError:
-    """The error for an engine whose files the library cannot open."""
+    """Return the error for engine files that the library cannot open."""
     return StoreError(
         f"the engine '{engine.path}' cannot be opened: {reason}",
         "its files are damaged: compile the model again",
@@ -79,7 +83,7 @@ def unreadable(engine: Engine, reason: str) -> StoreError:
 
 
 def nothing_to_fetch() -> NoReturn:
-    """A fetch before its run."""
+    """Raise the error for a fetch before a run."""
     raise InternalError(
         "nothing to fetch: this session has not run since bind",
         "call bind, upload, execute, download, synchronize, then fetch",
@@ -87,8 +91,9 @@ def nothing_to_fetch() -> NoReturn:
 
 
 def engine_digest(model: OnnxModel, recipe: Recipe, options: BuildOptions, target: Target) -> str:
-    """Names the content of an engine by all that goes into it, where the same input always gives
-    the same engine.
+    """Return the SHA-256 of all that determines an engine.
+
+    For backends that build the same engine from the same inputs.
     """
     parts = (
         model.digest,
@@ -100,14 +105,15 @@ def engine_digest(model: OnnxModel, recipe: Recipe, options: BuildOptions, targe
 
 
 class FeedCheck:
-    """Checks feeds. What was accepted last is accepted again at once, so that a fixed shape costs
-    about a microsecond.
+    """Check feeds against the specs and the profiles.
+
+    Feeds like the last accepted ones pass at once: a fixed shape costs about a microsecond.
     """
 
     def __init__(self, inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...]) -> None:
         self._inputs, self._profiles = inputs, profiles
         self._dtypes = {spec.name: dtype_of(spec.dtype) for spec in inputs}
-        self._valued = tuple(
+        self._value_inputs = tuple(
             dict.fromkeys(
                 name for profile in profiles for name in profile.values if name in self._dtypes
             )
@@ -115,18 +121,22 @@ class FeedCheck:
         self._accepted: Sequence[object] = ()
 
     def __call__(self, feeds: Tensors) -> None:
-        """DataError, with what was expected and what came, unless names, dtypes, shapes and values
-        fit the specs and one profile.
+        """Raise DataError unless names, dtypes, shapes and values fit the specs and one profile.
+
+        The message gives the expected and the actual interface.
         """
-        seen: list[object] = [
+        signature: list[object] = [
             (name, type(array), getattr(array, "dtype", None), getattr(array, "shape", None))
             for name, array in feeds.items()
         ]
-        if self._valued:  # a few numbers, each of which may decide a shape
-            seen += [getattr(feeds.get(name), "tobytes", bytes)() for name in self._valued]
-        if seen != self._accepted or not seen:
+        # a few numbers, each of which may decide a shape
+        if self._value_inputs:
+            signature += [
+                getattr(feeds.get(name), "tobytes", bytes)() for name in self._value_inputs
+            ]
+        if signature != self._accepted or not signature:
             self._check(feeds)
-            self._accepted = seen
+            self._accepted = signature
 
     def _check(self, feeds: Tensors) -> None:
         if set(feeds) != set(self._dtypes):
@@ -148,9 +158,10 @@ class FeedCheck:
         sizes = sizes_from_shapes(self._inputs, {name: feeds[name].shape for name in self._dtypes})
         if isinstance(sizes, str):
             raise DataError(sizes, SHOW_INTERFACE)
-        values = {name: feeds[name].ravel().tolist() for name in self._valued}
+        values = {name: feeds[name].ravel().tolist() for name in self._value_inputs}
         if self._profiles and not any(profile.holds(sizes, values) for profile in self._profiles):
-            got = ", ".join(f"{name} = {each}" for name, each in (*sizes.items(), *values.items()))
+            actual = [*sizes.items(), *values.items()]
+            got = ", ".join(f"{name} = {number}" for name, number in actual)
             message = (
                 f"no profile of this engine holds {got}; it was built for"
                 f" {'; or '.join(map(Profile.in_words, self._profiles))}"
@@ -167,81 +178,22 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def closed(*arguments: object) -> NoReturn:
-    """Stands in for what a closed session or engine can no longer do."""
+    """Raise the error for a call on a closed session or engine, in the place of its methods."""
     raise InternalError("this session or engine is closed", "load the engine again")
-
-
-class HostTimer:
-    """The monotonic clock: on a CPU everything is done when the call returns."""
-
-    def __init__(self) -> None:
-        self._start = self._stop = 0.0
-
-    def start(self) -> None:
-        self._start = monotonic()
-
-    def stop(self) -> None:
-        self._stop = monotonic()
-
-    def elapsed_s(self) -> float:
-        return self._stop - self._start
-
-
-LAYER_WARMUP_RUNS = 2
-LAYER_RUNS = 10
-MIN_LAYER_RUNS = 3
-MAX_LAYER_SECONDS = (
-    2.0  # of runs, once there are the least: a large model is timed well enough by few
-)
-
-
-class TakesInputs(Protocol):
-    """Of a session, what takes inputs."""
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]: ...
-    def bind(self, feeds: Tensors) -> None: ...
-    def upload(self) -> None: ...
-
-
-def bound_sizes(session: TakesInputs, feeds: Tensors) -> dict[str, int]:
-    """The sizes of the feeds, which are in their places; DataError unless they fit the session."""
-    sizes = sizes_from_shapes(
-        session.inputs, {spec.name: feeds[spec.name].shape for spec in session.inputs}
-    )
-    if isinstance(sizes, str):
-        raise DataError(f"cannot time the layers: {sizes}", "give feeds of the engine's own shapes")
-    session.bind(feeds)
-    session.upload()
-    return sizes
-
-
-def run_for_layers(session: Session, ran: Callable[[], None] = lambda: None) -> int:
-    """Warm up, and run as often as layers are timed on a CPU; `ran` is called after every run. How
-    many counted.
-    """
-    for _ in range(LAYER_WARMUP_RUNS):
-        session.execute()
-        ran()
-    started, runs = monotonic(), 0
-    while runs < MIN_LAYER_RUNS or (
-        runs < LAYER_RUNS and monotonic() - started < MAX_LAYER_SECONDS
-    ):
-        session.execute()
-        ran()
-        runs += 1
-    return runs
 
 
 @contextlib.contextmanager
 def torch_hidden() -> Iterator[None]:
-    """In here torch is not to be had: NNCF and Polygraphy import it only to ask whether an array is
-    a tensor, which takes seconds.
+    """Make the import of torch fail within this context, unless it is imported already.
+
+    NNCF and Polygraphy import torch only to check whether an array is a tensor, which takes
+    seconds.
     """
-    if "torch" in sys.modules:  # it is needed anyway
+    if "torch" in sys.modules:
         yield
         return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's way to say that a module must not be imported
+    # None marks a module that must not be imported.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
