@@ -1,12 +1,11 @@
-"""The application: the parts put together, what its life begins and ends with, and how every error
-is answered.
-"""
+"""The ASGI application: its assembly, its lifespan, and the handlers of all errors."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
@@ -19,9 +18,9 @@ from starlette.types import Scope
 
 from pipeline import distribution
 from pipeline.errors import CrucibleError
-from service.context import Probe, opened, probe
+from service.context import Probe, open_service, probe
 from service.errors import MethodNotAllowed
-from service.http.access_log import Observed
+from service.http.access_log import AccessLog
 from service.http.error_responses import answer_error
 from service.http.guard import Guard
 from service.http.routers import docs, health, infer, jobs, models, oip, reports
@@ -47,8 +46,8 @@ ROUTERS = (
     docs.router,
 )
 ABOUT = (
-    "Send a trained model, follow its compilation, read what was measured and proved, and take the"
-    " engine."
+    "Send a trained model, follow its compilation, read the report of speed and accuracy, and"
+    " download the engine."
 )
 
 
@@ -59,59 +58,54 @@ def create_app(
     serving: Serving | None = None,
     traces: TracerProvider | None = None,
 ) -> FastAPI:
-    """The service on `settings.home`, as an ASGI application. Nothing is opened before its lifespan
-    begins.
+    """Build the service on `settings.home` as an ASGI application. It opens nothing before its
+    lifespan begins.
 
-    A request passes Observed (one log line and one set of figures, whatever happens), then Guard
-    (key, host, size), then its router, or FastInference in its place.
+    A request passes AccessLog (one log line and one set of metrics, even after an error), then
+    Guard (key, host, size), then its router, or FastInference instead.
     """
     metrics, folders, traces = Metrics(), Folders(settings.home), traces or provider_from(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with opened(settings, metrics, worker, probe, JobSpans(traces)) as service:
+        async with open_service(settings, metrics, worker, probe, JobSpans(traces)) as service:
             app.state.service = service
             service.serving = serving or service.models
             yield
         if traces is not None:
-            await asyncio.to_thread(traces.shutdown)  # sends what is left
+            await asyncio.to_thread(traces.shutdown)  # sends the remaining spans
 
     async def verify(key: str) -> Key:
-        found: Key = await app.state.service.verify(key)
-        return found
+        verified: Key = await app.state.service.verify(key)
+        return verified
 
     async def answer(request: Request, error: Exception) -> Response:
-        found = answer_error(error, request.state.request_id, folders)
-        return Response(found.json, found.status, found.headers, "application/json")
+        refusal = answer_error(error, request.state.request_id, folders)
+        return Response(refusal.json, refusal.status, refusal.headers, "application/json")
 
     async def answer_method(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        allowed = ", ".join(
-            sorted(methods_at(request.scope) | set((error.headers or {})["Allow"].split(", ")))
-        )
-        return await answer(
-            request,
-            MethodNotAllowed(
-                f"this path takes {allowed}", "GET /docs lists what there is", {"Allow": allowed}
-            ),
-        )
+        first_route = (error.headers or {})["Allow"].split(", ")
+        allowed = ", ".join(sorted(methods_at(request.scope) | set(first_route)))
+        message, next_step = f"this path takes {allowed}", "GET /docs lists all paths"
+        return await answer(request, MethodNotAllowed(message, next_step, {"Allow": allowed}))
 
+    middleware = [
+        Middleware(AccessLog, metrics=metrics, folders=folders),
+        Middleware(Guard, settings=settings, verify=verify),
+    ]
+    if traces is None:  # with traces, FastAPI's routing creates the spans
+        middleware.append(Middleware(FastInference, answer=answer))
     app = FastAPI(
         title="Crucible",
         description=ABOUT,
         version=distribution.version(),
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's pages load scripts from elsewhere; routers/docs.py needs nothing
+        docs_url=None,  # FastAPI's page loads scripts from a CDN; routers/docs.py does not
         redoc_url=None,
         redirect_slashes=False,
         telemetry=telemetry_of(traces),
-        middleware=[
-            Middleware(Observed, metrics=metrics, folders=folders),
-            Middleware(Guard, settings=settings, verify=verify),
-            *(
-                [Middleware(FastInference, answer=answer)] if traces is None else []
-            ),  # FastAPI makes the spans
-        ],
+        middleware=middleware,
         exception_handlers={
             HTTPException: answer,
             RequestValidationError: answer,
@@ -125,15 +119,11 @@ def create_app(
 
 
 def methods_at(scope: Scope) -> set[str]:
-    """All methods that a path takes; of a refused one the framework names those of the first route
-    only.
+    """Return all methods that a path takes. The framework names only those of the path's first
+    route.
     """
-    fitting = [
-        route
-        for router in ROUTERS
-        for route in router.routes
-        if route.matches(scope)[0] is not Match.NONE
-    ]
-    return {
-        method for route in fitting if isinstance(route, APIRoute) for method in route.methods or ()
-    }
+    methods: set[str] = set()
+    for route in chain.from_iterable(router.routes for router in ROUTERS):
+        if isinstance(route, APIRoute) and route.matches(scope)[0] is not Match.NONE:
+            methods.update(route.methods or ())
+    return methods

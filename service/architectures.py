@@ -1,5 +1,5 @@
-"""Architectures that a client may name for its safetensors weights, and metrics: names of the
-service's own, never code of the client's.
+"""The architectures that a client may name for its safetensors weights, and the metrics. All names
+are the service's own; no code comes from the client.
 """
 
 from __future__ import annotations
@@ -30,44 +30,46 @@ FUNCTION = re.compile(rf"({'|'.join(ARCHITECTURES)})_of_([1-9][0-9]*)")
 
 
 def entrypoint_of(name: str, classes: int) -> str:
-    """The entrypoint of a named architecture; Unprocessable, with the near name, for one that is
-    not on the list.
+    """Return the entrypoint of a named architecture. Unprocessable suggests the nearest name if the
+    architecture is unknown.
     """
     if name not in ARCHITECTURES:
-        near = difflib.get_close_matches(name, ARCHITECTURES, n=1)
+        suggestions = difflib.get_close_matches(name, ARCHITECTURES, n=1)
         known = ", ".join(ARCHITECTURES)
         raise Unprocessable(
             f"no architecture '{name}'",
-            f"did you mean {near[0]}? known: {known}" if near else f"known: {known}; or send ONNX",
+            f"did you mean {suggestions[0]}? known: {known}"
+            if suggestions
+            else f"known: {known}; or send ONNX",
         )
     if not 0 < classes <= MAX_CLASSES:
         raise Unprocessable(
             f"classes: {classes}, expected 1 to {MAX_CLASSES}",
             "give the number of outputs that the weights were trained with",
         )
-    if missing := [
-        package
-        for package in ("torch", "torchvision", "safetensors")
-        if importlib.util.find_spec(package) is None
-    ]:
-        lack = f"architectures need {', '.join(missing)}, which this service was installed without"
+    packages = ("torch", "torchvision", "safetensors")
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        message = f"architectures need {', '.join(missing)}, which is not installed on this server"
         command = install_command("torch")
-        raise Unprocessable(lack, f"send ONNX, or install the extra on the server: {command}")
+        raise Unprocessable(message, f"send ONNX, or install the extra on the server: {command}")
     return f"service.architectures:{name}_of_{classes}"
 
 
 def check_metric(metric: str) -> None:
-    """Unprocessable unless the metric is one that Crucible brings."""
+    """Raise Unprocessable unless the metric is one of Crucible's own."""
     if metric not in ("auto", *METRICS):
         raise Unprocessable(
             f"no metric '{metric}'",
-            f"known: auto, {', '.join(METRICS)}; metrics of your own run where you run `crucible"
-            " compile`",
+            f"known: auto, {', '.join(METRICS)}; for a metric of your own, run `crucible compile`"
+            " on your machine",
         )
 
 
 def __getattr__(function: str) -> Callable[[], Any]:
-    """`resnet50_of_10`, as `entrypoint_of` names it: the architecture with so many classes."""
+    """Return a factory for `resnet50_of_10`, as `entrypoint_of` names it: the architecture with
+    that number of classes.
+    """
     match = FUNCTION.fullmatch(function)
     if match is None:
         raise AttributeError(f"module 'service.architectures' has no attribute '{function}'")

@@ -1,4 +1,4 @@
-"""Who makes a request, and what they may do."""
+"""The caller of a request and the caller's permissions."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from service.storage.keys import NEXT, SCOPES, Key, Scope
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks."""
+    """The owner and the scopes of a request."""
 
     owner: str
     scopes: tuple[Scope, ...]
-    key: str = ""  # its prefix; empty where no keys are needed
+    key: str = ""  # the key's prefix; empty if no key is required
 
     @property
     def sees(self) -> str | None:
-        """The owner whose jobs, reports and models this caller may see; None: everyone's."""
+        """The owner of the jobs, reports and models that this caller may see; None: all owners."""
         return None if "admin" in self.scopes else self.owner
 
     def require(self, scope: Scope) -> None:
-        """Forbidden without this scope; admin includes the others."""
+        """Raise Forbidden without this scope. The scope admin includes all others."""
         if scope not in self.scopes and "admin" not in self.scopes:
             raise Forbidden(
                 f"this key has no scope '{scope}', it has {', '.join(self.scopes) or 'none'}",
-                f"use a key made with `--scope {scope}`",
+                f"use a key that was created with `--scope {scope}`",
             )
 
 
 LOCAL = Caller("local", SCOPES)
-"""Where no keys are needed, all that reach this machine's loopback are one person."""
+"""Without required keys, all callers on this machine's loopback count as one person."""
 
 NOBODY = Caller("", ())
 
 
 Verify = Callable[[str], Awaitable[Key]]
-"""The key of a text; Unauthorized if it does not work."""
+"""Return the key of a text; Unauthorized if it is not valid."""
 
 
 async def caller_from(authorization: str, settings: Settings, verify: Verify) -> Caller:
-    """Who asks; Unauthorized without a key that works, where one is needed."""
+    """Return the caller of a request. Unauthorized without a valid key, if keys are required."""
     if not settings.needs_keys:
         return LOCAL
     kind, _, text = authorization.partition(" ")

@@ -1,13 +1,13 @@
-"""A client of the service, for programs and for `crucible submit | wait | report | promote | load |
-benchmark`. Loads nothing of the server.
+"""Client of the service, for programs and for `crucible submit | wait | report | promote | load |
+benchmark`. Imports no server code.
 
     with Client("http://127.0.0.1:8000", key) as client:
         job = client.submit(Upload(Path("model.onnx"), plan=Path("plan.yaml")))
         for event in client.events(job.id): ...      to the job's end, over restarts of the server
         report = client.report(job.id)
 
-RemoteError carries what the server says of a request that it refuses; Unreachable, that nobody
-answers.
+RemoteError carries the server's refusal of a request; Unreachable means that the server does not
+answer.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ from service.submission.tar import untar
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
-# after the last byte of an upload, which may have to be unpacked; until a model is loaded
+# until the server has unpacked an upload, or has loaded a model
 ANSWER_S = 1800.0
-SILENT_S = 60.0  # of a stream of events, four heartbeats: then the connection is dead
-# without the server, between two events: it may have to stop its jobs, start, and look at its host
+SILENT_S = 60.0  # four heartbeats without an event: then the connection is dead
+# longest absence of the server between two events: it may have to stop its jobs, start, and probe
+# its host
 PATIENCE_S = 300.0
 MAX_WAIT_S = 5.0
-TRY_AGAIN = frozenset({502, 503, 504})  # what a proxy says while the server is restarted
-WHERE = re.compile(r"(https?://.+?)/(?:jobs|reports)/([^/?#]+)(?:[/?#].*)?")
+TRANSIENT = frozenset({502, 503, 504})  # status codes of a proxy while the server restarts
+ADDRESS = re.compile(r"(https?://.+?)/(?:jobs|reports)/([^/?#]+)(?:[/?#].*)?")
 JOB_ID = re.compile(r"[0-9a-f]{25}")
 
 KINDS = {
@@ -68,13 +69,13 @@ KINDS = {
     ".webp": "image/webp",
     ".bin": "application/octet-stream",
 }
-"""What is inferred from, by the ends of files' names."""
+"""Content-Types of inference inputs, by file suffix."""
 
 M = TypeVar("M", bound=Frozen)
 
 
 class RemoteError(CrucibleError):
-    """What the server says of a request that it refuses, in its words, with its `code` and the HTTP
+    """The server's refusal of a request: its message and next step, its `code`, and the HTTP
     status.
     """
 
@@ -98,31 +99,26 @@ class Upload:
     """
 
     model: Path
-    plan: Path | str | None = None  # a file, or the plan itself
+    plan: Path | str | None = None  # a file, or the plan's text
     calibration: Path | None = None
     selection: Path | None = None
     validation: Path | None = None
 
-    def parts(self, opened: contextlib.ExitStack) -> dict[str, tuple[str, IO[bytes] | str]]:
-        """What there is, by the name of its part: its file's name and content."""
-        named = {
-            name: getattr(self, name)
-            for name in ("model", "plan", "calibration", "selection", "validation")
-        }
-        return {
-            name: (
-                ("plan.yaml", part)
-                if isinstance(part, str)
-                else (part.name, opened.enter_context(_open(part)))
-            )
-            for name, part in named.items()
-            if part is not None
-        }
+    def parts(self, files: contextlib.ExitStack) -> dict[str, tuple[str, IO[bytes] | str]]:
+        """Return the parts of the upload by name: each with its file's name and content."""
+        parts: dict[str, tuple[str, IO[bytes] | str]] = {}
+        for name in ("model", "plan", "calibration", "selection", "validation"):
+            part: Path | str | None = getattr(self, name)
+            if isinstance(part, str):
+                parts[name] = ("plan.yaml", part)
+            elif part is not None:
+                parts[name] = (part.name, files.enter_context(_open(part)))
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """What a model answered, and where the time went."""
+    """A model's answer with its timing."""
 
     model: str
     version: int
@@ -134,15 +130,15 @@ class Inference:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened to a job."""
+    """One event of a job."""
 
-    seq: int  # rises; give the last one to `events` to go on after it
-    kind: str  # "stage", or the State that the job came to
+    seq: int  # rises; pass the last one to `events` to continue after it
+    kind: str  # "stage", or the job's new State
     data: Mapping[str, Any]
 
 
 class Client:
-    """One server. Not safe for threads: give each its own."""
+    """Client of one server. Not thread-safe: use one per thread."""
 
     def __init__(self, url: str = DEFAULT_URL, key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -152,8 +148,8 @@ class Client:
             )
         if key is not None and not FORM.fullmatch(key.strip()):
             raise UserError(
-                "what was given as the key is no Crucible key",
-                "give the whole text that `crucible keys create` printed",
+                "the key is not a Crucible key",
+                "give the complete key that `crucible keys create` printed",
             )
         headers = {"Authorization": f"Bearer {key.strip()}"} if key is not None else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
@@ -170,20 +166,23 @@ class Client:
         self._http.close()
 
     def submit(self, upload: Upload, idempotency_key: str | None = None) -> JobView:
-        """Send a model, streamed from the disk; the job, which may be that of an equal request
-        before.
+        """Send a model, streamed from the disk. Returns its job, or the job of an earlier equal
+        request.
         """
-        with contextlib.ExitStack() as opened:
-            timeout, headers = httpx.Timeout(TIMEOUT_S, read=ANSWER_S), _once(idempotency_key)
+        with contextlib.ExitStack() as files:
+            timeout, headers = (
+                httpx.Timeout(TIMEOUT_S, read=ANSWER_S),
+                _idempotency_header(idempotency_key),
+            )
             request = self._http.build_request(
-                "POST", "/compile", files=upload.parts(opened), headers=headers, timeout=timeout
+                "POST", "/compile", files=upload.parts(files), headers=headers, timeout=timeout
             )
             return self._parsed(JobView, self._send(request))
 
     def submit_config(self, name: str, idempotency_key: str | None = None) -> JobView:
         """Compile one of the server's own plans."""
         request = self._http.build_request(
-            "POST", "/compile", json={"config": name}, headers=_once(idempotency_key)
+            "POST", "/compile", json={"config": name}, headers=_idempotency_header(idempotency_key)
         )
         return self._parsed(JobView, self._send(request))
 
@@ -193,24 +192,20 @@ class Client:
     def jobs(
         self, state: State | None = None, limit: int = 50, after: str | None = None
     ) -> JobPage:
-        """Jobs, newest first; `next` of a page is the `after` of the one that follows."""
-        given = {"state": state, "limit": limit, "after": after}
-        return self._parsed(
-            JobPage,
-            self._ask(
-                "GET", "/jobs", {name: value for name, value in given.items() if value is not None}
-            ),
-        )
+        """List jobs, newest first. Pass `next` of a page as `after` for the next page."""
+        query = {"state": state, "limit": limit, "after": after}
+        query = {name: value for name, value in query.items() if value is not None}
+        return self._parsed(JobPage, self._ask("GET", "/jobs", query))
 
     def cancel(self, job_id: str) -> JobView:
         return self._parsed(JobView, self._ask("DELETE", _path("jobs", job_id)))
 
     def retry(self, job_id: str) -> JobView:
-        """A new job for one that failed or was cancelled."""
+        """Add a new job for one that failed or was cancelled."""
         return self._parsed(JobView, self._ask("POST", _path("jobs", job_id, "retry")))
 
     def report(self, job_id: str) -> Report:
-        """The report of a job that has succeeded."""
+        """Return the report of a job that has succeeded."""
         from pipeline.report.files import report_from_json
 
         return report_from_json(
@@ -226,12 +221,14 @@ class Client:
         return self._parsed(ModelView, self._ask("GET", _path("models", name)))
 
     def shapes(self, name: str) -> ShapesView:
-        """What requests to a loaded model were like, and the profile they suggest."""
+        """Return the shapes of the requests to a loaded model, and the profile that they
+        suggest.
+        """
         return self._parsed(ShapesView, self._ask("GET", _path("models", name, "shapes")))
 
     def promote(self, name: str, report: str, override: bool = False) -> ModelView:
-        """Make a report's engine the model's current version; where the model is deployed, that
-        answers when this returns.
+        """Make a report's engine the model's current version. If the model is deployed, the new
+        version answers when this returns.
         """
         return self._changed(
             "POST",
@@ -245,27 +242,27 @@ class Client:
     def benchmark(
         self, name: str, version: int | None = None, idempotency_key: str | None = None
     ) -> JobView:
-        """A job that measures a model's engine again: this version's, or what is loaded, or the
-        current one's.
+        """Add a job that measures a model's engine again: that of `version`, else of the loaded
+        version, else of the current one.
         """
-        asked = BenchmarkRequest(version=version).model_dump(mode="json")
+        body = BenchmarkRequest(version=version).model_dump(mode="json")
         request = self._http.build_request(
             "POST",
             _path("models", name, "benchmark"),
-            json=asked,
-            headers=_once(idempotency_key),
+            json=body,
+            headers=_idempotency_header(idempotency_key),
             timeout=_patient(),
         )
         return self._parsed(JobView, self._send(request))
 
     def load(self, name: str, options: DeploymentOptions | None = None) -> ModelView:
-        """Ready when this returns."""
+        """Load a model. It is ready when this returns."""
         return self._changed(
             "PUT", _path("models", name, "deployment"), options or DeploymentOptions()
         )
 
     def unload(self, name: str) -> None:
-        """All that waited is answered when this returns."""
+        """Unload a model. All waiting requests are answered when this returns."""
         self._send(
             self._http.build_request(
                 "DELETE", _path("models", name, "deployment"), timeout=_patient()
@@ -310,24 +307,21 @@ class Client:
         outputs: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Inference:
-        """An answer to a body of this Content-Type, such as a .npy file's; the model may be left
-        out where one is deployed.
+        """Run inference on a body with the Content-Type `kind`, such as a .npy file. `model` may be
+        None if only one model is deployed.
         """
         answer = self.infer_as("application/x-npz", body, kind, model, outputs, timeout_s)
         with np.load(io.BytesIO(answer.content), allow_pickle=False) as arrays:
             tensors = dict(arrays)
-        about = answer.headers
-        times = re.findall(r"(\w+);dur=([\d.]+)", about["Server-Timing"])
-        whole = (
-            int(about["Crucible-Version"]),
-            about["Crucible-Device"],
-            int(about["Crucible-Batch-Size"]),
-        )
+        headers = answer.headers
+        times = re.findall(r"(\w+);dur=([\d.]+)", headers["Server-Timing"])
         return Inference(
-            unquote(about["Crucible-Model"]),
-            *whole,
-            tensors,
-            {name: float(time) for name, time in times},
+            model=unquote(headers["Crucible-Model"]),
+            version=int(headers["Crucible-Version"]),
+            device=headers["Crucible-Device"],
+            batch_size=int(headers["Crucible-Batch-Size"]),
+            outputs=tensors,
+            times_ms={name: float(time) for name, time in times},
         )
 
     def infer_as(
@@ -339,11 +333,12 @@ class Client:
         outputs: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> httpx.Response:
-        """The same in any form that the service gives."""
-        query: dict[str, str | float] = {
-            **({"outputs": ",".join(outputs)} if outputs else {}),
-            **({"timeout_s": timeout_s} if timeout_s else {}),
-        }
+        """Run inference and return the answer in the form `accept`."""
+        query: dict[str, str | float] = {}
+        if outputs:
+            query["outputs"] = ",".join(outputs)
+        if timeout_s:
+            query["timeout_s"] = timeout_s
         path = "/infer" if model is None else _path("models", model, "infer")
         headers = {"Content-Type": kind, "Accept": accept}
         timeout = httpx.Timeout(TIMEOUT_S, read=timeout_s + TIMEOUT_S if timeout_s else ANSWER_S)
@@ -356,10 +351,10 @@ class Client:
     def events(
         self, job_id: str, after: int = 0, patience_s: float = PATIENCE_S
     ) -> Iterator[Event]:
-        """What happens to a job, to its end: each event once, also if the server is restarted
+        """Yield the events of a job to its end: each one once, even if the server restarts
         meanwhile.
 
-        Unreachable if it cannot be reached at first, or is away for longer than `patience_s` later.
+        Unreachable if the server cannot be reached at first, or later for longer than `patience_s`.
         """
         waits, known = iter(wait_times(patience_s)), False
         while True:
@@ -378,16 +373,17 @@ class Client:
                 if self.job(job_id).state in FINAL:
                     return
             except (Unreachable, RemoteError) as error:
-                if not known or (isinstance(error, RemoteError) and error.status not in TRY_AGAIN):
+                if not known or (isinstance(error, RemoteError) and error.status not in TRANSIENT):
                     raise
-            if (wait_s := next(waits, None)) is None:
+            wait_s = next(waits, None)
+            if wait_s is None:
                 raise Unreachable(
-                    f"{self.url} has been away for {patience_s:.0f} s",
-                    "the job goes on when the service does: ask again later",
+                    f"{self.url} has not answered for {patience_s:.0f} s",
+                    "the job continues when the service runs again: repeat the command later",
                 )
             time.sleep(wait_s)
 
-    # -- how it asks -------------------------------------------------------------
+    # -- requests -------------------------------------------------------------
 
     @contextlib.contextmanager
     def _streamed(self, request: httpx.Request) -> Iterator[httpx.Response]:
@@ -414,7 +410,7 @@ class Client:
         return self._send(self._http.build_request(method, path, params=query))
 
     def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
-        """The answer, if it is a success."""
+        """Send a request and return its answer. RemoteError if the server refuses it."""
         try:
             answer = self._http.send(request, stream=stream)
             if not answer.is_success:
@@ -433,22 +429,24 @@ class Client:
 
     def _foreign(self) -> RemoteError:
         return RemoteError(
-            f"{self.url} answers, but not as this version of Crucible does",
+            f"{self.url} answers in a form that this version of Crucible does not know",
             "check the address and the server's version",
         )
 
     def _unreachable(self, error: httpx.TransportError) -> Unreachable:
         message = f"no answer from {self.url}: {error or type(error).__name__}"
         return Unreachable(
-            message, "start it with `crucible serve`, or name another with --url or CRUCIBLE_URL"
+            message,
+            "start the service with `crucible serve`, or give another address with --url or"
+            " CRUCIBLE_URL",
         )
 
 
 def place_of(text: str, url: str | None) -> tuple[str | None, str]:
-    """The server and the job that a user means: by a job's id on the server at `url`, or by any
+    """Return the server and the job that a text names: a job's id on the server `url`, or any
     address of a job or its report.
     """
-    if match := WHERE.fullmatch(text):
+    if match := ADDRESS.fullmatch(text):
         return match[1], match[2]
     if not re.fullmatch(r"\w+", text):
         raise PlanError(
@@ -459,13 +457,13 @@ def place_of(text: str, url: str | None) -> tuple[str | None, str]:
 
 
 def is_remote(text: str) -> bool:
-    """Whether a text names a job or something on a server, and not a folder."""
+    """Return True if a text names a job or an address, and not a folder."""
     return bool(JOB_ID.fullmatch(text) or text.startswith(("http://", "https://")))
 
 
 def wait_times(patience_s: float) -> Iterator[float]:
-    """How long to wait before each next try, until patience ends: half a second, then twice as long
-    each time, up to MAX_WAIT_S.
+    """Yield the waits between attempts, until `patience_s` has passed: half a second, then twice as
+    long each time, up to MAX_WAIT_S.
     """
     wait_s, waited_s = 0.5, 0.0
     while waited_s < patience_s:
@@ -475,27 +473,30 @@ def wait_times(patience_s: float) -> Iterator[float]:
 
 
 def events_of_stream(answer: httpx.Response) -> Iterator[Event]:
-    """Server-sent events, as the service writes them. Heartbeats, and what has no number, are left
-    out; so is what is cut off at the end.
+    """Parse the service's server-sent events. Skips heartbeats and events without an id; drops an
+    incomplete last event.
     """
-    last = 0  # the id of an event holds for those after it that have none
+    last = 0  # an event without an id inherits the id of the one before
     for event in EventSource(answer).iter_sse():
-        if event.id and (seq := int(event.id)) > last:
+        seq = int(event.id or 0)
+        if seq > last:
             last = seq
             yield Event(seq, event.event, event.json())
 
 
 def refusal_of(status: int, body: bytes, url: str) -> RemoteError:
-    """A refused request as an error: the server's own sentence, if it is one of ours that spoke."""
+    """Convert a refused request to an error, with the server's own message if the body has our
+    form.
+    """
     try:
-        said = Refusal.model_validate_json(body)
+        refusal = Refusal.model_validate_json(body)
     except ValidationError:
         return RemoteError(
             f"{url} answered with HTTP status {status}",
             "check that this is the address of a Crucible service",
             status=status,
         )
-    return RemoteError(said.error, said.next, said.code, status)
+    return RemoteError(refusal.error, refusal.next, refusal.code, status)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -507,12 +508,12 @@ def _open(path: Path) -> IO[bytes]:
         ) from error
 
 
-def _once(idempotency_key: str | None) -> dict[str, str]:
+def _idempotency_header(idempotency_key: str | None) -> dict[str, str]:
     return {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
 
 
 def _patient() -> httpx.Timeout:
-    """An engine is tried, loaded and warmed up before the answer."""
+    """Return timeouts for a request that proves, loads and warms up an engine before its answer."""
     return httpx.Timeout(TIMEOUT_S, read=ANSWER_S)
 
 

@@ -1,13 +1,13 @@
-"""What all requests share: the home with its lock and database, keys, jobs, their runner, and how
-far the server's own life is.
+"""State that all requests share: the locked home, database, keys, jobs and their runner, models,
+and the state of the server's startup and shutdown.
 
-async with opened(settings, metrics, WORKER, probe, spans) as service:
+async with open_service(settings, metrics, WORKER, probe, spans) as service:
     await service.started
     await service.stop()
 
-opened      refuses a second server on the same home
-started     this host is known, jobs run: /readyz says so
-stop        streams end, jobs are queued again; harmless if repeated
+open_service    refuses a second server on the same home
+started         the host is probed and jobs run: /readyz answers 200
+stop            streams end and jobs are queued again; repeated calls do nothing
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from service.storage.database import Database
 from service.storage.keys import Key, Keys
 from service.storage.layout import Folders
 
-PROBE_S = 300.0  # to import every backend that is installed, on a slow disk
-# uploads at a time: an archive may take a thread for a minute, and cancelling a job needs one as
-# well
+PROBE_S = 300.0  # to import every installed backend from a slow disk
+# concurrent unpackings: an archive may occupy a thread for a minute, and other requests need
+# threads, too
 UNPACKING = 2
-HTTP_S = 4.0  # of `shutdown_s`: for answers that are being given when all jobs have ended
+HTTP_S = 4.0  # part of `shutdown_s`: for unfinished answers after all jobs have ended
 
 log = logs.get("service.service")
 T = TypeVar("T")
@@ -61,22 +61,21 @@ Probe = Callable[[], Awaitable[HostIdentity]]
 
 
 async def probe() -> HostIdentity:
-    """Devices and tools of this host, asked in a child: the server itself loads no backend."""
+    """Probe this host's devices and tools in a child, because the server itself loads no
+    backend.
+    """
     from service.jobs.worker import probe_host
 
-    with Child(
-        probe_host, name="probe", conversation=False
-    ) as child:  # leaving it, also by cancellation, ends the child
-        found: HostIdentity = await asyncio.to_thread(child.result, PROBE_S)
-    return found
+    # the context manager ends the child, even after a cancellation
+    with Child(probe_host, name="probe", conversation=False) as child:
+        host: HostIdentity = await asyncio.to_thread(child.result, PROBE_S)
+    return host
 
 
 class Service:
-    """Everything that lives as long as the server. Lives in one event loop, on a home that is
-    locked.
-    """
+    """Everything that lives as long as the server. Runs in one event loop, on a locked home."""
 
-    serving: Serving  # what wires ask: `models`, or what a test gives
+    serving: Serving  # `models`, or a double in tests
 
     def __init__(
         self,
@@ -118,43 +117,42 @@ class Service:
         self.started = asyncio.create_task(self._start())
 
     def host(self) -> HostIdentity:
-        """This host; Unavailable while it is not known yet, or jobs are not taken any more."""
+        """Return this host's identity. Unavailable while the server starts or stops."""
         if self.stopping:
             raise Unavailable("the server is stopping", "try again in a moment")
         if self._host is None:
             raise Unavailable(
-                f"the server is starting: {self._waits_for()}", "try again in a moment"
+                f"the server is starting: {self._startup_step()}", "try again in a moment"
             )
         return self._host
 
-    def _waits_for(self) -> str:
-        """Without names, which would need a key."""
+    def _startup_step(self) -> str:
+        """Describe the current step of the startup, without model names, which would need a key."""
         if not self._leases.devices.names:
-            return "it asks its host for devices and tools"
+            return "it probes the host's devices and tools"
         loading, models = self.models.starting()
-        return (
-            f"{loading} of {models} deployed models are being loaded, GET /models tells which"
-            if loading
-            else "it takes up its jobs"
-        )
+        if loading:
+            return f"it loads {loading} of {models} deployed models, GET /models shows which"
+        return "it queues its jobs"
 
     async def read(self, call: Callable[[], T]) -> T:
-        """Ask the database, in a thread of its own."""
+        """Query the database in a reader thread."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, call)
 
     async def verify(self, text: str) -> Key:
-        """The key of this text; Unauthorized if it does not work.
+        """Return the key of this text. Unauthorized if it is not valid.
 
-        The database is asked in a thread of its own: whoever holds it holds up no other request.
+        A thread of its own queries the database, so that a locked database delays no other request.
         """
-        if (known := self.keys.known(text)) is not None:
+        known = self.keys.known(text)
+        if known is not None:
             return known
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._key_reader, self.keys.verify, text)
 
     async def stop(self, linger_s: float = 0.0) -> None:
-        """Take no more jobs, end streams, end children and queue their jobs again. Models answer
-        for `linger_s` more, and then what waits.
+        """Accept no more jobs, end streams, end children and queue their jobs again. Models answer
+        new requests for `linger_s` more, and then the waiting ones.
         """
         if self.stopping:
             return
@@ -171,7 +169,7 @@ class Service:
         await self.models.stop(max(1.0, grace_s - linger_s))
 
     async def close(self) -> None:
-        """Stop, and let go of the database: nothing may be asked afterwards."""
+        """Stop, and close the database. The service cannot be used afterwards."""
         await self.stop()
         await self.models.close()
         await self.helpers.close()
@@ -184,14 +182,14 @@ class Service:
         host = await self._probe()
         await self.read(self._sweep)
         self._leases.devices = Devices(tuple(host.devices))
-        await self.models.start()  # before jobs, which would measure beside it
+        await self.models.start()  # before the jobs, whose measurements it would disturb
         await self.runner.start()
         self._host = host
         self._tidying = asyncio.create_task(self._tidy())
         log.info("service.ready", devices=host.devices)
 
     async def _tidy(self) -> None:
-        """Once a day, remove what need not be kept."""
+        """Collect garbage once a day."""
         while True:
             try:
                 log.info("retention.done", **asdict(await asyncio.to_thread(self._collect)))
@@ -206,8 +204,8 @@ class Service:
             self.jobs.close()  # of this thread
 
     def _sweep(self) -> None:
-        """Remove uploads that became no job, and folders that became no version, because the server
-        was killed meanwhile.
+        """Remove uploads without a job and folders without a version, which a killed server has
+        left.
         """
         if swept := self.repository.sweep():
             log.info("versions.swept", folders=swept)
@@ -217,15 +215,15 @@ class Service:
             except NotFound:
                 log.info("upload.removed", upload=folder.name)
                 shutil.rmtree(folder, ignore_errors=True)
-            except DamagedRow:  # whoever mends it will want the files
+            except DamagedRow:  # a repair needs the files
                 continue
 
 
 @asynccontextmanager
-async def opened(
+async def open_service(
     settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, spans: JobSpans
 ) -> AsyncIterator[Service]:
-    """A service on its home; StoreError if another server has it."""
+    """Open the service on its home. StoreError if another server uses that home."""
     settings.home.mkdir(parents=True, exist_ok=True)
     lock = FileLock(settings.home / "server.lock")
     try:
@@ -233,7 +231,7 @@ async def opened(
     except Timeout:
         raise StoreError(
             f"another server uses '{settings.home}'",
-            "stop that one, or give this one a home of its own with --home",
+            "stop that server, or give this one another home with --home",
         ) from None
     try:
         service = Service(settings, metrics, worker, probe, spans)

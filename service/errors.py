@@ -1,5 +1,5 @@
-"""What the service answers when it refuses. Every body has the same form, which Open Inference
-Protocol clients read too:
+"""The service's refusals. Every body has the same form, which Open Inference Protocol clients
+understand too:
 
 {"error": what was expected and what came, "code": stable, "next": what to do}
 
@@ -22,7 +22,7 @@ from pipeline.errors import CrucibleError, DamagedError, DiskFull, HostError, Us
 
 
 class ServiceError(CrucibleError):
-    """A request that is refused. `status` is HTTP's; `headers` go with the answer."""
+    """A refused request. `status` is the HTTP status; `headers` are sent with the answer."""
 
     code = "service"
     status = 500
@@ -105,7 +105,7 @@ class StorageFull(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What goes over the wire in the place of a result."""
+    """The answer that is sent instead of a result."""
 
     status: int
     body: dict[str, str]
@@ -117,35 +117,28 @@ class Answer:
 
 
 def answer_to(error: BaseException, request_id: str = "") -> Answer:
-    """The answer to any error. What is our own bug is not told to clients: they get the id by which
-    the log names it.
+    """Convert any error to an answer. Internal errors stay hidden: clients get only the request id,
+    which the log contains too.
     """
     if isinstance(error, ServiceError):
         return Answer(error.status, _body(error), error.headers)
     if isinstance(error, DiskFull):
         return Answer(StorageFull.status, _body(error))
-    if isinstance(error, DamagedError):  # our files are our fault, and no retry mends them
+    if isinstance(error, DamagedError):  # our files are damaged, and a retry does not help
         return Answer(ServiceError.status, _body(error))
     if isinstance(error, UserError):
         return Answer(Unprocessable.status, _body(error))
     if isinstance(error, HostError):
         return Answer(Unavailable.status, _body(error), {"Retry-After": "30"})
-    message = (
-        f"an error inside the service{f', logged as request {request_id}' if request_id else ''}"
-    )
-    return Answer(
-        500,
-        {
-            "error": message,
-            "code": "internal",
-            "next": "give the request id to whoever runs this service",
-        },
-    )
+    message = "an error inside the service"
+    if request_id:
+        message = f"{message}, logged as request {request_id}"
+    next_step = "give the request id to the operator of this service"
+    return Answer(500, {"error": message, "code": "internal", "next": next_step})
 
 
 def _body(error: CrucibleError) -> dict[str, str]:
-    return {
-        "error": error.message,
-        "code": error.code,
-        **({"next": error.next_step} if error.next_step else {}),
-    }
+    body = {"error": error.message, "code": error.code}
+    if error.next_step:
+        body["next"] = error.next_step
+    return body

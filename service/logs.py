@@ -1,10 +1,10 @@
-"""Structured logs: one line per event on stderr, JSON or text, each with the request id or the job
-id it belongs to.
+"""Structured logs: one line per event on stderr, as JSON or text, with the id of its request or
+job.
 
     logs.get("service.runner").info("job.started", job=job.id, pid=pid)
 
-No key is ever logged: `Authorization` is never passed to a logger, and what looks like a key is
-blotted out wherever it turns up.
+No key is ever logged: no logger receives `Authorization`, and text that looks like a key is
+replaced.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import structlog
 from service.settings import Settings
 from service.storage.keys import FORM
 
-bind, unbind, get = (
-    structlog.contextvars.bind_contextvars,
-    structlog.contextvars.unbind_contextvars,
-    structlog.get_logger,
-)
+bind = structlog.contextvars.bind_contextvars
+unbind = structlog.contextvars.unbind_contextvars
+get = structlog.get_logger
 HIDDEN = "cru_***"
 
 
 def configure(settings: Settings) -> None:
-    """Once per process; uvicorn's and other libraries' own messages take the same form."""
+    """Configure logging once per process. Messages of uvicorn and other libraries get the same
+    form.
+    """
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
@@ -38,19 +38,15 @@ def configure(settings: Settings) -> None:
         structlog.processors.format_exc_info,
         without_keys,
     ]
-    last = (
+    renderer = (
         structlog.processors.JSONRenderer()
         if settings.log_format == "json"
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    # bypasses `logging`, which takes half the time of a line; every request writes a line
     structlog.configure(
-        processors=[
-            *shared,
-            last,
-            # not by way of `logging`, which takes half the time of a line, and a line is written
-            # per request
-        ],
+        processors=[*shared, renderer],
         logger_factory=_Lines,
         wrapper_class=structlog.make_filtering_bound_logger(level),
         cache_logger_on_first_use=True,
@@ -59,34 +55,31 @@ def configure(settings: Settings) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, last],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    logging.getLogger("python_multipart").setLevel(
-        logging.ERROR
-    )  # warns of every malformed body, which its sender is told anyway
+    # it warns of every malformed body, which the answer reports anyway
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).handlers[:] = []
-        logging.getLogger(name).propagate = (
-            name != "uvicorn.access"
-        )  # we write our own line per request
+        # service.http.access_log writes the line per request
+        logging.getLogger(name).propagate = name != "uvicorn.access"
 
 
 class _Lines:
-    """Writes the lines of one logger, each in one piece, to what is stderr then. What cannot be
-    written is lost: nobody's work fails for it.
+    """Writes the lines of one logger to the current stderr, one write per line. Failed writes are
+    ignored: no request fails for them.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def info(self, line: str) -> None:
-        with contextlib.suppress(
-            OSError, ValueError, AttributeError
-        ):  # a full disk, a reader that has gone; it is closed; there is none
+        # OSError: full disk or broken pipe; ValueError: closed; AttributeError: no stderr
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(f"{line}\n")
 
     debug = warning = error = critical = info
@@ -95,7 +88,7 @@ class _Lines:
 def without_keys(
     logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """A structlog processor: blots out keys, also inside of texts and tracebacks."""
+    """Structlog processor that replaces keys in all values, including tracebacks."""
     for name, value in event.items():
         if isinstance(value, str) and "cru_" in value:
             event[name] = FORM.sub(HIDDEN, value)

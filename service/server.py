@@ -1,10 +1,10 @@
-"""`crucible serve`: the application behind a socket, from its first request to an orderly end.
+"""`crucible serve`: run the application on a socket, from startup to an orderly shutdown.
 
-SIGTERM or Ctrl-C:  /readyz says 503 at once, event streams end with `server-restarting`, jobs are
-                    queued again,
-                    models answer for LINGER_S more, and then what waits: up to shutdown_s - HTTP_S,
-                    then no connection is taken any more, and answers under way may finish: up to
-                    HTTP_S
+SIGTERM or Ctrl-C:  /readyz answers 503 at once, event streams end with `server-restarting`, jobs
+                    are queued again,
+                    models answer new requests for LINGER_S more, and then the waiting ones, up to
+                    shutdown_s - HTTP_S,
+                    then new connections are refused, and unfinished answers get up to HTTP_S
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ from service.tls import Tls, tls_from
 
 BACKLOG = 2048
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-KEPT_BYTES, MAPPED_BYTES = (
-    64 * MIB,
-    32 * MIB,
-)  # free memory that is kept; blocks that are given back at once, at the most that glibc takes
-# so long /readyz says 503 and models still answer: a load balancer asks every second or so, and
-# sends requests until then
+TRIM_BYTES = 64 * MIB  # free memory that the process keeps
+MMAP_BYTES = 32 * MIB  # from this size on, blocks are returned at once; glibc's maximum
+# time during which /readyz answers 503 and models still answer: a load balancer probes about every
+# second, and sends requests until then
 LINGER_S = 2.0
 
 
 class _Server(uvicorn.Server):
-    """Signals are handled here and not by uvicorn, which would stop listening before a load
-    balancer sees that we are going.
+    """uvicorn without its signal handlers, which would stop listening before a load balancer
+    notices the shutdown.
     """
 
     @contextlib.contextmanager
@@ -59,7 +57,7 @@ def serve(
     probe: Probe = probe,
     serving: Serving | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. HostError if the address or the home is taken."""
+    """Serve until SIGTERM or Ctrl-C. HostError if the address or the home is in use."""
     logs.configure(settings)
     keep_memory()
     tls = tls_from(settings)
@@ -71,13 +69,13 @@ def serve(
 
 
 def keep_memory() -> bool:
-    """Keep what large bodies leave free: glibc would give it back after each, and fetch it again,
-    150 page faults for 602 KB. False without glibc.
+    """Keep the memory that large bodies free: glibc would return it after each request and fetch it
+    again, with 150 page faults for 602 KB. Returns False without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
-    )
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES) and mallopt(M_MMAP_THRESHOLD, MMAP_BYTES))
 
 
 async def _serve(app: FastAPI, listener: socket.socket, tls: Tls | None) -> None:
@@ -85,7 +83,7 @@ async def _serve(app: FastAPI, listener: socket.socket, tls: Tls | None) -> None
         app,
         http=protocol(),
         ws="none",
-        lifespan="off",  # it is begun below, where its errors reach whoever started the server
+        lifespan="off",  # started below, where its errors reach the caller of `serve`
         log_config=None,
         access_log=False,  # service.http.access_log writes a line per request
         server_header=False,
@@ -102,38 +100,42 @@ async def _serve(app: FastAPI, listener: socket.socket, tls: Tls | None) -> None
         print(f"Crucible listens on {_address(listener, tls)}", flush=True)
         if rpc:
             print(f"gRPC listens on {rpc.address}", flush=True)
-        await _asked_to_end(service, serving)
+        await _shutdown_request(service, serving)
         await service.stop(LINGER_S)
         server.should_exit = True
-        await asyncio.gather(serving, *([rpc.stop()] if rpc else []))
+        if rpc:
+            await asyncio.gather(serving, rpc.stop())
+        await serving
         if not service.started.cancelled():
-            await service.started  # raises what kept the service from starting
+            await service.started  # raises the error of a failed startup
 
 
-async def _asked_to_end(service: Service, serving: asyncio.Task[None]) -> None:
-    """Until a signal comes, or the service cannot start, or the server ends by itself."""
-    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+async def _shutdown_request(service: Service, serving: asyncio.Task[None]) -> None:
+    """Wait for a signal, a failed startup, or the end of the server."""
+    loop, request = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
-    serving.add_done_callback(lambda _: asked.set())
+        loop.add_signal_handler(number, request.set)
+    serving.add_done_callback(lambda _: request.set())
     service.started.add_done_callback(
-        lambda task: asked.set() if task.cancelled() or task.exception() else None
+        lambda task: request.set() if task.cancelled() or task.exception() else None
     )
-    await asked.wait()
+    await request.wait()
 
 
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that has the address and does not listen yet; HostError if it cannot be had."""
+    """Yield a socket that is bound to the address and does not listen yet. HostError if the address
+    is not available.
+    """
     name = host.strip("[]")
-    with contextlib.ExitStack() as kept:
+    with contextlib.ExitStack() as resources:
         try:
-            found = socket.getaddrinfo(
+            address = socket.getaddrinfo(
                 name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            listener = kept.enter_context(socket.socket(found[0], socket.SOCK_STREAM))
+            listener = resources.enter_context(socket.socket(address[0], socket.SOCK_STREAM))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(found[4])
+            listener.bind(address[4])
         except OSError as error:
             raise HostError(
                 f"cannot listen on {host}, port {port}: {error.strerror}",

@@ -1,5 +1,5 @@
-"""What whoever runs the service may choose: one frozen value, read once from CRUCIBLE_SERVICE_*
-variables and the command line.
+"""Server settings: one frozen value, read once from CRUCIBLE_SERVICE_* variables and the command
+line.
 
 docs/service.md lists every setting.
 """
@@ -26,48 +26,43 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Settings(Frozen):
-    """Everything that `crucible serve` can be told. Sizes in bytes, times in seconds."""
+    """All settings of `crucible serve`. Sizes in bytes, times in seconds."""
 
+    # absolute, because jobs run in other working directories
     home: Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())] = Field(
         default_factory=home, validate_default=True
-    )  # absolute, because jobs run in folders of their own
+    )
     host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)  # 0: any that is free
+    port: int = Field(default=8000, ge=0, le=65535)  # 0: any free port
     grpc: bool = True
-    grpc_port: int | None = Field(
-        default=None, ge=0, le=65535
-    )  # None: the one after `port`; 0: any that is free
+    # None: the port after `port`; 0: any free port
+    grpc_port: int | None = Field(default=None, ge=0, le=65535)
     tls_certificate: Path | None = None  # PEM, with its chain; for HTTP and gRPC
     tls_key: Path | None = None
-    allowed_hosts: tuple[
-        str, ...
-    ] = ()  # names under which clients reach the service, besides `host` and those of loopback
+    # host names of the service, besides `host` and the names of loopback
+    allowed_hosts: tuple[str, ...] = ()
     keys_required: bool | None = None  # None: unless bound to loopback
     admin_key_file: Path | None = None  # holds the first admin key, for containers
     configs: Path | None = None  # folder of plans that clients may name
-    allow_code: bool = (
-        False  # .pt2, which runs code of whoever sent it; TorchScript and pickle are never taken
-    )
+    # accept .pt2, which runs code of its sender; TorchScript and pickle are never accepted
+    allow_code: bool = False
 
     max_upload_bytes: int = Field(default=4 * GIB, gt=0)  # of one request's files together
     max_unpacked_bytes: int = Field(default=8 * GIB, gt=0)  # of an archive's members together
     max_plan_bytes: int = Field(default=256 * 1024, gt=0)
-    max_infer_bytes: int = Field(
-        default=256 * MIB, gt=0
-    )  # of one inference request, as it comes and unpacked
+    # of one inference request, both compressed and unpacked
+    max_infer_bytes: int = Field(default=256 * MIB, gt=0)
     max_body_bytes: int = Field(default=MIB, gt=0)  # of all other requests
-    max_queued: int = Field(default=1000, gt=0)  # jobs of one owner that wait
+    max_queued: int = Field(default=1000, gt=0)  # waiting jobs of one owner
 
-    job_memory_bytes: int | None = Field(
-        default=None, gt=0
-    )  # of a job and all its processes; None: 80 % of the machine's
+    # of a job and all its processes; None: 80 % of the machine's
+    job_memory_bytes: int | None = Field(default=None, gt=0)
     job_disk_bytes: int = Field(default=50 * GIB, gt=0)  # of a job's work directory
     job_timeout_s: float = Field(default=6 * 3600, gt=0)
-    shutdown_s: float = Field(default=20, gt=0)  # from SIGTERM until what still runs is stopped
+    shutdown_s: float = Field(default=20, gt=0)  # from SIGTERM to the forced end
     retention_days: float = Field(default=30, gt=0)  # of finished jobs with their files
-    load_timeout_s: float = Field(
-        default=180, gt=0
-    )  # of an engine, until it has run once and is ready
+    # to load an engine and run it once
+    load_timeout_s: float = Field(default=180, gt=0)
     versions_kept: int = Field(default=5, ge=1)  # of each model, besides those in use
 
     log_format: Literal["json", "text"] = "json"
@@ -75,7 +70,7 @@ class Settings(Frozen):
     otel_endpoint: str | None = None  # OTLP over HTTP; None: no traces
 
     @model_validator(mode="after")
-    def _hang_together(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.grpc and self.rpc_port > 65535:
             raise ValueError("no port comes after 65535, give grpc_port")
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -88,53 +83,53 @@ class Settings(Frozen):
 
     @property
     def rpc_port(self) -> int:
-        """gRPC's port."""
-        return self.grpc_port if self.grpc_port is not None else self.port + 1 if self.port else 0
+        """The port of gRPC; 0: any free port."""
+        if self.grpc_port is not None:
+            return self.grpc_port
+        return self.port + 1 if self.port else 0
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Every name that a Host header may have, without the port."""
-        own = (
-            ()
-            if self.host in ("0.0.0.0", "::")
-            else (f"[{self.host}]" if ":" in self.host else self.host,)
-        )
-        return frozenset(name.lower() for name in (*LOOPBACK_NAMES, *own, *self.allowed_hosts))
+        """All names that a Host header may have, without the port."""
+        names = [*LOOPBACK_NAMES, *self.allowed_hosts]
+        if self.host not in ("0.0.0.0", "::"):
+            names.append(f"[{self.host}]" if ":" in self.host else self.host)
+        return frozenset(name.lower() for name in names)
 
     @property
     def database(self) -> Path:
         return self.home / "crucible.db"
 
 
-@cache  # it is asked with every request
+@cache  # every request calls it
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that is bound to `host`."""
+    """Return True if a server that is bound to `host` is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 
 
-def settings_from(environ: Mapping[str, str], **given: object) -> Settings:
-    """The settings of CRUCIBLE_SERVICE_* variables (their values are YAML), overruled by what is
-    given and not None.
+def settings_from(environ: Mapping[str, str], **options: object) -> Settings:
+    """Read the settings from CRUCIBLE_SERVICE_* variables (their values are YAML). Options that are
+    not None override them.
 
-    PlanError names a variable that is unknown, with the near one, or whose value does not fit.
+    PlanError names an unknown variable, with the nearest name, or one with an invalid value.
     """
     known = Settings.model_fields
     values: dict[str, Any] = {}
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
         field = variable.removeprefix(PREFIX).lower()
         if field not in known:
-            near = difflib.get_close_matches(field, known, n=1)
+            suggestions = difflib.get_close_matches(field, known, n=1)
             raise PlanError(
                 f"no setting {variable}",
-                f"did you mean {PREFIX}{near[0].upper()}?"
-                if near
+                f"did you mean {PREFIX}{suggestions[0].upper()}?"
+                if suggestions
                 else "docs/service.md lists the settings",
             )
         values[field] = _value(variable, environ[variable])
-    values |= {name: value for name, value in given.items() if value is not None}
+    values |= {name: value for name, value in options.items() if value is not None}
     try:
         return Settings.model_validate(values)
     except ValidationError as error:

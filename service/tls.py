@@ -1,4 +1,4 @@
-"""The certificate and its key, read once and tried before a port is opened."""
+"""The TLS certificate and its key, read once and checked before a port is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files and what is in them. The certificate's file holds the chain, too."""
+    """The PEM files and their contents. The certificate's file includes the chain."""
 
     certificate_file: Path
     key_file: Path
@@ -21,8 +21,8 @@ class Tls:
 
 
 def tls_from(settings: Settings) -> Tls | None:
-    """None where the settings name no certificate. UserError if the files cannot be read, are no
-    PEM, or do not belong together.
+    """Load the certificate and key; None if the settings name none. UserError if the files cannot
+    be read, are not PEM, or do not match.
     """
     certificate, key = settings.tls_certificate, settings.tls_key
     if certificate is None or key is None:
@@ -35,5 +35,5 @@ def tls_from(settings: Settings) -> Tls | None:
             f"cannot serve TLS with the certificate '{certificate}' and the key '{key}': {error}"
         )
         raise UserError(
-            message, "give PEM files that belong together; the key without a passphrase"
+            message, "give matching PEM files, and a key without a passphrase"
         ) from error

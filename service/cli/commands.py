@@ -1,6 +1,4 @@
-"""The service's commands: to serve, to keep keys beside a running server, and to use a server from
-elsewhere.
-"""
+"""The service's commands: run a server, manage its keys, and use a server from another machine."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
 app = typer.Typer()
 keys = typer.Typer(
     help=(
-        "Make, list and revoke API keys, in the database of a service on this machine; it may run"
-        " meanwhile."
+        "Create, list and revoke API keys in the database of a service on this machine, even while"
+        " it runs."
     )
 )
 app.add_typer(keys, name="keys")
@@ -34,7 +32,7 @@ app.command()(gc)
 app.add_typer(model_commands.app)
 
 WaitOption = Annotated[
-    bool, typer.Option("--wait", help="Follow the job to its end, as `crucible wait` does.")
+    bool, typer.Option("--wait", help="Follow the job to its end, like `crucible wait`.")
 ]
 
 
@@ -43,19 +41,19 @@ def serve(
     host: Annotated[
         str | None,
         typer.Option(
-            help="Address to listen on; 127.0.0.1 if left out. On others, keys are required."
+            help="Address to listen on. Default: 127.0.0.1. Other addresses require API keys."
         ),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port to listen on; 8000 if left out, any that is free if 0.")
+        int | None, typer.Option(help="Port to listen on. Default: 8000. 0: any free port.")
     ] = None,
     home: Annotated[
         Path | None,
-        typer.Option(help="Where models, jobs and reports are kept; $CRUCIBLE_HOME if left out."),
+        typer.Option(help="Folder for models, jobs and reports. Default: $CRUCIBLE_HOME."),
     ] = None,
 ) -> None:
-    """Serve: take models over HTTP, compile them as jobs, and give reports and engines.
-    docs/service.md lists all settings.
+    """Run the service: it takes models over HTTP, compiles them as jobs, and returns reports and
+    engines. docs/service.md lists all settings.
     """
     from service.server import serve
     from service.settings import settings_from
@@ -68,44 +66,43 @@ def serve(
 
 @keys.command()
 def create(
-    name: Annotated[str, typer.Option(help="What the key is for; shown by `crucible keys list`.")],
+    name: Annotated[str, typer.Option(help="Purpose of the key, shown by `crucible keys list`.")],
     scopes: Annotated[
         list[str],
-        typer.Option("--scope", help="What it may do: compile, infer or admin. Repeatable."),
+        typer.Option("--scope", help="Permission: compile, infer or admin. Repeatable."),
     ],
     owner: Annotated[
         str,
         typer.Option(
-            help="Keys of one owner share their jobs and reports; the key alone if left out."
+            help="Owner of the jobs and reports; keys may share one. Default: the key itself."
         ),
     ] = "",
     home: HomeOption = None,
 ) -> None:
-    """Make a key and print it, this once: the database keeps only its digest."""
+    """Create a key and print it once: the database stores only its digest."""
     from service.storage.keys import Keys
 
     key, text = Keys(_database(home)).create(name, scopes, owner)
-    told = (
-        f"key {key.prefix} ({', '.join(key.scopes)}) of {key.owner}; keep it, it is not shown again"
-    )
-    terminal.console(stderr=True).print(told, highlight=False, soft_wrap=True, markup=False)
+    scopes_text = ", ".join(key.scopes)
+    message = f"key {key.prefix} ({scopes_text}) of {key.owner}; keep it, it is not shown again"
+    terminal.console(stderr=True).print(message, highlight=False, soft_wrap=True, markup=False)
     print(text)
 
 
 @keys.command(name="list")
 def list_keys(home: HomeOption = None, as_json: JsonOption = False) -> None:
-    """List all keys, by prefix: the keys themselves are not known."""
+    """List all keys by prefix. Their secrets are not stored."""
     import json
 
     from service.storage.keys import Keys
 
-    found = Keys(_database(home)).list()
+    stored = Keys(_database(home)).list()
     if as_json:
-        print(json.dumps([key.model_dump() for key in found]))
+        print(json.dumps([key.model_dump() for key in stored]))
         return
     rows = [
         (key.prefix, key.name, key.owner, " ".join(key.scopes), key.created, key.revoked or "")
-        for key in found
+        for key in stored
     ]
     terminal.console().print(
         terminal.plain_table(("prefix", "name", "owner", "scopes", "created", "revoked"), rows)
@@ -115,11 +112,11 @@ def list_keys(home: HomeOption = None, as_json: JsonOption = False) -> None:
 @keys.command()
 def revoke(
     prefix: Annotated[
-        str, typer.Argument(metavar="PREFIX", help="As `crucible keys list` shows it.")
+        str, typer.Argument(metavar="PREFIX", help="Prefix of the key, from `crucible keys list`.")
     ],
     home: HomeOption = None,
 ) -> None:
-    """Let a key work no longer, from the next request on."""
+    """Revoke a key. It is refused from the next request on."""
     from service.storage.keys import Keys
 
     key = Keys(_database(home)).revoke(prefix)
@@ -148,36 +145,35 @@ def submit(
     plan: Annotated[
         Path | None,
         typer.Option(
-            metavar="PLAN.yaml", help="What to try and to prove; docs/service.md lists its keys."
+            metavar="PLAN.yaml", help="Candidates and limits; docs/service.md lists the keys."
         ),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="Samples that choose int8 ranges.")
+        Path | None, typer.Option(metavar="NPZ", help="Samples for the int8 ranges.")
     ] = None,
     selection: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="Samples that choose the winner.")
+        Path | None, typer.Option(metavar="NPZ", help="Samples for the choice of the winner.")
     ] = None,
     validation: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="Samples that the winner is proved on.")
+        Path | None, typer.Option(metavar="NPZ", help="Samples for the final check of the winner.")
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(help="Compile one of the server's own plans, in the place of a model."),
+        typer.Option(help="Compile one of the server's own plans instead of a model."),
     ] = None,
     profiles: Annotated[
         list[str] | None,
         typer.Option(
             "--profile",
             metavar="DIM=MIN:OPT:MAX",
-            help="In the place of a plan: range of a dimension that varies. Repeatable.",
+            help="Range of a dynamic dimension, instead of a plan. Repeatable.",
         ),
     ] = None,
     wait: WaitOption = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send a model to a service to be compiled there. An equal request gets the job that is there
-    already.
+    """Send a model to a service to compile it there. An equal request gets the existing job.
 
     Ends with one JSON document: the job.
     """
@@ -186,32 +182,32 @@ def submit(
     from service.client import Upload
 
     data = (calibration, selection, validation)
-    if (model is None) == (config is None) or (config is not None and any((plan, profiles, *data))):
+    extras = any((plan, profiles, *data))
+    if (model is None) == (config is None) or (config is not None and extras):
         raise PlanError(
-            "expected a model, with a plan and data if there are any, or --config NAME alone",
+            "expected a model with optional plan and data, or --config NAME alone",
             "see `crucible submit --help`",
         )
     if plan and profiles:
         raise PlanError(
-            "--profile stands in the place of a plan, and both are given",
+            "expected --profile or a plan, got both",
             "write `profiles` into the plan",
         )
     with connect(url) as client:
-        asked = f"profiles: {profiles_text(profiles)}" if profiles else plan
-        job = (
-            client.submit(Upload(model, asked, *data))
-            if model is not None
-            else client.submit_config(config or "")
-        )
-        _sent(client, job, wait, as_json)
+        if model is not None:
+            source = f"profiles: {profiles_text(profiles)}" if profiles else plan
+            job = client.submit(Upload(model, source, *data))
+        else:
+            job = client.submit_config(config or "")
+        _print_job(client, job, wait, as_json)
 
 
 @app.command()
 def retry(
     job: JobArgument, wait: WaitOption = False, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
-    """Try a job again that failed or was cancelled: a new job, which goes on from what the old one
-    stored.
+    """Retry a job that failed or was cancelled. The new job continues from the artifacts of the old
+    one.
 
     Ends with one JSON document: the new job.
     """
@@ -219,10 +215,10 @@ def retry(
 
     where, job_id = place_of(job, url)
     with connect(where) as client:
-        _sent(client, client.retry(job_id), wait, as_json)
+        _print_job(client, client.retry(job_id), wait, as_json)
 
 
-def _sent(client: Client, job: JobView, wait: bool, as_json: bool) -> None:
+def _print_job(client: Client, job: JobView, wait: bool, as_json: bool) -> None:
     if wait:
         follow(client, job.id, as_json)
     if not as_json:
@@ -250,7 +246,7 @@ def wait(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -
 
 @app.command()
 def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Cancel a job; all its processes are gone within 5 s."""
+    """Cancel a job. All its processes end within 5 s."""
     from service.client import place_of
 
     where, job_id = place_of(job, url)
@@ -264,10 +260,10 @@ def jobs(
     state: Annotated[
         str | None,
         typer.Option(
-            help="Only those that are queued, running, cancelling, succeeded, failed or cancelled."
+            help="Only this state: queued, running, cancelling, succeeded, failed or cancelled."
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1, max=200)] = 50,
+    limit: Annotated[int, typer.Option(help="Maximum number of jobs.", min=1, max=200)] = 50,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -292,16 +288,17 @@ def download(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Where reports and engine go; crucible-out/NAME if left out.",
+            help="Folder for the reports and the engine. Default: crucible-out/NAME.",
         ),
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch the engine and the reports of a job that has succeeded, into a folder as `crucible
-    compile` leaves it.
+    """Download the engine and the reports of a job that has succeeded, into a folder as `crucible
+    compile` writes it.
 
-    Ends with one JSON document: the folder, and the engine in it, null if the model was rejected.
+    Ends with one JSON document: the folder and its engine; the engine is null if the model was
+    rejected.
     """
     import json
 
@@ -325,33 +322,33 @@ def infer(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="What to send: .npy, .npz, .json, .jpg, .png, .webp, or .bin with raw bytes.",
+            help="Input: .npy, .npz, .json, .jpg, .png, .webp, or .bin with raw bytes.",
         ),
     ],
     model: Annotated[
-        str | None, typer.Option(help="Which model; may be left out where one is deployed.")
+        str | None, typer.Option(help="Name of the model. Default: the only deployed one.")
     ] = None,
     outputs: Annotated[
-        list[str] | None, typer.Option("--output", help="Only this output. Repeatable.")
+        list[str] | None, typer.Option("--output", help="Return only this output. Repeatable.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Write the outputs there.")
+        Path | None, typer.Option(metavar="FILE.npz", help="Write the outputs to this file.")
     ] = None,
     timeout: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Give up after so long; the model's own limit if left out.",
+            help="Time limit. Default: the model's own limit.",
             min=0.001,
         ),
     ] = None,
     url: UrlOption = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the service's whole answer as JSON, and nothing else."),
+        typer.Option("--json", help="Print only the service's answer as JSON."),
     ] = False,
 ) -> None:
-    """Ask a deployed model: prints or writes its outputs, and tells where the time went."""
+    """Run inference on a deployed model: print or write its outputs, and print the timing."""
     import numpy as np
 
     from service.codecs.npy import npz_from_arrays
@@ -363,7 +360,7 @@ def infer(
                 client.infer_as("application/json", body, kind, model, outputs or (), timeout).text
             )
             return
-        found = client.infer(body, kind, model, outputs or (), timeout)
+        inference = client.infer(body, kind, model, outputs or (), timeout)
     rows = [
         (
             name,
@@ -371,30 +368,30 @@ def infer(
             str(list(array.shape)),
             np.array2string(array, threshold=8, precision=4),
         )
-        for name, array in found.outputs.items()
+        for name, array in inference.outputs.items()
     ]
     terminal.console().print(terminal.plain_table(("output", "dtype", "shape", "values"), rows))
     times = ", ".join(
-        f"{name.replace('_', ' ')} {time:.3f} ms" for name, time in found.times_ms.items()
+        f"{name.replace('_', ' ')} {time:.3f} ms" for name, time in inference.times_ms.items()
     )
     print(
-        f"{found.model} version {found.version} on {found.device}: {times}; batch of"
-        f" {found.batch_size}"
+        f"{inference.model} version {inference.version} on {inference.device}: {times}; batch of"
+        f" {inference.batch_size}"
     )
     if out is not None:
-        out.write_bytes(npz_from_arrays(found.outputs))
+        out.write_bytes(npz_from_arrays(inference.outputs))
         print(f"outputs: {out}")
 
 
 def _body_of(file: Path) -> tuple[bytes, str]:
-    """A file and its Content-Type."""
+    """Read a file and derive its Content-Type."""
     from pipeline.errors import PlanError, UserError
     from service.client import KINDS
 
-    if (kind := KINDS.get(file.suffix.lower())) is None:
+    kind = KINDS.get(file.suffix.lower())
+    if kind is None:
         raise PlanError(
-            f"'{file}': its name does not tell what it holds",
-            f"give a file that ends in {', '.join(KINDS)}",
+            f"'{file}': unknown file suffix", f"give a file that ends in {', '.join(KINDS)}"
         )
     try:
         return file.read_bytes(), kind
@@ -405,7 +402,7 @@ def _body_of(file: Path) -> tuple[bytes, str]:
 
 
 def print_report(target: str, url: str | None, as_json: bool) -> None:
-    """`crucible report`, of a job on a service."""
+    """Run `crucible report` for a job on a service."""
     from rich.markdown import Markdown
 
     from pipeline.report.markdown import markdown
@@ -422,13 +419,13 @@ def print_report(target: str, url: str | None, as_json: bool) -> None:
 
 
 def _job_row(job: JobView) -> tuple[str, ...]:
-    what = (
-        f"benchmark of {job.measures.model} {job.measures.version}" if job.measures else "compile"
-    )
+    kind = "compile"
+    if job.measures:
+        kind = f"benchmark of {job.measures.model} {job.measures.version}"
     return (
         job.id,
         job.name,
-        what,
+        kind,
         job.state,
         job.progress.stage if job.progress else "",
         job.verdict or "",
@@ -443,7 +440,7 @@ def _state(text: str | None) -> State | None:
     from service.jobs.state import State
 
     known: tuple[State, ...] = get_args(State)
-    found = next((state for state in known if state == text), None)
-    if text is not None and found is None:
+    match = next((state for state in known if state == text), None)
+    if text is not None and match is None:
         raise PlanError(f"no state '{text}'", f"give one of {', '.join(known)}")
-    return found
+    return match

@@ -1,4 +1,4 @@
-"""`crucible gc`: what the server does once a day, now."""
+"""`crucible gc`: run the server's daily garbage collection now."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pipeline.errors import PlanError
 
 def gc(
     home: Annotated[
-        Path | None, typer.Option(help="Of the service; $CRUCIBLE_HOME if left out.")
+        Path | None, typer.Option(help="The service's home. Default: $CRUCIBLE_HOME.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+        bool, typer.Option("--dry-run", help="Only print what would be removed.")
     ] = False,
 ) -> None:
-    """Remove old jobs with their files, uploads that became no job, and artifacts that nothing has
-    used, as CRUCIBLE_SERVICE_RETENTION_DAYS says.
+    """Remove old jobs with their files, uploads without a job, and unused artifacts.
+    CRUCIBLE_SERVICE_RETENTION_DAYS sets their age.
 
-    Safe beside a running server, and beside `crucible compile`.
+    Safe beside a running server and beside `crucible compile`.
     """
     from service import logs
     from service.devices.leases import utc_now
@@ -41,7 +41,7 @@ def gc(
     logs.configure(settings)
     database = Database(settings.database)
     try:
-        done = collect(
+        removed = collect(
             settings,
             JobStore(database),
             utc_now,
@@ -51,8 +51,9 @@ def gc(
     finally:
         database.close()
     message = "would be removed" if dry_run else "removed"
-    counts = f"{done.jobs} jobs, {done.folders} folders of no job, {done.artifacts} artifacts"
+    counts = f"{removed.jobs} jobs, {removed.folders} folders without a job"
+    mib = removed.freed_bytes / 2**20
     print(
-        f"{message}: {counts}; {done.freed_bytes / 2**20:.1f} MiB, of what is older than"
+        f"{message}: {counts}, {removed.artifacts} artifacts; {mib:.1f} MiB, older than"
         f" {settings.retention_days:g} days"
     )

@@ -1,5 +1,5 @@
-"""The `crucible` command: the pipeline's commands, the service's, and those that take a result of
-either.
+"""The `crucible` command: the pipeline's commands, the service's, and those that read the results
+of both.
 
 Exit codes: 0 accepted, keep or unproven, 2 rejected, 1 user or environment error, 3 our bug, 130
 Ctrl-C.
@@ -31,7 +31,7 @@ from pipeline.plan import schema as config
 from service.cli import commands as service_commands
 from service.cli.options import UrlOption
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 app = typer.Typer(
     name="crucible",
@@ -46,8 +46,8 @@ app.add_typer(results)
 app.add_typer(service_commands.app)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(distribution.version_line())
         raise typer.Exit
 
@@ -55,14 +55,14 @@ def _print_version(wanted: bool) -> None:
 VersionOption = Annotated[
     bool,
     typer.Option(
-        "--version", callback=_print_version, is_eager=True, help="Print the version and end."
+        "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ]
 
 
 @app.callback()
 def options(version: VersionOption = False) -> None:
-    """Take the options that belong to no command."""
+    """Accept the options that belong to no command."""
 
 
 @results.command()
@@ -71,14 +71,14 @@ def report(
         str,
         typer.Argument(
             metavar="DIR|JOB",
-            help="A folder that `crucible compile` wrote; or a job of a service, by id or address.",
+            help="A folder from `crucible compile`, or a job of a service, by id or address.",
         ),
     ],
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the report of a compile. That of a folder is also written again, as Markdown and HTML,
-    from its report.json.
+    """Print the report of a compile. For a folder, also write the Markdown and HTML forms again
+    from report.json.
     """
     from rich.markdown import Markdown
 
@@ -104,26 +104,29 @@ def report(
 def export(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Triton's model repository; what else is in it stays."),
+        typer.Argument(metavar="DIR", help="Triton's model repository. Its other models stay."),
     ],
     triton_name: Annotated[
-        str, typer.Option("--triton", metavar="NAME/VERSION", help="What Triton is to call it.")
+        str,
+        typer.Option(
+            "--triton", metavar="NAME/VERSION", help="Name and version of the model in Triton."
+        ),
     ],
     result: Annotated[
         Path | None,
         typer.Option(
             "--from",
             metavar="RESULT",
-            help="A folder that `crucible compile` wrote; the promoted version, if left out.",
+            help="A folder from `crucible compile`. Default: the promoted version.",
         ),
     ] = None,
 ) -> None:
     """Write an engine as a model of Triton Inference Server: model.plan or model.onnx, and
     config.pbtxt.
 
-    It is version VERSION of the model NAME that was promoted in the home ($CRUCIBLE_HOME) of a
-    service, which may run; or what --from names. The engine is run here, to prove which requests
-    may run together.
+    The engine is version VERSION of the model NAME that was promoted in the home ($CRUCIBLE_HOME)
+    of a service, or the one in the folder of --from. The service may run meanwhile. The engine runs
+    here once, to prove which requests may share a batch.
     """
     from pipeline.benchmark.batch_invariance import prove_batch
     from pipeline.execution.child_process import call_in_child
@@ -145,9 +148,8 @@ def export(
 
 def main() -> NoReturn:
     """Entry point of the `crucible` command."""
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(143)
-    )  # so that children are stopped and folders removed
+    # exit in order, so that children are stopped and folders removed
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except CrucibleError as error:
@@ -161,15 +163,15 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 1
-        )  # the reader has gone: nothing more to say to it
+        # the reader has closed the pipe: discard the rest of the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 0
-    except Exception as error:  # noqa: BLE001  the edge of the process
+    except Exception as error:  # noqa: BLE001  edge of the process
         code = _fail(crucible_error(error))
     if code == INTERRUPTED:  # typer turns Ctrl-C into this exit code by itself
         print(
-            "interrupted; what was finished is kept, run the same command to go on", file=sys.stderr
+            "interrupted; finished artifacts are kept, run the same command to continue",
+            file=sys.stderr,
         )
     sys.exit(code or 0)
 

@@ -1,6 +1,4 @@
-"""Commands for the models on a server: which are current, which are loaded, and how fast they
-are.
-"""
+"""Commands for the models on a server: promote, load and measure them."""
 
 from __future__ import annotations
 
@@ -25,21 +23,19 @@ def promote(
     name: ModelArgument,
     report: Annotated[
         str,
-        typer.Argument(
-            metavar="JOB", help="The job whose engine it is to be: its id, or its address."
-        ),
+        typer.Argument(metavar="JOB", help="The job that built the engine, by id or address."),
     ],
     override: Annotated[
         bool,
         typer.Option(
             "--override",
-            help="Take an unproven one too, which is logged. A rejected one is never taken.",
+            help="Accept an unproven engine, which is logged. A rejected one is never accepted.",
         ),
     ] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a report's engine the current version of a model. Where the model is loaded, the new
+    """Make a report's engine the current version of a model. If the model is loaded, the new
     version answers when this ends.
     """
     from service.client import place_of
@@ -51,7 +47,7 @@ def promote(
 
 @app.command()
 def rollback(name: ModelArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Make the version current again that was before this one."""
+    """Make the previous version of a model current again."""
     with connect(url) as client:
         _print_model(client.rollback(name), as_json)
 
@@ -61,62 +57,61 @@ def load(
     name: ModelArgument,
     version: Annotated[
         int | None,
-        typer.Option(help="Stay on this one; the current one, also after promotions, if left out."),
+        typer.Option(help="Keep this version. Default: the current one, even after promotions."),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu, gpu:0, ...; the first that the engine runs on if left out."),
+        typer.Option(help="cpu, gpu:0, ... Default: the first device that the engine runs on."),
     ] = None,
     instances: Annotated[
-        int | None, typer.Option(help="Processes, each with an engine of its own; 1 if left out.")
+        int | None, typer.Option(help="Number of processes, each with its own engine. Default: 1.")
     ] = None,
     overlap: Annotated[
         bool,
         typer.Option(
-            "--overlap", help="Copy a batch while another one computes; takes more memory."
+            "--overlap", help="Copy a batch while another one computes. Takes more memory."
         ),
     ] = False,
     max_batch: Annotated[
         int | None,
-        typer.Option(help="Rows that may run together; as many as were proved if left out."),
+        typer.Option(help="Maximum rows in a batch. Default: the proved maximum."),
     ] = None,
     max_delay_ms: Annotated[
         float | None,
-        typer.Option(help="How long a request waits for others while all are busy; 2 if left out."),
+        typer.Option(
+            help="Longest wait for a fuller batch while all instances are busy. Default: 2."
+        ),
     ] = None,
     queue_limit: Annotated[
-        int | None, typer.Option(help="Requests that may wait; 256 if left out.")
+        int | None, typer.Option(help="Maximum number of waiting requests. Default: 256.")
     ] = None,
     timeout_s: Annotated[
         float | None,
-        typer.Option(help="Of a request, which may bring a shorter one; 30 if left out."),
+        typer.Option(help="Time limit of a request; a request may set a shorter one. Default: 30."),
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Load a model on a service, or serve it in another way; it answers when this ends."""
+    """Load a model on a service, or change how it is served. It answers requests when this ends."""
     from pydantic import ValidationError
 
     from pipeline.errors import PlanError
     from pipeline.plan.schema import explain
     from service.registry.models import DeploymentOptions
 
-    given = {
+    values = {
         "version": version,
         "device": device,
         "instances": instances,
         "max_batch": max_batch,
         "queue_limit": queue_limit,
         "timeout_s": timeout_s,
-    }
-    given |= {
         "max_delay_s": None if max_delay_ms is None else max_delay_ms / 1e3,
         "overlap": overlap or None,
     }
+    values = {name: value for name, value in values.items() if value is not None}
     try:
-        options = DeploymentOptions.model_validate(
-            {name: value for name, value in given.items() if value is not None}
-        )
+        options = DeploymentOptions.model_validate(values)
     except ValidationError as error:
         raise PlanError(explain(error, DeploymentOptions), "see `crucible load --help`") from error
     with connect(url) as client:
@@ -129,14 +124,14 @@ def benchmark(
     version: Annotated[
         int | None,
         typer.Option(
-            min=1, help="This one; the one that is loaded, or else the current one, if left out."
+            min=1, help="Version to measure. Default: the loaded one, else the current one."
         ),
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a model's engine again on the service, beside the baselines of its compile, and
-    follow the job as `crucible wait` does.
+    follow the job like `crucible wait`.
 
     Ends with the latencies, the verdict and, as the last line, one JSON document: the job.
     """
@@ -146,7 +141,7 @@ def benchmark(
 
 @app.command()
 def unload(name: ModelArgument, url: UrlOption = None) -> None:
-    """Answer what waits, and free the device."""
+    """Answer the waiting requests, then free the device."""
     with connect(url) as client:
         client.unload(name)
     print(f"model {name} is unloaded")
@@ -155,30 +150,27 @@ def unload(name: ModelArgument, url: UrlOption = None) -> None:
 @app.command()
 def models(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Only this one, with all its versions.")
+        str | None,
+        typer.Argument(metavar="NAME", help="Show only this model, with all its versions."),
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the models on a service, or the versions of one."""
+    """List the models on a service, or the versions of one model."""
     from service.registry.models import ModelPage
 
     with connect(url) as client:
-        found = client.models() if name is None else client.model(name)
+        listing = client.models() if name is None else client.model(name)
     if as_json:
-        print(found.model_dump_json())
+        print(listing.model_dump_json())
         return
-    if not isinstance(found, ModelPage):
-        heads, rows = (
-            ("version", "report", "candidate", "verdict", "together", "created"),
-            [_version_row(found, each) for each in found.versions],
-        )
+    if isinstance(listing, ModelPage):
+        columns = ("model", "current", "candidate", "state", "answers", "device")
+        rows = [_model_row(model) for model in listing.models]
     else:
-        heads, rows = (
-            ("model", "current", "candidate", "state", "answers", "device"),
-            [_model_row(each) for each in found.models],
-        )
-    terminal.console().print(terminal.plain_table(heads, rows))
+        columns = ("version", "report", "candidate", "verdict", "together", "created")
+        rows = [_version_row(listing, version) for version in listing.versions]
+    terminal.console().print(terminal.plain_table(columns, rows))
 
 
 def _print_model(model: ModelView, as_json: bool) -> None:
@@ -186,14 +178,12 @@ def _print_model(model: ModelView, as_json: bool) -> None:
         print(model.model_dump_json())
         return
     serving = model.deployment
-    how = (
-        f"version {serving.version} answers on {serving.device}"
-        if serving.version is not None
-        else f"the model is {serving.state}"
-    )
+    status = f"the model is {serving.state}"
+    if serving.version is not None:
+        status = f"version {serving.version} answers on {serving.device}"
     print(
         f"model {model.name}: version {model.current.version} ({model.current.label}) is current,"
-        f" {how}"
+        f" {status}"
     )
     if model.current.verdict == "keep":
         print("this serves the model as given: no engine was measurably faster")
@@ -217,9 +207,13 @@ def _model_row(model: ModelView) -> tuple[str, ...]:
 
 
 def _version_row(model: ModelView, version: Version) -> tuple[str, ...]:
-    number = f"{version.version}{' (current)' if version.version == model.current.version else ''}"
-    verdict = f"{version.verdict}{', taken by override' if version.override else ''}"
-    together = (
-        f"up to {version.batch.maximum}" if version.batch.proved else f"no: {version.batch.reason}"
-    )
+    number = str(version.version)
+    if version.version == model.current.version:
+        number += " (current)"
+    verdict = str(version.verdict)
+    if version.override:
+        verdict += ", taken by override"
+    together = f"no: {version.batch.reason}"
+    if version.batch.proved:
+        together = f"up to {version.batch.maximum}"
     return (number, version.job, version.label, verdict, together, version.created)

@@ -1,7 +1,7 @@
-"""What several of the service's commands take, and how they reach a server.
+"""Options that several of the service's commands share, and the connection to a server.
 
-The server's address comes from --url or CRUCIBLE_URL, the key from CRUCIBLE_KEY only: arguments are
-seen by everybody on a machine.
+The server's address comes from --url or CRUCIBLE_URL, the key only from CRUCIBLE_KEY: all users of
+a machine can see a command's arguments.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from service.client import Client
 
 HomeOption = Annotated[
-    Path | None, typer.Option(help="The service's home; $CRUCIBLE_HOME if left out.")
+    Path | None, typer.Option(help="The service's home. Default: $CRUCIBLE_HOME.")
 ]
 UrlOption = Annotated[
     str | None,
     typer.Option(
         envvar="CRUCIBLE_URL",
         help=(
-            "Address of the service; http://127.0.0.1:8000 if left out. A key is read from"
-            " CRUCIBLE_KEY only."
+            "Address of the service. Default: http://127.0.0.1:8000. The API key is read only from"
+            " CRUCIBLE_KEY."
         ),
     ),
 ]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its address.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id or address of the job.")]
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print only the JSON document on stdout, and no progress.")
+    bool, typer.Option("--json", help="Print only the JSON document on stdout, without progress.")
 ]
 
 
 def connect(url: str | None) -> Client:
-    """A client of the service at this address."""
+    """Create a client of the service at this address."""
     from service.client import DEFAULT_URL, Client
 
     return Client(url or DEFAULT_URL, os.environ.get("CRUCIBLE_KEY") or None)

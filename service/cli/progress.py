@@ -1,5 +1,5 @@
-"""What `crucible wait` and its like show of a job: its stages as they come, then what came of
-it.
+"""The output of `crucible wait` and similar commands: a job's stages while it runs, then its
+result.
 """
 
 from __future__ import annotations
@@ -17,35 +17,40 @@ if TYPE_CHECKING:
 
 
 def follow(client: Client, job_id: str, as_json: bool) -> NoReturn:
-    """Show a job's events to its end, then what came of it; leaves with the exit code."""
+    """Show a job's events to its end, then its result. Ends the command with its exit code."""
     errors = terminal.console(stderr=True)
     with terminal.StageProgress(errors, quiet=as_json) as progress:
         for event in client.events(job_id):
             if event.kind == "stage":
                 progress(stage_of(event))
             elif not as_json:
-                why = event.data.get("why")
+                reason = event.data.get("why")
                 errors.print(
-                    f"{event.kind}: {why}" if why else event.kind, highlight=False, markup=False
+                    f"{event.kind}: {reason}" if reason else event.kind,
+                    highlight=False,
+                    markup=False,
                 )
     job = client.job(job_id)
     if job.state == "succeeded" and not as_json:
         _print_verdict(client, job)
     print(job.model_dump_json())
     if job.state != "succeeded":
-        raise _why(job)
+        raise _error_of(job)
     raise typer.Exit(2 if job.verdict == "rejected" else 0)
 
 
 def stage_of(event: Event) -> StageEvent:
-    """What the terminal shows of an event; the stage's name comes from a job, and is no markup."""
+    """Convert an event for the terminal. The stage's name comes from a job, so its markup is
+    escaped.
+    """
     from dataclasses import fields
 
     from rich.markup import escape
 
     known = {field.name for field in fields(StageEvent)}
-    told = {name: value for name, value in event.data.items() if name in known}
-    return StageEvent(**{**told, "stage": escape(told["stage"])})
+    values = {name: value for name, value in event.data.items() if name in known}
+    values["stage"] = escape(values["stage"])
+    return StageEvent(**values)
 
 
 def _print_verdict(client: Client, job: JobView) -> None:
@@ -61,11 +66,11 @@ def _print_verdict(client: Client, job: JobView) -> None:
     )
 
 
-def _why(job: JobView) -> RemoteError:
+def _error_of(job: JobView) -> RemoteError:
     from service.client import RemoteError
 
     if job.failure is None:
         return RemoteError(
-            f"job {job.id} was cancelled", "ask for it again if that was not meant", "job.cancelled"
+            f"job {job.id} was cancelled", "submit it again if this was a mistake", "job.cancelled"
         )
     return RemoteError(job.failure.message, job.failure.next_step, job.failure.code)

@@ -1,1 +1,1 @@
-"""Which devices this host has, and who may use which when."""
+"""The devices of this host, and the policy for their use."""

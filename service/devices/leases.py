@@ -1,5 +1,5 @@
-"""Waiting for the use of a device: the shell around policy.py, shared by all who build, serve or
-measure in this server.
+"""Leases of devices: the asynchronous shell around policy.py. All builds, deployments and
+measurements of this server share it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ class Leases:
         self._timer: asyncio.TimerHandle | None = None
 
     async def ask(self, lease: Lease, patience_s: float = 0.0) -> Lease:
-        """Wait until the lease is given; KeyError for a device that is not here."""
+        """Wait for a lease. KeyError if this host does not have the device."""
         self.devices = self.devices.ask(lease, self._clock(), patience_s)
         key = (lease.holder, lease.device, lease.use)
-        given: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = given
+        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = granted
         self._grant()
         try:
-            return await given
+            return await granted
         except asyncio.CancelledError:
             self._waiting.pop(key, None)
             self.give_back(*key)
             raise
 
     def serve(self, holder: str, device: str) -> None:
-        """Have a lease to serve, now; KeyError for a device that is not here."""
+        """Take a lease to serve, without waiting. KeyError if this host does not have the
+        device.
+        """
         self.devices = self.devices.serve(holder, device)
 
     def measured(self, holder: str, device: str) -> Lease | None:
-        """Give this holder's lease to measure back: as it was in the end."""
+        """Give back this holder's lease to measure, and return its final state; None if there is
+        none.
+        """
         held = next(
             (
                 lease
@@ -58,7 +62,7 @@ class Leases:
         return held
 
     def give_back(self, holder: str, device: str, use: Use | None = None) -> None:
-        """End this holder's leases on a device, and its wishes for them."""
+        """End this holder's leases on a device, and its requests for them."""
         self.devices = self.devices.give_back(holder, device, use)
         self._grant()
 
@@ -69,14 +73,14 @@ class Leases:
 
     def _grant(self) -> None:
         now = self._clock()
-        self.devices, given = self.devices.grant(now)
-        for lease in given:
+        self.devices, granted = self.devices.grant(now)
+        for lease in granted:
             future = self._waiting.pop((lease.holder, lease.device, lease.use), None)
             if future and not future.done():
                 future.set_result(lease)
         self.close()
-        later = self.devices.next_time()
-        if later and later > now:
+        next_time = self.devices.next_time()
+        if next_time and next_time > now:
             self._timer = asyncio.get_running_loop().call_later(
-                (later - now).total_seconds(), self._grant
+                (next_time - now).total_seconds(), self._grant
             )

@@ -1,15 +1,14 @@
-"""Who may use which device when. Pure: a value in, a value out.
+"""Policy for the use of devices. Pure: each function takes a value and returns a new one.
 
-    build     one at a time on a device: kernels are timed while an engine is built
-    measure   nothing else of ours on the device: neither builds nor other measuring, and no
-              serving, or else the result is `contended`
-    serve     at once and any number, held while an engine loads or has requests. A lease to measure
-              waits for quiet, up to its patience, and is
-              contended if it is not quiet then, or not any longer before it is given back: serving
-              never waits
+    build     one at a time on a device, because a build times kernels
+    measure   excludes builds and other measurements on the device. Engines that serve there make
+              the result `contended`
+    serve     at once and in any number, held while an engine loads or has requests. A lease to
+              measure waits for them up to its patience. It is contended if engines serve at that
+              time, or start before it is given back. Serving never waits
 
-A lease that cannot be had waits in the device's queue, first come first served: a waiting lease to
-measure is not overtaken by builds.
+A lease that is not available waits in the device's queue, first come first served: builds do not
+overtake a waiting lease to measure.
 """
 
 from __future__ import annotations
@@ -28,53 +27,55 @@ class Lease:
     device: str
     use: Use
     holder: str  # a job's id, or a deployment's name
-    contended: bool = False  # something serves there while it measures: decides nothing about speed
+    contended: bool = False  # engines serve there meanwhile: the figures prove nothing about speed
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A lease that somebody waits for."""
+class LeaseRequest:
+    """A waiting request for a lease."""
 
     lease: Lease
     since: dt.datetime
-    patience_s: (
-        float  # a lease to measure beside engines that serve: how long it waits for them to be gone
-    )
+    patience_s: float  # how long a lease to measure waits for engines to stop serving
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """All leases of one host."""
+    """The devices of one host, with their leases and waiting requests."""
 
     names: tuple[str, ...]
     held: tuple[Lease, ...] = ()
-    waiting: tuple[Wish, ...] = ()
+    waiting: tuple[LeaseRequest, ...] = ()
 
     def ask(self, lease: Lease, now: dt.datetime, patience_s: float = 0.0) -> Devices:
-        """Queue for a lease to build or to measure; KeyError for a device that is not here."""
+        """Queue a request to build or to measure. KeyError if this host does not have the
+        device.
+        """
         if lease.device not in self.names:
             raise KeyError(lease.device)
-        return replace(self, waiting=(*self.waiting, Wish(lease, now, patience_s)))
+        return replace(self, waiting=(*self.waiting, LeaseRequest(lease, now, patience_s)))
 
     def grant(self, now: dt.datetime) -> tuple[Devices, tuple[Lease, ...]]:
-        """Give all that can be given now, in the order of asking: the devices, and the leases
-        given.
+        """Grant all leases that are available now, in the order of the requests. Returns the new
+        state and the granted leases.
         """
-        current, given = replace(self, waiting=()), []
-        blocked: set[str] = set()  # devices with somebody waiting who must not be overtaken
-        for wish in self.waiting:
-            lease = None if wish.lease.device in blocked else current._grantable(wish, now)
+        current, granted = replace(self, waiting=()), []
+        blocked: set[str] = (
+            set()
+        )  # devices with an earlier waiting request, which must not be overtaken
+        for request in self.waiting:
+            lease = None if request.lease.device in blocked else current._grantable(request, now)
             if lease is None:
-                blocked.add(wish.lease.device)
-                current = replace(current, waiting=(*current.waiting, wish))
+                blocked.add(request.lease.device)
+                current = replace(current, waiting=(*current.waiting, request))
             else:
-                given.append(lease)
+                granted.append(lease)
                 current = replace(current, held=(*current.held, lease))
-        return current, tuple(given)
+        return current, tuple(granted)
 
     def serve(self, holder: str, device: str) -> Devices:
-        """Give a lease to serve; whoever measures there is contended from now on. KeyError for a
-        device that is not here.
+        """Add a lease to serve. Leases to measure on the device become contended. KeyError if this
+        host does not have the device.
         """
         if device not in self.names:
             raise KeyError(device)
@@ -89,41 +90,35 @@ class Devices:
         return replace(self, held=(*held, Lease(device, "serve", holder)))
 
     def give_back(self, holder: str, device: str, use: Use | None = None) -> Devices:
-        """Without this holder's leases and wishes on a device; harmless where it has none."""
+        """Remove this holder's leases and requests on a device. Does nothing if it has none."""
 
-        def others(lease: Lease) -> bool:
+        def remains(lease: Lease) -> bool:
             return (lease.holder, lease.device) != (holder, device) or use not in (None, lease.use)
 
-        held = tuple(lease for lease in self.held if others(lease))
-        return replace(
-            self, held=held, waiting=tuple(wish for wish in self.waiting if others(wish.lease))
-        )
+        held = tuple(lease for lease in self.held if remains(lease))
+        waiting = tuple(request for request in self.waiting if remains(request.lease))
+        return replace(self, held=held, waiting=waiting)
 
     def next_time(self) -> dt.datetime | None:
-        """When `grant` may give something although nothing is given back: the earliest end of
-        somebody's patience.
+        """Return when `grant` may next grant a lease without a change: the earliest end of a
+        request's patience.
         """
+        measuring = [request for request in self.waiting if request.lease.use == "measure"]
         return min(
-            (
-                w.since + dt.timedelta(seconds=w.patience_s)
-                for w in self.waiting
-                if w.lease.use == "measure"
-            ),
+            (request.since + dt.timedelta(seconds=request.patience_s) for request in measuring),
             default=None,
         )
 
-    def _grantable(self, wish: Wish, now: dt.datetime) -> Lease | None:
+    def _grantable(self, request: LeaseRequest, now: dt.datetime) -> Lease | None:
         uses = [
             lease.use
             for lease in self.held
-            if lease.device == wish.lease.device and lease.holder != wish.lease.holder
+            if lease.device == request.lease.device and lease.holder != request.lease.holder
         ]
         if {"build", "measure"} & set(uses):
             return None
-        if wish.lease.use == "build" or "serve" not in uses:
-            return wish.lease
-        return (
-            replace(wish.lease, contended=True)
-            if (now - wish.since).total_seconds() >= wish.patience_s
-            else None
-        )
+        if request.lease.use == "build" or "serve" not in uses:
+            return request.lease
+        if (now - request.since).total_seconds() < request.patience_s:
+            return None
+        return replace(request.lease, contended=True)

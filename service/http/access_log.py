@@ -1,5 +1,5 @@
-"""The outermost layer: one log line and one set of figures per request, whoever answered it, and an
-answer to what nobody has caught.
+"""The outermost layer: it writes one log line and one set of metrics per request, and answers
+unhandled errors.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from service.storage.layout import Folders
 
 log = logs.get("service.requests")
 
-# refused before it was routed, or no such route: a label per unknown path would let strangers fill
-# the memory
+# label of requests without a route: a label per unknown path would let strangers fill the memory
 NO_ROUTE = "none"
 
 
-class Observed:
-    """`application`, watched."""
+class AccessLog:
+    """Middleware that logs and measures the application's requests."""
 
     def __init__(self, app: Application, metrics: Metrics, folders: Folders) -> None:
         self._application, self._metrics, self._folders = app, metrics, folders
@@ -35,7 +34,7 @@ class Observed:
             return
         begin, status, sent = time.perf_counter(), 0, 0
 
-        async def watched(message: Message) -> None:
+        async def counting_send(message: Message) -> None:
             nonlocal status, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -43,20 +42,19 @@ class Observed:
             await send(message)
 
         try:
-            await self._application(scope, receive, watched)
+            await self._application(scope, receive, counting_send)
         except ClientDisconnect:
             pass
-        except Exception as error:  # noqa: BLE001  the edge of a request: its fault is not that of the others
+        except Exception as error:  # noqa: BLE001  edge of a request: its fault must not affect others
             request_id = scope.get("state", {}).get("request_id", "")
             answer = answer_error(error, request_id, self._folders)
-            if (
-                not status
-            ):  # else the connection is cut, which tells the client that the answer is not whole
-                await send_answer(watched, answer, request_id)
+            # otherwise the connection is cut, and the client notices an incomplete answer
+            if not status:
+                await send_answer(counting_send, answer, request_id)
         finally:
-            self._tell(scope, status, sent, time.perf_counter() - begin)
+            self._record(scope, status, sent, time.perf_counter() - begin)
 
-    def _tell(
+    def _record(
         self, scope: MutableMapping[str, Any], status: int, sent: int, seconds: float
     ) -> None:
         route = getattr(scope.get("route"), "path", NO_ROUTE)

@@ -1,5 +1,5 @@
-"""The error table: every exception that a request may end with, the framework's too, as one form of
-answer.
+"""The error table: converts every exception of a request, including the framework's, to the same
+form of answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from service.jobs.redact import scrubbed
 from service.storage.layout import Folders
 
 FREE_SPACE = (
-    "whoever runs the service can free some space with `crucible gc`, or move its home to a larger"
+    "the operator of the service can free space with `crucible gc`, or move its home to a larger"
     " disk"
 )
 
@@ -25,8 +25,8 @@ log = logs.get("service.answers")
 
 
 def answer_error(error: Exception, request_id: str, folders: Folders) -> Answer:
-    """The answer to an exception, without paths of this host; what is our own fault is logged with
-    its traceback, which clients do not get.
+    """Convert an exception to an answer without paths of this host. Internal errors are logged with
+    their traceback, which clients do not get.
     """
     answer = answer_to(_ours(error), request_id)
     answer = replace(
@@ -44,13 +44,13 @@ def answer_error(error: Exception, request_id: str, folders: Folders) -> Answer:
 
 def _ours(error: Exception) -> Exception:
     match error:
-        case HTTPException(status_code=400):  # FastAPI's, of bytes that are no text
+        case HTTPException(status_code=400):  # FastAPI's, for a body that is not text
             return Unprocessable(
-                "the body cannot be read as what its Content-Type says",
+                "the body does not match its Content-Type",
                 "GET /docs shows what this path takes",
             )
         case HTTPException(status_code=404):
-            return NotFound("nothing lies at this path", "GET /docs lists what there is")
+            return NotFound("no such path", "GET /docs lists all paths")
         case RequestValidationError():
             faults = "; ".join(
                 f"{' '.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()

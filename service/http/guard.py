@@ -1,9 +1,9 @@
-"""The gate in front of the application: Host, Origin, key and size are checked before the first
-byte of a body is read.
+"""The gate in front of the application. It checks Host, Origin, key and size before it reads the
+first byte of a body.
 
-Pure ASGI, because a framework's own hooks run when a body may have been read. A request that is
-answered before its body has come, here or behind, is answered with `Connection: close`, so the
-server reads no more of it.
+It is pure ASGI, because a framework's hooks may run after a body was read. A request that is
+answered before its body has arrived, here or in the application, is answered with `Connection:
+close`, so that the server reads no more of it.
 """
 
 from __future__ import annotations
@@ -24,32 +24,29 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+# paths without data that a key protects
 PUBLIC = frozenset(
     {"/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"}
-)  # hold nothing that a key protects
+)
 UPLOADS = frozenset({"/compile"})
-INFER = "/infer"  # how every path ends that takes tensors
+INFER = "/infer"  # end of every path that takes tensors
 MAX_DIGITS = 18  # of a Content-Length
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def request_id_from(given: str) -> str:
-    """The client's own id of its request, or a new one."""
-    return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+def request_id_from(client_id: str) -> str:
+    """Return the client's id of its request if it is valid, or a new one."""
+    return client_id if REQUEST_ID.fullmatch(client_id) else secrets.token_hex(8)
 
 
 class Guard:
-    """Lets a request through to `application` with its Caller and request id in the scope's state,
-    or answers it.
+    """Passes a request to the application with its Caller and request id in the scope's state, or
+    refuses it.
     """
 
     def __init__(self, app: Application, settings: Settings, verify: Verify) -> None:
-        self._application, self._settings, self._verify, self._hosts = (
-            app,
-            settings,
-            verify,
-            settings.hosts,
-        )
+        self._application, self._settings = app, settings
+        self._verify, self._hosts = verify, settings.hosts
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,32 +55,29 @@ class Guard:
         headers = _headers(scope["headers"])
         request_id = request_id_from(headers.get("x-request-id", ""))
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id  # for the log, also of what is refused
+        state["request_id"] = request_id  # for the log, even of a refused request
         try:
             state["caller"] = await self._check(scope["method"], scope["path"], headers)
         except ServiceError as error:
             await send_answer(send, answer_to(error), request_id)
             return
-        body = _Counted(receive, send, self._limit(scope["path"]), request_id)
-        body.whole = (
-            headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-        )
+        body = _CountedBody(receive, send, self._limit(scope["path"]), request_id)
+        is_empty = headers.get("content-length", "0") == "0"
+        body.complete = is_empty and "transfer-encoding" not in headers
         await self._application(scope, body.receive, body.send)
 
     async def _check(self, method: str, path: str, headers: dict[str, str]) -> Caller:
-        """Who asks; a ServiceError if the request may not come in."""
+        """Return the caller of a request. ServiceError if the request is refused."""
         self._check_host(headers.get("host", ""))
         if method not in SAFE:
             self._check_origin(headers)
         caller = await self._caller(path, headers)
         length, limit = headers.get("content-length", "0"), self._limit(path)
-        if (
-            not (length.isascii() and length.isdigit() and len(length) <= MAX_DIGITS)
-            or int(length) > limit
-        ):
+        is_number = length.isascii() and length.isdigit() and len(length) <= MAX_DIGITS
+        if not is_number or int(length) > limit:
             raise TooLarge(
                 f"a body of {length[:MAX_DIGITS]} bytes, expected at most {limit}",
-                "send less, or have the service's limit raised",
+                "send less, or ask the operator to raise the limit",
             )
         return caller
 
@@ -92,13 +86,11 @@ class Guard:
         if name not in self._hosts:
             raise WrongHost(
                 f"this service does not answer to the name '{name}'",
-                "whoever runs it can add the name: CRUCIBLE_SERVICE_ALLOWED_HOSTS",
+                "the operator can add the name to CRUCIBLE_SERVICE_ALLOWED_HOSTS",
             )
 
     def _check_origin(self, headers: dict[str, str]) -> None:
-        """A page from elsewhere must not act in the name of whoever looks at it, also where no key
-        is needed.
-        """
+        """Refuse changes from web pages of other sites, even if no key is needed."""
         origin = headers.get("origin")
         if origin is None and headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
             return
@@ -120,45 +112,44 @@ class Guard:
         return self._settings.max_upload_bytes if path in UPLOADS else self._settings.max_body_bytes
 
 
-class _Counted:
-    """A body that is counted as it arrives: what is longer than allowed, whatever its headers said,
-    ends the request with 413.
+class _CountedBody:
+    """Counts a body while it arrives. If it exceeds the limit, whatever its headers say, the
+    request ends with 413.
     """
 
     def __init__(self, receive: Receive, send: Send, limit: int, request_id: str) -> None:
         self._receive, self._send, self._limit, self._request_id = receive, send, limit, request_id
         self._count = 0
         self._started = self._over = False
-        self.whole = False  # nothing more will come
+        self.complete = False  # no more of the body will arrive
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self._count += len(message.get("body", b""))
-            self.whole = not message.get("more_body", False)
+            self.complete = not message.get("more_body", False)
             if self._count > self._limit:
                 await self._refuse()
                 return {"type": "http.disconnect"}
         return message
 
     async def send(self, message: Message) -> None:
-        if self._over:  # the answer has been given
+        if self._over:  # already refused
             return
         if message["type"] == "http.response.start":
             self._started = True
-            closing = () if self.whole else ((b"connection", b"close"),)
-            message["headers"] = [
-                *message.get("headers", ()),
-                (b"x-request-id", self._request_id.encode()),
-                *closing,
-            ]
+            headers = list(message.get("headers", ()))
+            headers.append((b"x-request-id", self._request_id.encode()))
+            if not self.complete:
+                headers.append((b"connection", b"close"))
+            message["headers"] = headers
         await self._send(message)
 
     async def _refuse(self) -> None:
         if not self._started and not self._over:
             error = TooLarge(
                 f"a body of more than {self._limit} bytes",
-                "send less, or have the service's limit raised",
+                "send less, or ask the operator to raise the limit",
             )
             await send_answer(self._send, answer_to(error), self._request_id)
         self._over = True
@@ -169,8 +160,8 @@ def _headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 async def send_answer(send: Send, answer: Answer, request_id: str) -> None:
-    """Answer in the place of the application; the connection is closed, so that nothing more of the
-    request is read.
+    """Answer instead of the application. Closes the connection, so that no more of the request is
+    read.
     """
     body = answer.json
     fixed = {

@@ -1,9 +1,9 @@
-"""Connections of HTTP/1.1: heads without end are refused, and tensors are read to where they are to
-lie.
+"""HTTP/1.1 connections: they refuse endless headers, and read tensors directly into their final
+buffer.
 
-uvicorn's protocol takes what comes in pieces, and stops reading until the application has taken
-each, which by then was copied five times. Of tensors only the piece with the head goes that way:
-the kernel writes the rest into one buffer, which is handed on when it is full.
+uvicorn's protocol receives a body in pieces and stops reading until the application has taken each
+one, which costs five copies. For tensors only the piece with the headers takes that way: the kernel
+writes the rest into one buffer, which is passed on when it is full.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from service.errors import NoRequest, ServiceError, SlowHead, TooLargeHead, answ
 from service.http.guard import INFER, MAX_DIGITS
 
 HEAD_S = 30.0  # from a connection's start, or a request's first byte, to the end of its headers
-# of a request's path, query and headers, besides what came in the piece in which they began
+# of a request's path, query and headers, without the piece in which they began
 MAX_HEAD_BYTES = 65536
-# as uvloop reads: of less, a refusal would more often find the rest unread, and the reset of the
-# connection overtake it
+# uvloop's own size: with a smaller one, a refusal would more often leave bytes unread, and the
+# connection's reset would overtake the answer
 PIECE_BYTES = 256_000
-TENSORS_FROM_BYTES = 65536  # from here on uvicorn would stop reading until a piece is taken
+TENSORS_FROM_BYTES = 65536  # from this size on, uvicorn stops reading until a piece is taken
 
 
 def protocol() -> Any:
-    """What makes the connections of one server, as uvicorn's `http` wants it."""
-    piece = memoryview(
-        bytearray(PIECE_BYTES)
-    )  # of all of them: it is emptied before the next one reads
+    """Return the factory of one server's connections, for uvicorn's option `http`."""
+    # shared by all connections: each read is consumed before the next one starts
+    piece = memoryview(bytearray(PIECE_BYTES))
     return lambda *arguments, **options: Connection(piece, Http(*arguments, **options))
 
 
 class Connection(asyncio.BufferedProtocol):
-    """What the event loop sees of a connection."""
+    """The event loop's view of a connection."""
 
     def __init__(self, piece: memoryview, http: Http) -> None:
         self._piece, self._http = piece, http
@@ -59,11 +58,11 @@ class Connection(asyncio.BufferedProtocol):
         self._http.resume_writing()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where to write what comes next."""
+        """Return the buffer for the next bytes."""
         return self._piece if self._http.rest is None else self._http.rest
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many bytes have been written there."""
+        """Handle `nbytes` new bytes in the buffer."""
         if self._http.rest is None:
             self._http.data_received(bytes(self._piece[:nbytes]))
         else:
@@ -71,17 +70,15 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Http(HttpToolsProtocol):
-    """Refuses what is no request in the form of all refusals, and heads without end, in bytes or in
-    time, which uvicorn would wait for and keep.
+    """Answers invalid requests in the service's form, and refuses headers that are too long or too
+    slow, for which uvicorn would wait without limit.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.rest: memoryview | None = (
-            None  # of tensors, where it is to lie; None: what comes is for the parser
-        )
-        self._whole: memoryview | None = (
-            None  # tensors that are being read, and have not been handed over
-        )
+        # unfilled part of the tensor buffer; None: the parser gets the next bytes
+        self.rest: memoryview | None = None
+        # tensor buffer that has not been passed on
+        self._body: memoryview | None = None
         self._in_head = self._begun = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -95,16 +92,14 @@ class Http(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
         if self.cycle is not None:
-            vars(self.cycle).pop(
-                "receive", None
-            )  # nobody asked for these tensors: it and its cycle would hold each other
+            # breaks the reference cycle between the request cycle and its `receive`
+            vars(self.cycle).pop("receive", None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if (
-            self._in_head and not self._begun
-        ):  # the piece in which it begins may hold the end of another request
+        # the first piece may also hold the end of another request, and does not count
+        if self._in_head and not self._begun:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_too_large())
@@ -121,9 +116,8 @@ class Http(HttpToolsProtocol):
         self._forget_deadline()
         headers = dict(self.headers)
         length = headers.get(b"content-length", b"0")  # a chunked body has none
-        if self.parser.should_upgrade() and (
-            length.strip(b"0") or b"transfer-encoding" in headers
-        ):  # the parser takes such a body for a request
+        has_body = length.strip(b"0") or b"transfer-encoding" in headers
+        if self.parser.should_upgrade() and has_body:  # the parser takes such a body for a request
             self._refuse(
                 NoRequest(
                     "a request with a body asks for another protocol",
@@ -132,47 +126,43 @@ class Http(HttpToolsProtocol):
             )
             return
         super().on_headers_complete()
-        if (
-            self.pipeline or not self.scope["path"].endswith(INFER) or len(length) > MAX_DIGITS
-        ):  # what waits goes uvicorn's way
+        # pipelined requests, other paths and invalid lengths take uvicorn's way
+        if self.pipeline or not self.scope["path"].endswith(INFER) or len(length) > MAX_DIGITS:
             return
         if int(length) > TENSORS_FROM_BYTES:
-            # until the application asks for it: by then Guard has seen how long it is
+            # until the application reads the body: Guard has checked its length by then
             self.flow.pause_reading()
-            self._whole = None
+            self._body = None
             self.cycle.receive = partial(self._receive_tensors, self.cycle, int(length))  # type: ignore[method-assign]
 
     async def _receive_tensors(self, cycle: RequestResponseCycle, length: int) -> Any:
-        """ASGI's `receive` of the application: first the whole body, then that the client has gone.
-        May be cancelled, and called again.
+        """The application's ASGI `receive`: returns the complete body first, then the disconnect.
+        May be cancelled and called again.
         """
-        vars(cycle).pop(
-            "receive", None
-        )  # it has been handed over: kept, it and its cycle would hold each other
-        if (
-            self._whole is None and cycle.more_body
-        ):  # else all came with the head, or is on its way, or has been taken
-            self._whole = np.empty(length, np.uint8).data
-            self._whole[: len(cycle.body)] = cycle.body
-            self.rest = self._whole[len(cycle.body) :]
+        # breaks the reference cycle between the request cycle and its `receive`
+        vars(cycle).pop("receive", None)
+        # else the body came with the headers, is being read, or has been passed on
+        if self._body is None and cycle.more_body:
+            self._body = np.empty(length, np.uint8).data
+            self._body[: len(cycle.body)] = cycle.body
+            self.rest = self._body[len(cycle.body) :]
             cycle.body = bytearray()
-            cycle.message_event.clear()  # which was set for what is copied now
+            cycle.message_event.clear()  # it was set for the bytes just copied
         message = await RequestResponseCycle.receive(cycle)
-        if self._whole is None or message["type"] != "http.request":
+        if self._body is None or message["type"] != "http.request":
             return message
-        whole, self._whole = self._whole, None
-        return {**message, "body": whole}
+        body, self._body = self._body, None
+        return {**message, "body": body}
 
     def rest_received(self, count: int) -> None:
-        """So many bytes have been written to `rest`."""
+        """Handle `count` new bytes in `rest`."""
         assert self.rest is not None
         self.rest = self.rest[count:]
         if not self.rest:
             self.rest = None
-            self.parser = httptools.HttpRequestParser(
-                self
-            )  # the last one waits for a body that it will not see
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            # a new parser, because the old one still waits for the body
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
             self.on_message_complete()
 
     def _expect_head(self) -> None:
@@ -184,20 +174,18 @@ class Http(HttpToolsProtocol):
             self._deadline.cancel()
 
     def _refuse_slow(self) -> None:
-        message = f"path, query and headers that are not whole after {HEAD_S:g} s"
+        message = f"path, query and headers are not complete after {HEAD_S:g} s"
         self._refuse(SlowHead(message, "send them at once, or close the connection"))
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn answers where its parser refuses: a URL of 64 KiB in one piece among all
-        else.
-        """
+        """Answer a request that uvicorn's parser refuses, such as a URL of 64 KiB in one piece."""
         if len(self.url) >= MAX_HEAD_BYTES:
             self._refuse(_too_large())
         else:
             self._refuse(
                 NoRequest(
-                    "this is no HTTP/1.1 request",
-                    "send one with an HTTP client; bytes that no URL holds are written as %XX",
+                    "this is not an HTTP/1.1 request",
+                    "use an HTTP client; encode bytes that a URL cannot contain as %XX",
                 )
             )
 
@@ -216,5 +204,5 @@ class Http(HttpToolsProtocol):
 def _too_large() -> TooLargeHead:
     return TooLargeHead(
         f"path, query and headers of more than {MAX_HEAD_BYTES} bytes",
-        "send them shorter; data belongs into the body",
+        "shorten them; send data in the body",
     )

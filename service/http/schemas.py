@@ -1,4 +1,4 @@
-"""What the service says, in the form in which it says it; with an example of each for /docs."""
+"""The JSON answers of the service, each with an example for /docs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from pipeline.results.report import (
 from pipeline.results.report import State as CandidateState
 from service.jobs.state import Failure, Job, Measures, Progress, State
 
+# file names of a report's forms, by media type
 FORMS = {
     "application/json": JSON_NAME,
     "text/markdown": MARKDOWN_NAME,
     "text/html": HTML_NAME,
-}  # of reports, by what Accept asks for
+}
 EXAMPLE_ID = "01931f3a5b2c07d1e9a44c6f2"
 
 
@@ -35,24 +36,24 @@ def _example(**values: Any) -> ConfigDict:
 
 
 class Refusal(Frozen):
-    """The body of every answer that is no success."""
+    """The body of every unsuccessful answer."""
 
     model_config = _example(
         error="no job '17'", code="service.not_found", next="GET /jobs lists yours"
     )
 
-    error: str = Field(description="What was expected, and what came")
-    code: str = Field(description="Stable; for programs")
-    next: str = Field(default="", description="What to do")
+    error: str = Field(description="What was expected, and what came instead")
+    code: str = Field(description="Stable code for programs")
+    next: str = Field(default="", description="What to do next")
 
 
 class Links(Frozen):
-    """Where more of a job is."""
+    """Paths of a job's resources."""
 
     job: str
     events: str
     log: str
-    report: str | None = Field(description="Null as long as there is none")
+    report: str | None = Field(description="Null until the job has a report")
 
 
 class JobView(Frozen):
@@ -97,25 +98,24 @@ class JobView(Frozen):
     device: str
     measures: Measures | None = Field(
         default=None,
-        description="Of a benchmark: the model and the version that it measures; null: it compiles",
+        description="The model version that a benchmark measures; null for a compile",
     )
     created: str
     started: str | None
     finished: str | None
     attempt: int = Field(
-        description="How often it was started: more than once if the server was restarted meanwhile"
+        description="Number of starts: more than one if the server was restarted meanwhile"
     )
     estimate_s: float | None = Field(
         description=(
-            "How long your jobs of this name usually take on this device; null if none has"
-            " succeeded"
+            "Usual duration of your jobs of this name on this device; null if none has succeeded"
         )
     )
     elapsed_s: float | None = Field(
-        description="Of the last attempt, until now or its end; null before it"
+        description="Duration of the last attempt until now or its end; null before the first"
     )
     progress: Progress | None = Field(
-        description="The stage that runs; `estimate_s` is how long it usually takes here"
+        description="The current stage; `estimate_s` is its usual duration on this server"
     )
     verdict: Verdict | None
     winner: str | None
@@ -128,7 +128,7 @@ class JobPage(Frozen):
 
     jobs: tuple[JobView, ...]
     next: str | None = Field(
-        description="Give it as `after` for the next page; null: this was the last"
+        description="Value of `after` for the next page; null on the last page"
     )
 
 
@@ -137,7 +137,7 @@ class Health(Frozen):
 
 
 def view_of_job(job: Job, now: dt.datetime) -> JobView:
-    """What of a job is told. Not its child's pid, and not its identity."""
+    """Convert a job to its client view, without its child's pid and its identity."""
     here = f"/jobs/{job.id}"
     links = Links(
         job=here,
@@ -154,11 +154,10 @@ def view_of_job(job: Job, now: dt.datetime) -> JobView:
 def _elapsed_s(job: Job, now: dt.datetime) -> float | None:
     if job.started is None:
         return None
-    return (
-        job.took_s
-        if job.finished
-        else round(max(0.0, (now - dt.datetime.fromisoformat(job.started)).total_seconds()), 3)
-    )
+    if job.finished:
+        return job.took_s
+    running_s = (now - dt.datetime.fromisoformat(job.started)).total_seconds()
+    return round(max(0.0, running_s), 3)
 
 
 # -- parts of reports --------------------------------------------------------
@@ -169,13 +168,13 @@ class Times(Frozen):
 
     count: int
     median_ms: float | None
-    p95_ms: float | None = Field(description="Null where there are too few values to know it")
+    p95_ms: float | None = Field(description="Null if there are too few values")
     p99_ms: float | None
-    stable: bool = Field(description="False: the median still moved while it was measured")
+    stable: bool = Field(description="False if the median still drifted during the measurement")
 
 
 class LatencyAt(Frozen):
-    """One engine at one shape."""
+    """The latency of one engine at one shape."""
 
     sizes: dict[str, int]
     end_to_end: Times
@@ -184,7 +183,7 @@ class LatencyAt(Frozen):
     download: Times
     throughput_per_s: float
     ratio: Interval | None = Field(
-        description="Baseline / this with its 95 % interval; null for the baseline itself"
+        description="Baseline / this engine, with its 95 % interval; null for the baseline"
     )
     ratio_missing: str = Field(default="", description="Why there is no ratio")
     peak_memory_bytes: int
@@ -196,7 +195,7 @@ class EngineLatency(Frozen):
 
 
 class LatencyView(Frozen):
-    """How fast the baselines and the candidates are."""
+    """The latencies of the baselines and the candidates."""
 
     name: str
     verdict: Verdict
@@ -206,7 +205,7 @@ class LatencyView(Frozen):
     benchmarked: str
     baseline: EngineLatency | None
     baselines: tuple[EngineLatency, ...]
-    candidates: tuple[EngineLatency, ...] = Field(description="Those that were measured")
+    candidates: tuple[EngineLatency, ...] = Field(description="The measured candidates")
 
 
 class CandidateAccuracy(Frozen):
@@ -217,7 +216,7 @@ class CandidateAccuracy(Frozen):
 
 
 class AccuracyView(Frozen):
-    """What the engines' answers are worth."""
+    """The accuracy of the engines."""
 
     name: str
     verdict: Verdict
@@ -229,7 +228,7 @@ class AccuracyView(Frozen):
 
 
 def latency_of_report(report: Report) -> LatencyView:
-    """The speed in a report."""
+    """Extract the latencies of a report."""
     measured = [
         candidate.benchmark for candidate in report.candidates if candidate.benchmark is not None
     ]
@@ -247,7 +246,7 @@ def latency_of_report(report: Report) -> LatencyView:
 
 
 def accuracy_of_report(report: Report) -> AccuracyView:
-    """The accuracy in a report."""
+    """Extract the accuracy of a report."""
     return AccuracyView(
         name=report.name,
         verdict=report.verdict,
@@ -260,7 +259,7 @@ def accuracy_of_report(report: Report) -> AccuracyView:
 
 
 def samples_of_report(report: Report) -> list[dict[str, Any]]:
-    """Every raw value, by engine and shape: for analyses of one's own."""
+    """Extract all raw values, by engine and shape."""
     measured = [
         report.baseline,
         *report.baselines,
@@ -304,10 +303,15 @@ def _latency(row: LatencyRow) -> LatencyAt:
 
 
 def _times(samples: Samples) -> Times:
-    median, p95, p99 = (
-        None if (value := samples.percentile_or_absent(p)) is None else value * 1e3
-        for p in (50, 95, 99)
-    )
     return Times(
-        count=len(samples.values_s), median_ms=median, p95_ms=p95, p99_ms=p99, stable=samples.stable
+        count=len(samples.values_s),
+        median_ms=_percentile_ms(samples, 50),
+        p95_ms=_percentile_ms(samples, 95),
+        p99_ms=_percentile_ms(samples, 99),
+        stable=samples.stable,
     )
+
+
+def _percentile_ms(samples: Samples, percent: int) -> float | None:
+    value_s = samples.percentile_or_absent(percent)
+    return None if value_s is None else value_s * 1e3

@@ -1,12 +1,11 @@
-"""A job's events as a stream for clients (server-sent events): none left out, none twice, over
-restarts of client and server.
+"""A job's events as server-sent events: each exactly once, over restarts of client and server.
 
-    id: 17                      its number, which a client gives back as Last-Event-ID
-    event: stage                or the state that the job came to
+    id: 17                      the event's number, which a client returns as Last-Event-ID
+    event: stage                or the job's new state
     data: {"at": ..., ...}
 
-Ends after the job's last event, or with `event: server-restarting`, after which a client asks
-again.
+The stream ends after the job's last event, or with `event: server-restarting`, after which a client
+reconnects.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from service.errors import NotFound
 from service.jobs.state import Job
 from service.jobs.store import JobStore, StoredEvent
 
-HEARTBEAT_S = 15.0  # proxies cut connections on which nothing comes for a minute
+HEARTBEAT_S = 15.0  # proxies cut connections that are silent for a minute
 HEARTBEAT = format_sse_event(comment="heartbeat")
 RESTARTING = format_sse_event(event="server-restarting", data_str="{}", retry=2000)
 
@@ -31,15 +30,14 @@ RESTARTING = format_sse_event(event="server-restarting", data_str="{}", retry=20
 async def stream(
     service: Service, job_id: str, after: int, heartbeat_s: float = HEARTBEAT_S
 ) -> AsyncIterator[bytes]:
-    """All events of a job with a number over `after`, those that are there and those to come."""
+    """Yield all events of a job with a number above `after`: the stored ones, then new ones."""
     with service.metrics.event_streams.track_inprogress():
         while True:
-            changed = service.runner.changed(
-                job_id
-            )  # before reading: what comes between is seen by the next round
+            # before reading, so that the next round sees events in between
+            changed = service.runner.changed(job_id)
             try:
-                job, events = await service.read(partial(_look, service.jobs, job_id, after))
-            except NotFound:  # removed meanwhile
+                job, events = await service.read(partial(_read, service.jobs, job_id, after))
+            except NotFound:  # the job was removed meanwhile
                 return
             for event in events:
                 yield _text(event)
@@ -57,7 +55,7 @@ async def stream(
                 yield HEARTBEAT
 
 
-def _look(jobs: JobStore, job_id: str, after: int) -> tuple[Job, tuple[StoredEvent, ...]]:
+def _read(jobs: JobStore, job_id: str, after: int) -> tuple[Job, tuple[StoredEvent, ...]]:
     job = jobs.get(job_id)  # before the events: if it has ended, the last is among them
     return job, jobs.events(job_id, after)
 

@@ -1,12 +1,12 @@
-"""One attempt at one job: wait for the device, start the child, listen, watch, end it, and say how
-the job goes on.
+"""One attempt at a job: wait for the device, start the child, read its messages, watch its limits,
+end it, and return the event that concludes the job.
 
     started -> leased to build -> child -> [Stage | Wants | Returns]* -> Finished -> child gone ->
     verified -> published
-                                     └── Failed, death, rubbish, too long, too large, stop -> child
-                                     gone ┘
+                                     └── Failed, death, bad message, timeout, limit, stop ->
+                                     child gone ┘
 
-Whatever happens: the child, and all that it started, are gone before the last event is stored.
+In every case the child and all its descendants are gone before the last event is stored.
 """
 
 from __future__ import annotations
@@ -54,89 +54,87 @@ from service.jobs.state import (
 from service.jobs.worker_client import Child, environment_for
 from service.storage.layout import Folders
 
-PATIENCE_S = 60.0  # how long measuring waits for engines that serve on the device to be gone
-# a child that tells more than it should is heard slowly, so that the server has time for others
+PATIENCE_S = 60.0  # how long a measurement waits for engines to stop serving on the device
+# delay per message of a child that sends too many, so that the server has time for others
 SLOWED_S = 0.005
 RETRY_S = 2.0  # between attempts to store how a job ended, where the disk is full
 
 log = logs.get("service.attempt")
 
 Record = Callable[[str, JobEvent], Awaitable[Job]]
-"""Store an event of a job: the job after it."""
+"""Store an event of a job and return the job after it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What every attempt works with."""
+class AttemptContext:
+    """Dependencies and limits that all attempts share."""
 
     folders: Folders
     leases: Leases
     record: Record
-    worker: Sequence[
-        str
-    ]  # the command of the child; gets the number of its end of the socket as last argument
+    # command of the child; the number of its end of the socket is appended as last argument
+    worker: Sequence[str]
     limits: watchdog.Limits
     timeout_s: float
 
 
 class Attempt:
-    """One attempt. `run` it once; `stop` it at any time."""
+    """One attempt. Call `run` once and `stop` at any time."""
 
-    def __init__(self, job: Job, means: Means) -> None:
-        self.job, self._means = job, means
-        self._work = means.folders.work(job.id)
+    def __init__(self, job: Job, context: AttemptContext) -> None:
+        self.job, self._context = job, context
+        self._work = context.folders.work(job.id)
         self._stop: asyncio.Future[JobEvent] = asyncio.get_running_loop().create_future()
 
     def stop(self, ending: JobEvent) -> None:
-        """End the child; the job then takes `ending`, unless it had ended before."""
+        """End the child. The job then takes the event `ending`, unless it has ended before."""
         if not self._stop.done():
             self._stop.set_result(ending)
 
     async def run(self) -> None:
-        """From the wait for the device until how it ended is stored."""
+        """Wait for the device, run the child, and store the job's last event."""
         try:
-            ending = await self._until_the_end()
+            ending = await self._run_child()
         except StaleEvent:  # cancelled before its child was started
             return
-        except Exception as error:  # the edge of a job: its fault is not the server's
+        except Exception as error:  # edge of a job: its fault must not stop the server
             if not isinstance(error, CrucibleError):
                 log.exception("job.fault", job=self.job.id)
             ending = Died(_failure_from(crucible_error(error)))
         finally:
-            self._means.leases.give_back(self.job.id, self.job.device)
+            self._context.leases.give_back(self.job.id, self.job.device)
         await self._conclude(ending)
 
-    async def _until_the_end(self) -> JobEvent:
-        if not await self._got(Lease(self.job.device, "build", self.job.id)):
+    async def _run_child(self) -> JobEvent:
+        if not await self._acquire(Lease(self.job.device, "build", self.job.id)):
             return self._stop.result()
-        means, work = self._means, self._work
+        context, work = self._context, self._work
         await asyncio.to_thread(work.prepare)
-        plan = await asyncio.to_thread(means.folders.load_plan, self.job.id)
+        plan = await asyncio.to_thread(context.folders.load_plan, self.job.id)
         environment = environment_for(self.job.id, self.job.device, work, os.environ)
-        child = await Child.start(
-            means.worker, self.job.id, work, 2 * means.limits.disk_bytes, environment
-        )  # the watchdog is to be first
+        # twice the disk limit, so that the watchdog acts before the limit of one file
+        file_bytes = 2 * context.limits.disk_bytes
+        child = await Child.start(context.worker, self.job.id, work, file_bytes, environment)
         try:
-            await means.record(self.job.id, Started(child.pid, child.started))
+            await context.record(self.job.id, Started(child.pid, child.started))
             log.info("job.started", job=self.job.id, pid=child.pid, device=self.job.device)
             await child.send(self._start(plan.name))
-            ending = await self._first_end(child)
+            ending = await self._first_ending(child)
         finally:
             await child.end()
-            await asyncio.to_thread(
-                work.clear_temporary
-            )  # or a job that has filled the disk leaves no space to store how it ended
+            # a job that has filled the disk leaves no space to store its last event
+            await asyncio.to_thread(work.clear_temporary)
         return await asyncio.to_thread(self._publish) if ending is None else ending
 
     def _start(self, name: str) -> Start:
-        folders, job = self._means.folders, self.job
+        folders, job = self._context.folders, self.job
         compiled = folders.compiled(job.id) if job.measures else None
-        what = (
-            f"version {job.measures.version} of model '{job.measures.model}' measured again, "
-            if job.measures
-            else ""
-        )
-        command = f"a request to the service, {what}job {job.id} ('{name}')"
+        action = ""
+        if job.measures:
+            action = (
+                f"version {job.measures.version} of model '{job.measures.model}' measured again, "
+            )
+        command = f"a request to the service, {action}job {job.id} ('{name}')"
         return Start(
             plan=folders.uploads(job.id) / "plan.json",
             work=self._work.root,
@@ -145,25 +143,23 @@ class Attempt:
             command=command,
         )
 
-    async def _got(self, lease: Lease) -> bool:
-        """Wait for a lease; False if the attempt is stopped before."""
-        asked = asyncio.ensure_future(self._means.leases.ask(lease))
+    async def _acquire(self, lease: Lease) -> bool:
+        """Wait for a lease. Returns False if the attempt is stopped first."""
+        request = asyncio.ensure_future(self._context.leases.ask(lease))
         try:
-            await asyncio.wait((asked, self._stop), return_when=asyncio.FIRST_COMPLETED)
-            return not self._stop.done() and asked.result() is not None
+            await asyncio.wait((request, self._stop), return_when=asyncio.FIRST_COMPLETED)
+            return not self._stop.done() and request.result() is not None
         finally:
-            await _cancelled(asked)
+            await _cancel_all(request)
 
-    async def _first_end(self, child: Child) -> JobEvent | None:
-        """What ends it first; None: the child says that the report is there."""
-        listening, watching = (
-            asyncio.ensure_future(self._listen(child)),
-            asyncio.ensure_future(self._watch(child)),
-        )
+    async def _first_ending(self, child: Child) -> JobEvent | None:
+        """Return the event that ends the child first; None if the child has finished its report."""
+        listening = asyncio.ensure_future(self._listen(child))
+        watching = asyncio.ensure_future(self._watch(child))
         try:
             done, _ = await asyncio.wait(
                 (self._stop, watching, listening),
-                timeout=self._means.timeout_s,
+                timeout=self._context.timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if self._stop in done:
@@ -173,20 +169,22 @@ class Attempt:
             if listening in done:
                 return listening.result()
         finally:
-            await _cancelled(listening, watching)
+            await _cancel_all(listening, watching)
         message = (
-            f"the job took longer than the {self._means.timeout_s:g} s it may, and was stopped"
+            f"the job took longer than its limit of {self._context.timeout_s:g} s, and was stopped"
         )
         return Died(
             Failure(
                 code="job.timeout",
                 message=message,
-                next_step="retry it, which goes on from what is stored; or raise job_timeout_s",
+                next_step="retry it, which reuses its artifacts; or raise job_timeout_s",
             )
         )
 
     async def _listen(self, child: Child) -> JobEvent | None:
-        """Take the child's messages until its last."""
+        """Handle the child's messages until the last one. Returns None for Finished, else the job's
+        event.
+        """
         pace, count = Pace(), 0
         try:
             while True:
@@ -209,61 +207,58 @@ class Attempt:
                 if count > MAX_MESSAGES:
                     raise BadMessage(f"more than {MAX_MESSAGES} messages")
         except EOFError:
-            taken = await self._taken(child)  # it may have died of that between two looks
-            return Died(watchdog.verdict(taken, self._means.limits) or await child.death())
+            usage = await self._usage(child)  # a limit may have killed it between two checks
+            return Died(watchdog.verdict(usage, self._context.limits) or await child.death())
         except BadMessage as error:
-            said = f"the job's process does not keep to the protocol: {error}"
-            return Died(
-                Failure(
-                    code="job.protocol",
-                    message=said,
-                    next_step="retry the job; its log tells what it did",
-                )
+            failure = Failure(
+                code="job.protocol",
+                message=f"the job's process violates the protocol: {error}",
+                next_step="retry the job; its log shows what it did",
             )
+            return Died(failure)
 
     async def _reply(self, child: Child, message: Stage | Wants | Returns) -> None:
-        """Record a stage, or answer a question about the device."""
-        leases = self._means.leases
+        """Record a stage, or grant the device or take it back."""
+        leases = self._context.leases
         match message:
             case Stage():
-                await self._means.record(self.job.id, _seen(message))
+                await self._context.record(self.job.id, _stage_event(message))
             case Wants():
-                wanted = Lease(self.job.device, "measure", self.job.id)
-                lease = await leases.ask(wanted, PATIENCE_S)
+                request = Lease(self.job.device, "measure", self.job.id)
+                lease = await leases.ask(request, PATIENCE_S)
                 await child.send(Granted(contended=lease.contended))
             case Returns():
                 if measured := leases.measured(self.job.id, self.job.device):
                     await child.send(Returned(contended=measured.contended))
 
     async def _watch(self, child: Child) -> Failure:
-        """Look every half second until the job takes too much."""
+        """Check every EVERY_S seconds, and return when the job exceeds a limit."""
         while True:
-            if failure := watchdog.verdict(await self._taken(child), self._means.limits):
+            if failure := watchdog.verdict(await self._usage(child), self._context.limits):
                 return failure
             await asyncio.sleep(watchdog.EVERY_S)
 
-    async def _taken(self, child: Child) -> watchdog.Sample:
+    async def _usage(self, child: Child) -> watchdog.Sample:
         return await asyncio.to_thread(
-            watchdog.sample, child.pid, self._work.root, self._means.limits
+            watchdog.sample, child.pid, self._work.root, self._context.limits
         )
 
     def _publish(self) -> JobEvent:
-        place = self._means.folders.report(self.job.id)
-        report = publish(self._work.out, place, self._means.folders)
+        folder = self._context.folders.report(self.job.id)
+        report = publish(self._work.out, folder, self._context.folders)
         try:
-            take_over(self._work, self._means.folders.home)
-        except (
-            OSError,
-            CrucibleError,
-        ) as error:  # costs the next job time, not this one its report
+            take_over(self._work, self._context.folders.home)
+        except (OSError, CrucibleError) as error:  # the report is kept; the next job takes longer
             log.error("store.not_filled", job=self.job.id, error=str(error))
-        return Succeeded(report.verdict, report.winner, engine_digest(place))
+        return Succeeded(report.verdict, report.winner, engine_digest(folder))
 
     async def _conclude(self, ending: JobEvent) -> None:
-        """Store how it ended, however long that takes: the server may not forget it."""
+        """Store the job's last event. Retries until that succeeds, because the server must not lose
+        it.
+        """
         while True:
             try:
-                job = await self._means.record(self.job.id, ending)
+                job = await self._context.record(self.job.id, ending)
                 break
             except StaleEvent:
                 return
@@ -282,16 +277,18 @@ class Attempt:
         await asyncio.to_thread(self._tidy, job)
 
     def _tidy(self, job: Job) -> None:
-        """Keep what a retry goes on from; not of a job that took the whole disk it may."""
+        """Delete what a retry does not need. A job that exceeded its disk limit keeps only its
+        log.
+        """
         with contextlib.suppress(OSError):
             self._work.shorten_log()
         if job.state == "succeeded" or (job.failure and job.failure.code == "job.disk"):
             self._work.empty()
         if job.state != "succeeded":
-            shutil.rmtree(self._means.folders.report(job.id), ignore_errors=True)
+            shutil.rmtree(self._context.folders.report(job.id), ignore_errors=True)
 
 
-def _seen(message: Stage) -> StageSeen:
+def _stage_event(message: Stage) -> StageSeen:
     progress = Progress(
         stage=message.stage,
         subject=message.subject,
@@ -307,7 +304,7 @@ def _failure_from(error: CrucibleError) -> Failure:
     return Failure(code=error.code, message=error.message, next_step=error.next_step)
 
 
-async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+async def _cancel_all(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     for task in tasks:

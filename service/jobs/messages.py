@@ -1,13 +1,12 @@
-"""Everything that crosses between the server and a job's child: one line of JSON each, over a
-socket that both hold.
+"""Messages between the server and a job's child: one line of JSON each, over a shared socket.
 
     server -> child   Start, once; Granted, for each Wants; Returned, for each Returns
     child -> server   Stage ...; Wants before it measures, Returns after it; Finished or Failed,
                       last
 
-The child runs what strangers sent, so the server believes none of it: a line that is too long, no
-JSON, of another form, or one too many is BadMessage, and ends the child. Finished says nothing but
-that: what was found is read from the report, which the server verifies.
+The child runs untrusted models, so the server trusts no message. A line that is too long, not JSON,
+of another form, or one too many raises BadMessage and ends the child. Finished carries no result:
+the server reads the result from the report, which it verifies.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from pipeline.core import Frozen
 from pipeline.errors import CrucibleError
 from pipeline.execution.stage_runner import StageEvent
 
-LINE_BYTES = (
-    128 * 1024
-)  # the longest message: two texts of LONG_TEXT, of which each character may take six bytes in JSON
-MAX_MESSAGES = (
-    20_000  # of one attempt, besides progress: a compile of 64 candidates sends about 2,000
-)
+# the longest message: two texts of LONG_TEXT; a character may take six bytes in JSON
+LINE_BYTES = 128 * 1024
+# of one attempt, besides progress: a compile of 64 candidates sends about 2,000
+MAX_MESSAGES = 20_000
 PROGRESS_EVERY_S = 0.5
 TEXT, LONG_TEXT = 500, 8_000
 MAX_S = 1e9
@@ -37,46 +34,45 @@ State = Literal["started", "progress", "finished", "reused", "waiting", "failed"
 
 
 class BadMessage(Exception):
-    """The other side does not keep to the protocol."""
+    """The other side violates the protocol."""
 
 
 class HostIdentity(Frozen):
-    """What of a host decides the result of a compile."""
+    """The properties of a host that decide the result of a compile."""
 
     devices: dict[str, str]  # "cpu", "gpu:0", ... with the name of each
-    # of devices, targets and versions of tools: another one makes another job of an equal request
+    # of devices, targets and tool versions: an equal request on another digest makes a new job
     digest: str
 
 
 class Start(Frozen):
-    """What to compile or to measure again, and where."""
+    """The plan to compile, or the engine to measure again, and the folders to use."""
 
     kind: Literal["start"] = "start"
     plan: Path
     work: Path
-    shared: Path  # the store to read from, besides the work's own
-    compiled: Path | None = (
-        None  # the plan's report and engine, to be measured again; None: the plan is compiled
-    )
-    command: str  # for the report: how the compile was asked for
+    shared: Path  # a second store, read-only
+    # folder with the plan's report and engine to measure again; None: compile the plan
+    compiled: Path | None = None
+    command: str  # origin of the request, for the report
 
 
 class Granted(Frozen):
-    """The device is the child's to measure on."""
+    """The child may measure on the device."""
 
     kind: Literal["granted"] = "granted"
-    contended: bool = False  # something serves there: the figures decide nothing about speed
+    contended: bool = False  # engines serve there: the figures prove nothing about speed
 
 
 class Returned(Frozen):
-    """The device is the child's no longer."""
+    """The server has taken the device back."""
 
     kind: Literal["returned"] = "returned"
-    contended: bool = False  # something served there meanwhile
+    contended: bool = False  # engines served there meanwhile
 
 
 class Stage(Frozen):
-    """How far a stage is."""
+    """State and progress of a stage."""
 
     kind: Literal["stage"] = "stage"
     stage: Annotated[str, Field(max_length=100)]
@@ -104,13 +100,13 @@ class Returns(Frozen):
 
 
 class Finished(Frozen):
-    """The report lies in the work's out/."""
+    """The report is in the work directory's out/."""
 
     kind: Literal["finished"] = "finished"
 
 
 class Failed(Frozen):
-    """There is no report."""
+    """The job has no report."""
 
     kind: Literal["failed"] = "failed"
     code: Annotated[str, Field(max_length=100, pattern=r"^[a-z_.]+$")]
@@ -127,14 +123,14 @@ _FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(
 
 
 def line_of(message: FromChild | FromServer) -> bytes:
-    """One line, with its end."""
+    """Encode a message as one line, with its line end."""
     return message.model_dump_json().encode() + b"\n"
 
 
 def from_child(line: bytes) -> FromChild:
-    """What a child said; BadMessage if it is nothing that a child may say."""
+    """Parse a message of a child. BadMessage if it is none."""
     if len(line) > LINE_BYTES:
-        raise BadMessage(f"a message of {len(line)} bytes, at most {LINE_BYTES} are allowed")
+        raise BadMessage(f"expected a message of at most {LINE_BYTES} bytes, got {len(line)}")
     try:
         return _FROM_CHILD.validate_json(line, strict=True)
     except ValidationError as error:
@@ -142,14 +138,14 @@ def from_child(line: bytes) -> FromChild:
 
 
 def from_server(line: bytes) -> FromServer:
-    """What the server said; EOFError if it is gone."""
+    """Parse a message of the server. EOFError if the server is gone."""
     if not line.endswith(b"\n"):
-        raise EOFError("the server has hung up")
+        raise EOFError("the server has closed the connection")
     return _FROM_SERVER.validate_json(line)
 
 
 def stage_from_event(event: StageEvent) -> Stage:
-    """A pipeline's event, with what does not fit cut off."""
+    """Convert a pipeline event. Texts that are too long are cut."""
     return Stage(
         stage=event.stage,
         subject=_cut(event.subject, TEXT),
@@ -163,7 +159,7 @@ def stage_from_event(event: StageEvent) -> Stage:
 
 
 def failed_from_error(error: CrucibleError) -> Failed:
-    """A failure, with what does not fit cut off."""
+    """Convert an error. Texts that are too long are cut."""
     return Failed(
         code=error.code,
         message=_cut(error.message, LONG_TEXT),
@@ -172,14 +168,14 @@ def failed_from_error(error: CrucibleError) -> Failed:
 
 
 def _cut(text: str, most: int) -> str:
-    """Not longer, and nothing in it that UTF-8 cannot say (half of a pair, from the name of a
-    file).
+    """Cut a text to `most` characters, and replace what UTF-8 cannot encode (half of a surrogate
+    pair, from a file's name).
     """
     return text[:most].encode("utf-8", "replace").decode()
 
 
 class Pace:
-    """Lets progress of one stage through at most every PROGRESS_EVERY_S, and all else always. Used
+    """Limits progress of one stage to one message every PROGRESS_EVERY_S, and passes all else. Used
     on both sides.
     """
 

@@ -1,8 +1,8 @@
-"""Whether a job takes more memory or disk than it may. `verdict` is pure; `sample` looks.
+"""Limits on a job's memory and disk. `verdict` is pure; `sample` measures.
 
-Memory is what all processes of the job hold: resident pages, which is cheap to ask; pages that
-several share count once (PSS) only when the sum is over the limit, since asking for that stops the
-process for a moment, which may be measuring.
+Memory is the sum over all processes of the job. Resident pages (RSS) are cheap to read. Only if
+their sum is over the limit are shared pages counted once (PSS): reading PSS stops the process for a
+moment, which would disturb a measurement.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a job and all its processes may take together."""
+    """Memory and disk that a job and all its processes may use together."""
 
     memory_bytes: int
     disk_bytes: int
@@ -32,14 +32,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What they take now."""
+    """Memory and disk that they use now."""
 
     memory_bytes: int
     disk_bytes: int
 
 
 def verdict(sample: Sample, limits: Limits) -> Failure | None:
-    """Why the job must end; None if it need not."""
+    """Return why the job must end; None if it may go on."""
     checks = (
         (
             "memory",
@@ -49,27 +49,27 @@ def verdict(sample: Sample, limits: Limits) -> Failure | None:
         ),
         ("disk", sample.disk_bytes, limits.disk_bytes, "send a smaller model or fewer candidates"),
     )
-    for what, used, allowed, advice in checks:
+    for resource, used, allowed, advice in checks:
         if used > allowed:
             message = (
-                f"the job used {used / GIB:.2f} GiB of {what}, more than the {allowed / GIB:.2f}"
-                " GiB it may, and was stopped"
+                f"the job used {used / GIB:.2f} GiB of {resource}, more than its limit of"
+                f" {allowed / GIB:.2f} GiB, and was stopped"
             )
             return Failure(
-                code=f"job.{what}",
+                code=f"job.{resource}",
                 message=message,
-                next_step=f"{advice}; or raise the service's setting job_{what}_bytes",
+                next_step=f"{advice}; or raise the service's setting job_{resource}_bytes",
             )
     return None
 
 
 def limits_from(settings: Settings, machine_bytes: int) -> Limits:
-    """The limits of each job."""
+    """Return the limits of each job."""
     return Limits(settings.job_memory_bytes or int(SHARE * machine_bytes), settings.job_disk_bytes)
 
 
 def machine_memory(cgroup: Path = CGROUP) -> int:
-    """Memory of this machine, or of the container if it may use less."""
+    """Return the memory of this machine in bytes, or of the container if its limit is lower."""
     total = psutil.virtual_memory().total
     try:
         text = cgroup.read_text(encoding="ascii").strip()
@@ -79,7 +79,7 @@ def machine_memory(cgroup: Path = CGROUP) -> int:
 
 
 def sample(pid: int, work: Path, limits: Limits) -> Sample:
-    """What the process, all that descends from it, and its work directory take now."""
+    """Measure the memory of a process and its descendants, and the size of its work directory."""
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -108,8 +108,8 @@ def _proportional(process: psutil.Process) -> int:
 
 
 def disk_use(folder: Path) -> int:
-    """Bytes that the files below a folder take on the disk. Follows no links; what vanishes
-    meanwhile counts for nothing.
+    """Return the bytes that the files below a folder take on the disk. Links are not followed;
+    files that vanish meanwhile do not count.
     """
     total, folders = 0, [str(folder)]
     while folders:

@@ -1,22 +1,22 @@
-"""Runs the jobs: one queue per device, one child at a time on each; stores what happens, and wakes
-who waits for it.
+"""Runs the jobs: one queue per device and one child at a time on each. Stores their events and
+wakes the clients that wait for them.
 
     runner = JobRunner(settings, job_store, leases)
-    await runner.start()                             goes on with what an earlier server left, after
-                                                     killing what is left of its children
-    job, is_new = await runner.submit(job, once)     home/uploads/<job.id>/plan.json lies there
-                                                     already (Folders.save_plan)
+    await runner.start()                             kills children that an earlier server left and
+                                                     queues its jobs again
+    job, is_new = await runner.submit(job, once)     requires home/uploads/<job.id>/plan.json
+                                                     (Folders.save_plan)
     await runner.cancel(job_id, owner)               its processes are gone within 5 s
-    await runner.retry(job_id, owner)                a new job that goes on from what the old one
-                                                     stored
+    await runner.retry(job_id, owner)                adds a new job that continues from the old
+                                                     job's artifacts
     await runner.stop()                              ends all children and queues their jobs again
 
-To follow a job: take `changed = runner.changed(job_id)` first, then read `job_store.events(job_id,
-after)`, and `await changed.wait()` only if there were none: nothing is missed between.
+To follow a job without missing an event: take `changed = runner.changed(job_id)` first, then read
+`job_store.events(job_id, after)`, and `await changed.wait()` only if there are none.
 
-The database is used in one thread of its own, in the order of asking. Killed at any moment, the
-server leaves jobs that are queued or running in the database, and children that die within seconds
-(service/sandbox/guardian.py); the next start queues them again.
+One thread uses the database, in the order of the calls. If the server is killed, queued and running
+jobs stay in the database and the children end within seconds (service/sandbox/guardian.py); the
+next start queues the jobs again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -34,7 +35,7 @@ from psutil import Process
 from service import logs
 from service.devices.leases import Clock, Leases, utc_now
 from service.errors import Conflict, Unavailable
-from service.jobs.attempt import Attempt, Means
+from service.jobs.attempt import Attempt, AttemptContext
 from service.jobs.process_limits import limits_from, machine_memory
 from service.jobs.redact import scrubbed_event
 from service.jobs.state import (
@@ -56,10 +57,8 @@ from service.settings import Settings
 from service.storage.layout import Folders
 
 WORKER = (sys.executable, "-m", "service.jobs.worker")
-MAX_INTERRUPTIONS = (
-    5  # so often a job may run while the server dies; then it is taken for the cause
-)
-STOP_S = 15.0  # for all children to be ended and their jobs to be stored
+MAX_INTERRUPTIONS = 5  # server crashes during one job; then the job counts as the cause
+STOP_S = 15.0  # to end all children and store their jobs
 CANCELLED = Died(Failure(code="job.cancelled", message="somebody cancelled the job"))
 RESTARTED = Requeued("the server was restarted")
 
@@ -68,7 +67,7 @@ T = TypeVar("T")
 
 
 class JobRunner:
-    """All jobs of one home. Lives in one event loop."""
+    """Runs all jobs of one home. Lives in one event loop."""
 
     def __init__(
         self,
@@ -80,17 +79,12 @@ class JobRunner:
         clock: Clock = utc_now,
         most_interruptions: int = MAX_INTERRUPTIONS,
     ) -> None:
-        self._settings, self._jobs, self._leases, self._observers, self._clock = (
-            settings,
-            jobs,
-            leases,
-            observers,
-            clock,
-        )
+        self._settings, self._jobs, self._leases = settings, jobs, leases
+        self._observers, self._clock = observers, clock
         self.folders = Folders(settings.home)
         self._most_interruptions = most_interruptions
         limits = limits_from(settings, machine_memory())
-        self._means = Means(
+        self._context = AttemptContext(
             self.folders, leases, self._record, worker, limits, settings.job_timeout_s
         )
         self._queued: dict[str, Job] = {}
@@ -101,7 +95,7 @@ class JobRunner:
         self._stopping = False
 
     async def start(self) -> None:
-        """Kill what is left of an earlier server's children, queue its jobs again, and begin."""
+        """Kill children that an earlier server left, queue its jobs again, and start the queues."""
         unfinished = await self._in_thread(self._jobs.unfinished)
         await asyncio.to_thread(_kill_leftovers, unfinished)
         for job in unfinished:
@@ -116,9 +110,7 @@ class JobRunner:
         self._pump()
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """End all children and queue their jobs again; nothing is started any more. Harmless if it
-        has stopped.
-        """
+        """End all children, queue their jobs again and start no more. Repeated calls do nothing."""
         if self._stopping:
             return
         self._stopping = True
@@ -128,9 +120,8 @@ class JobRunner:
             self._wake(job_id)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=grace_s)
-            for (
-                task
-            ) in late:  # the disk is full, or a process does not die: the next start finds them
+            # the disk is full, or a process does not die: the next start handles these jobs
+            for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self._leases.close()
@@ -138,31 +129,31 @@ class JobRunner:
         self._thread.shutdown()
 
     async def submit(self, job: Job, once: Once | None = None) -> tuple[Job, bool]:
-        """Add a job, or find the one that an equal request made: see `JobStore.add`."""
+        """Add a job, or return the job of an earlier equal request: see `JobStore.add`."""
         return await self._finish(self._submit(job, once))
 
     async def cancel(self, job_id: str, owner: str | None = None) -> Job:
-        """End a job; Conflict if it has ended. One that runs is `cancelling` until its processes
-        are gone.
+        """Cancel a job. Conflict if it has ended. A running job stays `cancelling` until its
+        processes are gone.
         """
         return await self._finish(self._cancel(job_id, owner))
 
     async def retry(self, job_id: str, owner: str | None = None) -> Job:
-        """A new job for one that failed or was cancelled, Conflict for others; it goes on from what
-        is stored.
+        """Add a new job for one that failed or was cancelled. It continues from the stored
+        artifacts. Conflict for a job in any other state.
         """
         return await self._finish(self._retry(job_id, owner))
 
     def changed(self, job_id: str) -> asyncio.Event:
-        """Set at the next event of the job, or when the runner stops. Each is for one use: ask
-        again afterwards.
+        """Return an event that is set at the job's next event, or when the runner stops. It fires
+        once: call this again afterwards.
         """
         event = self._changed.get(job_id)
         if event is None:
             event = self._changed[job_id] = asyncio.Event()
         return event
 
-    # -- what they do ------------------------------------------------------------
+    # -- their implementation ------------------------------------------------------------
 
     async def _submit(self, job: Job, once: Once | None) -> tuple[Job, bool]:
         self._check_open()
@@ -178,7 +169,9 @@ class JobRunner:
         try:
             job = await self._record(job_id, CancelAsked())
         except StaleEvent:
-            raise Conflict(f"job {job_id} has ended", "GET it to see how") from None
+            raise Conflict(
+                f"job {job_id} has ended", f"GET /jobs/{job_id} shows its state"
+            ) from None
         self._queued.pop(job_id, None)
         for attempt in self._attempts.values():
             if attempt.job.id == job_id:
@@ -191,7 +184,7 @@ class JobRunner:
         if old.state not in ("failed", "cancelled"):
             raise Conflict(
                 f"job {job_id} is {old.state}",
-                "only a job that failed or was cancelled can be tried again",
+                "only a job that failed or was cancelled can be retried",
             )
         now = self._clock()
         created = now.isoformat(timespec="milliseconds")
@@ -235,7 +228,9 @@ class JobRunner:
         self._pump()
 
     def _pump(self) -> None:
-        """On every device that runs no job, begin with the next of its queue."""
+        """Start the next job of each device that runs none. Fail jobs for devices that this host
+        does not have.
+        """
         if self._stopping:
             return
         devices = self._leases.devices.names
@@ -243,11 +238,11 @@ class JobRunner:
             job = next_of(job for job in self._queued.values() if job.device == device)
             if job is not None and device not in self._attempts:
                 del self._queued[job.id]
-                self._attempts[device] = attempt = Attempt(job, self._means)
+                self._attempts[device] = attempt = Attempt(job, self._context)
                 self._keep(asyncio.create_task(self._run(device, attempt)))
         for job in [job for job in self._queued.values() if job.device not in devices]:
             del self._queued[job.id]
-            message = f"this host has no device '{job.device}': it has {', '.join(devices)}"
+            message = f"this host has no device '{job.device}'; it has {', '.join(devices)}"
             failure = Failure(
                 code="backend.unavailable", message=message, next_step="send the model again"
             )
@@ -261,7 +256,7 @@ class JobRunner:
             self._pump()
 
     async def _record(self, job_id: str, event: JobEvent) -> Job:
-        """Store an event, without the places of this host, and wake who waits for it."""
+        """Store an event with the host's paths removed, and wake the clients that wait for it."""
         job, _ = await self._in_thread(
             partial(self._jobs.append, job_id, scrubbed_event(event, self.folders), self._clock())
         )
@@ -278,7 +273,7 @@ class JobRunner:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it to its end, also if the client that asked for it goes away meanwhile."""
+        """Run `work` to its end, even if the client that requested it disconnects."""
         task = asyncio.create_task(work)
         self._keep(task)
         return await asyncio.shield(task)
@@ -289,9 +284,7 @@ class JobRunner:
 
 
 def _kill_leftovers(unfinished: Sequence[Job]) -> None:
-    """Children of an earlier server: by the mark that they carry, and by the pid that was
-    stored.
-    """
+    """Kill children of an earlier server: by their environment mark and by the stored pid."""
     marked = {job.id for job in unfinished}
     known = [
         (job.pid, job.pid_started)
@@ -299,11 +292,10 @@ def _kill_leftovers(unfinished: Sequence[Job]) -> None:
         if job.pid is not None and job.pid_started is not None
     ]
 
-    def left() -> list[Process]:
-        return [
-            *processes.of_jobs(marked),
-            *(process for pid, started in known for process in processes.alive(pid, started)),
-        ]
+    def leftovers() -> list[Process]:
+        by_mark = processes.of_jobs(marked)
+        by_pid = chain.from_iterable(processes.alive(pid, started) for pid, started in known)
+        return [*by_mark, *by_pid]
 
-    if marked and not processes.kill_all(left):
+    if marked and not processes.kill_all(leftovers):
         log.error("children.left", jobs=sorted(marked))

@@ -1,5 +1,5 @@
-"""What clients are told names no place of this host: a job's own files by their names alone, others
-as below CRUCIBLE_HOME.
+"""Removes this host's paths from texts for clients: a job's own files appear by name, others as
+below $CRUCIBLE_HOME.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ HOME = "$CRUCIBLE_HOME"
 
 
 def scrubbed(text: str, folders: Folders) -> str:
-    """A text without the home's path: `<home>/uploads/<job>/model.onnx` is `model.onnx`."""
-    places = {str(folders.home), str(folders.home.resolve())}  # a job may have followed links
-    for home in sorted(places | set(map(html.escape, places))):
+    """Remove the home's path: `<home>/uploads/<job>/model.onnx` becomes `model.onnx`."""
+    homes = {str(folders.home), str(folders.home.resolve())}  # a job may have followed links
+    for home in sorted(homes | set(map(html.escape, homes))):
         text = re.sub(rf"{re.escape(home)}/(?:uploads|jobs|reports)/[0-9a-f]+/", "", text)
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", lambda _: HOME, text)
     return text
 
 
 def scrubbed_event(event: JobEvent, folders: Folders) -> JobEvent:
-    """An event as it is stored: its texts reach clients."""
+    """Scrub the texts of an event before it is stored, because they reach clients."""
     match event:
         case Died(failure):
             texts = {

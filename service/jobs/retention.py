@@ -1,15 +1,15 @@
-"""What the home need not keep any longer: `doomed` decides and is pure; `look` finds what there is,
+"""Garbage collection of the home. `expired` decides and is pure; `look` lists the contents;
 `collect` removes.
 
-    jobs         ended longer than `retention_days` ago, with upload, work and report
-    folders      uploads that became no job, a day after the last byte; work and reports of no job,
+    jobs         ended more than `retention_days` ago, with upload, work and report
+    folders      uploads without a job, a day after the last write; work and reports without a job,
                  after `retention_days`
-                 but not one whose report proves a version of a model that is kept
-    artifacts    of the store: not used for `retention_days`, and for as long as a job may take, so
-                 that none that runs loses what it found
+                 except reports that prove a version of a model
+    artifacts    of the store: unused for `retention_days` plus the job timeout, so that no running
+                 job loses an artifact
 
-What has not ended is kept, however old. A job whose row is damaged is kept: whoever mends it will
-want the files.
+A job that has not ended is kept, whatever its age. A job with a damaged row is kept too, because a
+repair needs its files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from service.jobs.store import JobStore
 from service.settings import Settings
 from service.storage.layout import Folders
 
-ORPHAN_AFTER = dt.timedelta(days=1)  # since the last byte: an upload under way has no job yet
+ORPHAN_AFTER = dt.timedelta(days=1)  # since the last write: an unfinished upload has no job yet
 DAILY_S = 24 * 3600.0
 
 log = logs.get("service.retention")
@@ -39,36 +39,36 @@ log = logs.get("service.retention")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A folder that may have served its time."""
+    """A folder that may have expired."""
 
     path: Path
-    used: dt.datetime  # last
+    used: dt.datetime  # time of the last use
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What there is to decide about."""
+    """The contents of the home."""
 
     ended: tuple[Job, ...]
-    known: frozenset[str]  # ids of all jobs, damaged ones too
+    known: frozenset[str]  # ids of all jobs, including damaged ones
     uploads: tuple[Item, ...]
-    others: tuple[Item, ...]  # work and reports
+    outputs: tuple[Item, ...]  # work and reports
     artifacts: tuple[Item, ...]
     promoted: frozenset[str] = frozenset()  # jobs whose reports prove a version of a model
 
 
 @dataclass(frozen=True, slots=True)
-class Doomed:
-    """What is to go."""
+class Expired:
+    """The items to remove."""
 
     jobs: tuple[str, ...] = ()
-    folders: tuple[Path, ...] = ()  # of no job
+    folders: tuple[Path, ...] = ()  # without a job
     artifacts: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What went."""
+    """The number of removed items, and the bytes freed."""
 
     jobs: int
     folders: int
@@ -76,10 +76,10 @@ class Collected:
     freed_bytes: int
 
 
-def doomed(contents: Contents, now: dt.datetime, settings: Settings) -> Doomed:
-    """What has served its time."""
-    kept_for = dt.timedelta(days=settings.retention_days)
-    unused = now - kept_for - dt.timedelta(seconds=settings.job_timeout_s)
+def expired(contents: Contents, now: dt.datetime, settings: Settings) -> Expired:
+    """Choose the items that have expired."""
+    retention = dt.timedelta(days=settings.retention_days)
+    unused_since = now - retention - dt.timedelta(seconds=settings.job_timeout_s)
 
     def orphans(items: tuple[Item, ...], after: dt.timedelta) -> tuple[Path, ...]:
         return tuple(
@@ -88,14 +88,14 @@ def doomed(contents: Contents, now: dt.datetime, settings: Settings) -> Doomed:
             if item.path.name not in contents.known and item.used < now - after
         )
 
-    return Doomed(
+    return Expired(
         jobs=tuple(
             job.id
             for job in contents.ended
-            if job.id not in contents.promoted and _ended_before(job, now - kept_for)
+            if job.id not in contents.promoted and _ended_before(job, now - retention)
         ),
-        folders=orphans(contents.uploads, ORPHAN_AFTER) + orphans(contents.others, kept_for),
-        artifacts=tuple(item for item in contents.artifacts if item.used < unused),
+        folders=orphans(contents.uploads, ORPHAN_AFTER) + orphans(contents.outputs, retention),
+        artifacts=tuple(item for item in contents.artifacts if item.used < unused_since),
     )
 
 
@@ -104,15 +104,17 @@ def _ended_before(job: Job, moment: dt.datetime) -> bool:
 
 
 def look(home: Path, jobs: JobStore, promoted: frozenset[str]) -> Contents:
-    """What lies in the home. Folders before jobs: a job that is added meanwhile is known."""
+    """List the contents of the home. Folders are listed before jobs, so that a job added meanwhile
+    is known.
+    """
     folders = Folders(home)
     uploads = tuple(_items(folders.uploads("any").parent))
-    others = (*_items(folders.work("any").root.parent), *_items(folders.report("any").parent))
+    outputs = (*_items(folders.work("any").root.parent), *_items(folders.report("any").parent))
     artifacts = tuple(
         Item(folder, dt.datetime.fromtimestamp(used_s, dt.UTC))
         for folder, used_s in Store(home).artifacts()
     )
-    return Contents(jobs.ended(), jobs.ids(), uploads, others, artifacts, promoted)
+    return Contents(jobs.ended(), jobs.ids(), uploads, outputs, artifacts, promoted)
 
 
 def collect(
@@ -122,46 +124,49 @@ def collect(
     dry_run: bool = False,
     promoted: frozenset[str] = frozenset(),
 ) -> Collected:
-    """Remove what has served its time, or only say what it is. Each job's row goes before its
-    files: what a kill leaves is of no job.
+    """Remove the expired items, or only count them if `dry_run`. Each job's row is removed before
+    its files, so that an interrupted removal leaves only folders without a job.
     """
     home, folders, store = settings.home, Folders(settings.home), Store(settings.home)
-    old = doomed(look(home, jobs, promoted), clock(), settings)
+    items = expired(look(home, jobs, promoted), clock(), settings)
     freed, artifacts = 0, 0
-    for job_id in old.jobs:
-        places = (folders.uploads(job_id), folders.work(job_id).root, folders.report(job_id))
-        freed += sum(map(disk_use, places))
+    for job_id in items.jobs:
+        paths = (folders.uploads(job_id), folders.work(job_id).root, folders.report(job_id))
+        freed += sum(map(disk_use, paths))
         if not dry_run:
-            with contextlib.suppress(NotFound):  # another was first
+            with contextlib.suppress(NotFound):  # another process was first
                 jobs.remove(job_id)
             folders.remove(job_id)
             log.info("job.removed", job=job_id)
-    for folder in old.folders:
+    for folder in items.folders:
         freed += disk_use(folder)
         if not dry_run:
             shutil.rmtree(folder, ignore_errors=True)
             log.info("folder.removed", folder=str(folder.relative_to(home)))
-    for item in old.artifacts:
+    for item in items.artifacts:
         size = disk_use(item.path)
         if dry_run or store.remove(item.path, item.used.timestamp()):
             freed, artifacts = freed + size, artifacts + 1
-    return Collected(len(old.jobs), len(old.folders), artifacts, freed)
+    return Collected(len(items.jobs), len(items.folders), artifacts, freed)
 
 
 def _items(parent: Path) -> Iterator[Item]:
-    """The folders in a folder, each with the time of the newest change in it."""
+    """Yield the folders in a folder, each with the time of its newest change."""
     for folder in sorted(parent.glob("*")):
         if folder.is_dir():
-            changes = [
-                _changed_s(Path(place, name))
-                for place, _, files in os.walk(folder)
-                for name in (".", *files)
-            ]
-            yield Item(folder, dt.datetime.fromtimestamp(max(changes, default=0.0), dt.UTC))
+            yield Item(folder, dt.datetime.fromtimestamp(_newest_change_s(folder), dt.UTC))
+
+
+def _newest_change_s(folder: Path) -> float:
+    newest_s = 0.0
+    for parent, _, files in os.walk(folder):
+        for name in (".", *files):
+            newest_s = max(newest_s, _changed_s(Path(parent, name)))
+    return newest_s
 
 
 def _changed_s(path: Path) -> float:
     try:
         return path.lstat().st_mtime
-    except FileNotFoundError:  # it has vanished meanwhile
+    except FileNotFoundError:  # removed meanwhile
         return 0.0

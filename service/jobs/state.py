@@ -1,5 +1,5 @@
-"""A job's life, be it a compile or a benchmark. Pure: `step(job, event, now)` is the whole of it;
-what stores, starts and kills stands elsewhere.
+"""State machine of a job, be it a compile or a benchmark. `step(job, event, now)` is pure;
+store.py, queue.py and attempt.py do the persistence and the processes.
 
 queued ── Started ──> running ── Succeeded ──> succeeded
   │  ▲                 │  │ └──── Died ──────> failed
@@ -20,7 +20,7 @@ from pipeline.results.report import Verdict
 
 State = Literal["queued", "running", "cancelling", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[State] = frozenset({"succeeded", "failed", "cancelled"})
-ID_DIGITS = 13  # of milliseconds since 1970, in hexadecimal; ids sort by the time they were made
+ID_DIGITS = 13  # milliseconds since 1970 in hexadecimal; ids sort by creation time
 
 
 class Failure(Frozen):
@@ -43,48 +43,41 @@ class Progress(Frozen):
 
 
 class Measures(Frozen):
-    """Whose engine a job measures again."""
+    """The model version that a benchmark job measures again."""
 
     model: str
     version: int
 
 
 class Job(Frozen):
-    """One request to compile, or to measure again, as far as it has come."""
+    """One request to compile or to measure again, and its current state."""
 
     id: str
     owner: str
-    identity: str  # equal requests of one owner have the same
+    identity: str  # equal for equal requests of one owner
     name: str  # of the plan
-    device: str  # whose queue it stands in
+    device: str  # the job waits in the queue of this device
     measures: Measures | None = None  # None: it compiles
     state: State = "queued"
     created: str  # UTC
     started: str | None = None  # of the last attempt
     finished: str | None = None
-    attempt: int = 0  # how often it was started
-    interruptions: int = 0  # how often the server died while it ran
-    estimate_s: float | None = (
-        # how long the owner's jobs of this name took on this device, when it was sent; None: none
-        # has succeeded
-        None
-    )
+    attempt: int = 0  # number of starts
+    interruptions: int = 0  # number of server crashes while it ran
+    # usual time of the owner's jobs of this name on this device, at submission; None: none has
+    # succeeded
+    estimate_s: float | None = None
     progress: Progress | None = None
-    verdict: Verdict | None = (
-        None  # of a job that succeeded: its report exists, also where it says `rejected`
-    )
+    # set for a job that succeeded: its report exists, also with the verdict `rejected`
+    verdict: Verdict | None = None
     winner: str | None = None
-    engine: str | None = None  # digest of the engine that it left; None: none, or not known
+    engine: str | None = None  # digest of its engine; None: no engine, or not known
     failure: Failure | None = None
-    pid: int | None = (
-        # of the child, while there is one; with the time at which that process started, for pids
-        # are used again
-        None
-    )
+    # process id of the running child, with its start time, because the system reuses ids
+    pid: int | None = None
     pid_started: float | None = None
-    trace: str | None = (
-        None  # the request that made it, as W3C's `traceparent`, where traces are kept
-    )
+    # W3C `traceparent` of the request that made the job; None: traces are off
+    trace: str | None = None
 
     @property
     def is_final(self) -> bool:
@@ -92,20 +85,17 @@ class Job(Frozen):
 
     @property
     def took_s(self) -> float:
-        """Of the last attempt of a job that has ended; 0 if it never ran."""
+        """Duration of the last attempt of a job that has ended; 0 if it never ran."""
         if self.started is None or self.finished is None:
             return 0.0
-        return max(
-            0.0,
-            (
-                dt.datetime.fromisoformat(self.finished) - dt.datetime.fromisoformat(self.started)
-            ).total_seconds(),
-        )
+        started = dt.datetime.fromisoformat(self.started)
+        finished = dt.datetime.fromisoformat(self.finished)
+        return max(0.0, (finished - started).total_seconds())
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A child runs it."""
+    """A child process has started the job."""
 
     pid: int
     pid_started: float
@@ -113,7 +103,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class StageSeen:
-    """The child tells of a stage."""
+    """The child has reported the state of a stage."""
 
     state: Literal["started", "progress", "finished", "reused", "waiting", "failed"]
     progress: Progress
@@ -126,54 +116,54 @@ class Succeeded:
 
     verdict: Verdict
     winner: str | None
-    engine: str | None = None  # as of a Job
+    engine: str | None = None  # as Job.engine
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The child is gone without a report."""
+    """The child has ended without a report."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class CancelAsked:
-    """Somebody wants it to end."""
+    """Somebody has cancelled the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """The server stopped under it; it begins again and goes on from what is stored."""
+    """The server stopped while the job ran. The job starts again from its stored artifacts."""
 
     why: str
-    interrupted: bool = False  # the server did not stop in order, but died
+    interrupted: bool = False  # the server crashed instead of stopping in order
 
 
 JobEvent = Started | StageSeen | Succeeded | Died | CancelAsked | Requeued
 
 
 class StaleEvent(Exception):
-    """An event that a job in this state cannot take: it came too late, or twice."""
+    """An event that does not fit the job's state: it came too late, or twice."""
 
 
 def new_id(now: dt.datetime) -> str:
-    """Sortable by time, not guessable."""
+    """Make an id that sorts by time and cannot be guessed."""
     return f"{int(now.timestamp() * 1000):0{ID_DIGITS}x}{secrets.token_hex(6)}"
 
 
 def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
-    """The job after an event; StaleEvent if it cannot take it."""
+    """Return the job after an event. StaleEvent if the event does not fit the job's state."""
     at = now.astimezone(dt.UTC).isoformat(timespec="milliseconds")
     match event, job.state:
         case Started(), "queued":
-            begun = {
+            start = {
                 "state": "running",
                 "started": at,
                 "attempt": job.attempt + 1,
                 "pid": event.pid,
                 "pid_started": event.pid_started,
             }
-            return job.model_copy(update=begun)
+            return job.model_copy(update=start)
         case StageSeen(), "running" | "cancelling":
             return job.model_copy(update={"progress": event.progress})
         case CancelAsked(), "queued":
@@ -181,16 +171,16 @@ def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
         case CancelAsked(), "running" | "cancelling":
             return job.model_copy(update={"state": "cancelling"})
         case Succeeded(), "running":
-            found = {"verdict": event.verdict, "winner": event.winner, "engine": event.engine}
-            return _end(job, "succeeded", at).model_copy(update=found)
+            result = {"verdict": event.verdict, "winner": event.winner, "engine": event.engine}
+            return _end(job, "succeeded", at).model_copy(update=result)
         case Died(), "running":
             return _end(job, "failed", at).model_copy(update={"failure": event.failure})
-        case Died() | Succeeded() | Requeued(), "cancelling":  # it was to end, and has
+        case Died() | Succeeded() | Requeued(), "cancelling":  # as requested
             return _end(job, "cancelled", at)
-        case Died(), "queued":  # it could not even be started
+        case Died(), "queued":  # its child could not start
             return _end(job, "failed", at).model_copy(update={"failure": event.failure})
         case Requeued(), "running":
-            count = job.interruptions + event.interrupted
+            count = job.interruptions + (1 if event.interrupted else 0)
             return job.model_copy(
                 update={
                     "state": "queued",
@@ -208,8 +198,8 @@ def _end(job: Job, state: State, at: str) -> Job:
 
 
 def after_a_crash(job: Job, most: int) -> JobEvent:
-    """What becomes of a job under which the server died: it begins again, unless that happened so
-    often that it may be the cause.
+    """Return the event for a job during which the server crashed. The job is queued again, unless
+    it has been interrupted `most` times: then it may be the cause, and it fails.
     """
     if job.interruptions + 1 < most:
         return Requeued("the server died while it ran", interrupted=True)
@@ -224,7 +214,5 @@ def after_a_crash(job: Job, most: int) -> JobEvent:
 
 
 def next_of(queued: Iterable[Job]) -> Job | None:
-    """Which job of one device's queue is started: one that was interrupted before all others, else
-    the oldest.
-    """
+    """Choose the next job of one device's queue: interrupted jobs first, then the oldest."""
     return min(queued, key=lambda job: (job.attempt == 0, job.created, job.id), default=None)

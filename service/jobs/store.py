@@ -1,15 +1,14 @@
-"""Jobs in the database: each change is one transaction, which writes the event and the job after
-it, so that neither is without the other.
+"""Jobs in the database. Each change is one transaction that writes the event and the resulting job,
+so that one is never stored without the other.
 
-    job, is_new = store.add(job, now, once)      the job, or the one that an equal request already
-                                                 made
-    job, seq = store.append(job.id, event, now)  what happened, and the job after it
-    store.events(job.id, after=seq)              for clients; `seq` rises over all jobs and is never
-                                                 used twice
+    job, is_new = store.add(job, now, once)      adds the job, or returns the job of an earlier
+                                                 equal request
+    job, seq = store.append(job.id, event, now)  stores an event and the resulting job
+    store.events(job.id, after=seq)              events for clients; `seq` rises over all jobs and
+                                                 is never reused
 
-Events carry a kind and data for clients: "stage", or the state which the job came to. What a row's
-JSON no longer tells is logged by the job's id and left out; it does not keep the others from being
-served.
+Events carry a kind and data for clients: "stage", or the job's new state. A row with damaged JSON
+is logged with the job's id and left out, so that the other jobs stay available.
 """
 
 from __future__ import annotations
@@ -43,26 +42,23 @@ from service.jobs.state import (
 from service.storage.database import Database
 
 ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
-REUSED: tuple[State, ...] = (
-    "queued",
-    "running",
-    "succeeded",
-)  # others have come to nothing: an equal request makes a new job
+# states in which an equal request gets the same job; in all others it makes a new one
+REUSED: tuple[State, ...] = ("queued", "running", "succeeded")
 
-LOOKED_AT, COUNTED = 200, 5  # jobs, for an estimate
+RECENT_JOBS, MEDIAN_JOBS = 200, 5  # jobs that an estimate reads, and jobs that it uses
 
 log = logs.get("service.job_store")
 
 
 class DamagedRow(ServiceError):
-    """What the database says of a job cannot be read."""
+    """The database row of a job cannot be read."""
 
     code = "service.damaged_row"
 
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """An Idempotency-Key, and the digest of the request that came with it."""
+    """An Idempotency-Key and the digest of its request."""
 
     key: str
     digest: str
@@ -83,7 +79,7 @@ class Page:
     """Some jobs, newest first."""
 
     jobs: tuple[Job, ...]
-    after: str | None  # give it to `list` for the next page; None: this was the last
+    after: str | None  # pass it to `list` for the next page; None: this page is the last
 
 
 class JobStore:
@@ -95,7 +91,7 @@ class JobStore:
     def add(
         self, job: Job, now: dt.datetime, once: Once | None = None, most_queued: int | None = None
     ) -> tuple[Job, bool]:
-        """Add a queued job: it and True, or False and the job that an equal request made before.
+        """Add a queued job. Returns it and True, or the job of an earlier equal request and False.
 
         Conflict if the Idempotency-Key came with another request within 24 h; TooMany if the owner
         has `most_queued` jobs waiting.
@@ -110,7 +106,7 @@ class JobStore:
                 ).fetchone()[0]
                 if most_queued is not None and queued >= most_queued:
                     raise TooMany(
-                        f"{queued} of your jobs are waiting, at most {most_queued} may",
+                        f"{queued} of your jobs are waiting, expected at most {most_queued}",
                         "wait for some, or cancel them",
                         60,
                     )
@@ -137,36 +133,38 @@ class JobStore:
         return chosen, known is None
 
     def get(self, job_id: str, owner: str | None = None) -> Job:
-        """The job; NotFound if there is none, or if it is another owner's. None: of any owner."""
+        """Return the job. NotFound if there is none, or if it has another owner. `owner` None: any
+        owner.
+        """
         with self._database.read() as rows:
             return _job(_row(rows, job_id, owner))
 
     def of_identity(self, owner: str, identity: str) -> Job | None:
-        """The job that an equal request gets for an answer; None if it makes a new one."""
+        """Return the job that an equal request would get; None if it would make a new one."""
         with self._database.read() as rows:
             return self._of_identity(rows, owner, identity)
 
     def forget_identity(self, job_id: str) -> None:
-        """Let no equal request have this job for an answer any more."""
+        """Exclude this job from the answers to equal requests."""
         with self._database.write() as rows:
             rows.execute("UPDATE jobs SET identity = id WHERE id = ?", (job_id,))
 
     def usual_s(self, owner: str, name: str, device: str, measures: bool = False) -> float | None:
-        """How long this owner's jobs of this name and kind take on a device: the median of the last
-        few that succeeded; None if none has.
+        """Return how long this owner's jobs of this name and kind take on a device: the median of
+        the last few that succeeded. None if none has.
         """
         query = (
             "SELECT * FROM jobs WHERE owner = ? AND state = 'succeeded' ORDER BY id DESC LIMIT ?"
         )
         with self._database.read() as rows:
-            found = rows.execute(query, (owner, LOOKED_AT)).fetchall()
-        wanted = (name, device, measures, 1)
-        alike = [
+            recent = rows.execute(query, (owner, RECENT_JOBS)).fetchall()
+        criteria = (name, device, measures, 1)
+        times_s = [
             job.took_s
-            for job in _readable(found)
-            if (job.name, job.device, job.measures is not None, job.attempt) == wanted
+            for job in _readable(recent)
+            if (job.name, job.device, job.measures is not None, job.attempt) == criteria
         ]
-        return median(alike[:COUNTED]) if alike else None
+        return median(times_s[:MEDIAN_JOBS]) if times_s else None
 
     def list(
         self,
@@ -175,20 +173,21 @@ class JobStore:
         limit: int = 50,
         after: str | None = None,
     ) -> Page:
-        """Jobs, newest first; None stands for all owners and all states."""
-        wanted = (
+        """List jobs, newest first. None stands for all owners and all states."""
+        condition = (
             "(?1 IS NULL OR owner = ?1) AND (?2 IS NULL OR state = ?2) AND (?3 IS NULL OR id < ?3)"
         )
-        query = f"SELECT * FROM jobs WHERE {wanted} ORDER BY id DESC LIMIT ?4"
+        query = f"SELECT * FROM jobs WHERE {condition} ORDER BY id DESC LIMIT ?4"
         with self._database.read() as rows:
-            found = rows.execute(query, (owner, state, after, limit + 1)).fetchall()
+            matches = rows.execute(query, (owner, state, after, limit + 1)).fetchall()
         return Page(
-            tuple(_readable(found[:limit])), found[limit - 1]["id"] if len(found) > limit else None
+            tuple(_readable(matches[:limit])),
+            matches[limit - 1]["id"] if len(matches) > limit else None,
         )
 
     def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
-        """Store what happened, and the job after it: both or none. StaleEvent if the job cannot
-        take the event.
+        """Store an event and the resulting job, both or neither. StaleEvent if the event does not
+        fit the job's state.
         """
         with self._database.write() as rows:
             before = _job(_row(rows, job_id, None))
@@ -197,46 +196,46 @@ class JobStore:
                 "UPDATE jobs SET state = ?, job = ? WHERE id = ?",
                 (job.state, job.model_dump_json(), job_id),
             )
-            kind, data = told(event, job)
+            kind, data = client_event(event, job)
             return job, _insert_event(rows, job_id, _text(now), kind, data)
 
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> tuple[StoredEvent, ...]:
-        """Events of a job with a number over `after`, in order."""
+        """Return the events of a job with a number above `after`, in order."""
         with self._database.read() as rows:
-            found = rows.execute(
+            matches = rows.execute(
                 "SELECT * FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
                 (job_id, after, limit),
             ).fetchall()
-        return tuple(_events(found))
+        return tuple(_events(matches))
 
     def unfinished(self) -> tuple[Job, ...]:
-        """All jobs that have not ended, oldest first."""
+        """Return all jobs that have not ended, oldest first."""
         with self._database.read() as rows:
-            found = rows.execute(
+            matches = rows.execute(
                 f"SELECT * FROM jobs WHERE state NOT IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)
             ).fetchall()
-        return tuple(_readable(found))
+        return tuple(_readable(matches))
 
     def counts(self) -> dict[str, int]:
-        """How many jobs are in each state."""
+        """Return the number of jobs in each state."""
         with self._database.read() as rows:
             return dict(rows.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall())
 
     def ended(self) -> tuple[Job, ...]:
-        """All jobs that have ended, oldest first."""
+        """Return all jobs that have ended, oldest first."""
         with self._database.read() as rows:
-            found = rows.execute(
+            matches = rows.execute(
                 f"SELECT * FROM jobs WHERE state IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)
             ).fetchall()
-        return tuple(_readable(found))
+        return tuple(_readable(matches))
 
     def ids(self) -> frozenset[str]:
-        """Ids of all jobs, of those too whose rows are damaged."""
+        """Return the ids of all jobs, including those with damaged rows."""
         with self._database.read() as rows:
             return frozenset(row["id"] for row in rows.execute("SELECT id FROM jobs"))
 
     def remove(self, job_id: str) -> None:
-        """Forget a job that has ended, with its events; Conflict if it has not."""
+        """Delete a job that has ended, with its events. Conflict if it has not ended."""
         with self._database.write() as rows:
             if _row(rows, job_id, None)["state"] not in FINAL:
                 raise Conflict(f"job {job_id} has not ended", "cancel it first")
@@ -249,8 +248,8 @@ class JobStore:
     def _of_key(
         self, rows: sqlite3.Connection, owner: str, once: Once | None, now: dt.datetime
     ) -> Job | None:
-        """The job of an earlier request with the same Idempotency-Key; those of yesterday are
-        forgotten.
+        """Return the job of an earlier request with the same Idempotency-Key. Keys older than
+        ONCE_FOR are deleted first.
         """
         rows.execute("DELETE FROM requests WHERE created <= ?", (_text(now - ONCE_FOR),))
         if once is None:
@@ -277,9 +276,9 @@ class JobStore:
         )
 
 
-def told(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
-    """An event's kind and data for clients, from what happened and the job after it. No pids: they
-    are nobody's business.
+def client_event(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
+    """Return an event's kind and data for clients, from the event and the resulting job. Process
+    ids are left out.
     """
     match event:
         case StageSeen():
@@ -311,7 +310,7 @@ def _row(rows: sqlite3.Connection, job_id: str, owner: str | None) -> sqlite3.Ro
 
 
 def _job(row: sqlite3.Row) -> Job:
-    """DamagedRow names the job."""
+    """Parse a row. DamagedRow names the job."""
     try:
         job = Job.model_validate_json(row["job"])
     except ValidationError as error:
@@ -321,21 +320,21 @@ def _job(row: sqlite3.Row) -> Job:
         ) from error
     if (job.id, job.state) != (row["id"], row["state"]):
         raise DamagedRow(
-            f"the row of job {row['id']} in the database contradicts itself", "send the model again"
+            f"the row of job {row['id']} in the database is inconsistent", "send the model again"
         )
     return job
 
 
-def _readable(found: Iterable[sqlite3.Row]) -> Iterable[Job]:
-    for row in found:
+def _readable(rows: Iterable[sqlite3.Row]) -> Iterable[Job]:
+    for row in rows:
         try:
             yield _job(row)
         except DamagedRow as error:
             log.error("job.damaged", job=row["id"], error=error.message)
 
 
-def _events(found: Iterable[sqlite3.Row]) -> Iterable[StoredEvent]:
-    for row in found:
+def _events(rows: Iterable[sqlite3.Row]) -> Iterable[StoredEvent]:
+    for row in rows:
         try:
             yield StoredEvent(row["seq"], row["at"], row["kind"], json.loads(row["data"]))
         except ValueError as error:
@@ -345,11 +344,11 @@ def _events(found: Iterable[sqlite3.Row]) -> Iterable[StoredEvent]:
 def _insert_event(
     rows: sqlite3.Connection, job_id: str, at: str, kind: str, data: dict[str, Any]
 ) -> int:
-    done = rows.execute(
+    cursor = rows.execute(
         "INSERT INTO events (job_id, at, kind, data) VALUES (?, ?, ?, ?)",
         (job_id, at, kind, json.dumps(data)),
     )
-    return int(done.lastrowid or 0)
+    return int(cursor.lastrowid or 0)
 
 
 def _marks(values: Iterable[object]) -> str:

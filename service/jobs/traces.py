@@ -1,5 +1,5 @@
-"""Traces, sent by OTLP over HTTP when `otel_endpoint` is set: FastAPI makes the spans of a request;
-those of a job and its stages join them.
+"""Traces, sent by OTLP over HTTP if `otel_endpoint` is set. FastAPI creates the spans of requests;
+the spans of jobs and their stages join them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from service.settings import Settings
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-SEND_S = 2.0  # an answer of the collector, also at the end: it must not keep the server from ending
+SEND_S = 2.0  # timeout of the collector; short, because it also delays the server's shutdown
 PATH = "/v1/traces"  # of OTLP over HTTP
 TRACEPARENT = "traceparent"
 
 
 def provider_from(settings: Settings) -> TracerProvider | None:
-    """What makes and sends spans; None without an endpoint. BackendUnavailable names the extra that
-    is missing.
+    """Build the tracer provider; None without an endpoint. BackendUnavailable names the missing
+    extra.
     """
     if settings.otel_endpoint is None:
         return None
@@ -47,7 +47,7 @@ def provider_from(settings: Settings) -> TracerProvider | None:
 
 
 def tracing_to(processor: SpanProcessor) -> TracerProvider:
-    """A provider of our own, so that none but this application's spans go there."""
+    """Build a provider of our own, so that it receives only this application's spans."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -61,8 +61,8 @@ def tracing_to(processor: SpanProcessor) -> TracerProvider:
 
 
 def telemetry_of(provider: TracerProvider | None) -> TelemetryConfig:
-    """FastAPI's settings: traces alone. Figures are Prometheus', and the log is ours, which keeps
-    keys out.
+    """Return FastAPI's telemetry settings: traces only. Metrics go to Prometheus, and our own log
+    hides keys.
     """
     return {
         "tracer_provider": provider,
@@ -74,8 +74,8 @@ def telemetry_of(provider: TracerProvider | None) -> TelemetryConfig:
 
 
 def current_trace() -> str | None:
-    """The span of the request that is being answered, in a form that a job can keep; None where
-    nothing is traced.
+    """Return the span of the current request in a form that a job can store; None without
+    traces.
     """
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
@@ -83,19 +83,19 @@ def current_trace() -> str | None:
 
 
 class JobSpans:
-    """A job and each of its stages as spans below that of the request which made it, also after a
-    restart of the server.
+    """Emits spans of a job and its stages below the span of its request, even after a restart of
+    the server.
     """
 
     def __init__(self, provider: TracerProvider | None) -> None:
         self._tracer = (provider or NoOpTracerProvider()).get_tracer("crucible")
 
     def observe(self, job: Job, event: JobEvent) -> None:
-        """Tell of a stage that has finished, and of a job that has ended."""
+        """Emit a span for a finished stage and for a job that has ended."""
         now_s = dt.datetime.now(dt.UTC).timestamp()
         if isinstance(event, StageSeen):
             if event.state == "finished":
-                self._tell(
+                self._emit_span(
                     job,
                     f"stage {event.progress.stage}",
                     now_s - event.seconds,
@@ -103,7 +103,7 @@ class JobSpans:
                     subject=event.progress.subject,
                 )
         elif job.is_final:
-            self._tell(
+            self._emit_span(
                 job,
                 "job",
                 now_s - job.took_s,
@@ -114,17 +114,14 @@ class JobSpans:
                 verdict=job.verdict or "",
             )
 
-    def _tell(
+    def _emit_span(
         self, job: Job, span_name: str, start_s: float, end_s: float, **attributes: str
     ) -> None:
-        parent = TraceContextTextMapPropagator().extract(
-            {TRACEPARENT: job.trace} if job.trace else {}
-        )
-        named = {
-            "crucible.job": job.id,
-            **{f"crucible.{key}": value for key, value in attributes.items() if value},
-        }
+        carrier = {TRACEPARENT: job.trace} if job.trace else {}
+        parent = TraceContextTextMapPropagator().extract(carrier)
+        labels = {f"crucible.{key}": value for key, value in attributes.items() if value}
+        labels["crucible.job"] = job.id
         span = self._tracer.start_span(
-            span_name, parent, attributes=named, start_time=int(start_s * 1e9)
+            span_name, parent, attributes=labels, start_time=int(start_s * 1e9)
         )
         span.end(int(end_s * 1e9))

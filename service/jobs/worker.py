@@ -1,9 +1,9 @@
 """A job's child: `python -m service.jobs.worker FD` compiles a plan, or measures its engine again,
-and tells the server through the socket FD.
+and reports to the server through the socket FD.
 
-The only module of the service that imports pipeline.compiler, and inside functions. It runs below a
-guardian (service/sandbox/guardian.py), which has restricted it, with an environment made for it
-(worker_client.py), and writes nothing but its work directory.
+It is the only module of the service that imports pipeline.compiler, and it does so inside
+functions. It runs below a guardian (service/sandbox/guardian.py), which restricts it, in an
+environment from worker_client.py, and writes only to its work directory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from pipeline.plan.schema import Plan
     from pipeline.results.report import Report
 
-SEEDED = ("history.jsonl", "timing")  # of the home: copied, for the child adds to them
+# of the home: copied, because the child adds to them
+SEEDED = ("history.jsonl", "timing")
 CONTENDED = (
     "latency was measured while engines served on the same device: it decides nothing about speed"
 )
@@ -60,7 +61,7 @@ CHOSEN = (
 
 
 class Server:
-    """The server, as the child sees it."""
+    """The child's connection to the server."""
 
     def __init__(self, stream: BufferedRWPair) -> None:
         self._stream = stream
@@ -71,17 +72,17 @@ class Server:
         self._stream.flush()
 
     def receive(self) -> FromServer:
-        """Waits; EOFError if the server is gone."""
+        """Wait for a message. EOFError if the server is gone."""
         return from_server(self._stream.readline(LINE_BYTES))
 
     def emit(self, event: StageEvent) -> None:
-        """Tell of a stage, but of its progress not too often."""
+        """Report a stage. Its progress is limited to one message every PROGRESS_EVERY_S."""
         message = stage_from_event(event)
         if self._pace.lets(message, time.monotonic()):
             self.send(message)
 
     def lease(self) -> Granted:
-        """Wait until the device is ours to measure on."""
+        """Wait until the device is granted for a measurement."""
         self.send(Wants())
         answer = self.receive()
         if not isinstance(answer, Granted):
@@ -89,7 +90,7 @@ class Server:
         return answer
 
     def give_back(self) -> Returned:
-        """The device is free for others."""
+        """Release the device for other users."""
         self.send(Returns())
         answer = self.receive()
         if not isinstance(answer, Returned):
@@ -98,7 +99,9 @@ class Server:
 
 
 def run_job(start: Start, server: Server) -> None:
-    """Compile the plan, or measure its engine again, and leave the report in the work's out/."""
+    """Compile the plan, or measure its engine again, and write the report to the work directory's
+    out/.
+    """
     from pipeline.compiler.compile import compile_plan, publish_report
     from pipeline.plan.schema import Plan
     from pipeline.stages.benchmark import benchmark
@@ -126,24 +129,23 @@ def run_job(start: Start, server: Server) -> None:
 
 
 def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> Report:
-    """The report in `compiled` with new latencies of its engine. Nothing makes good that it was
-    chosen by contended ones.
+    """Return the report in `compiled` with new latencies of its engine. A choice that was made by
+    contended latencies stays marked as such.
     """
     from pipeline.compiler.remeasure import report_again
     from pipeline.report.bundle import load_engine
     from pipeline.report.files import load_report
 
     old = load_report(compiled)
-    plain = old.model_copy(
-        update={"notes": tuple(note for note in old.notes if note.text not in (CONTENDED, CHOSEN))}
-    )
+    notes = tuple(note for note in old.notes if note.text not in (CONTENDED, CHOSEN))
+    plain = old.model_copy(update={"notes": notes})
     report = report_again(plain, plan, load_engine(compiled), runner, command)
     return doubted(report, CHOSEN) if {CONTENDED, CHOSEN} & set(old.reasons) else report
 
 
 def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> Run:
-    """Runs stages in children as ever, but asks for the device before `benchmark`; leaves a mark if
-    engines served there.
+    """Return a stage runner that leases the device before `benchmark`. It creates the file `mark`
+    if engines served there. Other stages run as usual.
     """
 
     def run(
@@ -167,7 +169,9 @@ def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> R
 
 
 def doubted(report: Report, why: str) -> Report:
-    """The report of figures that decide nothing about speed: it accepts nothing."""
+    """Return the report with its verdict lowered to `unproven`, because its figures prove nothing
+    about speed.
+    """
     verdict = "unproven" if report.verdict in ("accepted", "keep") else report.verdict
     notes = (*report.notes, Note(stage="benchmark", text=why))
     return report.model_copy(
@@ -176,9 +180,7 @@ def doubted(report: Report, why: str) -> Report:
 
 
 def forget_contended(home: Path) -> None:
-    """Drop figures that were measured beside engines that served, so that no later run takes them
-    for good.
-    """
+    """Delete figures that were measured beside serving engines, so that no later run uses them."""
     if _mark(home).exists():
         shutil.rmtree(home / "artifacts" / "benchmark", ignore_errors=True)
         _mark(home).unlink()
@@ -189,7 +191,7 @@ def _mark(home: Path) -> Path:
 
 
 def seed(shared: Path, home: Path) -> None:
-    """Begin with the home's history and timing caches; what an earlier attempt left is newer."""
+    """Copy the home's history and timing caches. Those of an earlier attempt are newer and stay."""
     for name in SEEDED:
         source, target = shared / name, home / name
         if target.exists() or not source.exists():
@@ -200,12 +202,12 @@ def seed(shared: Path, home: Path) -> None:
             shutil.copy(source, target)
 
 
-# -- what decides the result besides the request -----------------------------
+# -- the host's part of a job's identity -----------------------------
 
 
 def probe_host(progress: Progress = silent) -> HostIdentity:
-    """Devices, targets and tools of this host. To be called through `call_in_child`: it imports
-    every backend that is here.
+    """Return this host's devices and a digest of its devices, targets and tools. Call it through
+    `call_in_child`: it imports every installed backend.
     """
     import hashlib
     import json
@@ -238,25 +240,24 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
 
 
 def main(descriptor: int) -> None:
-    """Do what the server says, and end; never returns."""
+    """Run the job that the server sends, and end the process. Never returns."""
     os.set_inheritable(descriptor, False)
     server = Server(socket.socket(fileno=descriptor).makefile("rwb"))
-    answer: FromChild = Finished()
+    message: FromChild = Finished()
     try:
         start = server.receive()
         if not isinstance(start, Start):
             raise InternalError(f"the server began with {start.kind}")
         run_job(start, server)
-    except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the server
+    except Exception as error:  # noqa: BLE001  edge of a process: every error must reach the server
         traceback.print_exc()  # to the job's log
-        answer = failed_from_error(crucible_error(error))
-    server.send(answer)
-    os._exit(0)  # libraries' threads may hang; all is said
+        message = failed_from_error(crucible_error(error))
+    server.send(message)
+    os._exit(0)  # threads of libraries may hang
 
 
 if __name__ == "__main__":
-    from service.jobs import (
-        worker as job_worker,
-    )  # the importable module, not this copy: stages are found by module name
+    # the importable module, not this copy: stages are found by module name
+    from service.jobs import worker as job_worker
 
     job_worker.main(int(sys.argv[1]))

@@ -1,5 +1,5 @@
-"""One job's child as the server sees it: started with nothing of the server's environment but what
-it needs, spoken to, and ended.
+"""The server's side of one job's child: start it with a minimal environment, exchange messages, and
+end it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from service.jobs.state import Failure
 from service.sandbox import process_tree as processes
 from service.storage.layout import Work
 
-GRACE_S = 2.0  # for the guardian to kill what there is; then the server does
-KEPT = (
+GRACE_S = 2.0  # for the guardian to kill all processes; then the server kills them
+INHERITED = (
     "PATH",
     "LANG",
     "LANGUAGE",
@@ -33,30 +33,30 @@ KEPT = (
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
 )
-KEPT_BEGINNINGS = ("LC_", "NVIDIA_")
+INHERITED_PREFIXES = ("LC_", "NVIDIA_")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def environment_for(
     job_id: str, device: str, work: Work, server: Mapping[str, str]
 ) -> dict[str, str]:
-    """All that a child's environment holds: an allow-list of the server's, places inside its work
-    directory, its one device, and its mark.
+    """Build a child's environment: allowed variables of the server, folders inside its work
+    directory, its device, and its mark.
     """
-    kept = {
+    inherited = {
         name: value
         for name, value in server.items()
-        if name in KEPT or name.startswith(KEPT_BEGINNINGS)
+        if name in INHERITED or name.startswith(INHERITED_PREFIXES)
     }
-    places = {
+    folders = {
         "HOME": work.home,
         "TMPDIR": work.temporary,
         "CRUCIBLE_HOME": work.home,
         "XDG_CACHE_HOME": work.home / "cache",
     }
     return {
-        **kept,
-        **{name: str(place.absolute()) for name, place in places.items()},
+        **inherited,
+        **{name: str(folder.absolute()) for name, folder in folders.items()},
         "PYTHONPATH": IMPORT_PATH,
         "PYTHONSAFEPATH": "1",  # no module is imported from the folder that it writes
         "PYTHONUNBUFFERED": "1",
@@ -67,8 +67,8 @@ def environment_for(
 
 
 def visible(device: str, server: str | None) -> str:
-    """What CUDA may see: nothing for the CPU; `gpu:1` is the second of those that the server
-    sees.
+    """Return CUDA_VISIBLE_DEVICES of a child: empty for the CPU; for `gpu:1` the second GPU that
+    the server sees.
     """
     if not device.startswith("gpu:"):
         return ""
@@ -83,8 +83,8 @@ async def start_guarded(
     file_bytes: int,
     environment: Mapping[str, str],
 ) -> asyncio.subprocess.Process:
-    """Start `command` with the number of its `end` of a socket as last argument, below a guardian,
-    in a session of its own. Closes `end`.
+    """Start `command` below a guardian, in its own session, with the number of its `end` of a
+    socket as last argument. Closes `end`.
     """
     guardian = (sys.executable, "-m", "service.sandbox.guardian", str(os.getpid()), str(file_bytes))
     try:
@@ -108,20 +108,20 @@ async def start_guarded(
 
 
 async def how_it_ended(process: asyncio.subprocess.Process, before: MemoryKills) -> str:
-    """How a guarded process died, in words, once it has hung up."""
+    """Describe how a guarded process died, once it has closed the connection."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), GRACE_S)
     code = process.returncode
     return (
-        "hung up before it answered"
+        "closed the connection before it answered"
         if code is None
         else how_it_died(code, before, memory_kills(), "")[0]
     )
 
 
 async def end_guarded(process: asyncio.subprocess.Process, mark: str) -> None:
-    """End a guarded process and all that it started, wherever that has gone: what carries this
-    mark.
+    """End a guarded process and all processes that carry its mark, even those that left its
+    session.
     """
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
@@ -133,11 +133,11 @@ async def end_guarded(process: asyncio.subprocess.Process, mark: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A running child. Whoever starts it must `end` it."""
+    """A running child. The caller of `start` must call `end`."""
 
     job_id: str
     pid: int
-    started: float  # when, in seconds since 1970
+    started: float  # seconds since 1970
     _process: asyncio.subprocess.Process
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
@@ -166,13 +166,13 @@ class Child:
         )
 
     async def send(self, message: FromServer) -> None:
-        """Harmless if the child is gone: `receive` tells."""
+        """Send a message. If the child is gone, this does nothing: `receive` reports it."""
         with contextlib.suppress(ConnectionError):
             self._writer.write(line_of(message))
             await self._writer.drain()
 
     async def receive(self) -> FromChild:
-        """The next message; EOFError if the child is gone, BadMessage if it does not keep to the
+        """Return the next message. EOFError if the child is gone, BadMessage if it violates the
         protocol.
         """
         try:
@@ -182,20 +182,20 @@ class Child:
         except ConnectionError as error:
             raise EOFError(str(error)) from error
         if not line.endswith(b"\n"):
-            raise EOFError("the child has hung up")
+            raise EOFError("the child has closed the connection")
         return from_child(line)
 
     async def death(self) -> Failure:
-        """How it ended, once it has hung up without an answer."""
-        how = await how_it_ended(self._process, self._kills)
+        """Return cause the child ended, once it has closed the connection without an answer."""
+        cause = await how_it_ended(self._process, self._kills)
         return Failure(
             code="host.child_died",
-            message=f"the job's process {how}",
-            next_step="retry the job; its log tells how far it came",
+            message=f"the job's process {cause}",
+            next_step="retry the job; its log tells cause far it came",
         )
 
     async def end(self) -> None:
-        """End it and all that it started, wherever that has gone."""
+        """End the child and all processes that it started."""
         await end_guarded(self._process, self.job_id)
         self._writer.close()
         with contextlib.suppress(ConnectionError):

@@ -1,4 +1,6 @@
-"""What Prometheus reads of deployed models, besides what they count themselves (figures.py)."""
+"""Prometheus metrics of deployed models, besides those that they count themselves
+(serving/stats.py).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from service.inference import Served
 
 
 class Models(Collector):
-    """Asked whenever the figures are read."""
+    """Collects the state of the deployed models at each scrape."""
 
     def __init__(self, served: Callable[[], Iterable[Served]]) -> None:
         self._served = served
@@ -26,10 +28,10 @@ class Models(Collector):
         instances = GaugeMetricFamily(
             "crucible_model_instances", "Processes that serve a model", labels=labels
         )
-        for each in self._served():
-            values = [each.model, str(each.version), each.device]
-            state.add_metric([*values, each.state], 1)
-            instances.add_metric(values, each.instances)
+        for model in self._served():
+            values = [model.model, str(model.version), model.device]
+            state.add_metric([*values, model.state], 1)
+            instances.add_metric(values, model.instances)
         yield from (state, instances)
 
     def describe(self) -> Iterable[Metric]:

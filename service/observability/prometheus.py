@@ -1,5 +1,5 @@
-"""What Prometheus reads at /metrics. Names and labels are listed in docs/service.md, which the
-dashboard's queries are checked against.
+"""The Prometheus metrics at /metrics. docs/service.md lists their names and labels; a test checks
+the dashboard's queries against it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ STAGE_SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 
 
 class Metrics:
-    """The figures of one application; a registry of its own, so that two applications in a process
-    do not mix.
+    """The metrics of one application, in their own registry, so that two applications in a process
+    stay apart.
     """
 
     def __init__(self) -> None:
@@ -86,30 +86,29 @@ class Metrics:
         )
 
     def observe_job(self, job: Job, event: JobEvent) -> None:
-        """Count what happened to a job. Stages by their known names only: a child's word must not
-        make labels without end.
+        """Count an event of a job. Unknown stage names count as `other`, so that a child cannot
+        create labels without limit.
         """
         if isinstance(event, StageSeen):
             if event.state == "finished":
-                self.stage_seconds.labels(
-                    event.progress.stage if event.progress.stage in STAGES else "other"
-                ).observe(event.seconds)
+                stage = event.progress.stage if event.progress.stage in STAGES else "other"
+                self.stage_seconds.labels(stage).observe(event.seconds)
         elif job.is_final:
             self.jobs_ended.labels(job.state).inc()
 
     def collect_jobs(self, count: Callable[[], Mapping[str, int]]) -> None:
-        """Ask `count` for the number of jobs per state whenever the figures are read."""
+        """Call `count` for the number of jobs by state at each scrape."""
         self.registry.register(_Jobs(count))
 
     def collect_devices(self, nvml: ModuleType | None = None) -> None:
-        """Memory and busy share of every GPU of this server, whenever the figures are read.
+        """Collect memory and busy share of every GPU of this server at each scrape.
 
-        What NVML does not tell of a GPU is left out.
+        Values that NVML does not report are left out.
         """
         self.registry.register(_Devices(nvml))
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -137,7 +136,7 @@ class _Devices(Collector):
             "Memory in use on a GPU, by anybody",
             labels=["device"],
         )
-        whole = GaugeMetricFamily(
+        total = GaugeMetricFamily(
             "crucible_device_memory_bytes", "Memory of a GPU", labels=["device"]
         )
         busy = GaugeMetricFamily(
@@ -150,10 +149,10 @@ class _Devices(Collector):
                 name, memory, percent = [f"gpu:{number}"], gpu.memory(), gpu.busy_percent()
                 if memory is not None:
                     used.add_metric(name, memory.used)
-                    whole.add_metric(name, memory.total)
+                    total.add_metric(name, memory.total)
                 if percent is not None:
                     busy.add_metric(name, percent / 100)
-        yield from (used, whole, busy)
+        yield from (used, total, busy)
 
     def describe(self) -> Iterable[Metric]:
         return ()

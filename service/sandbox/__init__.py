@@ -1,1 +1,1 @@
-"""Processes that run strangers' models: restricted, watched, and ended together."""
+"""Processes for untrusted models: their restrictions, supervision and end."""

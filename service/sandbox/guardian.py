@@ -1,15 +1,15 @@
-"""The first process of a job's child: it restricts itself, starts the worker, and sees that nothing
-outlives it.
+"""The first process of a job's child: it restricts itself, starts the worker, and ensures that no
+process outlives it.
 
     python -m service.sandbox.guardian PARENT FILE_BYTES COMMAND...
 
-What the worker starts may leave its session and lose its parent; as their subreaper the guardian
-stays the ancestor of all. It kills them when the worker ends, at SIGTERM, and when the server dies
-(PR_SET_PDEATHSIG), and then ends as the worker did. Should the guardian itself be killed, the
-worker dies by its own PR_SET_PDEATHSIG, and the server looks for the rest by the mark in their
-environment.
+The worker's processes may leave their session and lose their parent. As their subreaper the
+guardian stays the ancestor of all. It kills them when the worker ends, at SIGTERM, and when the
+server dies (PR_SET_PDEATHSIG), and then ends with the worker's status. If the guardian itself is
+killed, the worker dies by its own PR_SET_PDEATHSIG, and the server finds the rest by the mark in
+their environment.
 
-It imports nothing of the pipeline: it is to start in milliseconds and to stay small.
+It imports nothing of the pipeline, so that it starts in milliseconds and stays small.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a command until it ends, or this process is to end; never returns."""
+    """Run a command until it ends or this process is told to end. Never returns."""
     parent, file_bytes, *command = arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     restrict(int(file_bytes))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -41,26 +41,28 @@ def main(arguments: Sequence[str]) -> None:
     guardian = os.getpid()
     worker = os.fork()
     if worker == 0:
-        _become(command, guardian)
-    os.closerange(3, MAX_FILES)  # the worker's now: its end is to be seen at the other end
+        _execute(command, guardian)
+    os.closerange(
+        3, MAX_FILES
+    )  # only the worker keeps the socket, so that the server notices its end
     status = _watch(worker)
     kill_all(_descendants)
     _end_as(status)
 
 
 def restrict(file_bytes: int) -> None:
-    """No new privileges, no core files, few open files, no file larger than this. Nothing on
-    address space: CUDA reserves it by the terabyte.
+    """Forbid new privileges, core files, many open files, and files larger than `file_bytes`.
+    Address space is not limited, because CUDA reserves terabytes of it.
     """
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for kind, wanted in ((resource.RLIMIT_NOFILE, MAX_FILES), (resource.RLIMIT_FSIZE, file_bytes)):
+    for kind, limit in ((resource.RLIMIT_NOFILE, MAX_FILES), (resource.RLIMIT_FSIZE, file_bytes)):
         hard = resource.getrlimit(kind)[1]
-        least = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(kind, (least, least))
+        effective = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (effective, effective))
 
 
-def _become(command: list[str], guardian: int) -> None:
+def _execute(command: list[str], guardian: int) -> None:
     _die_with(guardian, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     try:
@@ -71,13 +73,13 @@ def _become(command: list[str], guardian: int) -> None:
 
 
 def _watch(worker: int) -> int | None:
-    """The worker's status when it has ended; None at SIGTERM. Reaps whatever else ends
-    meanwhile.
+    """Return the worker's status when it has ended; None at SIGTERM. Reaps all other processes that
+    end meanwhile.
     """
     while signal.sigwait(WATCHED) != signal.SIGTERM:
-        while (ended := _reap()) is not None:
-            if ended[0] == worker:
-                return ended[1]
+        while (reaped := _reap()) is not None:
+            if reaped[0] == worker:
+                return reaped[1]
     return None
 
 
@@ -96,7 +98,7 @@ def _descendants() -> list[psutil.Process]:
 
 
 def _end_as(status: int | None) -> None:
-    """End by the same signal or with the same code as the worker."""
+    """End with the worker's signal or exit code."""
     if status is not None and os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number not in (signal.SIGKILL, signal.SIGSTOP):
@@ -107,9 +109,9 @@ def _end_as(status: int | None) -> None:
 
 
 def _die_with(parent: int, number: signal.Signals) -> None:
-    """Be sent this signal when the parent ends."""
+    """Request this signal for the death of the parent."""
     _prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it ended before the request
         os._exit(1)
 
 

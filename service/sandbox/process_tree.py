@@ -1,5 +1,5 @@
-"""The processes of jobs: each carries the job's id in its environment, whoever its parent is by
-now.
+"""The processes of jobs. Each carries the job's id in its environment, whatever its current
+parent.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterable
 import psutil
 
 MARK = "CRUCIBLE_JOB"
-KILL_S = 5.0  # after SIGKILL a process is gone at once, unless the kernel holds it
-SAME_START_S = 2.0  # the clock by which psutil tells when a process started may be set
+KILL_S = 5.0  # after SIGKILL a process ends at once, unless it hangs in the kernel
+SAME_START_S = 2.0  # tolerance, because the clock behind psutil's start times may be adjusted
 
 
 def started_at(pid: int) -> float:
-    """When a process started, in seconds since 1970: together with the pid it names one process for
-    ever. 0 if it is gone already.
+    """Return a process's start time in seconds since 1970; 0 if it is gone. Together with the pid
+    it identifies the process.
     """
     try:
         return psutil.Process(pid).create_time()
@@ -25,7 +25,7 @@ def started_at(pid: int) -> float:
 
 
 def alive(pid: int, started: float) -> list[psutil.Process]:
-    """The process of this pid if it is the one that started then; else nothing."""
+    """Return the process with this pid and start time, or an empty list."""
     try:
         process = psutil.Process(pid)
         same = (
@@ -38,25 +38,25 @@ def alive(pid: int, started: float) -> list[psutil.Process]:
 
 
 def of_jobs(job_ids: Collection[str]) -> list[psutil.Process]:
-    """All running processes that carry the mark of one of these jobs."""
-    found = []
+    """Return all running processes that carry the mark of one of these jobs."""
+    marked = []
     for pid in psutil.pids():
         try:
             process = psutil.Process(pid)
             if process.environ().get(MARK) in job_ids:
-                found.append(process)
+                marked.append(process)
         except (psutil.Error, OSError):  # gone, a zombie, or another user's
             continue
-    return found
+    return marked
 
 
 def kill_all(find: Callable[[], Iterable[psutil.Process]], within_s: float = KILL_S) -> bool:
-    """SIGKILL what `find` finds until it finds nothing; False if something is left after
-    `within_s`.
+    """Send SIGKILL to the processes of `find` until there are none. Returns False if some remain
+    after `within_s`.
     """
     end = time.monotonic() + within_s
-    while left := list(find()):
-        for process in left:
+    while remaining := list(find()):
+        for process in remaining:
             try:
                 process.kill()
             except psutil.NoSuchProcess:

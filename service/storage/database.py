@@ -1,10 +1,10 @@
-"""The database: one SQLite file, many readers, one writer at a time, migrated step by step.
+"""The database: one SQLite file with many readers and one writer at a time, migrated step by step.
 
-    with database.write() as rows: rows.execute(...)      one transaction; whole or not at all, on
-                                                          the disk when it returns
+    with database.write() as rows: rows.execute(...)      one transaction, durable on the disk when
+                                                          it returns, or rolled back
     with database.read() as rows: rows.execute(...)
 
-Times in it are UTC in ISO 8601. `MIGRATIONS[n]` leads from version n to n + 1; the version lies in
+Times are stored as UTC in ISO 8601. `MIGRATIONS[n]` migrates version n to n + 1; the version is in
 `PRAGMA user_version`.
 """
 
@@ -59,39 +59,40 @@ MIGRATIONS: tuple[str, ...] = (
 
 
 class Database:
-    """The service's state on disk. Safe for threads; each has a connection of its own."""
+    """The service's state on disk. Thread-safe; each thread has its own connection."""
 
     def __init__(self, path: Path, migrations: Sequence[str] = MIGRATIONS) -> None:
         self.path = path
         self._local = threading.local()
         self._writer = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with self._told(), contextlib.closing(self._open()) as rows:
+        with self._translated_errors(), contextlib.closing(self._open()) as rows:
             self._migrate(rows, migrations)
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """One transaction, committed at the end, rolled back on any exception."""
         rows = self._connection()
-        with self._writer, self._told():
+        with self._writer, self._translated_errors():
             rows.execute("BEGIN IMMEDIATE")
             try:
                 yield rows
                 rows.execute("COMMIT")
             except BaseException:
-                if rows.in_transaction:  # a full disk ends it by itself
+                if rows.in_transaction:  # a full disk has ended it already
                     rows.execute("ROLLBACK")
                 raise
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """For queries."""
-        with self._told():
+        """Yield a connection for queries."""
+        with self._translated_errors():
             yield self._connection()
 
     def close(self) -> None:
         """Close this thread's connection."""
-        if (rows := getattr(self._local, "rows", None)) is not None:
+        rows = getattr(self._local, "rows", None)
+        if rows is not None:
             rows.close()
             del self._local.rows
 
@@ -104,11 +105,8 @@ class Database:
     def _open(self) -> sqlite3.Connection:
         rows = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
         rows.row_factory = sqlite3.Row
-        for pragma in (
-            "journal_mode = WAL",
-            "synchronous = FULL",
-            "foreign_keys = ON",
-        ):  # FULL: what was answered survives a power cut
+        # FULL: a committed change survives a power cut
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
             rows.execute(f"PRAGMA {pragma}")
         return rows
 
@@ -130,16 +128,16 @@ class Database:
             )
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """SQLite's errors as ours."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Translate SQLite's errors to Crucible's."""
         try:
             yield
-        except (sqlite3.IntegrityError, sqlite3.ProgrammingError):  # ours
+        except (sqlite3.IntegrityError, sqlite3.ProgrammingError):  # bugs
             raise
         except sqlite3.Error as error:
-            raise self._as_ours(error) from error
+            raise self._crucible_error(error) from error
 
-    def _as_ours(self, error: sqlite3.Error) -> DiskFull | StoreError:
+    def _crucible_error(self, error: sqlite3.Error) -> DiskFull | StoreError:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
             return DiskFull(
                 f"the disk is full while writing '{self.path}'",
@@ -151,7 +149,7 @@ class Database:
                 "check the disk, its permissions, and that no other server uses this home",
             )
         advice = (
-            "restore it from a backup, or move it away: its jobs and keys are then lost, the"
-            " reports beside it stay"
+            "restore it from a backup, or move it away: this loses its jobs and keys, but not the"
+            " reports beside it"
         )
         return StoreError(f"'{self.path}' is damaged: {error}", advice)

@@ -1,11 +1,9 @@
-"""API keys: 256 random bits, shown once. The database holds their SHA-256, found by a public
-prefix.
+"""API keys: 256 random bits, shown once. The database stores their SHA-256 under a public prefix.
 
 cru_3f9a0c1d7b_Zk4…      prefix, then the secret
 
-A key that was verified is known for KNOWN_FOR_S, so that a request need not wait for the database.
-Each revocation, by whichever process, adds a line to a file beside the database: what was known
-before that is verified again.
+A verified key is cached for KNOWN_FOR_S, so that a request need not wait for the database. Each
+revocation, by any process, adds a line to a file beside the database and invalidates the cache.
 """
 
 from __future__ import annotations
@@ -32,62 +30,62 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 FORM = re.compile(r"cru_([0-9a-f]{10})_([A-Za-z0-9_-]{43})")
 SECRET_BYTES = 32
 KNOWN_FOR_S = 5.0
-MAX_KNOWN = 1000  # keys; then all are verified again
+MAX_KNOWN = 1000  # cached keys; at more, the cache is cleared
 REFUSED = "this key is not known, or was revoked"
-NEXT = "send `Authorization: Bearer KEY` with a key that `crucible keys create` made on the server"
+NEXT = "send `Authorization: Bearer KEY` with a key from `crucible keys create` on the server"
 
 
 class Key(Frozen):
-    """What is known of a key; never the key itself."""
+    """The stored properties of a key, without its secret."""
 
     prefix: str
     name: str
-    owner: str  # who made the jobs and models that this key may see
+    owner: str  # the key may see this owner's jobs and models
     scopes: tuple[Scope, ...]
     created: str  # UTC
     revoked: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """A key that was verified."""
+class _CachedKey:
+    """A verified key."""
 
     key: Key
     until_s: float  # by the clock
-    revocations: int  # as they were counted before it was verified
+    revocations: int  # their number before the verification
 
 
 class Keys:
-    """The keys of one server."""
+    """The API keys of one server."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
         self._database, self._clock = database, clock
         self._revoked = database.path.with_name(f"{database.path.name}-revoked")
-        self._known: dict[str, _Known] = {}  # by digest
+        self._known: dict[str, _CachedKey] = {}  # by digest
 
     def create(self, name: str, scopes: Iterable[str], owner: str = "") -> tuple[Key, str]:
-        """A new key and its text, which nobody can tell again. The owner is the key itself unless
-        another is named.
+        """Create a key. Returns it with its text, which is not stored and cannot be recovered. The
+        owner is the key itself unless `owner` names another.
         """
         text = f"cru_{secrets.token_hex(5)}_{secrets.token_urlsafe(SECRET_BYTES)}"
         return self.add(text, name, scopes, owner), text
 
     def add(self, text: str, name: str, scopes: Iterable[str], owner: str = "") -> Key:
-        """Enter a key that was made elsewhere, such as the first admin key of a container."""
+        """Add a key that was created elsewhere, such as the first admin key of a container."""
         match = FORM.fullmatch(text)
         if match is None:
             raise UserError(
-                "this is no Crucible key: expected cru_, 10 hexadecimal digits, _, 43 characters",
-                "make one with `crucible keys create`",
+                "not a Crucible key: expected cru_, 10 hexadecimal digits, _, 43 characters",
+                "create one with `crucible keys create`",
             )
-        asked = tuple(scope for scope in SCOPES if scope in set(scopes))
-        if unknown := sorted(set(scopes) - set(asked)):
+        valid = tuple(scope for scope in SCOPES if scope in set(scopes))
+        if unknown := sorted(set(scopes) - set(valid)):
             raise PlanError(f"no scope '{unknown[0]}'", f"give some of {', '.join(SCOPES)}")
         key = Key(
             prefix=match[1],
             name=name,
             owner=owner or f"key:{match[1]}",
-            scopes=asked,
+            scopes=valid,
             created=_now(),
         )
         row = (key.prefix, _digest(text), key.name, key.owner, " ".join(key.scopes), key.created)
@@ -100,7 +98,7 @@ class Keys:
         return key
 
     def add_from_file(self, file: Path) -> Key | None:
-        """The admin key that a container is given by file; None if it is known already."""
+        """Add the admin key from a container's file. Returns None if it exists already."""
         try:
             text = file.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -114,17 +112,19 @@ class Keys:
         return self.add(text, "admin key from a file", SCOPES)
 
     def known(self, text: str) -> Key | None:
-        """Return the key of this text if it was verified a moment ago, without the database."""
-        found = self._known.get(_digest(text))
-        if found is None or found.until_s < self._clock():
+        """Return the cached key of this text, without the database; None if it is not cached."""
+        cached = self._known.get(_digest(text))
+        if cached is None or cached.until_s < self._clock():
             return None
-        return found.key if found.revocations == self._count_revocations() else None
+        return cached.key if cached.revocations == self._count_revocations() else None
 
     def verify(self, text: str) -> Key:
-        """The key of this text; Unauthorized in the same words and time whatever is wrong
-        with it.
+        """Return the key of this text. Unauthorized with the same message and timing for every
+        cause.
         """
-        revocations = self._count_revocations()  # before the row is read, which may be of before
+        revocations = (
+            self._count_revocations()
+        )  # before the row is read, so that a revocation in between counts
         match = FORM.fullmatch(text)
         row = self._row(match[1]) if match else None
         same = hmac.compare_digest(_digest(text), row["sha256"] if row else _digest(""))
@@ -133,16 +133,16 @@ class Keys:
         key = _key(row)
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[_digest(text)] = _Known(key, self._clock() + KNOWN_FOR_S, revocations)
+        self._known[_digest(text)] = _CachedKey(key, self._clock() + KNOWN_FOR_S, revocations)
         return key
 
     def list(self) -> tuple[Key, ...]:
-        """All keys, the oldest first, revoked ones too."""
+        """Return all keys, oldest first, including revoked ones."""
         with self._database.read() as rows:
             return tuple(map(_key, rows.execute("SELECT * FROM keys ORDER BY created, prefix")))
 
     def revoke(self, prefix: str) -> Key:
-        """The key works no longer from now on."""
+        """Revoke a key from now on. NotFound if there is no valid key with this prefix."""
         with self._database.write() as rows:
             changed = rows.execute(
                 "UPDATE keys SET revoked = ? WHERE prefix = ? AND revoked IS NULL", (_now(), prefix)
@@ -151,13 +151,11 @@ class Keys:
             file.write(f"{prefix}\n")
         row = self._row(prefix)
         if row is None or not changed:
-            raise NotFound(
-                f"no key '{prefix}' that works", "`crucible keys list` names them by prefix"
-            )
+            raise NotFound(f"no valid key '{prefix}'", "`crucible keys list` names them by prefix")
         return _key(row)
 
     def _count_revocations(self) -> int:
-        """A number that each revocation raises: the size of the file."""
+        """Return a number that each revocation raises: the size of the file."""
         try:
             return self._revoked.stat().st_size
         except FileNotFoundError:
@@ -165,17 +163,16 @@ class Keys:
 
     def _row(self, prefix: str) -> sqlite3.Row | None:
         with self._database.read() as rows:
-            found: sqlite3.Row | None = rows.execute(
+            row: sqlite3.Row | None = rows.execute(
                 "SELECT * FROM keys WHERE prefix = ?", (prefix,)
             ).fetchone()
-        return found
+        return row
 
 
 def _key(row: sqlite3.Row) -> Key:
     columns = ("prefix", "name", "owner", "created", "revoked")
-    return Key.model_validate(
-        {**{name: row[name] for name in columns}, "scopes": tuple(row["scopes"].split())}
-    )
+    values = {name: row[name] for name in columns}
+    return Key.model_validate(values | {"scopes": tuple(row["scopes"].split())})
 
 
 def _digest(text: str) -> str:

@@ -1,14 +1,14 @@
-"""Where the files of jobs lie under the service's home.
+"""The layout of files under the service's home.
 
-home/uploads/<job>/     what the client sent, and plan.json: the plan over those files. Written by
-                        the server before the job is added
-home/uploads/<job>/compiled/    of a benchmark: the report and the engine that are measured again
+home/uploads/<job>/     the client's files, and plan.json: the plan over those files. Written by the
+                        server before the job is added
+home/uploads/<job>/compiled/    of a benchmark: the report and the engine to measure again
 home/jobs/<job>/        the child's work: log, home/ (its CRUCIBLE_HOME), tmp/, out/ (the report
                         before it is verified)
 home/reports/<job>/     the report and the engine, published by the server
 home/models/<name>/<version>/   the engine of a promoted version
-home/serving/           logs and temporary files of the processes that serve
-home/artifacts/, ...    the store that all jobs read, and that takes over what a finished job made
+home/serving/           logs and temporary files of the serving processes
+home/artifacts/, ...    the store that all jobs read; it adopts the artifacts of finished jobs
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.errors import StoreError
 from pipeline.plan.schema import Plan
 
 PLAN = "plan.json"
-MAX_LOG_BYTES = 2**20  # of a log that are read, and kept once the job has ended
+MAX_LOG_BYTES = 2**20  # of a log that clients can read; the rest is cut when the job has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +51,19 @@ class Work:
         return self.root / "out"
 
     def prepare(self) -> None:
-        """Ready for an attempt: what an earlier one made stays in its store, what it left half done
-        goes.
-        """
+        """Prepare the folder for a new attempt: keep finished artifacts, delete partial output."""
         for folder in (self.temporary, self.out):
             shutil.rmtree(folder, ignore_errors=True)
         for folder in (self.home, self.temporary):
             folder.mkdir(parents=True, exist_ok=True)
 
     def clear_temporary(self) -> None:
-        """Remove what nobody needs once the child is gone."""
+        """Delete temporary files after the child has ended."""
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def shorten_log(self) -> None:
-        """Keep the end of the log, which is all that clients read of it. A link that the job put in
-        its place is left alone.
+        """Keep only the end of the log, which is all that clients can read. A symbolic link instead
+        of the log is not followed.
         """
         if (
             self.log.is_file()
@@ -80,14 +78,14 @@ class Work:
                 file.truncate()
 
     def empty(self) -> None:
-        """Leave the log only."""
+        """Delete everything except the log."""
         for folder in (self.home, self.temporary, self.out):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """The places of one home."""
+    """The folders of one home."""
 
     home: Path
 
@@ -115,12 +113,12 @@ class Folders:
         return self.models / model / str(version)
 
     def save_plan(self, job_id: str, plan: Plan) -> None:
-        """Lay the plan beside the upload."""
+        """Write the plan beside the upload."""
         self.uploads(job_id).mkdir(parents=True, exist_ok=True)
         (self.uploads(job_id) / PLAN).write_text(plan.model_dump_json(indent=1), encoding="utf-8")
 
     def load_plan(self, job_id: str) -> Plan:
-        """The job's plan; StoreError if it is gone or damaged."""
+        """Read the job's plan. StoreError if it is missing or damaged."""
         file = self.uploads(job_id) / PLAN
         try:
             return Plan.model_validate_json(file.read_bytes())
@@ -130,20 +128,20 @@ class Folders:
             ) from error
 
     def share_upload(self, old: str, new: str) -> None:
-        """Give one job's upload to another too: its files are linked, its plan names them where the
-        new one finds them.
+        """Share one job's upload with another job: link its files, and write a plan with the new
+        paths.
         """
         shutil.copytree(
             self.uploads(old), self.uploads(new), copy_function=os.link, dirs_exist_ok=True
         )
-        before, after = (json.dumps(f"{self.uploads(job_id)}/")[1:-1] for job_id in (old, new))
-        text = (self.uploads(old) / PLAN).read_text(encoding="utf-8").replace(before, after)
-        (self.uploads(new) / PLAN).unlink()  # a link to the old one's
+        old_path, new_path = (json.dumps(f"{self.uploads(job_id)}/")[1:-1] for job_id in (old, new))
+        text = (self.uploads(old) / PLAN).read_text(encoding="utf-8").replace(old_path, new_path)
+        (self.uploads(new) / PLAN).unlink()  # a hard link to the old plan
         (self.uploads(new) / PLAN).write_text(text, encoding="utf-8")
 
     def take_over(self, old: str, new: str) -> None:
-        """Give one job's upload to another, and the work with it: the new one goes on from what the
-        old one stored.
+        """Share one job's upload with another job, and move the old job's store there, so that the
+        new job continues from its artifacts.
         """
         self.share_upload(old, new)
         if self.work(old).home.is_dir():
@@ -151,6 +149,6 @@ class Folders:
             self.work(old).home.rename(self.work(new).home)
 
     def remove(self, job_id: str) -> None:
-        """Everything of one job."""
+        """Delete all files of one job."""
         for folder in (self.uploads(job_id), self.work(job_id).root, self.report(job_id)):
             shutil.rmtree(folder, ignore_errors=True)

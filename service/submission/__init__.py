@@ -1,1 +1,1 @@
-"""From a request to a job: uploads, archives, and the plan as a client sends it."""
+"""Conversion of requests to jobs: uploads, archives, and the plan in a client's request."""

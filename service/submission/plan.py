@@ -1,9 +1,8 @@
-"""The plan as a client sends it: a type of its own, which cannot say anything that reaches beyond
-the upload.
+"""The plan in a client's request: its own type, which cannot refer to anything outside the upload.
 
-No paths, no `module:function`, no place for results: model and data are the uploaded parts,
-architectures and metrics are names from the service's lists. What it becomes is an ordinary Plan
-over the files of the upload.
+It has no paths, no `module:function` and no output folder. Model and data are the uploaded parts;
+architectures and metrics are names from the service's lists. It is converted to an ordinary Plan
+over the uploaded files.
 """
 
 from __future__ import annotations
@@ -38,15 +37,13 @@ from service.settings import Settings
 from service.submission.uploads import Limits, Part, is_archive, unpack
 
 DATA = ("calibration", "selection", "validation")
-MAX_DEPTH = 12  # levels of a plan; ours needs 6
+MAX_DEPTH = 12  # levels of a plan; our schema needs 6
 MAX_ITEMS = 10_000  # scalars, lists and mappings of a plan together
 MAX_NAME = 100
 NAME = rf"^([A-Za-z0-9_-][A-Za-z0-9_.-]{{0,{MAX_NAME - 1}}})?$"
-SEE = "docs/service.md lists the keys that a submitted plan may have"
-SAFETENSORS, PICKLES = (
-    ".safetensors",
-    (".pt", ".pth", ".pt2", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib"),
-)
+SEE = "docs/service.md lists the keys of a submitted plan"
+SAFETENSORS = ".safetensors"
+PICKLES = (".pt", ".pth", ".pt2", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib")
 
 
 class NamedConfig(Frozen):
@@ -58,7 +55,7 @@ class NamedConfig(Frozen):
 
 
 class SubmittedAccuracy(Frozen):
-    """The gate; metrics by the names that Crucible brings."""
+    """The accuracy gate, with Crucible's own metrics by name."""
 
     metric: str = "auto"
     output: str | None = None
@@ -68,7 +65,9 @@ class SubmittedAccuracy(Frozen):
 
 
 class SubmittedData(Frozen):
-    """Random samples in the place of a set that is not uploaded: for speed only, and said so."""
+    """Random samples that replace a set that is not uploaded. They suffice for speed only, and the
+    report says so.
+    """
 
     calibration: GeneratedData | None = None
     selection: GeneratedData | None = None
@@ -86,7 +85,7 @@ class SubmittedTensorRT(Frozen):
 
 
 class SubmittedPlan(Frozen):
-    """What a client may ask for. Keys mean what they mean in a plan (docs/plan.md)."""
+    """The plan in a client's request. Keys have the same meaning as in a plan (docs/plan.md)."""
 
     name: str = Field(default="", pattern=NAME)
     architecture: str | None = None  # for safetensors weights
@@ -106,11 +105,11 @@ class SubmittedPlan(Frozen):
     serving: ServingConfig = ServingConfig()
 
 
-# -- reading it --------------------------------------------------------------
+# -- parsing --------------------------------------------------------------
 
 
 def parse(text: bytes) -> SubmittedPlan:
-    """Read YAML or JSON; Unprocessable names the key or the line at fault."""
+    """Parse YAML or JSON. Unprocessable names the invalid key or line."""
     try:
         _check_form(text.decode("utf-8"))
         document = yaml.load(text, PlanLoader) or {}
@@ -129,8 +128,8 @@ def parse(text: bytes) -> SubmittedPlan:
 
 
 def _check_form(text: str) -> None:
-    """No aliases, which let a small text stand for a large one; no great depth or number. Looked at
-    event by event, before anything is built.
+    """Refuse aliases, which let a small text expand to a large one, and too many levels or items.
+    Checks event by event, before any value is built.
     """
     depth = items = 0
     for event in yaml.parse(text, yaml.SafeLoader):
@@ -139,10 +138,12 @@ def _check_form(text: str) -> None:
             raise Unprocessable(
                 f"the plan uses YAML anchors and aliases{where}", "write the value out each time"
             )
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-            event, yaml.CollectionEndEvent
-        )
-        items += isinstance(event, yaml.NodeEvent)
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if isinstance(event, yaml.NodeEvent):
+            items += 1
         if depth > MAX_DEPTH or items > MAX_ITEMS:
             raise Unprocessable(
                 f"the plan is deeper than {MAX_DEPTH} levels, or has more than {MAX_ITEMS}"
@@ -151,13 +152,11 @@ def _check_form(text: str) -> None:
             )
 
 
-# -- what it becomes ---------------------------------------------------------
+# -- conversion ---------------------------------------------------------
 
 
 def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Settings) -> Plan:
-    """The plan over the uploaded files, which lie where they were received; an archive is unpacked
-    beside them.
-    """
+    """Convert to a plan over the uploaded files. An archive is unpacked beside them."""
     document = submitted.model_dump(
         mode="json",
         exclude={
@@ -186,13 +185,15 @@ def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Set
 
 
 def _name_of(filename: str) -> str:
-    """`resnet50` of `resnet50.onnx` or `resnet50.tar.gz`."""
+    """Derive a name from the file's name: `resnet50` of `resnet50.onnx` or `resnet50.tar.gz`."""
     stem = Path(filename).stem.removesuffix(".tar")
     return re.sub(r"[^A-Za-z0-9_.-]", "-", stem).lstrip(".")[:MAX_NAME] or "model"
 
 
 def _data(role: str, submitted: SubmittedPlan, parts: Mapping[str, Part]) -> object:
-    """An uploaded set, under a name that ends as its kind does; else what the plan says."""
+    """Return the path of an uploaded set, renamed to the suffix of its format; else the plan's
+    random data.
+    """
     if part := parts.get(role):
         return str(_named(part, ".npz"))
     generated = getattr(submitted.data, role, None)
@@ -200,8 +201,8 @@ def _data(role: str, submitted: SubmittedPlan, parts: Mapping[str, Part]) -> obj
 
 
 def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str, Any]:
-    """The plan's `model` section for what was uploaded, by what it is and not only by what it is
-    called.
+    """Return the plan's `model` section for the uploaded file, by its content as well as its
+    name.
     """
     shape = {
         "inputs": [spec.model_dump(mode="json") for spec in submitted.inputs],
@@ -212,15 +213,14 @@ def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str
         if name.endswith(".pt2") and settings.allow_code:
             return {"path": str(_named(part, ".pt2")), **shape}
         message = (
-            f"'{part.filename}' is a pickle: loading it runs code of whoever made it, and this"
+            f"'{part.filename}' is a pickle: loading it would run code of its author, and this"
             " service does not"
         )
         raise Unprocessable(message, "send ONNX, or safetensors weights with `architecture`")
     if submitted.architecture is not None:
-        weights = {"weights": str(_named(part, SAFETENSORS))}
         return {
             "entrypoint": entrypoint_of(submitted.architecture, submitted.classes),
-            **weights,
+            "weights": str(_named(part, SAFETENSORS)),
             **shape,
         }
     if name.endswith(SAFETENSORS):
@@ -235,16 +235,16 @@ def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str
 
 
 def _named(part: Part, suffix: str) -> Path:
-    """The part's file under a name with this suffix: what reads it goes by that."""
-    place = part.path.with_name(part.name + suffix)
-    return part.path.rename(place) if part.path.exists() else place
+    """Rename the part's file to this suffix, because its readers choose the format by it."""
+    path = part.path.with_name(part.name + suffix)
+    return part.path.rename(path) if part.path.exists() else path
 
 
 def identity(submitted: SubmittedPlan, parts: Mapping[str, Part], owner: str, host: str) -> str:
-    """What makes two requests the same: content, plan, owner, and the host with its tools (as one
-    digest).
+    """Return a digest that is equal for equal requests: of content, plan, owner, and the host with
+    its tools (as one digest).
     """
     content = sorted((part.name, part.sha256) for part in parts.values() if part.name != "plan")
-    suffix = Path(parts["model"].filename).suffix.lower()  # decides how the model is read
+    suffix = Path(parts["model"].filename).suffix.lower()  # decides the model's format
     plan = json.dumps(submitted.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(json.dumps([owner, host, content, suffix, plan]).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""From a request to a job: to compile an upload or one of the server's own plans, or to measure a
+"""Turns requests into jobs: to compile an upload or one of the server's own plans, or to measure a
 model again.
 
-Whatever goes wrong before the job is added, a client that hangs up included, leaves nothing behind.
+If anything fails before the job is added, even a client's disconnect, no files are left.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ MAX_KEY_CHARACTERS = 255  # characters of an Idempotency-Key
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to be compiled, and what makes an equal request: with this host's tools, and without
-    (for the Idempotency-Key).
+class CompileRequest:
+    """The plan to compile, with two digests that are equal for equal requests: `identity` includes
+    this host's tools; `digest` does not (for the Idempotency-Key).
     """
 
     plan: Plan
@@ -54,57 +54,56 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What a job is to do; its upload is complete."""
+class JobSpec:
+    """The properties of a new job. Its upload is complete."""
 
-    name: str  # of its plan
+    name: str  # of the plan
     device: str
     identity: str
     digest: str
     measures: Measures | None = None
 
 
-Prepare = Callable[[str], Awaitable[Prepared]]
-"""Fills the upload of the job with this id."""
+Prepare = Callable[[str], Awaitable[JobSpec]]
+"""Write the upload of the job with this id, and describe the job."""
 
 
 async def submit(
     service: Service, owner: str, content_type: str, stream: AsyncIterator[bytes], key: str | None
 ) -> Job:
-    """Add a job for a request's body, or find the one that an equal request made."""
+    """Add a job for a request's body, or return the job of an earlier equal request."""
     host = service.host()
 
-    async def prepare(job_id: str) -> Prepared:
+    async def prepare(job_id: str) -> JobSpec:
         if content_type.partition(";")[0].strip().lower() == "application/json":
-            wanted = await _wanted_config(
-                await _short(stream, service.settings.max_plan_bytes), service.settings, owner, host
-            )
+            body = await _read_short(stream, service.settings.max_plan_bytes)
+            request = await _config_request(body, service.settings, owner, host)
         else:
-            wanted = await _wanted_upload(
-                stream, content_type, service.folders.uploads(job_id), service, owner, host
-            )
-        device = device_for(
-            wanted.plan, tuple(host.devices), await service.read(lambda: _load(service))
-        )
-        await asyncio.to_thread(service.folders.save_plan, job_id, wanted.plan)
-        return Prepared(wanted.plan.name, device, wanted.identity, wanted.digest)
+            folder = service.folders.uploads(job_id)
+            request = await _upload_request(stream, content_type, folder, service, owner, host)
+        queue_lengths = await service.read(lambda: _queue_lengths(service))
+        device = device_for(request.plan, tuple(host.devices), queue_lengths)
+        await asyncio.to_thread(service.folders.save_plan, job_id, request.plan)
+        return JobSpec(request.plan.name, device, request.identity, request.digest)
 
     return await _submit(service, owner, key, prepare)
 
 
 async def submit_benchmark(
-    service: Service, caller: Caller, name: str, asked: BenchmarkRequest, key: str | None
+    service: Service, caller: Caller, name: str, options: BenchmarkRequest, key: str | None
 ) -> Job:
-    """Add a job that measures a model's version again: each request another one, for no two runs
-    are the same.
+    """Add a job that measures a model's version again. Each request adds a new job, because no two
+    measurements are equal.
     """
     service.host()
 
-    async def prepare(job_id: str) -> Prepared:
-        version, device = await service.models.lend(caller, name, asked.version, job_id)
+    async def prepare(job_id: str) -> JobSpec:
+        version, device = await service.models.lend(caller, name, options.version, job_id)
         plan = await asyncio.to_thread(service.folders.load_plan, job_id)
-        digest = hashlib.sha256(json.dumps(["benchmark", name, asked.version]).encode()).hexdigest()
-        return Prepared(
+        digest = hashlib.sha256(
+            json.dumps(["benchmark", name, options.version]).encode()
+        ).hexdigest()
+        return JobSpec(
             plan.name, device, job_id, digest, Measures(model=name, version=version.version)
         )
 
@@ -121,18 +120,18 @@ async def _submit(service: Service, owner: str, key: str | None, prepare: Prepar
     job_id = new_id(now)
     folder = service.folders.uploads(job_id)
     try:
-        ready = await prepare(job_id)
+        spec = await prepare(job_id)
         job = Job(
             id=job_id,
             owner=owner,
-            identity=ready.identity,
-            name=ready.name,
-            device=ready.device,
-            measures=ready.measures,
+            identity=spec.identity,
+            name=spec.name,
+            device=spec.device,
+            measures=spec.measures,
             created=now.isoformat(timespec="milliseconds"),
             estimate_s=await service.read(
                 lambda: service.jobs.usual_s(
-                    owner, ready.name, ready.device, ready.measures is not None
+                    owner, spec.name, spec.device, spec.measures is not None
                 )
             ),
             trace=current_trace(),
@@ -140,10 +139,10 @@ async def _submit(service: Service, owner: str, key: str | None, prepare: Prepar
     except BaseException:
         await asyncio.to_thread(shutil.rmtree, folder, True)
         raise
-    await _forget_damaged(service, owner, ready.identity)
+    await _forget_damaged(service, owner, spec.identity)
     try:
-        added, _ = await service.runner.submit(job, Once(key, ready.digest) if key else None)
-    except Exception:  # not a cancellation: the runner adds the job nevertheless
+        added, _ = await service.runner.submit(job, Once(key, spec.digest) if key else None)
+    except Exception:  # not CancelledError: the runner then adds the job anyway
         await asyncio.to_thread(shutil.rmtree, folder, True)
         raise
     if added.id != job_id:
@@ -152,7 +151,7 @@ async def _submit(service: Service, owner: str, key: str | None, prepare: Prepar
 
 
 async def _forget_damaged(service: Service, owner: str, identity: str) -> None:
-    """An equal request is not answered with a job whose files are damaged: it makes them again."""
+    """Exclude an equal earlier job with damaged files, so that the new job makes them again."""
     while True:
         same = await service.read(lambda: service.jobs.of_identity(owner, identity))
         if same is None or same.state != "succeeded":
@@ -166,7 +165,7 @@ async def _forget_damaged(service: Service, owner: str, identity: str) -> None:
 
 
 def _check_job(service: Service, job_id: str) -> None:
-    """HostError unless a job's plan, report and engine are what they were."""
+    """Raise HostError unless a job's plan, report and engine are unchanged."""
     service.folders.load_plan(job_id)
     folder = service.folders.report(job_id)
     for name in REPORT_FILES:
@@ -176,66 +175,60 @@ def _check_job(service: Service, job_id: str) -> None:
 
 
 def device_for(plan: Plan, devices: Sequence[str], load: Mapping[str, int]) -> str:
-    """Whose queue a plan goes to: of the GPU with the fewest jobs, or of the CPU if no candidate
-    could use a GPU.
+    """Choose the device of a plan: the GPU with the fewest jobs, or the CPU if no candidate can use
+    a GPU. `load` counts the jobs by device.
     """
     gpus = [device for device in devices if device.startswith("gpu:")]
-    if not gpus or (
-        plan.candidates
-        and not any(
-            uses_gpu(
-                candidate,
-            )
-            for candidate in plan.candidates
-        )
-    ):
+    may_use_gpu = not plan.candidates or any(map(uses_gpu, plan.candidates))
+    if not gpus or not may_use_gpu:
         return "cpu"
     return min(gpus, key=lambda device: (load.get(device, 0), device))
 
 
 def uses_gpu(candidate: CandidateConfig) -> bool:
-    """Whether a candidate runs on a GPU where there is one."""
+    """Return True if a candidate runs on a GPU where there is one."""
     return candidate.backend in GPU_BACKENDS or candidate.provider != "cpu"
 
 
-def _load(service: Service) -> Counter[str]:
+def _queue_lengths(service: Service) -> Counter[str]:
     return Counter(job.device for job in service.jobs.unfinished())
 
 
-# -- an upload ---------------------------------------------------------------
+# -- uploads ---------------------------------------------------------------
 
 
-async def _wanted_upload(
+async def _upload_request(
     stream: AsyncIterator[bytes],
     content_type: str,
     folder: Path,
     service: Service,
     owner: str,
     host: HostIdentity,
-) -> Wanted:
+) -> CompileRequest:
     settings = service.settings
     limits = uploads.Limits(
         settings.max_upload_bytes, settings.max_plan_bytes, settings.max_unpacked_bytes
     )
     parts = await uploads.receive(stream, content_type, folder, limits)
     async with service.unpacking:
-        return await asyncio.to_thread(_wanted_parts, parts, settings, owner, host)
+        return await asyncio.to_thread(_request_of_parts, parts, settings, owner, host)
 
 
-def _wanted_parts(
+def _request_of_parts(
     parts: Mapping[str, uploads.Part], settings: Settings, owner: str, host: HostIdentity
-) -> Wanted:
-    asked = submitted.parse(parts["plan"].path.read_bytes() if "plan" in parts else b"")
-    plan = submitted.plan_from(asked, parts, settings)
-    return Wanted(
-        plan, *(submitted.identity(asked, parts, owner, digest) for digest in (host.digest, ""))
+) -> CompileRequest:
+    client_plan = submitted.parse(parts["plan"].path.read_bytes() if "plan" in parts else b"")
+    return CompileRequest(
+        plan=submitted.plan_from(client_plan, parts, settings),
+        identity=submitted.identity(client_plan, parts, owner, host.digest),
+        digest=submitted.identity(client_plan, parts, owner, ""),
     )
 
 
-# -- a plan of the server's own ----------------------------------------------
+# -- the server's own plans ----------------------------------------------
 
 
-async def _short(stream: AsyncIterator[bytes], limit: int) -> bytes:
+async def _read_short(stream: AsyncIterator[bytes], limit: int) -> bytes:
     body = b""
     async for chunk in stream:
         body += chunk
@@ -247,7 +240,9 @@ async def _short(stream: AsyncIterator[bytes], limit: int) -> bytes:
     return body
 
 
-async def _wanted_config(body: bytes, settings: Settings, owner: str, host: HostIdentity) -> Wanted:
+async def _config_request(
+    body: bytes, settings: Settings, owner: str, host: HostIdentity
+) -> CompileRequest:
     try:
         name = NamedConfig.model_validate_json(body).config
     except ValidationError as error:
@@ -258,33 +253,35 @@ async def _wanted_config(body: bytes, settings: Settings, owner: str, host: Host
         raise Unprocessable(
             f'expected {{"config": NAME}}: {message}', "or send a model as multipart/form-data"
         ) from error
-    return await asyncio.to_thread(_named, name, settings, owner, host)
+    return await asyncio.to_thread(_request_of_config, name, settings, owner, host)
 
 
-def _named(name: str, settings: Settings, owner: str, host: HostIdentity) -> Wanted:
-    known = (
-        {file.stem: file for file in sorted(settings.configs.glob("*.yaml"))}
-        if settings.configs
-        else {}
-    )
+def _request_of_config(
+    name: str, settings: Settings, owner: str, host: HostIdentity
+) -> CompileRequest:
+    known = {}
+    if settings.configs:
+        known = {file.stem: file for file in sorted(settings.configs.glob("*.yaml"))}
     if name not in known:
         raise NotFound(
-            f"no config '{name}' that may be named here",
+            f"this service has no config '{name}'",
             f"known: {', '.join(known) or 'none'}; or send a model",
         )
     plan = load_plan(known[name])
     content = _content_of(plan)
-    return Wanted(
-        plan,
-        *(
-            hashlib.sha256(json.dumps([owner, digest, content]).encode()).hexdigest()
-            for digest in (host.digest, "")
-        ),
+    return CompileRequest(
+        plan=plan,
+        identity=_text_digest([owner, host.digest, content]),
+        digest=_text_digest([owner, "", content]),
     )
 
 
+def _text_digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 def _content_of(plan: Plan) -> list[str]:
-    """Digests of the plan and of all that it names."""
+    """Return digests of the plan and of all files and code that it names."""
     content = [plan.model_dump_json(), source_from_config(plan.model, plan.profiles).digest]
     for role in (plan.data.calibration, plan.data.selection, plan.data.validation):
         content += [_digest(file) for file in role] if isinstance(role, tuple) else []
@@ -306,5 +303,5 @@ def _digest(file: Path) -> str:
     except OSError as error:
         raise PlanError(
             f"the plan's data cannot be read: {error}",
-            "whoever runs this service can mend the plan",
+            "ask the operator of this service to correct the plan",
         ) from error

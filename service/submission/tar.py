@@ -1,5 +1,5 @@
-"""A folder as a tar, made while it is sent: nothing is written to the disk, and its size is known
-before. And a tar as a folder.
+"""Converts a folder to a tar stream and back. The stream is built while it is sent, without a
+temporary file, and its size is known in advance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ END = b"\0" * (2 * BLOCK_BYTES)
 
 
 def tar(folder: Path) -> Iterator[bytes]:
-    """All files of a folder, below its name; the same bytes for the same files."""
+    """Yield a tar of all files of a folder, below the folder's name. Equal files give equal
+    bytes.
+    """
     for file, header in _members(folder):
         yield header
         with file.open("rb") as stream:
@@ -35,29 +37,29 @@ def size_of_tar(folder: Path) -> int:
 
 
 def untar(archive: tarfile.TarFile, folder: Path) -> None:
-    """Its files, below `folder`; HostError for anything else. (Python has a filter for this from
-    3.11.4 on; Debian 12 has 3.11.2.)
+    """Extract the archive's files below `folder`. HostError for links, devices and paths outside.
+    (Python has a filter for this from 3.11.4 on; Debian 12 has 3.11.2.)
     """
     for member in archive:
-        place = PurePosixPath(member.name)
+        path = PurePosixPath(member.name)
         content = (
             archive.extractfile(member)
-            if member.isreg() and not place.is_absolute() and ".." not in place.parts
+            if member.isreg() and not path.is_absolute() and ".." not in path.parts
             else None
         )
         if content is not None:
-            (folder / place).parent.mkdir(parents=True, exist_ok=True)
-            with content, (folder / place).open("wb") as file:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            with content, (folder / path).open("wb") as file:
                 shutil.copyfileobj(content, file)
         elif not member.isdir():
             raise HostError(
-                f"the archive holds '{member.name}', which is no file below its own folder",
-                "have whoever made it look into it",
+                f"the archive holds '{member.name}', expected a file inside its folder",
+                "report this to the operator of the service",
             )
 
 
 def _members(folder: Path) -> Iterator[tuple[Path, bytes]]:
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        about = tarfile.TarInfo(str(file.relative_to(folder.parent)))
-        about.size = file.stat().st_size
-        yield file, about.tobuf(tarfile.PAX_FORMAT)
+        header = tarfile.TarInfo(str(file.relative_to(folder.parent)))
+        header.size = file.stat().st_size
+        yield file, header.tobuf(tarfile.PAX_FORMAT)

@@ -1,8 +1,8 @@
-"""What clients send: multipart bodies streamed to files, and archives unpacked, both under limits
-and never through /tmp.
+"""Uploads: multipart bodies are streamed to files, and archives are unpacked. Both have limits and
+never use /tmp.
 
-Nothing is trusted: names are ours, sizes are counted as they arrive, archive members are checked
-before each is written.
+No input is trusted: file names are ours, sizes are counted as bytes arrive, and each archive member
+is checked before it is written.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from service.errors import TooLarge, Unprocessable
 
 PARTS = ("model", "plan", "calibration", "selection", "validation")
 MAX_MEMBERS = 10_000  # of an archive; each costs a file
-MAX_DIRECTORY_BYTES = 4 * 2**20  # of a .zip, which are 400 for each of so many
-MAX_HEADER_BYTES = (
-    64 * 2**10
-)  # of a .tar between two files: names of up to 4096 bytes, and what is read ahead
-MAX_DEPTH = 16  # folders in folders
+MAX_DIRECTORY_BYTES = 4 * 2**20  # of a .zip: about 400 bytes for each of MAX_MEMBERS
+# of a .tar between two files: names of up to 4096 bytes, and read-ahead
+MAX_HEADER_BYTES = 64 * 2**10
+MAX_DEPTH = 16  # levels of folders
 CHUNK_BYTES = 2**20
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 FIELDS = (
@@ -43,20 +42,21 @@ FIELDS = (
     f" {', '.join(f'`{name}`' for name in PARTS[2:])}"
 )
 GZIP = b"\x1f\x8b"
-OF_ARCHIVES = (
+# errors that a damaged archive causes; all others come from our disk
+ARCHIVE_ERRORS = (
     None,
     errno.EEXIST,
     errno.EINVAL,
     errno.EISDIR,
     errno.ENAMETOOLONG,
     errno.ENOTDIR,
-)  # all others are our disk's
+)
 DAMAGED = "the archive is damaged or cut short"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes that an upload may have."""
+    """Size limits of an upload."""
 
     upload_bytes: int  # all parts together
     plan_bytes: int
@@ -71,7 +71,7 @@ class Part:
     path: Path
     sha256: str
     size: int
-    filename: str  # what the client calls it; for messages and its suffix only
+    filename: str  # the client's name, used only for messages and its suffix
 
 
 # -- multipart ---------------------------------------------------------------
@@ -80,10 +80,10 @@ class Part:
 async def receive(
     stream: AsyncIterator[bytes], content_type: str, folder: Path, limits: Limits
 ) -> dict[str, Part]:
-    """Write each part to `folder`, which is made here and removed again if anything goes wrong, a
-    client that hangs up included.
+    """Write each part to the new folder `folder`. It is removed again if anything fails, even if
+    the client disconnects.
 
-    The disk may be slow: it is written in a thread, so that other requests are answered meanwhile.
+    A thread writes to the disk, which may be slow, so that other requests are answered meanwhile.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
@@ -93,7 +93,7 @@ async def receive(
     if not options.get(b"boundary"):
         raise Unprocessable(
             "a Content-Type of multipart/form-data without its boundary",
-            "leave the header to what makes the body, as curl -F does",
+            "let the HTTP client set the header, as curl -F does",
         )
     folder.mkdir(parents=True)
     try:
@@ -102,7 +102,7 @@ async def receive(
             async for chunk in stream:
                 await asyncio.to_thread(parser.write, chunk)
             parser.finalize()
-            return receiver.finished()
+            return receiver.parts()
     except BaseException as error:
         await asyncio.to_thread(shutil.rmtree, folder, True)
         if isinstance(error, FormParserError):
@@ -111,7 +111,7 @@ async def receive(
 
 
 class _Receiver:
-    """Takes the parser's calls; one part is open at a time."""
+    """Handles the multipart parser's callbacks. One part is open at a time."""
 
     def __init__(self, folder: Path, limits: Limits) -> None:
         self._folder, self._limits = folder, limits
@@ -132,8 +132,8 @@ class _Receiver:
             self._file.close()
 
     def callbacks(self) -> Any:
-        """What python_multipart calls, by its names."""
-        taken: dict[str, Callable[..., None]] = {
+        """Return the callbacks by python_multipart's names."""
+        callbacks: dict[str, Callable[..., None]] = {
             "on_part_begin": self._header.clear,
             "on_header_field": self._on_field,
             "on_header_value": self._on_value,
@@ -143,10 +143,10 @@ class _Receiver:
             "on_part_end": self._close,
             "on_end": self._on_end,
         }
-        return taken
+        return callbacks
 
-    def finished(self) -> dict[str, Part]:
-        """All parts; Unprocessable for a body that was cut short or lacks a model."""
+    def parts(self) -> dict[str, Part]:
+        """Return all parts. Unprocessable if the body was cut short or has no model."""
         if not self._ended:
             raise Unprocessable("the upload ended before its last boundary", "send it again")
         if "model" not in self._parts:
@@ -189,7 +189,7 @@ class _Receiver:
         if self._total > self._limits.upload_bytes:
             raise TooLarge(
                 f"an upload of more than {self._limits.upload_bytes} bytes",
-                "send less, or have the service's limit raised",
+                "send less, or ask the operator to raise the limit",
             )
         if self._name == "plan" and self._size > self._limits.plan_bytes:
             raise Unprocessable(
@@ -221,24 +221,26 @@ def is_archive(filename: str) -> bool:
 
 
 def unpack(part: Part, folder: Path, limits: Limits) -> Path:
-    """Unpack an ONNX model with its external data into `folder`, made here; the path of its one
-    .onnx file.
+    """Unpack an ONNX model with its external data into the new folder `folder`. Returns the path of
+    its only .onnx file.
 
-    Unprocessable for members that lie outside, links, devices, two models, or headers made to fill
-    the memory; TooLarge for more bytes than the limit, whatever the headers say.
+    Unprocessable for members outside the folder, links, devices, several models, or headers that
+    would fill the memory; TooLarge for more bytes than the limit, whatever the headers claim.
     """
     folder.mkdir(parents=True)
     try:
-        opened = _zip_members if zipfile.is_zipfile(part.path) else _tar_members
-        left = limits.unpacked_bytes
-        for number, (name, stream) in enumerate(opened(part.path)):
+        members = _zip_members if zipfile.is_zipfile(part.path) else _tar_members
+        remaining_bytes = limits.unpacked_bytes
+        for number, (name, stream) in enumerate(members(part.path)):
             if number >= MAX_MEMBERS:
                 raise Unprocessable(
                     f"an archive of more than {MAX_MEMBERS} files",
                     "send a model with one file of external data",
                 )
             if stream is not None:
-                left -= _write(stream, _place(folder, name), left, limits.unpacked_bytes)
+                remaining_bytes -= _write(
+                    stream, _member_path(folder, name), remaining_bytes, limits.unpacked_bytes
+                )
     except (
         tarfile.TarError,
         zipfile.BadZipFile,
@@ -248,29 +250,27 @@ def unpack(part: Part, folder: Path, limits: Limits) -> Path:
         RuntimeError,
         ValueError,
     ) as error:
-        if isinstance(error, OSError) and error.errno not in OF_ARCHIVES:
-            raise  # of our disk
+        if isinstance(error, OSError) and error.errno not in ARCHIVE_ERRORS:
+            raise  # from our disk
         raise Unprocessable(
             f"{DAMAGED}: {error}", "pack it again, as .zip, .tar or .tar.gz"
         ) from error
     models = sorted(folder.rglob("*.onnx"))
     if len(models) != 1:
-        named = ", ".join(str(model.relative_to(folder)) for model in models) or "none"
+        names = ", ".join(str(model.relative_to(folder)) for model in models) or "none"
         raise Unprocessable(
-            f"an archive with {len(models)} .onnx files ({named}), expected one",
+            f"an archive with {len(models)} .onnx files ({names}), expected one",
             "pack one model with its external data",
         )
     return models[0]
 
 
 Members = Iterator[tuple[str, IO[bytes] | None]]
-"""Name and content; None: a folder."""
+"""Name and content of each member; content None: a folder."""
 
 
 class _Bounded(io.FileIO):
-    """A zip as it is read: its directory is read at once, and would fill the memory if it
-    said so.
-    """
+    """A .zip file with a limit on its directory, which zipfile reads at once into memory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MAX_DIRECTORY_BYTES:
@@ -289,10 +289,8 @@ def _zip_members(path: Path) -> Members:
                 raise Unprocessable(
                     f"'{member.filename}' in the archive is a link or a device", "pack files only"
                 )
-            if member.compress_type not in (
-                zipfile.ZIP_STORED,
-                zipfile.ZIP_DEFLATED,
-            ):  # the others' windows may be gigabytes
+            # the windows of other methods may take gigabytes
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise Unprocessable(
                     f"'{member.filename}' is compressed by a method other than deflate",
                     "pack it again, with `zip`",
@@ -305,18 +303,18 @@ def _zip_members(path: Path) -> Members:
 
 
 class _Metered(io.RawIOBase):
-    """A tar as it is read: a single header may claim gigabytes, or a list of holes without end,
-    which tarfile keeps in memory.
+    """A .tar stream with a limit on headers: one header may claim gigabytes or an endless list of
+    holes, which tarfile keeps in memory.
     """
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile) -> None:
         self._stream = stream
-        self.left: float = MAX_HEADER_BYTES
+        self.header_bytes: float = MAX_HEADER_BYTES
 
     def read(self, size: int = -1, /) -> bytes:
         data = self._stream.read(size)
-        self.left -= len(data)
-        if self.left < 0:
+        self.header_bytes -= len(data)
+        if self.header_bytes < 0:
             raise Unprocessable(
                 f"a .tar with a header of more than {MAX_HEADER_BYTES} bytes",
                 "pack plain files with short names",
@@ -329,19 +327,19 @@ def _tar_members(path: Path) -> Members:
         packed = file.read(len(GZIP)) == GZIP
         file.seek(0)
         metered = _Metered(gzip.GzipFile(fileobj=file) if packed else file)
-        with tarfile.open(fileobj=metered, mode="r|") as archive:  # a stream: nothing is read ahead
+        with tarfile.open(fileobj=metered, mode="r|") as archive:  # r|: a stream, no seeking
             while (member := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # it keeps all that it has seen
+                archive.members.clear()  # type: ignore[attr-defined]  # it keeps all members
                 if not (member.isreg() or member.isdir()):
                     raise Unprocessable(
                         f"'{member.name}' in the archive is a link or a device", "pack files only"
                     )
-                metered.left = math.inf
+                metered.header_bytes = math.inf
                 yield member.name, archive.extractfile(member)
-                metered.left = MAX_HEADER_BYTES
+                metered.header_bytes = MAX_HEADER_BYTES
 
 
-def _place(folder: Path, name: str) -> Path:
+def _member_path(folder: Path, name: str) -> Path:
     parts = PurePosixPath(name).parts
     plain = (
         bool(parts)
@@ -351,25 +349,25 @@ def _place(folder: Path, name: str) -> Path:
     )
     if not plain or len(parts) > MAX_DEPTH or any(len(part.encode()) > 255 for part in parts):
         raise Unprocessable(
-            f"'{name[:200]}' in the archive lies outside of it, or is no plain name",
+            f"'{name[:200]}' in the archive lies outside of it, or is not a plain name",
             "pack with relative paths",
         )
     return folder.joinpath(*parts)
 
 
-def _write(stream: IO[bytes], place: Path, left: int, limit: int) -> int:
-    """Copy at most `left` bytes; how many there were."""
-    place.parent.mkdir(parents=True, exist_ok=True)
+def _write(stream: IO[bytes], path: Path, remaining_bytes: int, limit: int) -> int:
+    """Copy at most `remaining_bytes` to a new file. Returns the number of bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     written = 0
-    with place.open("xb") as file, _closing(stream):
-        while chunk := stream.read(min(CHUNK_BYTES, left - written + 1)):
+    with path.open("xb") as file, _closing(stream):
+        while chunk := stream.read(min(CHUNK_BYTES, remaining_bytes - written + 1)):
             written += len(chunk)
-            if not place.parent.is_dir():  # removed, because the client or the server goes
-                raise Unprocessable("the upload was given up", "send it again")
-            if written > left:
+            if not path.parent.is_dir():  # removed after a disconnect or at shutdown
+                raise Unprocessable("the upload was aborted", "send it again")
+            if written > remaining_bytes:
                 raise TooLarge(
                     f"an archive that unpacks to more than {limit} bytes",
-                    "send less, or have the service's limit raised",
+                    "send less, or ask the operator to raise the limit",
                 )
             file.write(chunk)
     return written

@@ -203,7 +203,7 @@ def test_it_is_ready_only_between_its_start_and_its_end(tmp_path: Path) -> None:
             starting = await client.get("/readyz")
             assert (starting.status_code, starting.json()["error"]) == (
                 503,
-                "the server is starting: it asks its host for devices and tools",
+                "the server is starting: it probes the host's devices and tools",
             )
             assert int(starting.headers["Retry-After"]) > 0
             assert (await client.post("/compile")).status_code == 503

@@ -1,1 +1,1 @@
-"""What each path takes and gives. Thin: who may, what was asked, one call, the answer."""
+"""The HTTP paths. Each function checks the scope, makes one call, and converts the result."""

@@ -1,4 +1,4 @@
-"""What every route asks of a request: who it comes from, and the service it comes to."""
+"""The dependencies that all routes share: the caller of a request, and the service."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from service.auth import Caller
 from service.context import Service
 
 
-def asked_by(request: Request) -> Caller:
+def caller_of(request: Request) -> Caller:
     caller: Caller = request.scope["state"]["caller"]
     return caller
 
 
-def asked_of(request: Request) -> Service:
+def service_of(request: Request) -> Service:
     service: Service = request.scope["app"].state.service
     return service
 
 
-# Async, because FastAPI runs what is not in a thread, which costs more than all they do.
-async def _asked_by(request: Request) -> Caller:
-    return asked_by(request)
+# Async, because FastAPI runs other functions in a thread, which costs more than these calls.
+async def _caller_dependency(request: Request) -> Caller:
+    return caller_of(request)
 
 
-async def _asked_of(request: Request) -> Service:
-    return asked_of(request)
+async def _service_dependency(request: Request) -> Service:
+    return service_of(request)
 
 
-AskedBy = Annotated[Caller, Depends(_asked_by)]
-AskedOf = Annotated[Service, Depends(_asked_of)]
-# By reference and not as `model`, which FastAPI would document in the form of each route's
-# successes, such as text/plain.
+CurrentCaller = Annotated[Caller, Depends(_caller_dependency)]
+CurrentService = Annotated[Service, Depends(_service_dependency)]
+# A reference instead of `model`, which FastAPI would document with the media type of each route's
+# successful answer, such as text/plain.
 _REFUSAL = {"application/json": {"schema": {"$ref": "#/components/schemas/Refusal"}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "content": _REFUSAL,
         "description": "Refused: what was expected, what came, and what to do next",
     },
-    "5XX": {"content": _REFUSAL, "description": "It cannot be done now, or a fault of the service"},
+    "5XX": {"content": _REFUSAL, "description": "Not possible now, or an error of the service"},
 }

@@ -1,5 +1,5 @@
-"""/docs: the OpenAPI document as a plain page. FastAPI's own page loads its scripts from a CDN;
-this one needs no script and no network.
+"""/docs: the OpenAPI document as a plain page. FastAPI's page loads scripts from a CDN; this one
+needs no script and no network.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ POLICY = {
 
 @router.get("/docs")
 async def docs(request: Request) -> Response:
-    """All paths with their parameters, bodies and answers."""
+    """List all paths with their parameters, bodies and answers."""
     return Response(
         page(request.app.openapi()), media_type="text/html; charset=utf-8", headers=POLICY
     )
 
 
 def page(document: dict[str, Any]) -> str:
-    """Render an OpenAPI document for people."""
+    """Render an OpenAPI document as HTML."""
     resolved = partial(_resolved, schemas=document["components"]["schemas"])
     return _template().render(document, resolved=resolved)
 
@@ -43,6 +43,6 @@ def _template() -> Template:
 
 def _resolved(schema: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Follow the schema's reference, if it has one."""
-    schema = schema.get("anyOf", [schema])[0]  # the other one is null
+    schema = schema.get("anyOf", [schema])[0]  # the other alternative is null
     name = schema.get("$ref", "").rpartition("/")[2]
     return schemas[name] if name else schema

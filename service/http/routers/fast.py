@@ -1,8 +1,8 @@
-"""Inference requests on a short way: FastAPI's routing and its reading of parameters cost as much
-as all else that the service does with one.
+"""A shortcut for inference requests: FastAPI's routing and parameter parsing cost as much as the
+rest of the service's work for one.
 
-The functions are those that FastAPI's routes call; what has a query goes there. This stands between
-Guard and the router, so every check and figure is the same.
+It calls the same functions as FastAPI's routes; requests with a query take FastAPI's way. It runs
+between Guard and the router, so that all checks and metrics apply.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PLAIN = re.compile(r"(?:/models/([^/]+))?/infer")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What Observed asks of a route."""
+    """The attribute of a route that AccessLog reads."""
 
     path: str
 
 
 class FastInference:
-    """Answers inference requests without a query; hands on all others."""
+    """Answers inference requests without a query, and passes on all others."""
 
     def __init__(
         self, app: Application, answer: Callable[[Request, Exception], Awaitable[Response]]
@@ -38,7 +38,7 @@ class FastInference:
         self._application, self._answer = app, answer
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        found = None
+        match = None
         if (
             scope["type"] == "http"
             and scope["method"] == "POST"
@@ -46,28 +46,27 @@ class FastInference:
             and scope["path"].endswith(INFER)
         ):
             request = Request(scope, receive)
-            found = _found(request)
-        if found is None:
+            match = _match(request)
+        if match is None:
             await self._application(scope, receive, send)
             return
-        scope["route"], answering = found
+        scope["route"], answer = match
         try:
-            response = await answering
+            response = await answer
         except CrucibleError as error:
             response = await self._answer(request, error)
         await response(scope, receive, send)
 
 
-def _found(request: Request) -> tuple[Route, Awaitable[Response]] | None:
+def _match(request: Request) -> tuple[Route, Awaitable[Response]] | None:
     path = request.scope["path"]
     if match := OIP.fullmatch(path):
         name, version = match.groups()
-        return Route(
-            f"/v2/models/{{name}}{'/versions/{version}' if version else ''}/infer"
-        ), oip.answer(request, name, version or "")
+        versions = "/versions/{version}" if version else ""
+        route = Route(f"/v2/models/{{name}}{versions}/infer")
+        return route, oip.answer(request, name, version or "")
     if match := PLAIN.fullmatch(path):
         (name,) = match.groups()
-        return Route("/models/{name}/infer" if name else INFER), infer.answer(
-            request, name, infer.NO_WISH
-        )
+        route = Route("/models/{name}/infer" if name else INFER)
+        return route, infer.answer(request, name, infer.NO_OPTIONS)
     return None

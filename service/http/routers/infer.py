@@ -1,4 +1,4 @@
-"""Inference in the forms that are at hand: JSON, raw bytes, numpy's files, images."""
+"""Inference with common formats: JSON, raw bytes, numpy's files, images."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from service.codecs.oip import parse_request
 from service.codecs.tensors import array_from, bytes_of, shape_from, size_of
 from service.context import Service
 from service.errors import Unprocessable
-from service.http.routers.dependencies import REFUSALS, asked_by, asked_of
+from service.http.routers.dependencies import REFUSALS, caller_of, service_of
 from service.http.routers.inference_io import (
-    answer_while_there,
+    encode_in_helper,
     headers_of,
+    infer_while_connected,
     is_long,
     read_body,
     respond,
-    write_elsewhere,
 )
 from service.http.routers.reports import preferred
 from service.inference import InferAnswer, InferRequest, Served
@@ -38,8 +38,8 @@ JSON, RAW, NPY, NPZ = (
     "application/x-npy",
     "application/x-npz",
 )
-TAKEN = (JSON, RAW, NPY, NPZ, *FORMATS)
-GIVEN = (JSON, RAW, NPY, NPZ)
+REQUEST_TYPES = (JSON, RAW, NPY, NPZ, *FORMATS)
+ANSWER_TYPES = (JSON, RAW, NPY, NPZ)
 
 _EXAMPLE = {"inputs": {"x": [[1.0, 2.0, 3.0, 4.0]]}}
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
@@ -51,7 +51,7 @@ _JSON_BODY = {
         "properties": {
             "inputs": {
                 "type": "object",
-                "description": "Nested lists of numbers by input, with the batch axis",
+                "description": "Nested lists of numbers by input name, with the batch axis",
             },
             "outputs": {"type": "array", "items": {"type": "string"}},
             "timeout_s": {"type": "number", "exclusiveMinimum": 0},
@@ -83,8 +83,8 @@ OPENAPI: dict[str, Any] = {
     "responses": {
         200: {
             "description": (
-                "In the form that Accept asks for; in that of the request if it asks for none."
-                " Server-Timing tells where the time went"
+                "The outputs in the form of Accept, or in the request's form without Accept."
+                " Server-Timing contains the timing"
             ),
             "content": {JSON: {"schema": _ANSWER}, **dict.fromkeys((RAW, NPY, NPZ), _BYTES)},
         }
@@ -92,25 +92,23 @@ OPENAPI: dict[str, Any] = {
     "openapi_extra": {
         "requestBody": {
             "required": True,
-            "content": {JSON: _JSON_BODY, **dict.fromkeys(TAKEN[1:], _BYTES)},
+            "content": {JSON: _JSON_BODY, **dict.fromkeys(REQUEST_TYPES[1:], _BYTES)},
         }
     },
 }
 
-Outputs = Annotated[str, Query(description="Names, separated by commas; all if left out")]
+Outputs = Annotated[str, Query(description="Names of outputs, separated by commas. Default: all")]
 Shape = Annotated[
     str,
-    Query(
-        description="Of raw bytes where it does not follow from their number, such as 1,3,224,224"
-    ),
+    Query(description="Shape of raw bytes if their number does not imply it, such as 1,3,224,224"),
 ]
-Version = Annotated[int | None, Query(ge=1, le=2**53, description="The current one if left out")]
-Timeout = Annotated[float | None, Query(description="Seconds; the model's own if left out")]
+Version = Annotated[int | None, Query(ge=1, le=2**53, description="Default: the current version")]
+Timeout = Annotated[float | None, Query(description="Seconds. Default: the model's own limit")]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What the address says, beside the body."""
+class QueryOptions:
+    """The options in the request's query."""
 
     outputs: tuple[str, ...]
     shape: tuple[int, ...] | None
@@ -118,7 +116,7 @@ class Wish:
     timeout_s: float | None
 
 
-NO_WISH = Wish((), None, None, None)
+NO_OPTIONS = QueryOptions((), None, None, None)
 
 
 @router.post("/infer", **OPENAPI)
@@ -129,10 +127,10 @@ async def infer(
     version: Version = None,
     timeout_s: Timeout = None,
 ) -> Response:
-    """An answer of the only model that is deployed; refused with their names where there are
-    several.
+    """Run inference on the only deployed model. 409 with the list of names if several are
+    deployed.
     """
-    return await answer(request, None, _wish(outputs, shape, version, timeout_s))
+    return await answer(request, None, _query_options(outputs, shape, version, timeout_s))
 
 
 @router.post("/models/{name}/infer", **OPENAPI)
@@ -144,34 +142,42 @@ async def infer_model(
     version: Version = None,
     timeout_s: Timeout = None,
 ) -> Response:
-    """An answer of this model, from JSON, raw bytes of the only input, .npy, .npz, or an image
-    where the model says how it becomes an input.
+    """Run inference on this model, from JSON, raw bytes of its only input, .npy, .npz, or an image
+    if the model describes how an image becomes its input.
     """
-    return await answer(request, name, _wish(outputs, shape, version, timeout_s))
+    return await answer(request, name, _query_options(outputs, shape, version, timeout_s))
 
 
-async def answer(request: Request, model: str | None, wish: Wish) -> Response:
-    """The same, for whoever has found the route."""
-    caller, service = asked_by(request), asked_of(request)
+async def answer(request: Request, model: str | None, options: QueryOptions) -> Response:
+    """Run inference for a matched route. `model` None: the only deployed model."""
+    caller, service = caller_of(request), service_of(request)
     caller.require("infer")
-    served = service.serving.find(caller, model, wish.version)
+    served = service.serving.find(caller, model, options.version)
     kind = request.headers.get("content-type", RAW).partition(";")[0].strip().lower() or RAW
     body = await read_body(request, service.settings.max_infer_bytes)
-    asked = await _parsed(service, served, kind, body, wish)
-    outputs, timeout_s = wish.outputs or asked.outputs, wish.timeout_s or asked.timeout_s
-    whole = InferRequest(caller, served.model, asked.inputs, wish.version, outputs, timeout_s)
-    found = await answer_while_there(service, whole, request.receive)
-    form = _form(request.headers.get("accept", ""), kind, len(found.outputs))
-    parts, headers = await _written(service, found, form)
-    return await respond(request, parts, form, headers_of(found) | headers)
+    content = await _parsed(service, served, kind, body, options)
+    inference = InferRequest(
+        caller,
+        served.model,
+        content.inputs,
+        options.version,
+        options.outputs or content.outputs,
+        options.timeout_s or content.timeout_s,
+    )
+    result = await infer_while_connected(service, inference, request.receive)
+    form = _form(request.headers.get("accept", ""), kind, len(result.outputs))
+    parts, headers = await _encoded(service, result, form)
+    return await respond(request, parts, form, headers_of(result) | headers)
 
 
-def _wish(outputs: str, shape: str, version: int | None, timeout_s: float | None) -> Wish:
+def _query_options(
+    outputs: str, shape: str, version: int | None, timeout_s: float | None
+) -> QueryOptions:
     sizes = [
         int(size) if size.isascii() and size.isdecimal() and len(size) < 16 else size
         for size in shape.split(",")
     ]
-    return Wish(
+    return QueryOptions(
         tuple(filter(None, outputs.split(","))),
         shape_from("shape", sizes) if shape else None,
         version,
@@ -180,40 +186,35 @@ def _wish(outputs: str, shape: str, version: int | None, timeout_s: float | None
 
 
 async def _parsed(
-    service: Service, served: Served, kind: str, body: bytes | memoryview, wish: Wish
+    service: Service, served: Served, kind: str, body: bytes | memoryview, options: QueryOptions
 ) -> PlainRequest:
-    """The tensors of a body, by its Content-Type."""
+    """Decode a body to tensors, by its Content-Type."""
     dtypes = {spec.name: spec.dtype for spec in served.inputs}
     if kind == RAW:
         spec = _only(served, "raw bytes")
-        return PlainRequest(
-            {
-                spec.name: array_from(
-                    spec.name, spec.dtype, wish.shape or shape_of(spec, len(body)), body
-                )
-            }
-        )
+        shape = options.shape or shape_of(spec, len(body))
+        return PlainRequest({spec.name: array_from(spec.name, spec.dtype, shape, body)})
     if kind == NPY:
         spec = _only(served, "a .npy file")
         return PlainRequest({spec.name: array_from_npy(body, spec.name, served.inputs)})
     if kind == JSON and len(body) <= HELP_FROM_BYTES:
         return parse_json(body, dtypes)
     if kind == JSON:
-        return await _helped(service, served, "decode_json", body, dtypes=dtypes)
+        return await _decoded_by_helper(service, served, "decode_json", body, dtypes=dtypes)
     if kind == NPZ:
-        return await _helped(
+        return await _decoded_by_helper(
             service, served, "decode_npz", body, limit=service.settings.max_infer_bytes
         )
     if kind in FORMATS:
         if served.image is None:
             raise Unprocessable(
                 f"model '{served.model}' does not say how an image becomes its input",
-                f"send one of {', '.join(GIVEN)}",
+                f"send one of {', '.join(ANSWER_TYPES)}",
             )
         dtype = next(
             (spec.dtype for spec in served.inputs if spec.name == served.image.input), "float32"
         )
-        return await _helped(
+        return await _decoded_by_helper(
             service,
             served,
             "decode_image",
@@ -221,15 +222,17 @@ async def _parsed(
             recipe=served.image.model_dump(mode="json"),
             dtype=dtype,
         )
-    raise Unprocessable(f"Content-Type '{kind[:80]}'", f"expected one of {', '.join(TAKEN)}")
+    raise Unprocessable(
+        f"Content-Type '{kind[:80]}'", f"expected one of {', '.join(REQUEST_TYPES)}"
+    )
 
 
-async def _helped(
+async def _decoded_by_helper(
     service: Service, served: Served, work: str, body: bytes | memoryview, **arguments: object
 ) -> PlainRequest:
     head, binary = await service.helpers.ask(work, [body], **arguments)
-    found = parse_request(binary, head["header_length"], served.inputs)
-    return PlainRequest(found.inputs, found.outputs, found.timeout_s)
+    content = parse_request(binary, head["header_length"], served.inputs)
+    return PlainRequest(content.inputs, content.outputs, content.timeout_s)
 
 
 def _only(served: Served, what: str) -> TensorSpec:
@@ -243,12 +246,14 @@ def _only(served: Served, what: str) -> TensorSpec:
 
 
 def shape_of(spec: TensorSpec, length: int) -> tuple[int, ...]:
-    """The shape of so many bytes; Unprocessable where it cannot be told."""
+    """Derive a tensor's shape from its size of `length` bytes. Unprocessable if that is
+    ambiguous.
+    """
     free = [axis for axis, size in enumerate(spec.shape) if isinstance(size, str)]
     if len(free) > 1:
         raise Unprocessable(
             f"the shape of '{spec.name}', {list(spec.shape)}, does not follow from {length} bytes",
-            "name it: ?shape=1,3,224,224",
+            "give the shape: ?shape=1,3,224,224",
         )
     fixed = [size for size in spec.shape if isinstance(size, int)]
     row = size_of(spec.dtype, fixed)
@@ -258,24 +263,26 @@ def shape_of(spec: TensorSpec, length: int) -> tuple[int, ...]:
         raise Unprocessable(
             f"'{spec.name}': expected a multiple of {row} bytes ({spec.dtype} {list(spec.shape)}),"
             f" got {length}",
-            "send whole rows",
+            "send complete rows",
         )
     return (*fixed[: free[0]], length // row, *fixed[free[0] :])
 
 
 def _form(accept: str, kind: str, outputs: int) -> str:
-    """The form of an answer: that which Accept likes best, else that of the request. .npy and raw
-    bytes hold one output.
+    """Choose the media type of an answer: the preferred one of Accept, else that of the request.
+    .npy and raw bytes hold one output only.
     """
-    like = kind if kind in GIVEN else JSON
-    usual = NPZ if like in (RAW, NPY) and outputs != 1 else like
-    return preferred(accept or "*/*", (usual, *(form for form in GIVEN if form != usual)))
+    request_form = kind if kind in ANSWER_TYPES else JSON
+    default = NPZ if request_form in (RAW, NPY) and outputs != 1 else request_form
+    return preferred(
+        accept or "*/*", (default, *(form for form in ANSWER_TYPES if form != default))
+    )
 
 
-async def _written(
+async def _encoded(
     service: Service, answer: InferAnswer, form: str
 ) -> tuple[Sequence[bytes | memoryview], dict[str, str]]:
-    """An answer in this form, and the headers that belong to it."""
+    """Encode an answer in this form. Returns its parts and additional headers."""
     if form == NPZ:
         return [await asyncio.to_thread(npz_from_arrays, answer.outputs)], {}
     if form == JSON:
@@ -298,5 +305,5 @@ async def _written(
 async def _json(service: Service, answer: InferAnswer) -> list[bytes]:
     if not is_long(array.size for array in answer.outputs.values()):
         return [encode_json(answer)]
-    _, text = await write_elsewhere(service, answer, plain=True)
+    _, text = await encode_in_helper(service, answer, plain=True)
     return [text]

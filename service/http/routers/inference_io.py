@@ -1,5 +1,5 @@
-"""What the inference routes share: a body read once, an answer awaited while its client is there,
-and one sent without being joined.
+"""Functions that the inference routes share: read a body, wait for an answer while the client is
+connected, and send it without joining its parts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from service.errors import Unprocessable
 from service.inference import InferAnswer, InferRequest
 from service.offload.worker import answer_head
 
-HELP_FROM_VALUES = 8 * 1024  # of tensors to be written as JSON, at some eight characters each
+HELP_FROM_VALUES = 8 * 1024  # values to encode as JSON, about eight characters each
 
 
 class Parts(Response):
-    """A body in several parts, each sent as it lies in memory."""
+    """A response of several body parts, sent without a copy."""
 
     def __init__(
         self, parts: Sequence[bytes | memoryview], media_type: str, headers: Mapping[str, str]
@@ -41,14 +41,13 @@ class Parts(Response):
         *first, last = self._parts
         for part in first:
             await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send(
-            {"type": "http.response.body", "body": last}
-        )  # a message of its own would wait until the client has read all before it
+        # an additional empty message would wait until the client has read all parts
+        await send({"type": "http.response.body", "body": last})
 
 
 async def read_body(request: Request, limit: int) -> bytes | memoryview:
-    """The whole body, unpacked where it is compressed. TooLarge if it is longer than `limit` then;
-    how it came was counted before.
+    """Read the complete body, and unpack it if it is compressed. TooLarge if the unpacked body
+    exceeds `limit`; Guard has checked the received size.
     """
     chunks = []
     while True:
@@ -61,30 +60,30 @@ async def read_body(request: Request, limit: int) -> bytes | memoryview:
             break
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    return (
-        body if encoding == "identity" else await asyncio.to_thread(unpacked, body, encoding, limit)
-    )
+    if encoding == "identity":
+        return body
+    return await asyncio.to_thread(unpacked, body, encoding, limit)
 
 
-async def answer_while_there(
-    service: Service, asked: InferRequest, receive: Receive
+async def infer_while_connected(
+    service: Service, inference: InferRequest, receive: Receive
 ) -> InferAnswer:
-    """What the model answers. If the client goes away meanwhile, the request is cancelled."""
-    task, gone = asyncio.current_task(), False
+    """Run inference, and cancel it if the client disconnects."""
+    task, disconnected = asyncio.current_task(), False
     assert task is not None
 
     async def watch() -> None:
-        nonlocal gone
+        nonlocal disconnected
         while (await receive())["type"] != "http.disconnect":
             continue
-        gone = True
+        disconnected = True
         task.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
-        return await service.serving.infer(asked)
+        return await service.serving.infer(inference)
     except asyncio.CancelledError:
-        if gone and not task.uncancel():
+        if disconnected and not task.uncancel():
             raise ClientDisconnect from None
         raise
     finally:
@@ -97,21 +96,21 @@ async def respond(
     media_type: str,
     headers: Mapping[str, str],
 ) -> Response:
-    """The answer, compressed if the client asked for that."""
+    """Build the response, compressed if the client accepts that."""
     encoding = encoding_asked(request.headers.get("accept-encoding", ""))
     if encoding is None:
         return Parts(parts, media_type, headers)
-    whole = await asyncio.to_thread(packed, parts, encoding)
+    body = await asyncio.to_thread(packed, parts, encoding)
     return Parts(
-        [whole], media_type, {**headers, "Content-Encoding": encoding, "Vary": "Accept-Encoding"}
+        [body], media_type, {**headers, "Content-Encoding": encoding, "Vary": "Accept-Encoding"}
     )
 
 
-async def write_elsewhere(
+async def encode_in_helper(
     service: Service, answer: InferAnswer, plain: bool, binary: Mapping[str, bool] | None = None
 ) -> tuple[int, bytes]:
-    """A long answer, written by a helper: the length of its JSON, and the whole. `binary` says
-    which outputs are not JSON.
+    """Encode a long answer in a helper process. Returns the length of its JSON, and the complete
+    body. `binary` names the outputs that are not JSON.
     """
     length, parts = binary_form(answer.outputs, {})
     head, text = await service.helpers.ask(
@@ -126,7 +125,7 @@ async def write_elsewhere(
 
 
 def headers_of(answer: InferAnswer) -> dict[str, str]:
-    """Who answered, and where the time went, in milliseconds."""
+    """Return headers with the model and the timing in milliseconds."""
     timing = answer.timing
     parts = {
         "queue": timing.queue_s,
@@ -146,15 +145,15 @@ def headers_of(answer: InferAnswer) -> dict[str, str]:
 
 
 def is_long(sizes: Iterable[int]) -> bool:
-    """Whether so many values are better written as JSON elsewhere."""
+    """Return True if a helper process should encode this many values as JSON."""
     return sum(sizes) > HELP_FROM_VALUES
 
 
-def whole_number(text: str, what: str) -> int:
-    """A version, or a length, as a request names it."""
+def whole_number(text: str, name: str) -> int:
+    """Parse a version or a length."""
     if not (text.isascii() and text.isdecimal() and len(text) < 16):
         raise Unprocessable(
-            f"expected {what} to be a whole number, got '{text[:40]}'",
-            "GET /docs shows what this path takes",
+            f"expected {name} to be a whole number, got '{text[:40]}'",
+            "GET /docs shows name this path takes",
         )
     return int(text)

@@ -1,4 +1,4 @@
-"""Jobs: sent, listed, followed, cancelled, tried again."""
+"""Routes for jobs: submit, list, follow, cancel, retry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from service.devices.leases import utc_now
-from service.http.routers.dependencies import REFUSALS, AskedBy, AskedOf
+from service.http.routers.dependencies import REFUSALS, CurrentCaller, CurrentService
 from service.http.schemas import JobPage, JobView, view_of_job
 from service.http.sse import stream
 from service.jobs.redact import scrubbed
@@ -34,7 +34,7 @@ _EXAMPLE = {
     **{role: f"(content of {role}.npz)" for role in PARTS[2:]},
 }
 COMPILE_BODY: dict[str, Any] = {
-    "description": "A model with its plan and data; or the name of one of the server's own plans",
+    "description": "A model with its plan and data, or the name of one of the server's own plans",
     "required": True,
     "content": {
         "multipart/form-data": {"schema": _UPLOAD, "example": _EXAMPLE},
@@ -63,20 +63,20 @@ PLAN_NOTE = (
     responses={
         200: {
             "model": JobView,
-            "description": "An equal request was made before: its job, which has ended",
+            "description": "The job of an earlier equal request, which has ended",
         }
     },
     openapi_extra={"requestBody": COMPILE_BODY},
     description=(
-        "Compile a model. An equal request of the same owner gets the same job, unless that failed"
-        f" or was cancelled. {PLAN_NOTE}"
+        "Compile a model. An equal request of the same owner gets the same job, unless it failed or"
+        f" was cancelled. {PLAN_NOTE}"
     ),
 )
 async def compile_model(
     request: Request,
     response: Response,
-    caller: AskedBy,
-    service: AskedOf,
+    caller: CurrentCaller,
+    service: CurrentService,
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> JobView:
     caller.require("compile")
@@ -92,23 +92,23 @@ async def compile_model(
 
 @router.get("/jobs")
 async def list_jobs(
-    caller: AskedBy,
-    service: AskedOf,
+    caller: CurrentCaller,
+    service: CurrentService,
     state: State | None = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     after: Annotated[
-        str | None, Query(max_length=100, description="`next` of the page before")
+        str | None, Query(max_length=100, description="`next` of the previous page")
     ] = None,
 ) -> JobPage:
-    """Jobs, newest first."""
+    """List jobs, newest first."""
     page = await service.read(lambda: service.jobs.list(caller.sees, state, limit, after))
     now = utc_now()
     return JobPage(jobs=tuple(view_of_job(job, now) for job in page.jobs), next=page.after)
 
 
 @router.get("/jobs/{job_id}")
-async def get_job(job_id: str, caller: AskedBy, service: AskedOf) -> JobView:
-    """How far a job is."""
+async def get_job(job_id: str, caller: CurrentCaller, service: CurrentService) -> JobView:
+    """Return the state of a job."""
     return view_of_job(await service.read(lambda: service.jobs.get(job_id, caller.sees)), utc_now())
 
 
@@ -124,20 +124,20 @@ async def get_job(job_id: str, caller: AskedBy, service: AskedOf) -> JobView:
 )
 async def follow_job(
     job_id: str,
-    caller: AskedBy,
-    service: AskedOf,
+    caller: CurrentCaller,
+    service: CurrentService,
     last_event_id: Annotated[int | None, Header(ge=0, le=MAX_SEQ)] = None,
     after: Annotated[
         int,
         Query(
             ge=0,
             le=MAX_SEQ,
-            description="Leave out events up to this number; as the header Last-Event-ID does",
+            description="Skip events up to this number, like the header Last-Event-ID",
         ),
     ] = 0,
 ) -> StreamingResponse:
-    """What happens to a job, from its beginning to its end: `stage` events, and one for each state
-    that it comes to.
+    """Stream the events of a job from its start to its end: `stage` events, and one for each new
+    state.
     """
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
     events = stream(service, job_id, after if last_event_id is None else last_event_id)
@@ -151,13 +151,13 @@ async def follow_job(
 @router.get("/jobs/{job_id}/log", response_class=PlainTextResponse)
 async def tail_log(
     job_id: str,
-    caller: AskedBy,
-    service: AskedOf,
+    caller: CurrentCaller,
+    service: CurrentService,
     bytes_: Annotated[
-        int, Query(alias="bytes", ge=1, le=MAX_LOG_BYTES, description="How much of its end")
+        int, Query(alias="bytes", ge=1, le=MAX_LOG_BYTES, description="Maximum length")
     ] = 65536,
 ) -> PlainTextResponse:
-    """The end of what the job's processes printed."""
+    """Return the end of the output of the job's processes."""
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
     text = await asyncio.to_thread(
         lambda: scrubbed(_tail(service.folders.work(job_id).log, bytes_), service.folders)
@@ -166,24 +166,26 @@ async def tail_log(
 
 
 @router.delete("/jobs/{job_id}", status_code=202)
-async def cancel_job(job_id: str, caller: AskedBy, service: AskedOf) -> JobView:
-    """Cancel a job: all its processes are gone within 5 s. Refused if it has ended."""
+async def cancel_job(job_id: str, caller: CurrentCaller, service: CurrentService) -> JobView:
+    """Cancel a job. All its processes end within 5 s. Refused if it has ended."""
     caller.require("compile")
     return view_of_job(await service.runner.cancel(job_id, caller.sees), utc_now())
 
 
 @router.post("/jobs/{job_id}/retry", status_code=202, response_model=JobView)
-async def retry_job(job_id: str, response: Response, caller: AskedBy, service: AskedOf) -> JobView:
-    """Try a job again that failed or was cancelled: a new job, which goes on from what the old one
-    stored.
+async def retry_job(
+    job_id: str, response: Response, caller: CurrentCaller, service: CurrentService
+) -> JobView:
+    """Retry a job that failed or was cancelled. The new job continues from the artifacts of the old
+    one.
     """
     caller.require("compile")
-    service.host()  # or Unavailable
+    service.host()  # raises Unavailable
     return accepted(await service.runner.retry(job_id, caller.sees), response)
 
 
 def accepted(job: Job, response: Response) -> JobView:
-    """The answer to who asked for a job, with where to follow it."""
+    """Return the view of a new job, with its Location."""
     response.headers["Location"] = f"/jobs/{job.id}"
     response.status_code = 200 if job.is_final else 202
     return view_of_job(job, utc_now())
@@ -194,5 +196,5 @@ def _tail(file: Path, most: int) -> str:
         with file.open("rb") as stream:
             stream.seek(max(0, file.stat().st_size - most))
             return stream.read(most).decode("utf-8", "replace")
-    except FileNotFoundError:  # it has not started
+    except FileNotFoundError:  # the job has not started
         return ""

@@ -1,4 +1,4 @@
-"""Models: which there are, how they are served, and what changes that."""
+"""Routes for models: list, promote, deploy, measure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Response
 from fastapi import Path as InPath
 
-from service.http.routers.dependencies import REFUSALS, AskedBy, AskedOf
+from service.http.routers.dependencies import REFUSALS, CurrentCaller, CurrentService
 from service.http.routers.jobs import accepted
 from service.http.schemas import JobView
 from service.registry.models import (
@@ -26,39 +26,41 @@ Name = Annotated[str, InPath(pattern=NAME, description="The model's name")]
 
 
 @router.get("")
-async def list_models(caller: AskedBy, service: AskedOf) -> ModelPage:
-    """All models, by name."""
+async def list_models(caller: CurrentCaller, service: CurrentService) -> ModelPage:
+    """List all models by name."""
     return await service.models.views(caller)
 
 
 @router.get("/{name}")
-async def get_model(name: Name, caller: AskedBy, service: AskedOf) -> ModelView:
-    """A model's versions with their inputs and outputs, which requests may run together and why,
-    and how it is served.
+async def get_model(name: Name, caller: CurrentCaller, service: CurrentService) -> ModelView:
+    """Return a model's versions with their inputs and outputs, whether requests may share a batch
+    and why, and its deployment.
     """
     return await service.models.view(caller, name)
 
 
 @router.get("/{name}/shapes")
-async def get_shapes(name: Name, caller: AskedBy, service: AskedOf) -> ShapesView:
-    """The shapes of requests since the model was loaded, and the profile they suggest."""
+async def get_shapes(name: Name, caller: CurrentCaller, service: CurrentService) -> ShapesView:
+    """Return the shapes of requests since the model was loaded, and the profile that they
+    suggest.
+    """
     return service.models.shapes(caller, name)
 
 
 @router.post("/{name}/promote")
 async def promote(
-    name: Name, asked: PromoteRequest, caller: AskedBy, service: AskedOf
+    name: Name, options: PromoteRequest, caller: CurrentCaller, service: CurrentService
 ) -> ModelView:
     """Make a report's engine the model's current version. If the model is deployed, the new version
-    answers when this does.
+    answers when this request ends.
     """
-    service.host()  # or Unavailable
-    return await service.models.promote(caller, name, asked)
+    service.host()  # raises Unavailable
+    return await service.models.promote(caller, name, options)
 
 
 @router.post("/{name}/rollback")
-async def roll_back(name: Name, caller: AskedBy, service: AskedOf) -> ModelView:
-    """Make the version current again that was before this one."""
+async def roll_back(name: Name, caller: CurrentCaller, service: CurrentService) -> ModelView:
+    """Make the previous version current again."""
     service.host()
     return await service.models.rollback(caller, name)
 
@@ -70,43 +72,46 @@ async def roll_back(name: Name, caller: AskedBy, service: AskedOf) -> ModelView:
     responses={
         200: {
             "model": JobView,
-            "description": "The Idempotency-Key came before: its job, which has ended",
+            "description": "The ended job of an earlier request with this Idempotency-Key",
         }
     },
 )
 async def benchmark(
     name: Name,
     response: Response,
-    caller: AskedBy,
-    service: AskedOf,
-    asked: BenchmarkRequest | None = None,
+    caller: CurrentCaller,
+    service: CurrentService,
+    options: BenchmarkRequest | None = None,
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> JobView:
-    """Measure the engine that is loaded again, beside the baselines of its compile: a job, whose
-    report is that of the compile with the new figures.
+    """Measure the loaded engine again, beside the baselines of its compile. The job's report is the
+    compile's report with the new figures.
 
-    It waits for quiet as every measurement does, and the model answers all the while.
+    The measurement waits until the device is idle, like every measurement. The model answers
+    meanwhile.
     """
     caller.require("compile")
     return accepted(
-        await submit_benchmark(service, caller, name, asked or BenchmarkRequest(), idempotency_key),
+        await submit_benchmark(
+            service, caller, name, options or BenchmarkRequest(), idempotency_key
+        ),
         response,
     )
 
 
 @router.put("/{name}/deployment")
 async def deploy(
-    name: Name, asked: DeploymentOptions, caller: AskedBy, service: AskedOf
+    name: Name, options: DeploymentOptions, caller: CurrentCaller, service: CurrentService
 ) -> ModelView:
-    """Load a model, or serve it in another way; it answers when this does. Refused with both
-    numbers if it does not fit into memory.
+    """Load a model, or change how it is served. It answers requests when this request ends. If it
+    does not fit into memory, the refusal names both sizes.
     """
     service.host()
-    return await service.models.deploy(caller, name, asked)
+    return await service.models.deploy(caller, name, options)
 
 
 @router.delete("/{name}/deployment", status_code=204, response_class=Response)
-async def unload(name: Name, caller: AskedBy, service: AskedOf) -> None:
-    """Answer what waits, then free the device."""
+async def unload(name: Name, caller: CurrentCaller, service: CurrentService) -> None:
+    """Answer the waiting requests, then free the device."""
     service.host()
     await service.models.unload(caller, name)

@@ -1,5 +1,5 @@
-"""The Open Inference Protocol v2, with its binary tensor data extension, as Triton's clients speak
-it.
+"""The Open Inference Protocol v2 with its binary tensor data extension, compatible with Triton's
+clients.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from service.codecs.json_values import parsed_object
 from service.codecs.oip import HEADER_LENGTH, OipRequest, encode_answer, parse_request
 from service.context import Service
 from service.errors import Unavailable, Unprocessable
-from service.http.routers.dependencies import REFUSALS, AskedBy, AskedOf, asked_by, asked_of
+from service.http.routers.dependencies import (
+    REFUSALS,
+    CurrentCaller,
+    CurrentService,
+    caller_of,
+    service_of,
+)
 from service.http.routers.inference_io import (
-    answer_while_there,
+    encode_in_helper,
     headers_of,
+    infer_while_connected,
     is_long,
     read_body,
     respond,
     whole_number,
-    write_elsewhere,
 )
 from service.inference import InferAnswer, InferRequest, Served
 from service.offload.pool import HELP_FROM_BYTES
@@ -37,9 +43,7 @@ _TENSOR = {
         "name": {"type": "string"},
         "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
         "datatype": {"type": "string"},
-        "data": {
-            "description": "Nested or flat; left out where the tensor's bytes follow the header"
-        },
+        "data": {"description": "Nested or flat; absent if the tensor's bytes follow the header"},
         "parameters": {"type": "object"},
     },
 }
@@ -57,8 +61,8 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _ANSWERS = {
     200: {
         "description": (
-            "Tensors that were asked for in binary follow the JSON, whose length"
-            " Inference-Header-Content-Length tells"
+            "Tensors that were requested in binary follow the JSON."
+            " Inference-Header-Content-Length is the length of the JSON"
         ),
         "content": {
             "application/json": {
@@ -89,52 +93,53 @@ _OPTIONS: dict[str, Any] = {
 
 @router.get("")
 async def server_metadata() -> documents.Document:
-    """Name, version and extensions of the server."""
+    """Return the server's name, version and extensions."""
     return documents.server_metadata(distribution.version())
 
 
 @router.get("/health/live")
 async def live() -> documents.Document:
-    """The server answers. Needs no key."""
+    """The server is alive. Needs no key."""
     return {"live": True}
 
 
 @router.get("/health/ready")
-async def ready(service: AskedOf) -> documents.Document:
-    """As /readyz. Needs no key."""
-    service.host()  # or Unavailable
+async def ready(service: CurrentService) -> documents.Document:
+    """The server accepts jobs, as /readyz. Needs no key."""
+    service.host()  # raises Unavailable
     return {"ready": True}
 
 
 @router.get("/models/stats")
-async def all_statistics(caller: AskedBy, service: AskedOf) -> documents.Document:
-    """Figures of all models."""
+async def all_statistics(caller: CurrentCaller, service: CurrentService) -> documents.Document:
+    """Return the statistics of all models."""
     return documents.statistics(service.serving.statistics(caller))
 
 
 @router.get("/models/{name}")
 @router.get("/models/{name}/versions/{version}")
 async def model_metadata(
-    name: str, caller: AskedBy, service: AskedOf, version: str = ""
+    name: str, caller: CurrentCaller, service: CurrentService, version: str = ""
 ) -> documents.Document:
-    """Inputs, outputs and versions of a model."""
+    """Return the inputs, outputs and versions of a model."""
     served = _find(service, caller, name, version)
-    return documents.model_metadata(
-        served, (each.version for each in service.serving.served(caller) if each.model == name)
-    )
+    deployed = service.serving.served(caller)
+    versions = (model.version for model in deployed if model.model == name)
+    return documents.model_metadata(served, versions)
 
 
 @router.get("/models/{name}/ready")
 @router.get("/models/{name}/versions/{version}/ready")
 async def model_ready(
-    name: str, caller: AskedBy, service: AskedOf, version: str = ""
+    name: str, caller: CurrentCaller, service: CurrentService, version: str = ""
 ) -> documents.Document:
-    """Whether a model answers requests now: 503 if it does not."""
+    """Check that a model answers requests now; 503 if it does not."""
     served = _find(service, caller, name, version)
     if served.state != "ready":
+        reason = f": {served.reason}" if served.reason else ""
         raise Unavailable(
-            f"model '{name}' is {served.state}{f': {served.reason}' if served.reason else ''}",
-            "GET /v2/models/NAME/ready tells when it is",
+            f"model '{name}' is {served.state}{reason}",
+            "repeat GET /v2/models/NAME/ready until it answers 200",
         )
     return {"name": name, "ready": True}
 
@@ -142,49 +147,52 @@ async def model_ready(
 @router.get("/models/{name}/config")
 @router.get("/models/{name}/versions/{version}/config")
 async def model_config(
-    name: str, caller: AskedBy, service: AskedOf, version: str = ""
+    name: str, caller: CurrentCaller, service: CurrentService, version: str = ""
 ) -> documents.Document:
-    """A model's configuration in Triton's form."""
+    """Return a model's configuration in Triton's form."""
     return documents.model_config(_find(service, caller, name, version))
 
 
 @router.get("/models/{name}/stats")
 @router.get("/models/{name}/versions/{version}/stats")
 async def model_statistics(
-    name: str, caller: AskedBy, service: AskedOf, version: str = ""
+    name: str, caller: CurrentCaller, service: CurrentService, version: str = ""
 ) -> documents.Document:
-    """Figures of one model since it was loaded."""
+    """Return the statistics of one model since it was loaded."""
     served = _find(service, caller, name, version)
-    found = service.serving.statistics(caller)
+    statistics = service.serving.statistics(caller)
     return documents.statistics(
-        each
-        for each in found
-        if each.model == name and (not version or each.version == served.version)
+        model
+        for model in statistics
+        if model.model == name and (not version or model.version == served.version)
     )
 
 
 @router.post("/repository/index", **_OPTIONS)
 async def repository_index(
-    request: Request, caller: AskedBy, service: AskedOf
+    request: Request, caller: CurrentCaller, service: CurrentService
 ) -> list[documents.Document]:
-    """The models that are deployed, and their state. With `{"ready": true}` only those that answer
+    """List the deployed models and their state. With `{"ready": true}` only those that answer
     requests.
     """
     only_ready = bool((await _options(request)).get("ready"))
     return documents.index(
-        each for each in service.serving.served(caller) if each.state == "ready" or not only_ready
+        model
+        for model in service.serving.served(caller)
+        if model.state == "ready" or not only_ready
     )
 
 
 @router.post("/repository/models/{name}/load", **_OPTIONS)
 async def load(
-    name: str, request: Request, caller: AskedBy, service: AskedOf
+    name: str, request: Request, caller: CurrentCaller, service: CurrentService
 ) -> documents.Document:
-    """Deploy a model's current version; answered when it is ready. Scope admin."""
+    """Deploy a model's current version. It is ready when this request ends. Scope admin."""
     caller.require("admin")
-    if given := (await _options(request)).get("parameters"):
+    parameters = (await _options(request)).get("parameters")
+    if parameters:
         raise Unprocessable(
-            f"parameters {str(given)[:80]}: a model is loaded as it was promoted",
+            f"parameters {str(parameters)[:80]}: a model is loaded as it was promoted",
             "promote another version to change it",
         )
     await service.serving.load(caller, name)
@@ -193,9 +201,9 @@ async def load(
 
 @router.post("/repository/models/{name}/unload", **_OPTIONS)
 async def unload(
-    name: str, request: Request, caller: AskedBy, service: AskedOf
+    name: str, request: Request, caller: CurrentCaller, service: CurrentService
 ) -> documents.Document:
-    """Answer what waits, then free the device. Scope admin."""
+    """Answer the waiting requests, then free the device. Scope admin."""
     caller.require("admin")
     await _options(request)
     await service.serving.unload(caller, name)
@@ -205,43 +213,48 @@ async def unload(
 @router.post("/models/{name}/infer", **_INFER)
 @router.post("/models/{name}/versions/{version}/infer", **_INFER)
 async def infer(name: str, request: Request, version: str = "") -> Response:
-    """An answer of this model. No Content-Type is needed; Inference-Header-Content-Length counts
-    bytes of the body before compression.
+    """Run inference on this model. No Content-Type is needed; Inference-Header-Content-Length
+    counts bytes of the body before compression.
     """
     return await answer(request, name, version)
 
 
 async def answer(request: Request, name: str, version: str) -> Response:
-    """The same, for whoever has found the route."""
-    caller, service = asked_by(request), asked_of(request)
+    """Run inference for a matched route. `version` empty: the current version."""
+    caller, service = caller_of(request), service_of(request)
     caller.require("infer")
     served = _find(service, caller, name, version)
-    given = request.headers.get(HEADER_LENGTH)
-    header_length = None if given is None else whole_number(given, HEADER_LENGTH)
+    length_header = request.headers.get(HEADER_LENGTH)
+    header_length = None if length_header is None else whole_number(length_header, HEADER_LENGTH)
     body = await read_body(request, service.settings.max_infer_bytes)
     if (len(body) if header_length is None else header_length) > HELP_FROM_BYTES:
         head, body = await service.helpers.ask("decode_oip", [body], header_length=header_length)
         header_length = head["header_length"]
-    asked = parse_request(body, header_length, served.inputs)
-    wanted = served.version if version else None
-    whole = InferRequest(
-        caller, served.model, asked.inputs, wanted, asked.outputs, asked.timeout_s, asked.id
+    content = parse_request(body, header_length, served.inputs)
+    version_number = served.version if version else None
+    inference = InferRequest(
+        caller,
+        served.model,
+        content.inputs,
+        version_number,
+        content.outputs,
+        content.timeout_s,
+        content.id,
     )
-    return await _written(
-        request, service, await answer_while_there(service, whole, request.receive), asked
-    )
+    result = await infer_while_connected(service, inference, request.receive)
+    return await _response(request, service, result, content)
 
 
-async def _written(
-    request: Request, service: Service, answer: InferAnswer, asked: OipRequest
+async def _response(
+    request: Request, service: Service, answer: InferAnswer, content: OipRequest
 ) -> Response:
-    binary = {name: asked.wants_binary(name) for name in answer.outputs}
+    binary = {name: content.wants_binary(name) for name in answer.outputs}
     headers = headers_of(answer)
     if is_long(array.size for name, array in answer.outputs.items() if not binary[name]):
-        length, whole = await write_elsewhere(service, answer, plain=False, binary=binary)
-        parts: list[bytes | memoryview] = [whole]
+        length, body = await encode_in_helper(service, answer, plain=False, binary=binary)
+        parts: list[bytes | memoryview] = [body]
     else:
-        parts = encode_answer(answer, asked)
+        parts = encode_answer(answer, content)
         length = len(parts[0])
     if not any(binary.values()):
         return await respond(request, parts, "application/json", headers)
@@ -257,6 +270,6 @@ def _find(service: Service, caller: Caller, name: str, version: str) -> Served:
 
 
 async def _options(request: Request) -> documents.Document:
-    """What a request of the repository says; an empty body says nothing."""
+    """Parse the body of a repository request. An empty body means no options."""
     body = await request.body()
     return dict(parsed_object(body, "the body")) if body else {}

@@ -1,4 +1,4 @@
-"""Reports of jobs that have succeeded, by the job's id: whole, in parts, and with the engine."""
+"""Reports of jobs that have succeeded, by the job's id: complete, in parts, and with the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.results.report import Report
 from service.auth import Caller
 from service.context import Service
 from service.errors import NotFound
-from service.http.routers.dependencies import REFUSALS, AskedBy, AskedOf
+from service.http.routers.dependencies import REFUSALS, CurrentCaller, CurrentService
 from service.http.schemas import (
     FORMS,
     AccuracyView,
@@ -31,8 +31,7 @@ from service.submission.tar import size_of_tar, tar
 router = APIRouter(prefix="/reports/{job_id}", tags=["reports"], responses=REFUSALS)
 T = TypeVar("T")
 
-# The page was written from a stranger's model, in that model's own job: it is shown in an origin of
-# its own, and loads nothing.
+# The job of an untrusted model wrote the page: it gets its own origin, and loads nothing.
 PAGE_POLICY = (
     "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; img-src data:;"
     " script-src 'unsafe-inline'"
@@ -50,13 +49,16 @@ _FORMS_SHOWN = {
 @router.get(
     "",
     response_class=FileResponse,
-    responses={200: {"content": _FORMS_SHOWN, "description": "In the form that Accept asks for"}},
+    responses={200: {"content": _FORMS_SHOWN, "description": "In the form of Accept"}},
 )
 async def get_report(
-    job_id: str, caller: AskedBy, service: AskedOf, accept: Annotated[str, Header()] = "*/*"
+    job_id: str,
+    caller: CurrentCaller,
+    service: CurrentService,
+    accept: Annotated[str, Header()] = "*/*",
 ) -> FileResponse:
-    """The report: `Accept: application/json` (docs/report.schema.json is its schema),
-    `text/markdown` or `text/html`.
+    """Return the report as `application/json` (schema: docs/report.schema.json), `text/markdown` or
+    `text/html`, by Accept.
     """
     folder = await _folder(job_id, caller, service)
     form = preferred(accept, tuple(FORMS))
@@ -65,24 +67,26 @@ async def get_report(
 
 
 @router.get("/latency")
-async def get_latency(job_id: str, caller: AskedBy, service: AskedOf) -> LatencyView:
-    """How fast each engine is, beside the baseline."""
+async def get_latency(job_id: str, caller: CurrentCaller, service: CurrentService) -> LatencyView:
+    """Return the latency of each engine, beside the baseline."""
     return await _part(latency_of_report, job_id, caller, service)
 
 
 @router.get("/accuracy")
-async def get_accuracy(job_id: str, caller: AskedBy, service: AskedOf) -> AccuracyView:
-    """Whether each engine still gives the right answers."""
+async def get_accuracy(job_id: str, caller: CurrentCaller, service: CurrentService) -> AccuracyView:
+    """Return the accuracy of each engine."""
     return await _part(accuracy_of_report, job_id, caller, service)
 
 
 @router.get(
     "/samples",
     response_class=Response,
-    responses={200: {"content": {"application/gzip": {}}, "description": "JSON, packed with gzip"}},
+    responses={
+        200: {"content": {"application/gzip": {}}, "description": "JSON, compressed with gzip"}
+    },
 )
-async def get_samples(job_id: str, caller: AskedBy, service: AskedOf) -> Response:
-    """Every raw time that was measured, by engine and shape."""
+async def get_samples(job_id: str, caller: CurrentCaller, service: CurrentService) -> Response:
+    """Return all raw times, by engine and shape."""
     packed = await _part(
         lambda report: gzip.compress(orjson.dumps(samples_of_report(report)), 6, mtime=0),
         job_id,
@@ -99,21 +103,26 @@ async def get_samples(job_id: str, caller: AskedBy, service: AskedOf) -> Respons
     response_class=StreamingResponse,
     responses={200: {"content": {"application/x-tar": {}}, "description": "A tar"}},
 )
-async def get_engine(job_id: str, caller: AskedBy, service: AskedOf) -> StreamingResponse:
-    """The winning engine, with its manifest."""
+async def get_engine(
+    job_id: str, caller: CurrentCaller, service: CurrentService
+) -> StreamingResponse:
+    """Return the winning engine with its manifest."""
     folder = await _folder(job_id, caller, service)
     engine = folder / ENGINE
-    if not engine.is_dir() and not await _part(
+    has_engine = engine.is_dir() or await _part(
         lambda report: report.has_engine, job_id, caller, service
-    ):
-        raise NotFound(f"job {job_id} found no engine to give", f"GET /reports/{job_id} says why")
+    )
+    if not has_engine:
+        raise NotFound(f"job {job_id} has no engine", f"GET /reports/{job_id} gives the reason")
     await asyncio.to_thread(published_engine, folder)
     headers = {**_download(f"{job_id}-engine.tar"), "Content-Length": str(size_of_tar(engine))}
     return StreamingResponse(tar(engine), media_type="application/x-tar", headers=headers)
 
 
 def preferred(accept: str, offered: tuple[str, ...]) -> str:
-    """Which of the forms a client likes best; the first if it likes all the same, or none."""
+    """Choose the preferred form of an Accept header; the first offered form if several are equal or
+    none matches.
+    """
     weights = {}
     for entry in accept.lower().split(","):
         kind, *parameters = (part.strip() for part in entry.split(";"))
@@ -121,26 +130,22 @@ def preferred(accept: str, offered: tuple[str, ...]) -> str:
         weights[kind] = float(quality) if quality.replace(".", "", 1).isdecimal() else 0.0
 
     def weight(form: str) -> float:
-        return next(
-            (
-                weights[kind]
-                for kind in (form, f"{form.partition('/')[0]}/*", "*/*")
-                if kind in weights
-            ),
-            0.0,
-        )
+        kinds = (form, f"{form.partition('/')[0]}/*", "*/*")
+        return next((weights[kind] for kind in kinds if kind in weights), 0.0)
 
     return max(offered, key=weight)
 
 
 async def _folder(job_id: str, caller: Caller, service: Service) -> Path:
-    """Where the report lies; NotFound if there is none, or if it is not this caller's to see."""
+    """Return the folder of the report. NotFound if there is none, or if this caller may not see
+    it.
+    """
     job = await service.read(lambda: service.jobs.get(job_id, caller.sees))
     folder = service.folders.report(job.id)
     if job.state != "succeeded":
         raise NotFound(
             f"job {job_id} is {job.state}: there is no report",
-            f"GET /jobs/{job_id} tells how far it is",
+            f"GET /jobs/{job_id} shows its progress",
         )
     return folder
 

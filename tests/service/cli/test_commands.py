@@ -266,7 +266,10 @@ def test_what_a_stage_is_called_is_no_markup() -> None:
             ("submit", "m.onnx", "--profile", "batch"),
             "expected --profile DIM=MIN:OPT:MAX, got 'batch'",
         ),
-        (("submit", "m.onnx", "--plan", "p.yaml", "--profile", "batch=1"), "both are given"),
+        (
+            ("submit", "m.onnx", "--plan", "p.yaml", "--profile", "batch=1"),
+            "expected --profile or a plan, got both",
+        ),
         (("submit", "--config", "digits", "--profile", "batch=1"), "expected a model"),
         (("jobs", "--state", "lost"), "no state 'lost'"),
         (("jobs", "--url", "example"), "expected the address of a service, got 'example'"),
@@ -287,7 +290,7 @@ def test_what_is_asked_wrongly_is_told_with_a_next_step(
 
 def test_a_key_is_never_told(tmp_path: Path) -> None:
     done = crucible("jobs", env={"CRUCIBLE_KEY": "cru_hunter2"})
-    assert (done.code, "no Crucible key" in done.err, "hunter2" in done.err) == (1, True, False)
+    assert (done.code, "not a Crucible key" in done.err, "hunter2" in done.err) == (1, True, False)
 
 
 def test_a_model_is_asked_with_a_file(tmp_path: Path) -> None:
@@ -314,7 +317,7 @@ def test_a_model_is_asked_with_a_file(tmp_path: Path) -> None:
             ((tmp_path / "x.npy",), "several models are deployed: add, broken"),
             ((tmp_path / "x.npy", "--model", "add"), "a .npy file can be one input"),
             ((tmp_path / "y.npy", "--model", "add"), "cannot read"),
-            ((tmp_path / "server.log", "--model", "add"), "does not tell what it holds"),
+            ((tmp_path / "server.log", "--model", "add"), "unknown file suffix"),
         ):
             refused = at(server, "infer", *arguments)
             assert (refused.code, said in refused.err) == (1, True), refused.err

@@ -15,7 +15,7 @@ import pytest
 from pipeline.compiler import candidates, compile
 from pipeline.execution.stage_runner import Stage
 from service.auth import Caller
-from service.http.access_log import Observed
+from service.http.access_log import AccessLog
 from service.jobs.state import Died, Failure, Job, Progress, StageSeen
 from service.observability.prometheus import STAGES, Metrics
 from service.storage.layout import Folders
@@ -52,7 +52,7 @@ def ask(metrics: Metrics, path: str, route: str | None, status: int = 200) -> No
         return None
 
     asyncio.run(
-        Observed(inside, metrics, Folders(Path("/h")))(
+        AccessLog(inside, metrics, Folders(Path("/h")))(
             {"type": "http", "method": "GET", "path": path}, nothing, nothing
         )
     )

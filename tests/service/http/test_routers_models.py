@@ -267,7 +267,7 @@ def test_what_is_deployed_answers_again_after_a_restart(tmp_path: Path) -> None:
                 said.add(answer.json()["error"])
                 await asyncio.sleep(0.01)
             assert (
-                "the server is starting: 1 of 1 deployed models are being loaded, GET /models tells"
+                "the server is starting: it loads 1 of 1 deployed models, GET /models shows"
                 " which" in said
             )
             assert await ask(Desk(app, client)) == 1

@@ -179,7 +179,7 @@ def test_a_damaged_report_is_the_servers_fault(
             assert (answer.status_code, body["code"]) == (500, "host.damaged")
             assert body["error"].startswith(f"the report of job {job['id']} is damaged: ")
             assert message in body["error"]
-            assert body["next"].startswith("send the model again: that makes a new job")
+            assert body["next"].startswith("send the model again: the new job")
             (fault,) = [each for each in logged if each["event"] == "request.fault"]
             assert isinstance(fault["exc_info"], DamagedError)
 

@@ -74,7 +74,7 @@ def test_a_head_that_does_not_come_is_refused_and_the_connection_closed(
     answer = answered(address, *pieces)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"service.slow_head"' in answer
-    assert b"not whole after 0.3 s" in answer
+    assert b"not complete after 0.3 s" in answer
 
 
 def test_the_second_request_of_a_connection_has_as_much_time_again_and_no_more(

@@ -158,8 +158,8 @@ def test_a_server_starts_beside_a_damaged_row_and_serves_the_others(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("eat", "job.memory", "more than the 0.50 GiB it may"),
-        ("fill", "job.disk", "more than the 0.12 GiB it may"),
+        ("eat", "job.memory", "more than its limit of 0.50 GiB"),
+        ("fill", "job.disk", "more than its limit of 0.12 GiB"),
     ],
 )
 def test_a_job_that_takes_too_much_is_stopped_and_the_server_lives(
@@ -355,7 +355,7 @@ def claims_one_terabyte() -> bytes:
 def test_models_made_to_break_the_compiler_fail_their_jobs_only(tmp_path: Path) -> None:
     traps = (
         (nested(5000), "model.invalid", "is not a whole ONNX file"),
-        (one_terabyte(), "job.memory", "more than the 2.00 GiB it may"),
+        (one_terabyte(), "job.memory", "more than its limit of 2.00 GiB"),
         (claims_one_terabyte(), "model.invalid", "is not a valid ONNX model"),
     )
 

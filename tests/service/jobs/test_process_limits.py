@@ -34,9 +34,9 @@ def test_a_job_within_its_limits_goes_on() -> None:
         (
             Sample(5 * GIB, 0),
             "job.memory",
-            "used 5.00 GiB of memory, more than the 4.00 GiB it may",
+            "used 5.00 GiB of memory, more than its limit of 4.00 GiB",
         ),
-        (Sample(0, 3 * GIB), "job.disk", "used 3.00 GiB of disk, more than the 2.00 GiB it may"),
+        (Sample(0, 3 * GIB), "job.disk", "used 3.00 GiB of disk, more than its limit of 2.00 GiB"),
         (Sample(5 * GIB, 3 * GIB), "job.memory", "memory"),
     ],
 )

@@ -45,9 +45,9 @@ def move_engine(out: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (lambda out: (out / "report.json").unlink(), "lacks report.json"),
-    (lambda out: (out / "report.html").unlink(), "lacks report.html"),
-    (lambda out: (out / "report.json").write_text("[" * 100_000), "does not hold"),
+    (lambda out: (out / "report.json").unlink(), "missing files: report.json"),
+    (lambda out: (out / "report.html").unlink(), "missing files: report.html"),
+    (lambda out: (out / "report.json").write_text("[" * 100_000), "an invalid report"),
     (
         lambda out: (out / "report.json").write_text('{"schema_version": 1}'),
         "does not fit the schema",
@@ -55,15 +55,18 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (edit(lambda report: report.update(schema_version=99)), "schema version 99"),
     (edit(lambda report: report.update(extra=1)), "does not fit the schema"),
     (edit(lambda report: report.update(winner="nobody")), "winner is not among its candidates"),
-    (edit(lambda report: report.update(winner=None)), "it is accepted without a winner"),
+    (
+        edit(lambda report: report.update(winner=None)),
+        "its verdict is accepted, but it names no winner",
+    ),
     (
         edit(lambda report: report.update(verdict="rejected")),
-        "an engine although none was delivered",
+        "it names no engine, but the folder has one",
     ),
     (edit(lambda report: report.update(verdict="keep")), "winner is not among its candidates"),
     (
         edit(lambda report: report.update(winner="onnxruntime fp32")),
-        "its engine is not the one that it names",
+        "the engine in the folder is not the one that it names",
     ),
     (
         edit(lambda engine: engine.update(digest="other"), "engine/engine.json"),
@@ -76,9 +79,9 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (lambda out: (out / "engine" / "model.onnx").write_bytes(b"enginE"), "another digest"),
     (lambda out: (out / "engine" / "model.onnx").unlink(), "'model.onnx' is missing"),
     (lambda out: (out / "engine" / "more").write_bytes(b""), "'more' was added"),
-    (lambda out: (out / "engine" / "artifact.json").unlink(), "does not hold"),
+    (lambda out: (out / "engine" / "artifact.json").unlink(), "an invalid report"),
     (lambda out: (out / "engine" / "engine.json").write_text("{"), "is not an engine"),
-    (lambda out: (out / "index.html").write_text(""), "do not belong to it: index.html"),
+    (lambda out: (out / "index.html").write_text(""), "unexpected files: index.html"),
     (lambda out: os.mkfifo(out / "report.pipe"), "neither a plain file nor a folder"),
     (replace_by_link, "neither a plain file nor a folder"),
     (link_hard, "neither a plain file nor a folder"),
@@ -93,14 +96,14 @@ def test_what_does_not_hold_is_not_published(
     out, place = tmp_path / "work" / "out", tmp_path / "reports" / "1"
     write_out(out, tmp_path / "store")
     damage(out)
-    with pytest.raises(StoreError, match="a report that does not hold") as caught:
+    with pytest.raises(StoreError, match="an invalid report") as caught:
         publish(out, place, Folders(tmp_path))
     assert said in caught.value.message
     assert not place.exists()
 
 
 def test_nothing_at_all_is_not_published(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="does not hold"):
+    with pytest.raises(StoreError, match="an invalid report"):
         publish(tmp_path / "out", tmp_path / "place", Folders(tmp_path))
 
 

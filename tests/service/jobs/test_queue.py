@@ -70,7 +70,7 @@ def test_a_job_succeeds_and_its_report_is_published(tmp_path: Path) -> None:
         ("leave", "host.child_died", "ended with exit code 3"),
         ("rubbish", "job.protocol", "more than 131072 bytes"),
         ("flood", "job.protocol", "more than 20000 messages"),
-        ("lie", "host.store", "report that does not hold"),
+        ("lie", "host.store", "an invalid report"),
     ],
 )
 def test_a_job_that_fails_says_how(tmp_path: Path, name: str, code: str, said: str) -> None:
@@ -93,7 +93,7 @@ def test_a_job_that_takes_too_long_is_stopped_and_says_so(tmp_path: Path) -> Non
         job = await bench.end_of("hang")
         assert job.failure is not None
         assert (job.state, job.failure.code) == ("failed", "job.timeout"), job.failure
-        assert "longer than the 1 s it may" in job.failure.message
+        assert "longer than its limit of 1 s" in job.failure.message
 
     trying(tmp_path, story, job_timeout_s=1.0)
     (work,) = (

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.core import Artifact
 from pipeline.execution.store import Key, Store
-from service.jobs.retention import Collected, Contents, Doomed, Item, collect, doomed
+from service.jobs.retention import Collected, Contents, Expired, Item, collect, expired
 from service.jobs.state import CancelAsked, Job
 from service.jobs.store import JobStore
 from service.registry.repository import Repository
@@ -53,12 +53,12 @@ def item(name: str, **given: float) -> Item:
 @pytest.mark.parametrize(
     ("contents", "expected"),
     [
-        (NOTHING, Doomed()),
+        (NOTHING, Expired()),
         (
             Contents(
                 (ended("a", ago(days=11)), ended("b", ago(days=9))), frozenset("ab"), (), (), ()
             ),
-            Doomed(jobs=("a",)),
+            Expired(jobs=("a",)),
         ),
         (
             Contents(
@@ -69,7 +69,7 @@ def item(name: str, **given: float) -> Item:
                 (),
                 frozenset("a"),
             ),
-            Doomed(jobs=("b",)),
+            Expired(jobs=("b",)),
         ),
         (
             Contents(
@@ -79,7 +79,7 @@ def item(name: str, **given: float) -> Item:
                 (),
                 (),
             ),
-            Doomed(folders=(Path("u/x"),)),
+            Expired(folders=(Path("u/x"),)),
         ),
         (
             Contents(
@@ -89,7 +89,7 @@ def item(name: str, **given: float) -> Item:
                 (item("r/k", days=50), item("r/x", days=11), item("r/y", days=9)),
                 (),
             ),
-            Doomed(folders=(Path("r/x"),)),
+            Expired(folders=(Path("r/x"),)),
         ),
         (
             Contents(
@@ -99,13 +99,13 @@ def item(name: str, **given: float) -> Item:
                 (),
                 (item("s/old", days=10, hours=2), item("s/found", days=10, minutes=30)),
             ),
-            Doomed(artifacts=(item("s/old", days=10, hours=2),)),
+            Expired(artifacts=(item("s/old", days=10, hours=2),)),
         ),
     ],
     ids=["nothing", "jobs", "promoted", "uploads", "reports", "artifacts"],
 )
-def test_what_has_served_its_time(contents: Contents, expected: Doomed) -> None:
-    assert doomed(contents, NOW, SETTINGS) == expected
+def test_what_has_served_its_time(contents: Contents, expected: Expired) -> None:
+    assert expired(contents, NOW, SETTINGS) == expected
 
 
 class Text(Artifact):
@@ -242,7 +242,7 @@ def test_gc_says_what_it_removes(old: Home, tmp_path: Path) -> None:
     said = gc(tmp_path, "--dry-run")
     assert (
         said.returncode,
-        said.stdout.startswith("would be removed: 1 jobs, 0 folders of no job, 0 artifacts; "),
+        said.stdout.startswith("would be removed: 1 jobs, 0 folders without a job, 0 artifacts; "),
     ) == (0, True), said
     assert old.files(gone) == [True] * 3
     assert gc(tmp_path).stdout.startswith("removed: 1 jobs, ")

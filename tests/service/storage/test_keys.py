@@ -8,7 +8,7 @@ import pytest
 from pipeline.errors import PlanError, UserError
 from service.errors import NotFound, Unauthorized
 from service.storage.database import Database
-from service.storage.keys import FORM, KNOWN_FOR_S, MAX_KNOWN, REFUSED, Keys, _Known
+from service.storage.keys import FORM, KNOWN_FOR_S, MAX_KNOWN, REFUSED, Keys, _CachedKey
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_so_many_keys_are_known_and_no_more(tmp_path: Path) -> None:
     keys = Keys(Database(tmp_path / "crucible.db"))
     texts = [keys.create("k", ["infer"])[1] for _ in range(3)]
     key = keys.verify(texts[0])
-    keys._known.update({str(number): _Known(key, 0.0, 0) for number in range(MAX_KNOWN)})
+    keys._known.update({str(number): _CachedKey(key, 0.0, 0) for number in range(MAX_KNOWN)})
     for text in texts:
         keys.verify(text)
     assert len(keys._known) == 3
@@ -112,7 +112,7 @@ def test_a_wrong_secret_and_a_revoked_key_are_refused_in_the_same_words(keys: Ke
         keys.verify(text)
     assert wrong.value.message == revoked.value.message
     assert [each.prefix for each in keys.list()] == [key.prefix]
-    with pytest.raises(NotFound, match="that works"):
+    with pytest.raises(NotFound, match="no valid key"):
         keys.revoke(key.prefix)
 
 
@@ -138,7 +138,7 @@ def test_the_first_admin_key_comes_from_a_file_once(keys: Keys, tmp_path: Path) 
 def test_a_file_without_a_key_is_named(keys: Keys, tmp_path: Path, content: str) -> None:
     file = tmp_path / "key"
     file.write_text(content)
-    with pytest.raises(UserError, match=r"no Crucible key|cannot read the admin key"):
+    with pytest.raises(UserError, match=r"not a Crucible key|cannot read the admin key"):
         keys.add_from_file(file)
     with pytest.raises(UserError, match="cannot read the admin key"):
         keys.add_from_file(tmp_path / "absent")

@@ -178,7 +178,7 @@ def test_architectures_name_the_extra_where_it_is_missing() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (
-        "Unprocessable: architectures need torchvision, which this service was installed without"
+        "Unprocessable: architectures need torchvision, which is not installed on this server"
         in done.stderr
     )
     assert ".[torch]" in done.stderr
