@@ -32,12 +32,12 @@ from service import logs
 from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unprocessable
 from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing
 from service.registry.models import version_name
-from service.serving.batch_assembly import Array, Joined, Part, Rows
+from service.serving.batch_assembly import Array, BatchAssembler, BatchPart, JoinedBatch
 from service.serving.batching import (
     Batch,
     Queue,
     Rules,
-    Waiting,
+    WaitingRequest,
     deadline,
     drop,
     offer,
@@ -45,9 +45,9 @@ from service.serving.batching import (
     take,
 )
 from service.serving.replica import Instance
-from service.serving.request_shapes import Fit, Fitting, captures
+from service.serving.request_shapes import MatchedShapes, ShapeMatcher, captures
 from service.serving.stats import Figures, Tally
-from service.serving.worker_client import SLOTS, Order, Ran, Task, worker_for
+from service.serving.worker_client import SLOTS, BatchResult, Order, Task, worker_for
 from service.storage.layout import Work
 
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
@@ -89,11 +89,11 @@ class DeploymentSpec:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRequest:
     """A request that has no answer yet."""
 
     request: InferRequest
-    fit: Fit
+    fit: MatchedShapes
     wants: frozenset[str] | None  # outputs; None: all
     since: float
     answer: asyncio.Future[InferAnswer]
@@ -113,11 +113,11 @@ class Deployment:
         engine = spec.engine.model_copy(
             update={"root": spec.engine_folder, "threads": _threads(spec)}
         )
-        self._fitting = Fitting(engine, spec.batch, spec.max_batch)
-        self._rows = Rows(engine.inputs, engine.outputs, self._fitting.axes)
+        self._matcher = ShapeMatcher(engine, spec.batch, spec.max_batch)
+        self._rows = BatchAssembler(engine.inputs, engine.outputs, self._matcher.axes)
         self._outputs = tuple(each.name for each in engine.outputs)
-        self._queue = Queue(Rules(self._fitting.maximum, spec.max_delay_s))
-        self._asked: dict[int, _Asked] = {}
+        self._queue = Queue(Rules(self._matcher.maximum, spec.max_delay_s))
+        self._asked: dict[int, _PendingRequest] = {}
         self._numbers = itertools.count()
         self._tally = Tally(figures, spec.model, spec.version, lambda: len(self._queue.waiting))
         self._shapes: Counter[tuple[tuple[str, int], ...]] = Counter()
@@ -128,7 +128,7 @@ class Deployment:
             Order,
             engine_name=version_name(spec.model, spec.version),
             engine=engine,
-            warm=self._fitting.warm_sizes(),
+            warm=self._matcher.warm_sizes(),
             runs=RUNS_TO_CAPTURE if captures(engine) else 1,
             device=spec.device,
             load_s=spec.load_s,
@@ -174,7 +174,7 @@ class Deployment:
     async def infer(self, request: InferRequest) -> InferAnswer:
         """As `Serving.infer` says."""
         self._admit()
-        fit = self._fitting.fit(request.inputs)
+        fit = self._matcher.match(request.inputs)
         wants = self._wanted(request.outputs)
         if len(self._queue.waiting) >= self.spec.queue_limit:
             self._tally.failed("refused", 0.0)
@@ -184,9 +184,11 @@ class Deployment:
                 self._retry_after_s(),
             )
         number, since = next(self._numbers), monotonic()
-        asked = self._asked[number] = _Asked(request, fit, wants, since, self._loop.create_future())
+        asked = self._asked[number] = _PendingRequest(
+            request, fit, wants, since, self._loop.create_future()
+        )
         self._see(fit)
-        self._queue = offer(self._queue, Waiting(number, fit.rows, since, fit.kind))
+        self._queue = offer(self._queue, WaitingRequest(number, fit.rows, since, fit.kind))
         self._pump_soon()
         timeout_s = (
             self.spec.timeout_s
@@ -219,7 +221,7 @@ class Deployment:
             inputs=spec.engine.inputs,
             outputs=spec.engine.outputs,
             batch=spec.batch,
-            max_batch=self._fitting.maximum,
+            max_batch=self._matcher.maximum,
             state=state,
             reason=(
                 ""
@@ -308,7 +310,7 @@ class Deployment:
         batches = len(self._queue.waiting) / self._queue.rules.maximum / len(self._instances)
         return max(1, math.ceil(batches * self._tally.seconds_per_batch))
 
-    def _see(self, fit: Fit) -> None:
+    def _see(self, fit: MatchedShapes) -> None:
         if fit.sizes in self._shapes or len(self._shapes) < MAX_SHAPES:
             self._shapes[fit.sizes] += 1
 
@@ -388,7 +390,7 @@ class Deployment:
     def _run(self, instance: Instance, batch: Batch) -> None:
         asked = [self._asked[each.number] for each in batch.requests]
         try:
-            parts = [Part(each.request.inputs, each.fit) for each in asked]
+            parts = [BatchPart(each.request.inputs, each.fit) for each in asked]
             joined = self._rows.join(batch.requests[0].kind, parts, batch.size)
             output_bytes = self._rows.output_bytes(joined.shapes)
         except Exception as error:  # noqa: BLE001  the edge of a batch
@@ -402,8 +404,8 @@ class Deployment:
             self._rows.fill(joined, targets)
             filled = monotonic()
 
-        def then(result: Ran | CrucibleError) -> None:
-            if isinstance(result, Ran):
+        def then(result: BatchResult | CrucibleError) -> None:
+            if isinstance(result, BatchResult):
                 self._answer(batch, asked, joined, result, filled - began)
             elif (
                 isinstance(result, Unprocessable) and len(batch.requests) > 1
@@ -431,7 +433,12 @@ class Deployment:
             self._fail(each.number, crucible_error(error))
 
     def _answer(
-        self, batch: Batch, asked: Sequence[_Asked], joined: Joined, ran: Ran, filling_s: float
+        self,
+        batch: Batch,
+        asked: Sequence[_PendingRequest],
+        joined: JoinedBatch,
+        ran: BatchResult,
+        filling_s: float,
     ) -> None:
         """Give each request its own rows, and count."""
         began = monotonic()

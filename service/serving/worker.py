@@ -130,7 +130,7 @@ def held_bytes() -> int:
     return memory.used if memory else 0  # an engine does not need NVML
 
 
-class Place:
+class SlotBuffers:
     """The worker's view of one slot."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Runner:
             session.timer(),
         )
 
-    def run(self, message: Run, place: Place) -> FromWorker:
+    def run(self, message: Run, place: SlotBuffers) -> FromWorker:
         """One batch: inputs are read where they lie, outputs copied to where the server reads
         them.
         """
@@ -195,7 +195,7 @@ class Runner:
             _timed(timer, self._session.execute)
             self._session.synchronize()
 
-    def _copy_out(self, results: Tensors, place: Place) -> tuple[Any, int]:
+    def _copy_out(self, results: Tensors, place: SlotBuffers) -> tuple[Any, int]:
         """Where the outputs lie now; or how many bytes they need, if there is no room."""
         arrays: list[NDArray[np.generic]] = [results[name] for name, _ in self._outputs]
         dtypes = [dtype for _, dtype in self._outputs]
@@ -221,7 +221,7 @@ def serve(runners: Sequence[Runner], server: Server) -> None:
     """Run what comes, each runner in a thread, the first in this one, until the server hangs up;
     never returns.
     """
-    places: dict[int, Place] = {}
+    places: dict[int, SlotBuffers] = {}
     receiving = threading.Lock()
     for runner in runners[1:]:
         threading.Thread(
@@ -231,7 +231,7 @@ def serve(runners: Sequence[Runner], server: Server) -> None:
 
 
 def run_all(
-    runner: Runner, server: Server, places: dict[int, Place], receiving: threading.Lock
+    runner: Runner, server: Server, places: dict[int, SlotBuffers], receiving: threading.Lock
 ) -> None:
     """Batch by batch. What the inputs are to blame for is told, and costs nothing else."""
     while True:
@@ -239,7 +239,7 @@ def run_all(
             message, descriptors = server.receive()
             if not isinstance(message, Run):
                 raise InternalError(f"expected a batch, the server sent {message.kind}")
-            place = places.setdefault(message.slot, Place())
+            place = places.setdefault(message.slot, SlotBuffers())
             place.take(message.new, descriptors)
         try:
             answer = runner.run(message, place)

@@ -86,7 +86,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class BatchResult:
     """What came of a batch. The outputs lie in the slot: they are to be copied before `then`
     returns.
     """
@@ -104,11 +104,11 @@ class Task:
     shapes: tuple[tuple[int, ...], ...]  # of the inputs
     output_bytes: int  # as far as they are known
     fill: Callable[[Sequence[Array]], None]  # writes the inputs
-    then: Callable[[Ran | CrucibleError], None]
+    then: Callable[[BatchResult | CrucibleError], None]
 
 
 @dataclass(slots=True)
-class _Sent:
+class _PendingBatch:
     task: Task
     slot: Slot
     message: Run
@@ -130,7 +130,7 @@ class Worker:
         self._broken: asyncio.Future[str] = self._loop.create_future()
         self._failed: Failed | None = None  # what it said as its last
         self._free = [Slot(number) for number in range(SLOTS)]
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, _PendingBatch] = {}
         self._numbers = itertools.count()
         self._dtypes = tuple(dtype_of(spec.dtype) for spec in order.engine.inputs)
         self._layout = lru_cache(LAYOUTS)(partial(layout, dtypes=self._dtypes))
@@ -242,7 +242,7 @@ class Worker:
         stuck = self._loop.call_later(
             self._order.stuck_s, self._break, "did not answer any more, and was stopped"
         )
-        self._sent[message.number] = _Sent(task, slot, message, stuck)
+        self._sent[message.number] = _PendingBatch(task, slot, message, stuck)
         self._send(message, new.values())
 
     async def death(self) -> str:
@@ -321,13 +321,13 @@ class Worker:
                 self._finish(message.number, self._checked(message))
                 self.has_answered = True
 
-    def _asked(self, number: int) -> _Sent:
+    def _asked(self, number: int) -> _PendingBatch:
         sent = self._sent.get(number)
         if sent is None:
             raise BadMessage(f"an answer to batch {number}, which it does not have")
         return sent
 
-    def _checked(self, message: Done) -> Ran:
+    def _checked(self, message: Done) -> BatchResult:
         """The outputs, where they lie within the slot's buffer; BadMessage otherwise."""
         buffer = self._asked(message.number).slot.outputs
         if len(message.outputs) != len(self._outputs) or buffer is None:
@@ -337,9 +337,9 @@ class Worker:
             if len(placed.shape) != rank:
                 raise BadMessage(f"an output of rank {len(placed.shape)}, expected {rank}")
             arrays.append(buffer.array(dtype, placed))
-        return Ran(tuple(arrays), message.copy_in_s, message.compute_s, message.copy_out_s)
+        return BatchResult(tuple(arrays), message.copy_in_s, message.compute_s, message.copy_out_s)
 
-    def _again(self, sent: _Sent, output_bytes: int) -> None:
+    def _again(self, sent: _PendingBatch, output_bytes: int) -> None:
         """The batch once more, with more room for its outputs; its inputs still lie in the slot."""
         outputs = sent.slot.outputs
         if outputs is None or not outputs.size < output_bytes <= MAX_BYTES:
@@ -353,7 +353,7 @@ class Worker:
             return
         self._send(replace(sent.message, new=tuple(new)), new.values())
 
-    def _finish(self, number: int, result: Ran | CrucibleError) -> None:
+    def _finish(self, number: int, result: BatchResult | CrucibleError) -> None:
         sent = self._asked(number)
         del self._sent[number]
         sent.stuck.cancel()

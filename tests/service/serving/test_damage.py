@@ -22,7 +22,7 @@ from service.inference import InferRequest
 from service.registry.models import DeploymentOptions, PromoteRequest
 from service.registry.repository import promoted_engine
 from service.serving.deployment import Deployment
-from service.serving.manager import Deployments
+from service.serving.manager import ModelManager
 from service.serving.stats import Figures
 from tests.builders.cli import crucible_here
 from tests.service.serving.engines import deployed, linear, marked, play
@@ -45,7 +45,7 @@ class Real(Shelf):
         super().__init__(home, Host())
         start = partial(Deployment.start, figures=Figures(CollectorRegistry()))
         means = replace(self.deployments._means, start=start, free=lambda device: MEMORY)
-        self.deployments, self._engine = Deployments(means), engine
+        self.deployments, self._engine = ModelManager(means), engine
 
     async def serve(self, name: str) -> str:
         """Promote and load a new job's engine; the job's id."""
