@@ -44,8 +44,8 @@ class Real(Shelf):
     def __init__(self, home: Path, engine: Engine) -> None:
         super().__init__(home, Host())
         start = partial(Deployment.start, figures=Figures(CollectorRegistry()))
-        means = replace(self.deployments._means, start=start, free=lambda device: MEMORY)
-        self.deployments, self._engine = ModelManager(means), engine
+        context = replace(self.deployments._context, start=start, free=lambda device: MEMORY)
+        self.deployments, self._engine = ModelManager(context), engine
 
     async def serve(self, name: str) -> str:
         """Promote and load a new job's engine; the job's id."""
