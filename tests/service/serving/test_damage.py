@@ -239,5 +239,7 @@ def test_a_damaged_version_is_not_exported(
         promoted_engine(tmp_path / "home", "a", 1)
     done = crucible_here("export", "--triton", "a/1", "models", cwd=tmp_path)
     assert (done.code, CHANGED in done.err) == (1, True)
-    assert "`crucible models a` names its job, and `crucible promote a JOB`" in done.err
+    assert (
+        "`crucible models a` shows the job of the version, and `crucible promote a JOB`" in done.err
+    )
     assert not (tmp_path / "models").exists()
