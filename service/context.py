@@ -41,8 +41,8 @@ from service.observability.prometheus import Metrics
 from service.offload.pool import Helpers
 from service.registry.repository import Repository
 from service.serving.deployment import Deployment
-from service.serving.loader import Means
-from service.serving.manager import Deployments
+from service.serving.loader import LoaderContext
+from service.serving.manager import ModelManager
 from service.serving.stats import Figures
 from service.settings import Settings
 from service.storage.database import Database
@@ -94,7 +94,7 @@ class Service:
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders)
         load = partial(Deployment.start, figures=Figures(metrics.registry))
-        means = Means(
+        loader_context = LoaderContext(
             self.repository,
             self.jobs,
             self.folders,
@@ -103,7 +103,7 @@ class Service:
             settings.load_timeout_s,
             load,
         )
-        self.models = self.serving = Deployments(means)
+        self.models = self.serving = ModelManager(loader_context)
         self.runner = JobRunner(
             settings, self.jobs, self._leases, worker, (metrics.observe_job, spans.observe)
         )

@@ -1,9 +1,8 @@
-"""What every wire asks of the models that are served, and what it gets: HTTP, the Open Inference
-Protocol and gRPC speak to `Serving` alone.
+"""The inference interface shared by HTTP, the Open Inference Protocol and gRPC: `Serving`.
 
     answer = await serving.infer(InferRequest(caller, "resnet50", {"image": array}))
 
-The answer has `outputs` and `timing`. Arrays are in the engine's own dtypes;
+The answer has `outputs` and `timing`. Arrays have the engine's own dtypes;
 bfloat16 is `ml_dtypes.bfloat16`.
 """
 
@@ -22,7 +21,7 @@ ModelState = Literal["loading", "ready", "draining", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """One request. Inputs carry their batch axis, also for a single row."""
+    """One request. Inputs have their batch axis, also for a single row."""
 
     caller: Caller
     model: str | None  # None: the only one that is deployed
@@ -30,13 +29,14 @@ class InferRequest:
     version: int | None = None  # None: the current one
     outputs: tuple[str, ...] = ()  # empty: all
     timeout_s: float | None = None  # None: the deployment's
-    id: str = ""  # given back with the answer
+    id: str = ""  # returned with the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of one request went; `compute_s` by the device's clock, of the whole batch it
-    was in.
+    """The times of one request.
+
+    `compute_s` is measured by the device's clock, for the batch of the request.
     """
 
     queue_s: float
@@ -48,7 +48,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class InferAnswer:
-    """The outputs that were asked for. The arrays are the receiver's."""
+    """The requested outputs. The receiver owns the arrays."""
 
     model: str
     version: int
@@ -60,7 +60,7 @@ class InferAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One deployed version, as clients are told of it."""
+    """One deployed version, as clients see it."""
 
     model: str
     version: int
@@ -69,20 +69,19 @@ class Served:
     backend: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    batch: BatchSpec  # what was proved
+    batch: BatchSpec  # the result of the proof
     state: ModelState
     reason: str = ""  # of `failed`
     max_batch: int = 1  # rows that run together, as it is deployed
     instances: int = 1
     image: InputRecipe | None = None
-    labels: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # of outputs, by class index
+    # class names by output, in the order of the class indices
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """How often something happened, and how long it took in all."""
+    """A number of events, and their total time."""
 
     count: int = 0
     seconds: float = 0.0
@@ -90,7 +89,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of one deployed version since it was loaded. Requests count rows nowhere: `rows` does."""
+    """Statistics of one deployed version since its load. Only `rows` counts rows."""
 
     model: str
     version: int
@@ -102,7 +101,7 @@ class Statistics:
     copy_out: Total
     executions: int  # batches
     rows: int
-    dropped: int  # whose client had gone before they ran
+    dropped: int  # requests whose client left before they ran
     batches: Mapping[int, Total] = field(default_factory=dict)  # by their rows
     last_request_ms: int = 0  # UTC, since 1970
 
@@ -111,31 +110,34 @@ class Serving(Protocol):
     """All deployed models."""
 
     def served(self, caller: Caller) -> tuple[Served, ...]:
-        """What this caller may see, by name."""
+        """The models that this caller may see, by name."""
         ...
 
     def find(self, caller: Caller, model: str | None, version: int | None = None) -> Served:
-        """NotFound: not deployed, or another owner's. Unprocessable, listing them: no name is given
-        and several are deployed.
+        """Find a deployed model, or the only one if `model` is None.
+
+        NotFound: it is not deployed, or belongs to another owner. Unprocessable, with the names:
+        `model` is None and several are deployed.
         """
         ...
 
     async def infer(self, request: InferRequest) -> InferAnswer:
-        """Cancelling drops a request that still waits.
+        """Run a request. Cancelling drops a request that still waits.
 
-        Unprocessable: inputs do not fit; TooMany: the queue is full; TimedOut: no answer in time;
-        Unavailable: not ready, or its worker was lost.
+        Unprocessable: the inputs do not fit; TooMany: the queue is full; TimedOut: no answer in
+        time; Unavailable: the model is not ready, or its worker was lost.
         """
         ...
 
     def statistics(self, caller: Caller) -> tuple[Statistics, ...]: ...
 
     async def load(self, caller: Caller, model: str) -> Served:
-        """Deploy the current version, as it was deployed last or with defaults; ready when this
-        returns.
+        """Deploy the current version with its last options, or with defaults.
+
+        It is ready on return.
         """
         ...
 
     async def unload(self, caller: Caller, model: str) -> None:
-        """Answer what waits, then free the device; what is not loaded is NotFound."""
+        """Answer the waiting requests, then free the device; NotFound if it is not loaded."""
         ...

@@ -1,3 +1,4 @@
-"""From bytes to tensors and back, without a web framework: raw bytes, .npy, .npz, JSON, images, and
-the Open Inference Protocol.
+"""Codecs between bytes and tensors: raw bytes, .npy, .npz, JSON, images, Open Inference Protocol.
+
+They use no web framework.
 """

@@ -1,5 +1,6 @@
-"""Content-Encoding: gzip and deflate, both ways. What is unpacked is counted, so that a small body
-cannot become a large one.
+"""Content-Encoding: compress and decompress bodies with gzip and deflate.
+
+Decompression counts the bytes, so that a small body cannot become a large one.
 """
 
 from __future__ import annotations
@@ -10,50 +11,49 @@ from collections.abc import Iterable
 from service.errors import TooLarge, Unprocessable
 
 ENCODINGS = ("gzip", "deflate")
-_FORM = {
-    "gzip": 16 + zlib.MAX_WBITS,
-    "deflate": zlib.MAX_WBITS,
-}  # deflate is zlib's format: RFC 9110, 8.4.1.2
-_LEVEL = 1  # tensors hardly shrink: more effort buys little
+# Values of zlib's `wbits`. The encoding deflate is zlib's format: RFC 9110, 8.4.1.2.
+_WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_LEVEL = 1  # tensors compress badly: a higher level saves few bytes
 
 
 def unpacked(body: bytes | memoryview, encoding: str, limit: int) -> bytes:
-    """The body behind a Content-Encoding; TooLarge as soon as it is longer than the limit."""
-    if encoding not in _FORM:
+    """Decompress a body; TooLarge as soon as it is longer than `limit` bytes."""
+    if encoding not in _WBITS:
         raise Unprocessable(
-            f"Content-Encoding '{encoding}'", f"expected {' or '.join(ENCODINGS)}, or none"
+            f"expected a Content-Encoding of {' or '.join(ENCODINGS)}, or none, got '{encoding}'",
+            "send the body uncompressed, or compress it with one of these",
         )
-    stream = zlib.decompressobj(_FORM[encoding])
+    stream = zlib.decompressobj(_WBITS[encoding])
     try:
-        whole = stream.decompress(body, limit + 1)
+        content = stream.decompress(body, limit + 1)
     except zlib.error as error:
         raise Unprocessable(
-            f"the body is not {encoding}: {error}", "compress it anew, or send it as it is"
+            f"the body is not {encoding}: {error}", "compress it again, or send it uncompressed"
         ) from None
-    if len(whole) > limit:
+    if len(content) > limit:
         raise TooLarge(
-            f"a body that unpacks to more than {limit} bytes",
-            "send less, or have the service's limit `max_infer_bytes` raised",
+            f"the body unpacks to more than {limit} bytes",
+            "send a smaller body, or ask for a higher `max_infer_bytes` of the service",
         )
     if not stream.eof or stream.unused_data:
-        how = "ends too early" if not stream.eof else "goes on after its end"
+        problem = "ends too early" if not stream.eof else "has data after its end"
         raise Unprocessable(
-            f"the body, sent as {encoding}, {how}", "compress it anew, or send it as it is"
+            f"the body, sent as {encoding}, {problem}", "compress it again, or send it uncompressed"
         )
-    return whole
+    return content
 
 
 def packed(parts: Iterable[bytes | memoryview], encoding: str) -> bytes:
-    """One compressed body of several parts."""
-    stream = zlib.compressobj(_LEVEL, wbits=_FORM[encoding])
+    """Compress several parts to one body."""
+    stream = zlib.compressobj(_LEVEL, wbits=_WBITS[encoding])
     return b"".join([*map(stream.compress, parts), stream.flush()])
 
 
 def encoding_asked(accept: str) -> str | None:
-    """How the answer is to be compressed: where Accept-Encoding names one encoding and no other.
+    """Return the encoding of the answer: that of an Accept-Encoding with exactly one encoding.
 
-    HTTP libraries offer several by themselves, and packing tensors costs more time than it saves;
-    `tritonclient`'s option names one.
+    HTTP libraries offer several encodings by default, and compressing tensors costs more time than
+    it saves. The option of `tritonclient` names one.
     """
-    named = accept.strip().lower()
-    return named if named in _FORM else None
+    encoding = accept.strip().lower()
+    return encoding if encoding in _WBITS else None

@@ -1,4 +1,4 @@
-"""An encoded image becomes a model's input, as its InputRecipe says."""
+"""Decode an image to a model's input, by its InputRecipe."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ MAX_PIXELS = 64 * 2**20
 
 
 def array_from_image(body: bytes, recipe: InputRecipe, dtype: str) -> Array:
-    """[1, 3, height, width] or [1, height, width, 3]. Resized bilinearly; as in torchvision, a
-    rotation that EXIF notes is not applied.
+    """Decode an image to [1, 3, height, width] or [1, height, width, 3].
+
+    It is resized bilinearly. The EXIF rotation is ignored, as in torchvision.
     """
     pixels = np.asarray(_resized(_opened(body), recipe), np.float32)  # [height, width, RGB]
     if recipe.colour == "BGR":
@@ -36,7 +37,7 @@ def array_from_image(body: bytes, recipe: InputRecipe, dtype: str) -> Array:
 
 
 def _opened(body: bytes) -> Image:
-    """The decoded image in RGB; its size is checked before it is decoded."""
+    """Decode the image to RGB. Its size is checked before."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -50,9 +51,8 @@ def _opened(body: bytes) -> Image:
         SyntaxError,
         ValueError,
     ) as error:
-        message = (
-            "" if isinstance(error, UnidentifiedImageError) else f": {error}"
-        )  # which names the stream's address
+        # The text of UnidentifiedImageError contains the address of the stream.
+        message = "" if isinstance(error, UnidentifiedImageError) else f": {error}"
         raise Unprocessable(
             f"the body is no readable image{message}", f"send one of {', '.join(FORMATS)}"
         ) from None
@@ -62,23 +62,23 @@ def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise TooLarge(
             f"an image of {width} x {height}, expected at most {MAX_PIXELS} pixels",
-            "make it smaller, or less narrow",
+            "send a smaller image; a very narrow one becomes larger by resizing",
         )
 
 
 def _resized(image: Image, recipe: InputRecipe) -> Image:
-    """The shorter side made `resize` long, and the middle cut out; or straight to `size`."""
+    """Scale the shorter side to `resize` and crop the middle; or scale directly to `size`."""
     from PIL.Image import Resampling
 
     height, width = recipe.size
     if recipe.resize is None:
         return image.resize((width, height), Resampling.BILINEAR)
     shorter = min(image.size)
-    whole = [max(1, int(recipe.resize * side / shorter)) for side in image.size]
-    _check_size(*whole)  # a strip of few pixels grows to many
+    scaled = [max(1, int(recipe.resize * side / shorter)) for side in image.size]
+    _check_size(*scaled)  # a narrow strip grows to many pixels
     left, top = (
-        round((size - side) / 2) for size, side in zip(whole, (width, height), strict=True)
+        round((size - side) / 2) for size, side in zip(scaled, (width, height), strict=True)
     )
-    return image.resize((whole[0], whole[1]), Resampling.BILINEAR).crop(
+    return image.resize((scaled[0], scaled[1]), Resampling.BILINEAR).crop(
         (left, top, left + width, top + height)
     )

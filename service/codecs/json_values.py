@@ -1,6 +1,4 @@
-"""Tensors as JSON values. What a number would lose by becoming a tensor's element, or an element by
-becoming a number, is refused.
-"""
+"""Tensors as JSON values. A conversion that would lose information is refused, both ways."""
 
 from __future__ import annotations
 
@@ -18,20 +16,21 @@ NOT_FINITE = re.compile(r"(?:NaN|Infinity)\b")
 
 
 def parsed_object(text: bytes | memoryview, what: str) -> dict[str, object]:
-    """A JSON object."""
+    """Parse a JSON object; `what` names it in messages."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        if found := NOT_FINITE.match(error.doc, error.pos):
+        not_finite = NOT_FINITE.match(error.doc, error.pos)
+        if not_finite:
             message = (
-                f"{what} is not JSON: {found[0]} at character {error.pos}, and JSON has numbers for"
-                " finite values only"
+                f"{what} is not JSON: {not_finite[0]} at character {error.pos}, and JSON has"
+                " numbers for finite values only"
             )
             raise Unprocessable(
                 message, "send this tensor as raw bytes: `binary_data_size`, or .npy, .npz"
             ) from None
         raise Unprocessable(
-            f"{what} is not JSON: {error}", "check what was sent, and its Content-Type"
+            f"{what} is not JSON: {error}", "check the body and its Content-Type"
         ) from None
     if not isinstance(value, dict):
         raise Unprocessable(
@@ -44,18 +43,19 @@ def parsed_object(text: bytes | memoryview, what: str) -> dict[str, object]:
 def array_from_values(
     name: str, dtype: str, values: object, shape: Sequence[int] | None = None
 ) -> Array:
-    """Nested lists of numbers as an array. With a `shape` they may also be one flat list in
-    row-major order.
+    """Convert nested lists of numbers to an array.
+
+    With a `shape` the values may also be one flat list in row-major order.
     """
     kind = dtype_of(name, dtype)
     try:
         raw = np.array(values)
-        if (
-            kind == np.uint64 and raw.dtype.kind == "f"
-        ):  # numpy's choice for what holds numbers on both sides of 2**63
-            whole = np.array(values, np.object_)
-            each: list[object] = whole.ravel().tolist()
-            raw = whole.astype(np.uint64) if all(type(value) is int for value in each) else raw
+        # numpy chooses floats for integers on both sides of 2**63.
+        if kind == np.uint64 and raw.dtype.kind == "f":
+            objects = np.array(values, np.object_)
+            numbers: list[object] = objects.ravel().tolist()
+            if all(type(number) is int for number in numbers):
+                raw = objects.astype(np.uint64)
     except (ValueError, OverflowError) as error:
         raise Unprocessable(
             f"'{name}' is {dtype}: expected lists of equal lengths with numbers in its range:"
@@ -75,23 +75,14 @@ def array_from_values(
 
 
 def json_of(array: Array, name: str, flat: bool) -> orjson.Fragment:
-    """An array as JSON; Unprocessable if it holds what JSON has no numbers for."""
+    """Encode an array as JSON; Unprocessable if a value is not finite."""
     plain = (
         array.astype(np.float32)
         if array.dtype.kind == "V" or array.dtype.name == "bfloat16"
         else array
     )
-    if plain.dtype.kind == "f" and not (finite := np.isfinite(plain)).all():
-        count = plain.size - int(np.count_nonzero(finite))
-        message = (
-            f"output '{name}' holds {count} of {plain.size} values that are not finite, for which"
-            " JSON has no number"
-        )
-        raise Unprocessable(
-            message,
-            "ask for the binary form: `Accept: application/x-npz`, or `binary_data` in the Open"
-            " Inference Protocol",
-        )
+    if plain.dtype.kind == "f":
+        _check_finite(plain, name)
     if plain.ndim == 0 and not flat:
         return orjson.Fragment(orjson.dumps(plain.item()))
     rows = np.ascontiguousarray(plain.reshape(-1) if flat else plain)
@@ -100,17 +91,33 @@ def json_of(array: Array, name: str, flat: bool) -> orjson.Fragment:
     )
 
 
+def _check_finite(array: Array, name: str) -> None:
+    """Unprocessable if a value is not finite."""
+    finite = np.isfinite(array)
+    if not finite.all():
+        count = array.size - int(np.count_nonzero(finite))
+        message = (
+            f"output '{name}' holds {count} of {array.size} values that are not finite, for which"
+            " JSON has no number"
+        )
+        raise Unprocessable(
+            message,
+            "ask for the binary form: `Accept: application/x-npz`, or `binary_data` in the Open"
+            " Inference Protocol",
+        )
+
+
 def _check_kind(name: str, raw: Array, kind: np.dtype[np.generic], dtype: str) -> None:
     if not raw.size:
         return
-    taken = {"b": "b", "i": "iu", "u": "iu"}.get(kind.kind, "iuf")
-    if raw.dtype.kind not in taken:
+    accepted = {"b": "b", "i": "iu", "u": "iu"}.get(kind.kind, "iuf")
+    if raw.dtype.kind not in accepted:
         expected = {"b": "true and false", "iu": "whole numbers, of 64 bits at most"}.get(
-            taken, "numbers"
+            accepted, "numbers"
         )
         raise Unprocessable(
             f"'{name}' is {dtype}: expected {expected}, got {raw.dtype.name} values",
-            "send one number per element; null is none",
+            "send one number per element; null is not a number",
         )
 
 
@@ -120,12 +127,13 @@ def _converted(name: str, raw: Array, kind: np.dtype[np.generic], dtype: str) ->
         if low < np.iinfo(kind.name).min or high > np.iinfo(kind.name).max:
             raise Unprocessable(
                 f"'{name}' is {dtype}: {low if low < 0 else high} is out of its range",
-                "send values that fit",
+                "send values within the range of the dtype",
             )
     with np.errstate(over="ignore"):
         array = raw.astype(kind)
     if kind.kind not in "biu" and not np.isfinite(array.astype(np.float64)).all():
         raise Unprocessable(
-            f"'{name}' is {dtype}: a value is too large for it", "send values that fit"
+            f"'{name}' is {dtype}: a value is too large for it",
+            "send values within the range of the dtype",
         )
     return array

@@ -1,9 +1,9 @@
-"""Crucible's own JSON, for convenience.
+"""Crucible's own JSON form of requests and answers.
 
 {"inputs": {"image": [[...]]}, "outputs": ["scores"], "timeout_s": 1.0}
 {"model": ..., "version": 1, "device": ..., "outputs": {"scores": [[...]]}, "timing": {...}}
 
-`outputs` and `timeout_s` of a request may be missing.
+`outputs` and `timeout_s` of a request are optional.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEYS = ("inputs", "outputs", "timeout_s")
 
 @dataclass(frozen=True, slots=True)
 class PlainRequest:
-    """What a request asks for, beside the model."""
+    """The contents of a request, without the model."""
 
     inputs: Tensors
     outputs: tuple[str, ...] = ()  # empty: all
@@ -32,18 +32,22 @@ class PlainRequest:
 
 
 def parse_json(body: bytes | memoryview, dtypes: Mapping[str, str]) -> PlainRequest:
-    """A request in JSON; `dtypes` are those of the model's inputs."""
+    """Parse a request in JSON; `dtypes` are those of the model's inputs."""
     document = parsed_object(body, "the body")
     inputs, outputs, timeout_s = (document.get(key) for key in KEYS)
-    if unknown := sorted(set(document) - set(KEYS)):
-        raise Unprocessable(f"no key '{unknown[0]}'", f"expected {', '.join(KEYS)}")
+    unknown = sorted(set(document) - set(KEYS))
+    if unknown:
+        raise Unprocessable(f"no key '{unknown[0]}'", f"the keys are {', '.join(KEYS)}")
     if not isinstance(inputs, dict):
         raise Unprocessable(
             "expected `inputs` to be an object with an array per input",
             f"the inputs are {', '.join(dtypes)}",
         )
-    if missing := sorted(set(inputs) - set(dtypes)):
-        raise Unprocessable(f"no input '{missing[0]}'", f"the inputs are {', '.join(dtypes)}")
+    unknown_inputs = sorted(set(inputs) - set(dtypes))
+    if unknown_inputs:
+        raise Unprocessable(
+            f"no input '{unknown_inputs[0]}'", f"the inputs are {', '.join(dtypes)}"
+        )
     arrays = {
         name: array_from_values(name, dtypes[name], values) for name, values in inputs.items()
     }
@@ -51,7 +55,7 @@ def parse_json(body: bytes | memoryview, dtypes: Mapping[str, str]) -> PlainRequ
 
 
 def encode_json(answer: InferAnswer) -> bytes:
-    """An answer in JSON. Unprocessable if an output is not finite."""
+    """Encode an answer in JSON; Unprocessable if an output is not finite."""
     timing = timing_parameters(answer)
     document = {
         "model": answer.model,
@@ -66,13 +70,13 @@ def encode_json(answer: InferAnswer) -> bytes:
 
 
 def timeout_from(value: object) -> float | None:
-    """Seconds, above 0."""
+    """Check a time-out in seconds, above 0; None stays None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise Unprocessable(
             f"expected `timeout_s` to be a number of seconds, got {value!r:.40}",
-            "leave it out for the model's own",
+            "leave it out for the time-out of the model",
         )
     return float(value)
 

@@ -1,5 +1,6 @@
-"""Arrays as numpy's files: .npy and .npz. Never pickles; sizes are read from the headers and
-checked before memory is taken.
+"""Arrays as .npy and .npz files. Pickles are never loaded.
+
+Sizes are read from the headers and checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from service.errors import TooLarge, Unprocessable
 
 MAX_ARRAYS = 1000
 HEAD_BYTES = 16384  # of a .npy file: numpy refuses headers of more than 10,000 characters
-_BITS_OF_BFLOAT16 = np.dtype("V2")  # what numpy writes for it
+_BITS_OF_BFLOAT16 = np.dtype("V2")  # the dtype that numpy writes for bfloat16
 
 
 def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSpec] = ()) -> Array:
-    """A view of the array in a .npy file."""
+    """Read the array of a .npy file, as a view of `body`."""
     stream = io.BytesIO(body[:HEAD_BYTES])
     try:
         header = header_from_npy(stream)
@@ -44,31 +45,30 @@ def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSp
         raise Unprocessable(message, "write it with numpy.save")
     flat = np.frombuffer(body, dtype, count, begin) if count else np.empty(0, dtype)
     array = flat.reshape(shape, order="F" if header.by_columns else "C")
-    return (
-        array.view(dtype_of(name, kind))
-        if kind == "bfloat16"
-        else array.astype(dtype.newbyteorder("="), copy=False)
-    )
+    if kind == "bfloat16":
+        return array.view(dtype_of(name, kind))
+    return array.astype(dtype.newbyteorder("="), copy=False)
 
 
 def arrays_from_npz(body: bytes, limit: int) -> dict[str, Array]:
-    """The arrays in a .npz file; TooLarge if they are more than `limit` bytes together."""
+    """Read the arrays of a .npz file; TooLarge if they have more than `limit` bytes together."""
     try:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             members = archive.infolist()
-            if len(members) > MAX_ARRAYS or sum(member.file_size for member in members) > limit:
+            file_bytes = sum(member.file_size for member in members)
+            if len(members) > MAX_ARRAYS or file_bytes > limit:
                 message = (
-                    f"a .npz file of {len(members)} arrays that unpacks to more than {limit} bytes,"
-                    f" or to more than {MAX_ARRAYS} arrays"
+                    f"the .npz file has {len(members)} arrays of {file_bytes} bytes, expected at"
+                    f" most {MAX_ARRAYS} arrays and {limit} bytes"
                 )
                 raise TooLarge(
-                    message, "send less, or have the service's limit `max_infer_bytes` raised"
+                    message, "send less, or ask for a higher `max_infer_bytes` of the service"
                 )
-            return {
-                name: array_from_npy(_read(archive, member), name)
-                for member in members
-                for name in [member.filename.removesuffix(".npy")]
-            }
+            arrays: dict[str, Array] = {}
+            for member in members:
+                name = member.filename.removesuffix(".npy")
+                arrays[name] = array_from_npy(_read(archive, member), name)
+            return arrays
     except (*ZIP_ERRORS, ValueError) as error:
         raise Unprocessable(
             f"the body is not a .npz file: {error}", "write it with numpy.savez"
@@ -76,19 +76,18 @@ def arrays_from_npz(body: bytes, limit: int) -> dict[str, Array]:
 
 
 def npy_from_array(array: Array) -> list[bytes | memoryview]:
-    """A .npy file in two parts. bfloat16, which it cannot name, becomes float32."""
-    named = np.ascontiguousarray(_nameable(array)).reshape(array.shape)
+    """Encode a .npy file in two parts. bfloat16 becomes float32: .npy has no name for it."""
+    plain = np.ascontiguousarray(_nameable(array)).reshape(array.shape)
     stream = io.BytesIO()
-    npy.write_array_header_1_0(stream, npy.header_data_from_array_1_0(named))
-    return [stream.getvalue(), named.reshape(-1).view(np.uint8).data]
+    npy.write_array_header_1_0(stream, npy.header_data_from_array_1_0(plain))
+    return [stream.getvalue(), plain.reshape(-1).view(np.uint8).data]
 
 
 def npz_from_arrays(arrays: Tensors) -> bytes:
-    """A .npz file, not compressed."""
+    """Encode a .npz file without compression."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(
-        stream, "w"
-    ) as archive:  # numpy.savez takes names as arguments, so that none may be `file`
+    # numpy.savez takes the names as arguments: an array could not have the name `file`.
+    with zipfile.ZipFile(stream, "w") as archive:
         for name, array in arrays.items():
             archive.writestr(f"{name}.npy", b"".join(npy_from_array(array)))
     return stream.getvalue()
@@ -99,13 +98,13 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
         body = stream.read(member.file_size + 1)
     if len(body) > member.file_size:
         raise Unprocessable(
-            f"'{member.filename}' is longer than it says", "write the file with numpy.savez"
+            f"'{member.filename}' is longer than its header says", "write the file with numpy.savez"
         )
     return body
 
 
 def _checked(name: str, dtype: np.dtype[np.generic]) -> str:
-    """numpy's name of the dtype; Unprocessable for objects, texts and records."""
+    """Return the name of the dtype; Unprocessable for objects, texts and records."""
     if dtype == _BITS_OF_BFLOAT16:
         return "bfloat16"
     if dtype.hasobject:
@@ -116,7 +115,7 @@ def _checked(name: str, dtype: np.dtype[np.generic]) -> str:
     if dtype.name not in DATATYPES.values():
         raise Unprocessable(
             f"'{name}' is {dtype}, which no wire carries",
-            f"dtypes that are carried: {', '.join(DATATYPES.values())}",
+            f"the dtypes of the protocol are {', '.join(DATATYPES.values())}",
         )
     return dtype.name
 

@@ -1,5 +1,6 @@
-"""Requests and answers of the Open Inference Protocol v2, in JSON and with its binary tensor data
-extension:
+"""Requests and answers of the Open Inference Protocol v2, as JSON or with binary tensor data.
+
+The binary tensor data extension puts the bytes behind a JSON header:
 
 JSON header | bytes of tensor | bytes of tensor | ...        Inference-Header-Content-Length: bytes
                                                              of the header
@@ -36,8 +37,9 @@ REFUSED = (
     "shared_memory_region",
     "classification",
 )
-"""Parameters that would change what is computed, and that this server does not know. Those that
-only describe a request are left alone.
+"""Parameters that would change the result, and that this server does not implement.
+
+Parameters that only describe a request are ignored.
 """
 
 Document = Mapping[str, object]
@@ -45,13 +47,13 @@ Document = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class OipRequest:
-    """What a body asks for."""
+    """The contents of a request body."""
 
     inputs: Tensors
     id: str = ""
     outputs: tuple[str, ...] = ()  # empty: all
     timeout_s: float | None = None
-    binary: bool = False  # outputs that are not in `binary_of`
+    binary: bool = False  # for outputs that are not in `binary_of`
     binary_of: Mapping[str, bool] = field(default_factory=dict)
 
     def wants_binary(self, output: str) -> bool:
@@ -61,26 +63,27 @@ class OipRequest:
 def parse_request(
     body: bytes | memoryview, header_length: int | None, specs: Iterable[TensorSpec] = ()
 ) -> OipRequest:
-    """A request; its tensors are views of the body where they came as bytes. Unprocessable says
-    what is wrong with it.
+    """Parse a request; Unprocessable if it is invalid.
+
+    Tensors that came as bytes are views of the body.
     """
     view, document = split(body, header_length)
     parameters = _parameters(document, "the request")
-    asked = _items(document, "outputs")
-    given = _items(document, "inputs")
-    if not given:
+    outputs = _items(document, "outputs")
+    inputs = _items(document, "inputs")
+    if not inputs:
         raise Unprocessable(
             "expected `inputs`, a list of at least one tensor", "see GET /v2/models/NAME"
         )
-    binary_of = {
-        name: binary
-        for name, item in asked.items()
-        if (binary := _flag(_parameters(item, name), "binary_data")) is not None
-    }
+    binary_of: dict[str, bool] = {}
+    for name, item in outputs.items():
+        is_binary = _flag(_parameters(item, name), "binary_data")
+        if is_binary is not None:
+            binary_of[name] = is_binary
     return OipRequest(
-        _tensors(given, view, tuple(specs)),
+        _tensors(inputs, view, tuple(specs)),
         _text(document.get("id", ""), "id"),
-        tuple(asked),
+        tuple(outputs),
         _timeout_s(parameters),
         _flag(parameters, "binary_data_output") or False,
         binary_of,
@@ -88,7 +91,7 @@ def parse_request(
 
 
 def split(body: bytes | memoryview, header_length: int | None) -> tuple[memoryview, Document]:
-    """The bytes behind the header, and the header."""
+    """Split a body into the bytes behind the header, and the header."""
     length = len(body) if header_length is None else header_length
     if not 0 <= length <= len(body):
         raise Unprocessable(
@@ -96,54 +99,55 @@ def split(body: bytes | memoryview, header_length: int | None) -> tuple[memoryvi
             "count the JSON header's bytes before compression",
         )
     view = memoryview(body)
-    return view[length:], parsed_object(
-        view[:length], "the request" if header_length is None else "the header before the tensors"
-    )
+    what = "the request" if header_length is None else "the header before the tensors"
+    return view[length:], parsed_object(view[:length], what)
 
 
 def encode_answer(answer: InferAnswer, request: OipRequest) -> list[bytes | memoryview]:
-    """The header and the tensors' bytes behind it: one part if nothing is binary."""
+    """Encode the header and the tensors behind it: one part if no output is binary."""
     binary = {name: request.wants_binary(name) for name in answer.outputs}
-    outputs = [
-        {"name": name, "datatype": datatype_of_array(array), "shape": array.shape}
-        | (
-            {"parameters": {"binary_data_size": array.nbytes}}
-            if binary[name]
-            else {"data": json_of(array, name, flat=True)}
-        )
-        for name, array in answer.outputs.items()
-    ]
-    header = {
+    outputs: list[dict[str, object]] = []
+    for name, array in answer.outputs.items():
+        output: dict[str, object] = {
+            "name": name,
+            "datatype": datatype_of_array(array),
+            "shape": array.shape,
+        }
+        if binary[name]:
+            output["parameters"] = {"binary_data_size": array.nbytes}
+        else:
+            output["data"] = json_of(array, name, flat=True)
+        outputs.append(output)
+    header: dict[str, object] = {
         "model_name": answer.model,
         "model_version": str(answer.version),
-        **({"id": answer.id} if answer.id else {}),
-        "parameters": timing_parameters(answer),
-        "outputs": outputs,
     }
-    return [
-        orjson.dumps(header),
-        *(bytes_of(array) for name, array in answer.outputs.items() if binary[name]),
-    ]
+    if answer.id:
+        header["id"] = answer.id
+    header["parameters"] = timing_parameters(answer)
+    header["outputs"] = outputs
+    parts = [bytes_of(array) for name, array in answer.outputs.items() if binary[name]]
+    return [orjson.dumps(header), *parts]
 
 
 def timing_parameters(answer: InferAnswer) -> dict[str, float | int | str]:
-    """Where the time went, in the form of the protocol's parameters."""
+    """The times of a request, as parameters of the protocol."""
     times = answer.timing
-    named = {
+    times_s = {
         "queue_ms": times.queue_s,
         "copy_in_ms": times.copy_in_s,
         "compute_ms": times.compute_s,
         "copy_out_ms": times.copy_out_s,
     }
     return {
-        **{name: round(seconds * 1e3, 4) for name, seconds in named.items()},
+        **{name: round(seconds * 1e3, 4) for name, seconds in times_s.items()},
         "batch_size": times.batch_size,
         "device": answer.device,
     }
 
 
 def binary_form(tensors: Tensors, rest: Document) -> tuple[int, list[bytes | memoryview]]:
-    """Any request as one with binary tensors: the header's length, and the parts of the body."""
+    """Encode a request with binary tensors: the length of the header, and the parts."""
     inputs = [
         {
             "name": name,
@@ -158,21 +162,19 @@ def binary_form(tensors: Tensors, rest: Document) -> tuple[int, list[bytes | mem
 
 
 def _tensors(
-    given: Mapping[str, Document], view: memoryview, specs: tuple[TensorSpec, ...]
+    items: Mapping[str, Document], view: memoryview, specs: tuple[TensorSpec, ...]
 ) -> dict[str, Array]:
     tensors, begin = {}, 0
-    for name, item in given.items():
-        dtype, shape = (
-            dtype_of_datatype(name, item.get("datatype")),
-            shape_from(name, item.get("shape")),
-        )
+    for name, item in items.items():
+        dtype = dtype_of_datatype(name, item.get("datatype"))
+        shape = shape_from(name, item.get("shape"))
         check_dtype(specs, name, dtype)
         length = _parameters(item, name).get("binary_data_size")
         if length is None:
             if "data" not in item:
                 raise Unprocessable(
                     f"'{name}' has neither `data` nor `binary_data_size`",
-                    "send its values, or its bytes behind the header",
+                    "send the values of the tensor, or its bytes behind the header",
                 )
             tensors[name] = array_from_values(name, dtype, item["data"], shape)
             continue
@@ -182,7 +184,7 @@ def _tensors(
                 f"'{name}': {dtype} {list(shape)} is {expected} bytes, `binary_data_size` says"
                 f" {str(length)[:40]}"
             )
-            raise Unprocessable(message, "send exactly the tensor's bytes")
+            raise Unprocessable(message, "send exactly the bytes of the tensor")
         tensors[name] = array_from(name, dtype, shape, view[begin : begin + length])
         begin += length
     if begin != len(view):
@@ -195,27 +197,28 @@ def _tensors(
 
 def _items(document: Document, key: str) -> dict[str, Document]:
     """The tensors that `inputs` or `outputs` lists, by name."""
-    listed = document.get(key, [])
-    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+    items = document.get(key, [])
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise Unprocessable(f"expected `{key}` to be a list of objects", "see GET /v2/models/NAME")
-    named = {_text(item.get("name"), f"name of {key}"): item for item in listed}
-    if len(named) < len(listed):
+    by_name = {_text(item.get("name"), f"name of {key}"): item for item in items}
+    if len(by_name) < len(items):
         raise Unprocessable(f"a name comes twice in `{key}`", "send each tensor once")
-    return named
+    return by_name
 
 
 def _parameters(document: Document, where: str) -> Document:
-    found = document.get("parameters", {})
-    if not isinstance(found, dict):
+    parameters = document.get("parameters", {})
+    if not isinstance(parameters, dict):
         raise Unprocessable(
-            f"{where}: expected `parameters` to be an object", "leave it out where there are none"
+            f"{where}: expected `parameters` to be an object", "leave it out if there are none"
         )
-    if refused := [name for name in REFUSED if found.get(name)]:
+    refused = [name for name in REFUSED if parameters.get(name)]
+    if refused:
         raise Unprocessable(
             f"{where}: this server has no `{refused[0]}`",
-            "GET /v2 lists the extensions that it has",
+            "GET /v2 lists the extensions of this server",
         )
-    return found
+    return parameters
 
 
 def _flag(parameters: Document, name: str) -> bool | None:
@@ -228,14 +231,14 @@ def _flag(parameters: Document, name: str) -> bool | None:
 
 
 def _timeout_s(parameters: Document) -> float | None:
-    """`timeout` is in microseconds; 0 stands for none."""
+    """Convert `timeout` from microseconds; 0 means no time-out."""
     value = parameters.get("timeout")
     if value is None:
         return None
     if type(value) is not int or value < 0:
         raise Unprocessable(
             f"expected `timeout` to be a number of microseconds, got {value!r:.40}",
-            "leave it out for the model's own",
+            "leave it out for the time-out of the model",
         )
     return value / 1e6 or None
 

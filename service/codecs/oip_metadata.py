@@ -1,7 +1,6 @@
-"""What the Open Inference Protocol tells of a server and its models, as documents with Triton's
-names.
+"""Metadata of a server and its models in the Open Inference Protocol, with Triton's names.
 
-`model_config`, `statistics` and `index` have the fields of the messages in its gRPC, too.
+`model_config`, `statistics` and `index` also have the fields of the gRPC messages.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def server_metadata(version: str) -> Document:
 
 
 def model_metadata(served: Served, versions: Iterable[int]) -> Document:
-    """-1 stands for a size that varies."""
+    """Describe a model; -1 stands for a variable size."""
     return {
         "name": served.model,
         "versions": [str(version) for version in sorted(versions)],
@@ -35,11 +34,12 @@ def model_metadata(served: Served, versions: Iterable[int]) -> Document:
 
 
 def model_config(served: Served) -> Document:
-    """As Triton's: where `max_batch_size` is not 0, requests are joined along the first axis, and
-    `dims` leave it out.
+    """Describe a model as Triton's ModelConfig.
+
+    If `max_batch_size` is not 0, requests are joined along the first axis, and `dims` omit it.
     """
     first = _joined_first(served)
-    config = {
+    config: Document = {
         "name": served.model,
         "platform": served.backend,
         "backend": served.backend,
@@ -49,22 +49,24 @@ def model_config(served: Served) -> Document:
         "output": [_config_tensor(spec, first) for spec in served.outputs],
         "instance_group": [{"name": served.device, **_instances(served)}],
     }
-    return config | ({"dynamic_batching": {}} if first else {})
+    if first:
+        config["dynamic_batching"] = {}
+    return config
 
 
-def statistics(found: Iterable[Statistics]) -> Document:
-    return {"model_stats": [_model_statistics(each) for each in found]}
+def statistics(models: Iterable[Statistics]) -> Document:
+    return {"model_stats": [_model_statistics(model) for model in models]}
 
 
-def index(found: Iterable[Served]) -> list[Document]:
+def index(models: Iterable[Served]) -> list[Document]:
     return [
         {
-            "name": each.model,
-            "version": str(each.version),
-            "state": STATES[each.state],
-            "reason": each.reason,
+            "name": served.model,
+            "version": str(served.version),
+            "state": STATES[served.state],
+            "reason": served.reason,
         }
-        for each in found
+        for served in models
     ]
 
 
@@ -85,7 +87,7 @@ def _sizes(spec: TensorSpec) -> list[int]:
 
 
 def _joined_first(served: Served) -> bool:
-    """Whether requests are joined, and along the first axis of every tensor."""
+    """Return True if requests are joined along the first axis of every tensor."""
     axes = [served.batch.axes.get(spec.name) for spec in (*served.inputs, *served.outputs)]
     return served.max_batch > 1 and all(axis == 0 for axis in axes)
 
@@ -99,24 +101,24 @@ def _instances(served: Served) -> Document:
     }
 
 
-def _model_statistics(found: Statistics) -> Document:
+def _model_statistics(model: Statistics) -> Document:
     return {
-        "name": found.model,
-        "version": str(found.version),
-        "last_inference": found.last_request_ms,
-        "inference_count": found.rows,
-        "execution_count": found.executions,
+        "name": model.model,
+        "version": str(model.version),
+        "last_inference": model.last_request_ms,
+        "inference_count": model.rows,
+        "execution_count": model.executions,
         "inference_stats": {
-            "success": _total(found.succeeded),
-            "fail": _total(found.failed),
-            "queue": _total(found.queue),
-            "compute_input": _total(found.copy_in),
-            "compute_infer": _total(found.compute),
-            "compute_output": _total(found.copy_out),
+            "success": _total(model.succeeded),
+            "fail": _total(model.failed),
+            "queue": _total(model.queue),
+            "compute_input": _total(model.copy_in),
+            "compute_infer": _total(model.compute),
+            "compute_output": _total(model.copy_out),
         },
         "batch_stats": [
             {"batch_size": rows, "compute_infer": _total(total)}
-            for rows, total in sorted(found.batches.items())
+            for rows, total in sorted(model.batches.items())
         ],
     }
 

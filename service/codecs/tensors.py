@@ -1,5 +1,6 @@
-"""Tensors as bytes: dtypes by their names in the Open Inference Protocol, sizes checked before
-anything is allocated.
+"""Tensors as bytes, with the dtype names of the Open Inference Protocol.
+
+Sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DATATYPES = {
     **{f"FP{bits}": f"float{bits}" for bits in (16, 32, 64)},
     "BF16": "bfloat16",
 }
-"""The protocol's names of the dtypes that cross a wire: BYTES, which is strings, does not."""
+"""The supported dtypes by their names in the protocol. BYTES, for strings, is not supported."""
 
 _KINDS = {
     name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
@@ -34,49 +35,50 @@ _KINDS = {
 _DATATYPE_OF_KIND = {_KINDS[name]: datatype for datatype, name in DATATYPES.items()}
 _DATATYPE_OF = {name: datatype for datatype, name in DATATYPES.items()}
 _MAX_AXES = 32
-_MAX_VALUES = 2**59  # of eight bytes: numpy counts bytes in 63 bits
+_MAX_VALUES = 2**59  # of at most eight bytes: numpy counts bytes in 63 bits
 
 
 def datatype_of(dtype: str) -> str:
-    """The protocol's name of numpy's; those that it does not know keep their own, in capitals."""
+    """The protocol's name of a numpy dtype; unknown ones keep their own name in capitals."""
     return _DATATYPE_OF.get(dtype, dtype.upper())
 
 
 def datatype_of_array(array: Array) -> str:
-    """The same of an array: numpy takes 5 us to name a dtype."""
+    """The protocol's name of an array's dtype. Fast: numpy needs 5 us to name a dtype."""
     return _DATATYPE_OF_KIND.get(array.dtype) or datatype_of(array.dtype.name)
 
 
 def dtype_of(name: str, dtype: str) -> np.dtype[np.generic]:
-    """What an input of this dtype is to numpy. Unprocessable for one that no wire carries."""
+    """The numpy dtype of this name; Unprocessable if no protocol supports it."""
     if dtype not in _KINDS:
         raise Unprocessable(
             f"'{name}' is {dtype}, which no wire carries",
-            f"dtypes that are carried: {', '.join(_KINDS)}",
+            f"the dtypes of the protocol are {', '.join(_KINDS)}",
         )
     return _KINDS[dtype]
 
 
 def dtype_of_datatype(name: str, datatype: object) -> str:
-    """numpy's name of the protocol's; Unprocessable for strings and what is unknown."""
+    """The numpy name of a datatype; Unprocessable for strings and unknown names."""
     if datatype == "BYTES":
         raise Unprocessable(
             f"'{name}' is BYTES: engines take no strings",
             f"send numbers: one of {', '.join(DATATYPES)}",
         )
-    found = DATATYPES.get(datatype) if isinstance(datatype, str) else None
-    if found is None:
+    dtype = DATATYPES.get(datatype) if isinstance(datatype, str) else None
+    if dtype is None:
         raise Unprocessable(
             f"'{name}': expected `datatype` to be one of {', '.join(DATATYPES)}, got"
             f" {_short(datatype)}",
             "see GET /v2/models/NAME",
         )
-    return found
+    return dtype
 
 
 def check_dtype(specs: Iterable[TensorSpec], name: str, dtype: str) -> None:
-    """Unprocessable if an input is sent in another dtype than the model's. Unknown names are left
-    to whoever checks all of them.
+    """Unprocessable if an input has another dtype than the model expects.
+
+    Unknown names pass: another check covers all names.
     """
     for spec in specs:
         if spec.name == name and spec.dtype != dtype:
@@ -85,17 +87,17 @@ def check_dtype(specs: Iterable[TensorSpec], name: str, dtype: str) -> None:
                 f" ({datatype_of(dtype)})"
             )
             raise Unprocessable(
-                message, "convert it before it is sent: the server changes no values"
+                message, "convert it before you send it: the server does not change values"
             )
 
 
-def shape_from(name: str, given: object) -> tuple[int, ...]:
-    """A shape as JSON or a file's header has it."""
-    sizes: Sequence[Any] = given if isinstance(given, list | tuple) else [None]
+def shape_from(name: str, shape: object) -> tuple[int, ...]:
+    """Check a shape from JSON or from the header of a file."""
+    sizes: Sequence[Any] = shape if isinstance(shape, list | tuple) else [None]
     if len(sizes) > _MAX_AXES or not all(type(size) is int and size >= 0 for size in sizes):
         raise Unprocessable(
             f"'{name}': expected `shape` to be a list of sizes, at most {_MAX_AXES}, got"
-            f" {_short(given)}",
+            f" {_short(shape)}",
             "see GET /v2/models/NAME",
         )
     check_sizes(name, sizes)
@@ -103,9 +105,7 @@ def shape_from(name: str, given: object) -> tuple[int, ...]:
 
 
 def check_sizes(name: str, sizes: Sequence[int]) -> None:
-    """Unprocessable for a shape that numpy cannot count, which it refuses also where one size
-    is 0.
-    """
+    """Unprocessable for a shape with too many values for numpy, not counting sizes of 0."""
     if abs(math.prod(filter(None, sizes))) >= _MAX_VALUES:
         raise Unprocessable(
             f"'{name}': no tensor has the shape {_short(list(sizes))}", "see GET /v2/models/NAME"
@@ -113,19 +113,20 @@ def check_sizes(name: str, sizes: Sequence[int]) -> None:
 
 
 def size_of(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes; computed without overflow."""
+    """The size in bytes, computed without overflow."""
     return _KINDS[dtype].itemsize * math.prod(shape)
 
 
 def array_from(name: str, dtype: str, shape: Sequence[int], buffer: Buffer) -> Array:
-    """A view of bytes that came, little-endian and in row-major order; not to be written to, and
-    not always aligned.
+    """View received bytes as an array, little-endian and in row-major order.
+
+    The array is read-only and not always aligned.
     """
     expected = size_of(dtype, shape)
     if len(buffer) != expected:
         raise Unprocessable(
             f"'{name}': {dtype} {list(shape)} is {expected} bytes, got {len(buffer)}",
-            "send exactly the tensor's bytes",
+            "send exactly the bytes of the tensor",
         )
     return (
         np.frombuffer(buffer, _KINDS[dtype]).reshape(shape)
@@ -135,7 +136,7 @@ def array_from(name: str, dtype: str, shape: Sequence[int], buffer: Buffer) -> A
 
 
 def bytes_of(array: Array) -> memoryview:
-    """An array's bytes, not copied if they lie in order."""
+    """The bytes of an array, without a copy if it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

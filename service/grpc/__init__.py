@@ -1,9 +1,10 @@
-"""The Open Inference Protocol over gRPC: `inference.GRPCInferenceService`, in the process and the
-event loop of the HTTP server.
+"""The Open Inference Protocol over gRPC: `inference.GRPCInferenceService`.
+
+It runs in the process and the event loop of the HTTP server.
 """
 
 import os
 
-# Before gRPC is imported: no child of the server uses gRPC, and for each that is forked it would
-# write a line among those of the log, which are JSON.
+# Set before gRPC is imported: no child of the server uses gRPC. With fork support, gRPC would write
+# a line that is no JSON to the log for each fork.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

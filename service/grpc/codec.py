@@ -1,5 +1,6 @@
-"""Requests and answers as the protocol's messages. Raw inputs are views of the bytes that came, not
-to be written to.
+"""Convert requests and answers from and to the protocol's messages.
+
+Raw inputs are read-only views of the received bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from service.grpc.grpc_service_pb2 import (
 from service.inference import InferAnswer, InferRequest
 
 _Kind = type[np.generic]
-Sent = TypeVar("Sent", bound=Message)
+ParsedMessage = TypeVar("ParsedMessage", bound=Message)
 CONTENTS: Mapping[str, tuple[str, _Kind]] = {
     "BOOL": ("bool_contents", np.bool_),
     **dict.fromkeys(("INT8", "INT16", "INT32"), ("int_contents", np.int32)),
@@ -41,8 +42,9 @@ CONTENTS: Mapping[str, tuple[str, _Kind]] = {
     "FP32": ("fp32_contents", np.float32),
     "FP64": ("fp64_contents", np.float64),
 }
-"""The field of InferTensorContents that holds each datatype, and what it holds. FP16 and BF16 have
-none: they come as raw bytes only.
+"""The field of InferTensorContents for each datatype, and the numpy type of its values.
+
+FP16 and BF16 have no field: they come as raw bytes only.
 """
 
 _Input = ModelInferRequest.InferInputTensor
@@ -52,8 +54,9 @@ _Parameters = Mapping[str, InferParameter]
 def request_from(
     message: ModelInferRequest, caller: Caller, deadline_s: float | None
 ) -> InferRequest:
-    """What is asked; `deadline_s` is the time that the client's deadline leaves. Unprocessable
-    names what is at fault.
+    """Convert a message to a request; Unprocessable if it is invalid.
+
+    `deadline_s` is the time until the client's deadline.
     """
     _check_parameters(message.parameters, "the request")
     for output in message.outputs:
@@ -70,19 +73,20 @@ def request_from(
     )
 
 
-def parsed(kind: type[Sent], data: bytes) -> Sent:
-    """Bytes as this message; Unprocessable if they are none."""
+def parsed(kind: type[ParsedMessage], data: bytes) -> ParsedMessage:
+    """Parse bytes as this message; Unprocessable if that fails."""
     try:
-        found: Sent = kind.FromString(data)
+        message: ParsedMessage = kind.FromString(data)
     except DecodeError as error:
         raise Unprocessable(
-            f"this is no {kind.DESCRIPTOR.full_name}: {error}", "send what the protocol defines"
+            f"this is no {kind.DESCRIPTOR.full_name}: {error}",
+            "send a message that the protocol defines",
         ) from None
-    return found
+    return message
 
 
 def message_from(answer: InferAnswer) -> ModelInferResponse:
-    """The answer, with its outputs as raw bytes and its times as parameters."""
+    """Convert an answer: the outputs as raw bytes, the times as parameters."""
     return ModelInferResponse(
         model_name=answer.model,
         model_version=str(answer.version),
@@ -99,7 +103,7 @@ def message_from(answer: InferAnswer) -> ModelInferResponse:
 
 
 def version_from(text: str) -> int | None:
-    """A version as clients write it; None: the current one."""
+    """Parse a version number; None for an empty text: the current version."""
     if text and not (text.isascii() and text.isdecimal() and len(text) < 16 and int(text) > 0):
         raise Unprocessable(
             f"expected a version to be a whole number from 1, got '{text[:40]}'",
@@ -109,20 +113,21 @@ def version_from(text: str) -> int | None:
 
 
 def inputs_from(message: ModelInferRequest) -> dict[str, Array]:
-    """The tensors of a request, by name."""
+    """Read the tensors of a request, by name."""
     inputs, raw = message.inputs, message.raw_input_contents
     if raw and len(raw) != len(inputs):
         raise Unprocessable(
             f"expected raw_input_contents of all {len(inputs)} inputs, got {len(raw)}",
             "send one for each input, in their order",
         )
-    found: dict[str, Array] = {}
-    for number, each in enumerate(inputs):
-        _check_parameters(each.parameters, each.name)
-        if each.name in found:
-            raise Unprocessable(f"input '{each.name}' comes twice", "send each input once")
-        found[each.name] = _array_from_raw(each, raw[number]) if raw else _array_from_contents(each)
-    return found
+    arrays: dict[str, Array] = {}
+    for index, tensor in enumerate(inputs):
+        name = tensor.name
+        _check_parameters(tensor.parameters, name)
+        if name in arrays:
+            raise Unprocessable(f"input '{name}' comes twice", "send each input once")
+        arrays[name] = _array_from_raw(tensor, raw[index]) if raw else _array_from_contents(tensor)
+    return arrays
 
 
 def _array_from_raw(tensor: _Input, buffer: bytes) -> Array:
@@ -136,21 +141,20 @@ def _array_from_raw(tensor: _Input, buffer: bytes) -> Array:
 
 
 def _array_from_contents(tensor: _Input) -> Array:
-    name, dtype, shape = (
-        tensor.name,
-        dtype_of_datatype(tensor.name, tensor.datatype),
-        shape_from(tensor.name, tuple(tensor.shape)),
-    )
+    name = tensor.name
+    dtype = dtype_of_datatype(name, tensor.datatype)
+    shape = shape_from(name, tuple(tensor.shape))
     if tensor.datatype not in CONTENTS:
         raise Unprocessable(
             f"input '{name}': `contents` has no field for {tensor.datatype}",
             "send it in raw_input_contents",
         )
     field, kind = CONTENTS[tensor.datatype]
-    if wrong := [other for other in _filled(tensor.contents) if other != field]:
+    other_fields = [other for other in _filled(tensor.contents) if other != field]
+    if other_fields:
         raise Unprocessable(
             f"input '{name}' is {tensor.datatype}: expected its values in {field}, got some in"
-            f" {', '.join(wrong)}",
+            f" {', '.join(other_fields)}",
             f"use {field}",
         )
     values = getattr(tensor.contents, field)
@@ -159,14 +163,12 @@ def _array_from_contents(tensor: _Input) -> Array:
             f"input '{name}': shape {list(shape)} has {math.prod(shape)} values, got {len(values)}",
             "send exactly as many",
         )
-    sent = np.array(values, kind)
-    array: Array = sent.astype(
-        dtype_of(name, dtype), copy=False
-    )  # narrow integers travel as 32 bits
-    if array.dtype != sent.dtype and (array != sent).any():
+    wide = np.array(values, kind)  # narrow integers are sent as 32 bits
+    array: Array = wide.astype(dtype_of(name, dtype), copy=False)
+    if array.dtype != wide.dtype and (array != wide).any():
         raise Unprocessable(
             f"input '{name}' is {tensor.datatype}: a value is out of its range",
-            "send values that fit",
+            "send values within the range of the datatype",
         )
     return array.reshape(shape)
 
@@ -176,25 +178,24 @@ def _filled(contents: InferTensorContents) -> list[str]:
 
 
 def _check_parameters(parameters: _Parameters, where: str) -> None:
-    """Unprocessable where a parameter would change what is computed, and this server does not know
-    it.
-    """
-    if refused := [name for name in REFUSED if name in parameters and _value(parameters[name])]:
+    """Unprocessable if a parameter would change the result, and this server does not have it."""
+    refused = [name for name in REFUSED if name in parameters and _value(parameters[name])]
+    if refused:
         raise Unprocessable(
             f"{where}: this server has no `{refused[0]}`",
-            "ServerMetadata lists the extensions that it has",
+            "ServerMetadata lists the extensions of this server",
         )
 
 
 def _timeout_s(parameters: _Parameters) -> float | None:
-    """`timeout` is in microseconds; 0 stands for none."""
+    """Convert `timeout` from microseconds; 0 means no time-out."""
     value = _value(parameters["timeout"]) if "timeout" in parameters else None
     if value is None:
         return None
     if type(value) is not int or value < 0:
         raise Unprocessable(
             f"expected `timeout` to be a number of microseconds, got {value!r:.40}",
-            "leave it out for the model's own",
+            "leave it out for the time-out of the model",
         )
     return value / 1e6 or None
 

@@ -1,9 +1,9 @@
-"""The edge of a call: its key is checked before a byte of its message is read, whatever goes wrong
-becomes a status, and it is told in one line.
+"""Dispatch of gRPC calls: check the key before reading the message, turn every error into a status,
+and log one line for each call.
 
-Every method is entered as a stream of bytes, which is the same on the wire: so that one function
-sees all calls, also those that are refused. No Host and no Origin are checked here, as HTTP's gate
-does: a page in a browser cannot speak gRPC, which takes `te: trailers`.
+Every method is handled as a stream of bytes, which is the same on the wire. So one function sees
+all calls, also the refused ones. Unlike for HTTP, Host and Origin are not checked: gRPC needs
+`te: trailers`, which a page in a browser cannot send.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ NAMES: Mapping[str, str] = {
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the log will say of a call."""
+class _CallRecord:
+    """The data of a call for its log line."""
 
     begin: float
     request_id: str
     caller: Caller = NOBODY
     status: grpc.StatusCode = grpc.StatusCode.OK
-    sent: int = 0  # bytes
+    sent_bytes: int = 0
 
 
 class Edge(grpc.GenericRpcHandler):
-    """Takes every call that comes to the port."""
+    """Handle every call to the port."""
 
     def __init__(self, service: Service) -> None:
         self._service, self.stopping = service, asyncio.Event()
@@ -68,7 +68,7 @@ class Edge(grpc.GenericRpcHandler):
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[bytes, bytes]:
-        """gRPC's name for: how is this call handled?"""
+        """Return the handler of a call. gRPC defines the name of this method."""
         metadata: _Metadata = handler_call_details.invocation_metadata
         return grpc.stream_stream_rpc_method_handler(
             functools.partial(self._handle, handler_call_details.method, metadata)
@@ -77,81 +77,81 @@ class Edge(grpc.GenericRpcHandler):
     async def _handle(
         self, path: str, metadata: _Metadata, requests: AsyncIterable[bytes], context: Context
     ) -> None:
-        given = {name: value for name, value in metadata if isinstance(value, str)}
-        told = _Told(time.perf_counter(), request_id_from(given.get("x-request-id", "")))
-        context.set_trailing_metadata((("x-request-id", told.request_id),))
+        headers = {name: value for name, value in metadata if isinstance(value, str)}
+        request_id = request_id_from(headers.get("x-request-id", ""))
+        record = _CallRecord(time.perf_counter(), request_id)
+        context.set_trailing_metadata((("x-request-id", record.request_id),))
         try:
-            await self._answer(path, given, requests, context, told)
+            await self._answer(path, headers, requests, context, record)
         except asyncio.CancelledError:
-            told.status = (
+            record.status = (
                 grpc.StatusCode.DEADLINE_EXCEEDED
-                if _left_s(context) == 0
+                if _remaining_s(context) == 0
                 else grpc.StatusCode.CANCELLED
             )
             raise
-        except Exception as error:  # noqa: BLE001  the edge of a call: its fault is not that of the others
-            answer = answer_error(error, told.request_id, self._service.folders)
-            told.status = status_of(answer)
-            context.set_trailing_metadata((("x-request-id", told.request_id), *metadata_of(answer)))
+        except Exception as error:  # noqa: BLE001  the edge of a call: its error does not affect other calls
+            answer = answer_error(error, record.request_id, self._service.folders)
+            record.status = status_of(answer)
+            context.set_trailing_metadata(
+                (("x-request-id", record.request_id), *metadata_of(answer))
+            )
             context.set_details(details_of(answer))
-            context.set_code(told.status)
+            context.set_code(record.status)
         finally:
-            self._tell(path, told)
+            self._log(path, record)
 
     async def _answer(
         self,
         path: str,
-        given: Mapping[str, str],
+        headers: Mapping[str, str],
         requests: AsyncIterable[bytes],
         context: Context,
-        told: _Told,
+        record: _CallRecord,
     ) -> None:
         name = _name(path)
         method = _method(name)
-        told.caller = await self._caller(method, given)  # before anything is read
+        record.caller = await self._caller(method, headers)  # before a message is read
 
         async def write(answer: Message) -> None:
             data: bytes = answer.SerializeToString()
-            told.sent += len(data)
+            record.sent_bytes += len(data)
             await context.write(data)
 
-        async def again() -> Call:
-            caller = await self._caller(method, given)
-            return Call(self._service, caller, _left_s(context))
+        async def new_call() -> Call:
+            caller = await self._caller(method, headers)
+            return Call(self._service, caller, _remaining_s(context))
 
-        async def streamed(request: bytes) -> Message:
-            return await self._stream_answer(again, request, told.request_id)
+        async def answer_one(request: bytes) -> Message:
+            return await self._stream_answer(new_call, request, record.request_id)
 
         if name == STREAM:
-            await answer_each(requests, streamed, write, self.stopping)
+            await answer_each(requests, answer_one, write, self.stopping)
             return
         async for request in requests:
             message = await self._read(method, request)
             if name == WATCH:
                 await watch(self._service, message, write, self.stopping)
             else:
-                await write(
-                    await method.does(Call(self._service, told.caller, _left_s(context)), message)
-                )
+                call = Call(self._service, record.caller, _remaining_s(context))
+                await write(await method.does(call, message))
             return
-        most = self._service.settings.max_infer_bytes
+        limit = self._service.settings.max_infer_bytes
         raise Unprocessable(
-            "the call brought no message that could be read", f"send one of at most {most} bytes"
+            "the call had no readable message", f"send one message of at most {limit} bytes"
         )
 
-    async def _caller(self, method: Method, given: Mapping[str, str]) -> Caller:
+    async def _caller(self, method: Method, headers: Mapping[str, str]) -> Caller:
         if method.may == "anybody":
             return NOBODY
-        authorization = given.get("authorization", "")
+        authorization = headers.get("authorization", "")
         caller = await caller_from(authorization, self._service.settings, self._service.verify)
         if method.may != "any key":
             caller.require(method.may)
         return caller
 
     async def _read(self, method: Method, request: bytes) -> Any:
-        """The message. Long lists of numbers are read by a helper: they would hold up all
-        others.
-        """
+        """Parse a message. A helper reads long lists of numbers: they would block other calls."""
         if (
             method.takes is pb.ModelInferRequest
             and len(request) > HELP_FROM_BYTES
@@ -161,7 +161,7 @@ class Edge(grpc.GenericRpcHandler):
         return parsed(method.takes, request)
 
     async def close(self) -> None:
-        """End its helpers."""
+        """End the helpers."""
         await self._helpers.close()
 
     async def _stream_answer(
@@ -170,60 +170,61 @@ class Edge(grpc.GenericRpcHandler):
         request: bytes,
         request_id: str,
     ) -> pb.ModelStreamInferResponse:
-        """One answer of a stream, which an error does not end, not even that the key was revoked
-        meanwhile.
+        """Answer one request of a stream.
 
-        A parameter says that nothing more will come of this request, as Triton's does.
+        An error does not end the stream, not even a revoked key. A parameter marks the last answer
+        of a request, as in Triton.
         """
         try:
             message = await self._read(METHODS[STREAM], request)
             answer = await infer(await call(), message)
-            said = ""
+            error_message = ""
         except Exception as error:  # noqa: BLE001  the edge of a request
-            asked = without_tensors(request)
+            header = without_tensors(request)
             answer = pb.ModelInferResponse(
-                id=asked.id, model_name=asked.model_name, model_version=asked.model_version
+                id=header.id, model_name=header.model_name, model_version=header.model_version
             )
-            said = details_of(answer_error(error, request_id, self._service.folders))
+            refusal = answer_error(error, request_id, self._service.folders)
+            error_message = details_of(refusal)
         answer.parameters["triton_final_response"].bool_param = True
-        return pb.ModelStreamInferResponse(error_message=said, infer_response=answer)
+        return pb.ModelStreamInferResponse(error_message=error_message, infer_response=answer)
 
-    def _tell(self, path: str, told: _Told) -> None:
-        name, seconds = _name(path), time.perf_counter() - told.begin
+    def _log(self, path: str, record: _CallRecord) -> None:
+        name, seconds = _name(path), time.perf_counter() - record.begin
         method = name if name in METHODS else NO_ROUTE
-        self._service.metrics.calls.labels(method, told.status.name).inc()
+        self._service.metrics.calls.labels(method, record.status.name).inc()
         self._service.metrics.call_seconds.labels(method).observe(seconds)
         logs.get("service.requests").info(
             "request",
             method="gRPC",
             path=path,
-            status=told.status.name,
+            status=record.status.name,
             seconds=round(seconds, 4),
-            bytes=told.sent,
-            request=told.request_id,
-            key=told.caller.key or None,
+            bytes=record.sent_bytes,
+            request=record.request_id,
+            key=record.caller.key or None,
         )
 
 
 def _name(path: str) -> str:
-    """The method's name; the path itself if there is none."""
+    """The name of the method; the path itself if there is no such method."""
     return NAMES.get(path, path)
 
 
 def _method(name: str) -> Method:
-    """MethodNotAllowed, which is UNIMPLEMENTED here, for what this server does not do."""
+    """Find a method; MethodNotAllowed, which becomes UNIMPLEMENTED, if there is none."""
     if name in METHODS:
         return METHODS[name]
     if name in SERVICE.methods_by_name:
         raise MethodNotAllowed(
             f"this server has no {name}",
-            "send tensors in the request; what is logged and traced is a setting of the service",
+            "send tensors in the request; logging and tracing are settings of the service",
         )
-    ours = ", ".join(each for each in METHODS if each in SERVICE.methods_by_name)
-    raise MethodNotAllowed(f"'{name}' is no method of {SERVICE.full_name}", f"it has {ours}")
+    methods = ", ".join(method for method in METHODS if method in SERVICE.methods_by_name)
+    raise MethodNotAllowed(f"'{name}' is no method of {SERVICE.full_name}", f"it has {methods}")
 
 
-def _left_s(context: Context) -> float | None:
-    """Until the client's deadline; None: it has none."""
-    left: float | None = context.time_remaining()
-    return left
+def _remaining_s(context: Context) -> float | None:
+    """The time until the client's deadline; None: it has none."""
+    remaining_s: float | None = context.time_remaining()
+    return remaining_s

@@ -1,5 +1,6 @@
-"""`python -m service.grpc.generate`: what the service knows of its messages, made anew from
-protos/*.proto. Needs grpcio-tools (extra `dev`).
+"""`python -m service.grpc.generate`: generate descriptors from protos/*.proto.
+
+Needs grpcio-tools (extra `dev`).
 
 descriptors.binpb         the messages themselves, read by service/grpc/descriptors.py
 *_pb2.pyi                 their types, for mypy
@@ -16,17 +17,17 @@ TRITON_CONFIG = FOLDER.parents[1] / "pipeline" / "report" / "model_config.binpb"
 
 
 def generate(out: Path) -> None:
-    """Write the files to a folder. RuntimeError if the compiler refuses."""
+    """Write the files to a folder; RuntimeError if protoc fails."""
     from grpc_tools import protoc
 
     protos = FOLDER / "protos"
     names = sorted(file.name for file in protos.glob("*.proto"))
-    whole = [f"--pyi_out={out}", f"--descriptor_set_out={out / 'descriptors.binpb'}", *names]
+    service = [f"--pyi_out={out}", f"--descriptor_set_out={out / 'descriptors.binpb'}", *names]
     config = [f"--descriptor_set_out={out / TRITON_CONFIG.name}", "model_config.proto"]
-    for given in (whole, config):
-        if protoc.main(["protoc", f"--proto_path={protos}", *given]):
-            raise RuntimeError("protoc has refused the definitions; it says why above")
-    for stub in out.glob("*_pb2.pyi"):  # protoc writes imports as if the files lay at the top
+    for arguments in (service, config):
+        if protoc.main(["protoc", f"--proto_path={protos}", *arguments]):
+            raise RuntimeError("protoc failed; its output above has the reason")
+    for stub in out.glob("*_pb2.pyi"):  # protoc writes imports for files at the top level
         stub.write_text(
             stub.read_text(encoding="utf-8").replace(
                 "import model_config_pb2 as", "from service.grpc import model_config_pb2 as"

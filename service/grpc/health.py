@@ -1,5 +1,6 @@
-"""gRPC's health checking protocol, as Kubernetes' probes and grpc_health_probe ask it: the same
-that /readyz tells.
+"""gRPC's health checking protocol, for Kubernetes' probes and grpc_health_probe.
+
+It reports the same state as /readyz.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from service.errors import NotFound, Unavailable
 from service.grpc.descriptors import SERVICE
 from service.grpc.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-LOOK_S = 0.5  # between two looks for whether a watched status has changed
+CHECK_S = 0.5  # between two checks of a watched status
 NAMES = ("", SERVICE.full_name)
 
 
 def check(service: Service, message: HealthCheckRequest) -> HealthCheckResponse:
-    """Whether requests are taken; NotFound for a service that is not here."""
+    """Report whether the service is ready; NotFound for an unknown service."""
     if message.service not in NAMES:
         raise NotFound(
             f"no service '{message.service[:80]}'", f"leave it out, or ask for {SERVICE.full_name}"
         )
-    return _told(service, message)
+    return _status(service, message)
 
 
 async def watch(
@@ -32,20 +33,20 @@ async def watch(
     write: Callable[[HealthCheckResponse], Awaitable[None]],
     stopping: asyncio.Event,
 ) -> None:
-    """The status now, and whenever it has changed, until the port closes."""
+    """Send the status now and after each change, until the port closes."""
     last = None
     while True:
-        told = _told(service, message)
-        if told != last:
-            await write(told)
-            last = told
+        status = _status(service, message)
+        if status != last:
+            await write(status)
+            last = status
         if stopping.is_set():
             return
         with suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), LOOK_S)
+            await asyncio.wait_for(stopping.wait(), CHECK_S)
 
 
-def _told(service: Service, message: HealthCheckRequest) -> HealthCheckResponse:
+def _status(service: Service, message: HealthCheckRequest) -> HealthCheckResponse:
     if message.service not in NAMES:
         return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
     try:

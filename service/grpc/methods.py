@@ -1,6 +1,4 @@
-"""What each method of the service does, and who may call it. ModelInfer's stream is in
-service/grpc/stream.py.
-"""
+"""The methods of the service, and who may call them. Streams are in service/grpc/stream.py."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ class Call:
 
     service: Service
     caller: Caller
-    deadline_s: float | None  # the time that the client's deadline leaves; None: it has none
+    deadline_s: float | None  # time until the client's deadline; None: it has none
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Who may call a method, what it takes, and what it does."""
+    """The scope that a method needs, its message type, and its function."""
 
     may: Scope | Literal["anybody", "any key"]
     takes: type[Message]
@@ -60,55 +58,59 @@ async def server_metadata(call: Call, message: pb.ServerMetadataRequest) -> Mess
 
 
 async def model_ready(call: Call, message: pb.ModelReadyRequest) -> Message:
-    """False also of a model that is not there, as Triton answers."""
+    """Answer False also for an unknown model, as Triton does."""
     version = version_from(message.version)
     try:
-        found = call.service.serving.find(call.caller, message.name or None, version)
+        served = call.service.serving.find(call.caller, message.name or None, version)
     except NotFound:
         return pb.ModelReadyResponse(ready=False)
-    return pb.ModelReadyResponse(ready=found.state == "ready")
+    return pb.ModelReadyResponse(ready=served.state == "ready")
 
 
 async def model_metadata(call: Call, message: pb.ModelMetadataRequest) -> Message:
     serving = call.service.serving
-    found = serving.find(call.caller, message.name or None, version_from(message.version))
-    versions = [each.version for each in serving.served(call.caller) if each.model == found.model]
-    return ParseDict(oip_documents.model_metadata(found, versions), pb.ModelMetadataResponse())
+    served = serving.find(call.caller, message.name or None, version_from(message.version))
+    models = serving.served(call.caller)
+    versions = [model.version for model in models if model.model == served.model]
+    return ParseDict(oip_documents.model_metadata(served, versions), pb.ModelMetadataResponse())
 
 
 async def model_config(call: Call, message: pb.ModelConfigRequest) -> Message:
-    found = call.service.serving.find(
+    served = call.service.serving.find(
         call.caller, message.name or None, version_from(message.version)
     )
-    return ParseDict({"config": oip_documents.model_config(found)}, pb.ModelConfigResponse())
+    return ParseDict({"config": oip_documents.model_config(served)}, pb.ModelConfigResponse())
 
 
 async def model_statistics(call: Call, message: pb.ModelStatisticsRequest) -> Message:
-    """Of all models where none is named."""
+    """The statistics of one model, or of all models if the message names none."""
     serving, version = call.service.serving, version_from(message.version)
     if message.name:
         serving.find(call.caller, message.name, version)
-    found = [
-        each
-        for each in serving.statistics(call.caller)
-        if message.name in ("", each.model) and version in (None, each.version)
+    models = [
+        model
+        for model in serving.statistics(call.caller)
+        if message.name in ("", model.model) and version in (None, model.version)
     ]
-    return ParseDict(oip_documents.statistics(found), pb.ModelStatisticsResponse())
+    return ParseDict(oip_documents.statistics(models), pb.ModelStatisticsResponse())
 
 
 async def repository_index(call: Call, message: pb.RepositoryIndexRequest) -> Message:
-    found = [
-        each
-        for each in call.service.serving.served(call.caller)
-        if each.state == "ready" or not message.ready
+    models = [
+        served
+        for served in call.service.serving.served(call.caller)
+        if served.state == "ready" or not message.ready
     ]
-    return ParseDict({"models": oip_documents.index(found)}, pb.RepositoryIndexResponse())
+    return ParseDict({"models": oip_documents.index(models)}, pb.RepositoryIndexResponse())
 
 
 async def load(call: Call, message: pb.RepositoryModelLoadRequest) -> Message:
     if message.parameters:
-        said = f"a model loads as it was deployed, without `{sorted(message.parameters)[0]}`"
-        raise Unprocessable(said, "PUT /models/NAME/deployment changes how")
+        name = sorted(message.parameters)[0]
+        raise Unprocessable(
+            f"a model loads as it was deployed, without `{name}`",
+            "PUT /models/NAME/deployment changes its options",
+        )
     await call.service.serving.load(call.caller, message.model_name)
     return pb.RepositoryModelLoadResponse()
 
@@ -140,10 +142,10 @@ METHODS: Mapping[str, Method] = {
     "RepositoryModelLoad": Method("admin", pb.RepositoryModelLoadRequest, load),
     "RepositoryModelUnload": Method("admin", pb.RepositoryModelUnloadRequest, unload),
     "ModelInfer": Method("infer", pb.ModelInferRequest, infer),
-    "ModelStreamInfer": Method("infer", pb.ModelInferRequest, infer),  # of each request
+    "ModelStreamInfer": Method("infer", pb.ModelInferRequest, infer),  # for each request
     "Check": Method("anybody", HealthCheckRequest, check),
-    "Watch": Method("anybody", HealthCheckRequest, check),  # again and again
+    "Watch": Method("anybody", HealthCheckRequest, check),  # repeatedly
 }
-"""What this server does. It has no shared memory, and no traces and logs that a client could
-switch: those methods are UNIMPLEMENTED.
+"""The methods of this server. Shared memory, and the client's control of traces and logs, are not
+implemented: those methods are UNIMPLEMENTED.
 """

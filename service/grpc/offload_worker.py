@@ -1,5 +1,6 @@
-"""`python -m service.grpc.offload_worker`: as service.offload.worker, for requests over gRPC whose
-tensors are long lists of numbers.
+"""`python -m service.grpc.offload_worker`: a helper as service.offload.worker is.
+
+It converts gRPC requests that have long lists of numbers as tensors.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from service.offload.worker import Head, Parts, serve
 
 
 def raw_form(body: bytes) -> tuple[Head, Parts]:
-    """Any request, as one with raw tensors. Unprocessable as `request_from` says."""
+    """Convert a request to one with raw tensors; Unprocessable if it is invalid."""
     message = parsed(ModelInferRequest, body)
     arrays = inputs_from(message)
-    for each in message.inputs:
-        each.ClearField("contents")
-    message.raw_input_contents[:] = [arrays[each.name].tobytes() for each in message.inputs]
+    for tensor in message.inputs:
+        tensor.ClearField("contents")
+    message.raw_input_contents[:] = [arrays[tensor.name].tobytes() for tensor in message.inputs]
     return {}, [message.SerializeToString()]
 
 

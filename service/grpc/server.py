@@ -1,4 +1,4 @@
-"""The port: opened when the service is, and closed when it stops."""
+"""The gRPC port: opened with the service, closed when the service stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_BYTES = 2**31 - 1  # of a message: gRPC counts them in 32 bits
 
 
 class RpcServer:
-    """What answers at one port."""
+    """The gRPC server of one port."""
 
     def __init__(self, service: Service, tls: Tls | None) -> None:
         settings = service.settings
@@ -24,15 +24,11 @@ class RpcServer:
         self._server = grpc.aio.server(
             handlers=[self._edge],
             options=[
-                (
-                    "grpc.max_receive_message_length",
-                    min(settings.max_infer_bytes, _MAX_BYTES),
-                ),  # after decompression
+                # after decompression
+                ("grpc.max_receive_message_length", min(settings.max_infer_bytes, _MAX_BYTES)),
                 ("grpc.max_send_message_length", -1),
-                (
-                    "grpc.so_reuseport",
-                    0,
-                ),  # else a second server would share the port, and take half of the calls
+                # With port reuse, a second server would share the port and get half of the calls.
+                ("grpc.so_reuseport", 0),
             ],
         )
         host = settings.host.strip("[]")
@@ -46,7 +42,7 @@ class RpcServer:
             )
         except RuntimeError as error:
             step = (
-                "give another CRUCIBLE_SERVICE_GRPC_PORT, or do without gRPC:"
+                "set another CRUCIBLE_SERVICE_GRPC_PORT, or turn gRPC off:"
                 " CRUCIBLE_SERVICE_GRPC=false"
             )
             raise HostError(
@@ -58,8 +54,9 @@ class RpcServer:
         await self._server.start()
 
     async def stop(self, grace_s: float = HTTP_S) -> None:
-        """Take no more calls; those under way may finish, and streams answer what has come.
-        Harmless if repeated.
+        """Refuse new calls; running calls finish, and streams answer the requests they have read.
+
+        It can be called again.
         """
         self._edge.stopping.set()
         await self._server.stop(grace_s)
@@ -68,9 +65,7 @@ class RpcServer:
 
 @asynccontextmanager
 async def rpc_server(service: Service, tls: Tls | None) -> AsyncIterator[RpcServer | None]:
-    """The service over gRPC, or None where the settings want none. HostError if the port is
-    taken.
-    """
+    """Run the gRPC server; None if the settings turn it off. HostError if the port is in use."""
     if not service.settings.grpc:
         yield None
         return

@@ -1,6 +1,4 @@
-"""Refusals as gRPC tells them: one table from HTTP's status codes, so that both wires refuse
-alike.
-"""
+"""gRPC statuses of errors: one table from HTTP's status codes, so that both protocols agree."""
 
 from __future__ import annotations
 
@@ -29,19 +27,18 @@ STATUSES = {
 
 
 def status_of(answer: Answer) -> StatusCode:
-    """The status of a refusal."""
+    """The gRPC status of an error."""
     return STATUSES.get(answer.status, StatusCode.UNKNOWN)
 
 
 def details_of(answer: Answer) -> str:
-    """What a client shows: what was expected, what came, and in brackets what to do next."""
-    after = answer.body.get("next")
-    return f"{answer.body['error']} ({after})" if after else answer.body["error"]
+    """The text for people: the expected and actual values, and the next step in brackets."""
+    next_step = answer.body.get("next")
+    return f"{answer.body['error']} ({next_step})" if next_step else answer.body["error"]
 
 
 def metadata_of(answer: Answer) -> tuple[tuple[str, str], ...]:
-    """What programs read, besides the status: the code of the error, and after how many seconds to
-    try again.
-    """
-    later = answer.headers.get("Retry-After")
-    return (("crucible-code", answer.body["code"]), *((("retry-after", later),) if later else ()))
+    """The metadata for programs: the error code, and the seconds to wait before a retry."""
+    code = ("crucible-code", answer.body["code"])
+    retry_after = answer.headers.get("Retry-After")
+    return (code, ("retry-after", retry_after)) if retry_after else (code,)

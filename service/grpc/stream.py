@@ -1,5 +1,6 @@
-"""Many requests on one call: they are worked on side by side, so that they can share a batch, and
-answered in their order.
+"""Streams: many requests on one call.
+
+They run concurrently, so that they can share a batch, and are answered in their order.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from typing import TypeVar
 
 from service.errors import Unavailable
 
-MOST = 64  # requests of one stream in work; whoever sends more waits, and gRPC holds the bytes back
+# Requests of one stream that run at a time. Further ones wait, and gRPC holds their bytes back.
+MAX_REQUESTS = 64
 
 
 Answer = TypeVar("Answer")
@@ -24,21 +26,21 @@ async def answer_each(
     write: Writing[Answer],
     stopping: asyncio.Event,
 ) -> None:
-    """Answer until the requests end; once the server stops, those that have come. Unavailable tells
-    the client then why it hears no more.
+    """Answer requests until they end, or until the server stops.
 
+    When the server stops, it answers the requests that it has read, then raises Unavailable.
     Cancelling cancels every answer that is not written.
     """
-    begun: asyncio.Queue[asyncio.Task[Answer] | None] = asyncio.Queue()
-    free = asyncio.Semaphore(MOST)
+    answers: asyncio.Queue[asyncio.Task[Answer] | None] = asyncio.Queue()
+    free = asyncio.Semaphore(MAX_REQUESTS)
 
     async def read() -> None:
         try:
             async for request in requests:
                 await free.acquire()
-                begun.put_nowait(tasks.create_task(answer(request)))
+                answers.put_nowait(tasks.create_task(answer(request)))
         finally:
-            begun.put_nowait(None)
+            answers.put_nowait(None)
 
     async def end(reading: asyncio.Task[None]) -> None:
         await stopping.wait()
@@ -46,7 +48,7 @@ async def answer_each(
 
     async with asyncio.TaskGroup() as tasks:
         ending = tasks.create_task(end(tasks.create_task(read())))
-        while task := await begun.get():
+        while task := await answers.get():
             await write(await task)
             free.release()
         ending.cancel()

@@ -1,5 +1,6 @@
-"""What can be told of a ModelInferRequest's bytes without parsing them: the parts of a message lie
-one behind the other, each with its length.
+"""Scan the bytes of a ModelInferRequest without parsing them.
+
+Its fields follow one another, each with its length.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from google.protobuf.message import DecodeError
 
 from service.grpc.grpc_service_pb2 import ModelInferRequest
 
-MAX_FIELDS = 10_000  # that are looked at one by one
-VARINT, LENGTH, FIXED = 0, 2, {1: 8, 5: 4}  # protobuf's wire types, the fixed ones with their bytes
+MAX_FIELDS = 10_000  # that are scanned one by one
+VARINT, LENGTH = 0, 2  # wire types of protobuf
+FIXED = {1: 8, 5: 4}  # wire types of fixed length, with their bytes
 _NUMBERS = {
     name: field.number for name, field in ModelInferRequest.DESCRIPTOR.fields_by_name.items()
 }
 
 
 def typed_bytes(data: bytes) -> int:
-    """How long the inputs are, besides raw bytes; all of it, if that cannot be told."""
+    """Count the bytes of the inputs, without raw bytes; all bytes if the scan fails."""
     try:
         return sum(
             end - begin for number, begin, end in _fields(data) if number == _NUMBERS["inputs"]
@@ -28,7 +30,7 @@ def typed_bytes(data: bytes) -> int:
 
 
 def without_tensors(data: bytes) -> ModelInferRequest:
-    """Who is asked, under which id; an empty message, if that cannot be told."""
+    """Parse a request without its tensors; an empty message if that fails."""
     tensors = {_NUMBERS["inputs"], _NUMBERS["raw_input_contents"]}
     try:
         rest: ModelInferRequest = ModelInferRequest.FromString(
@@ -42,8 +44,9 @@ def without_tensors(data: bytes) -> ModelInferRequest:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Each part's number, and where it begins and ends. IndexError or KeyError if this is no
-    message, or one of more than MAX_FIELDS parts.
+    """Yield the number, begin and end of each field.
+
+    IndexError or KeyError if this is no message, or if it has more than MAX_FIELDS fields.
     """
     at = 0
     for _ in range(MAX_FIELDS):
@@ -51,18 +54,24 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, int]]:
             return
         begin = at
         tag, at = _varint(data, at)
-        length, at = _varint(data, at) if tag & 7 in (VARINT, LENGTH) else (FIXED[tag & 7], at)
-        at += length if tag & 7 != VARINT else 0
+        wire_type = tag & 7
+        if wire_type == VARINT:
+            _, at = _varint(data, at)
+        elif wire_type == LENGTH:
+            length, at = _varint(data, at)
+            at += length
+        else:
+            at += FIXED[wire_type]
         yield tag >> 3, begin, at
     raise IndexError(at)
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins there, and where the next thing does."""
+    """Read the varint at an offset; return its value and the offset behind it."""
     value = 0
-    for place in range(10):
-        byte = data[at + place]
-        value |= (byte & 127) << 7 * place
+    for index in range(10):
+        byte = data[at + index]
+        value |= (byte & 127) << 7 * index
         if byte < 128:
-            return value, at + place + 1
+            return value, at + index + 1
     raise IndexError(at)

@@ -1,10 +1,10 @@
-"""A process that does what would hold up the server's event loop: `python -m
-service.offload.worker`, spoken to over its stdin and stdout.
+"""A helper process for work that would block the server's event loop: `python -m
+service.offload.worker`. It reads requests from stdin and writes answers to stdout.
 
 A request and its answer are each   8 bytes: length of the head | 8 bytes: length of the body |
                                     head, JSON | body
-It ends when its stdin does, so it does not outlive the server. What it decodes comes from
-strangers: a decoder that crashes takes only this process along.
+It ends at the end of its stdin, so it does not outlive the server. The bodies are untrusted: if a
+decoder crashes, it ends only this process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LENGTHS = struct.Struct("<QQ")
 
 Head = Mapping[str, object]
 Parts = Sequence[bytes | memoryview]
-Given = dict[str, Any]
+Fields = dict[str, Any]
 Work = Callable[..., tuple[Head, Parts]]
 
 
@@ -41,21 +41,18 @@ def _decoded(tensors: Tensors, rest: Head) -> tuple[Head, Parts]:
 
 
 def decode_oip(body: bytes, header_length: int | None) -> tuple[Head, Parts]:
-    """Any request of the protocol, as one with binary tensors."""
+    """Convert any request of the protocol to one with binary tensors."""
     rest = {key: value for key, value in split(body, header_length)[1].items() if key != "inputs"}
     return _decoded(parse_request(body, header_length).inputs, rest)
 
 
 def decode_json(body: bytes, dtypes: dict[str, str]) -> tuple[Head, Parts]:
-    asked = parse_json(body, dtypes)
-    timeout = (
-        {}
-        if asked.timeout_s is None
-        else {"parameters": {"timeout": max(1, int(asked.timeout_s * 1e6))}}
-    )
-    return _decoded(
-        asked.inputs, {**timeout, "outputs": [{"name": name} for name in asked.outputs]}
-    )
+    request = parse_json(body, dtypes)
+    rest: dict[str, object] = {}
+    if request.timeout_s is not None:
+        rest["parameters"] = {"timeout": max(1, int(request.timeout_s * 1e6))}
+    rest["outputs"] = [{"name": name} for name in request.outputs]
+    return _decoded(request.inputs, rest)
 
 
 def decode_npz(body: bytes, limit: int) -> tuple[Head, Parts]:
@@ -63,24 +60,27 @@ def decode_npz(body: bytes, limit: int) -> tuple[Head, Parts]:
 
 
 def decode_image(body: bytes, recipe: dict[str, object], dtype: str) -> tuple[Head, Parts]:
-    made = InputRecipe.model_validate(recipe)
-    return _decoded({made.input: array_from_image(body, made, dtype)}, {})
+    checked_recipe = InputRecipe.model_validate(recipe)
+    array = array_from_image(body, checked_recipe, dtype)
+    return _decoded({checked_recipe.input: array}, {})
 
 
 def encode(
     body: bytes,
     header_length: int,
-    answer: Given,
-    timing: Given,
+    answer: Fields,
+    timing: Fields,
     plain: bool,
     binary: dict[str, bool],
 ) -> tuple[Head, Parts]:
-    """An answer, which came in the form of a request, as JSON."""
+    """Encode an answer as JSON; it comes in the form of a binary request."""
     tensors = parse_request(body, header_length).inputs
-    whole = InferAnswer(**answer, outputs=tensors, timing=Timing(**timing))
-    parts = (
-        [encode_json(whole)] if plain else encode_answer(whole, OipRequest({}, binary_of=binary))
-    )
+    full_answer = InferAnswer(**answer, outputs=tensors, timing=Timing(**timing))
+    parts: Parts
+    if plain:
+        parts = [encode_json(full_answer)]
+    else:
+        parts = encode_answer(full_answer, OipRequest({}, binary_of=binary))
     return {"header_length": len(parts[0])}, parts
 
 
@@ -90,13 +90,13 @@ WORK: Mapping[str, Work] = {
 
 
 def answer_head(answer: InferAnswer) -> dict[str, object]:
-    """What `encode` is told of an answer beside its tensors."""
-    named = {name: getattr(answer, name) for name in ("model", "version", "device", "id")}
-    return {"answer": named, "timing": asdict(answer.timing)}
+    """The arguments of `encode` for an answer, without its tensors."""
+    fields = {name: getattr(answer, name) for name in ("model", "version", "device", "id")}
+    return {"answer": fields, "timing": asdict(answer.timing)}
 
 
 def done(head: Head, body: bytes, works: Mapping[str, Work] = WORK) -> tuple[Head, Parts]:
-    """What is asked for, or how it is refused."""
+    """Do the requested work; return its result, or the error of the service."""
     arguments = dict(head)
     try:
         return works[str(arguments.pop("work"))](body, **arguments)
@@ -108,20 +108,20 @@ def done(head: Head, body: bytes, works: Mapping[str, Work] = WORK) -> tuple[Hea
         }, []
 
 
-def main(given: BinaryIO, taken: BinaryIO, works: Mapping[str, Work] = WORK) -> None:
-    while lengths := given.read(LENGTHS.size):
+def main(requests: BinaryIO, answers: BinaryIO, works: Mapping[str, Work] = WORK) -> None:
+    while lengths := requests.read(LENGTHS.size):
         head_length, body_length = LENGTHS.unpack(lengths)
-        head = orjson.loads(given.read(head_length))
-        said, parts = done(head, given.read(body_length), works)
-        text = orjson.dumps(said)
+        head = orjson.loads(requests.read(head_length))
+        answer_head, parts = done(head, requests.read(body_length), works)
+        text = orjson.dumps(answer_head)
         for part in (LENGTHS.pack(len(text), sum(map(len, parts))), text, *parts):
-            taken.write(part)
-        taken.flush()
+            answers.write(part)
+        answers.flush()
 
 
 def serve(works: Mapping[str, Work]) -> None:
-    """Be a helper, until the server hangs up."""
-    os.nice(5)  # the server comes first
+    """Work as a helper until the server closes stdin."""
+    os.nice(5)  # the server has priority
     main(sys.stdin.buffer, sys.stdout.buffer, works)
 
 

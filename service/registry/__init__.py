@@ -1,1 +1,1 @@
-"""Promoted models: versions, which one is current, and how each is served."""
+"""Promoted models: their versions, the current one, and the options for serving them."""

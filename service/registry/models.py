@@ -1,4 +1,4 @@
-"""Models that were promoted, as they are stored and as clients are told of them. Pure."""
+"""Promoted models: the types that are stored, and the types that clients see. Pure."""
 
 from __future__ import annotations
 
@@ -14,59 +14,60 @@ from pipeline.serving_inputs import BatchSpec, InputRecipe
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$"
 RESERVED = frozenset({"stats"})
-"""Names that no model may get: a path of a wire, GET /v2/models/stats, would hide it."""
+"""Names that no model may have: the path GET /v2/models/stats would hide the model."""
 
 ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 
 
 class PromoteRequest(Frozen):
-    """Which report's engine is to be the model's next version."""
+    """The report whose engine becomes the next version of the model."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"report": "01931f3a5b2c07d1e9a44c6f2"}]},
     )
 
-    report: str = Field(max_length=100, description="The id of the job that made it")
+    report: str = Field(max_length=100, description="The id of the job of this report")
     override: bool = Field(
         default=False,
         description=(
-            "Take it although its verdict is `unproven`; logged. A rejected one is never taken"
+            "Promote a report with the verdict `unproven`, too; logged. A rejected report is never"
+            " promoted"
         ),
     )
 
 
 class BenchmarkRequest(Frozen):
-    """Which version is to be measured again."""
+    """The version to measure again."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"version": 2}]})
 
     version: int | None = Field(
         default=None,
         ge=1,
-        description="Null: the one that is loaded, or the current one where none is",
+        description="Null: the loaded version, or the current one if none is loaded",
     )
 
 
 class DeploymentOptions(Frozen):
-    """How a model is served. What is left out is chosen."""
+    """The options for serving a model. Missing options get defaults."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"instances": 2, "max_batch": 8}]})
 
     version: int | None = Field(
         default=None,
         ge=1,
-        description="Null: the current one, also after a promotion or a rollback",
+        description="Null: always the current one, also after a promotion or a rollback",
     )
     device: str | None = Field(
-        default=None, description="`cpu`, `gpu:0`, ...; null: the first one that the engine runs on"
+        default=None, description="`cpu`, `gpu:0`, ...; null: the first device that fits the engine"
     )
     instances: int = Field(
-        default=1, ge=1, le=64, description="Processes, each with an engine of its own"
+        default=1, ge=1, le=64, description="Processes, each with its own engine"
     )
     overlap: bool = Field(
         default=False,
         description=(
-            "Copy a batch while another one computes; each instance takes more memory for that"
+            "Copy a batch while another one computes; each instance needs more memory for that"
         ),
     )
     max_batch: int | None = Field(
@@ -84,43 +85,47 @@ class DeploymentOptions(Frozen):
         default=256,
         ge=1,
         le=100_000,
-        description="Requests that may wait; one more is answered 429",
+        description="Requests that may wait; further requests get status 429",
     )
     timeout_s: float = Field(
-        default=30.0, gt=0, le=3600, description="Of a request, which may bring a shorter one"
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="Time-out of a request; a request may set a shorter one",
     )
 
 
 class Version(Frozen):
-    """One promoted engine. Never changed, but `before` where that version is pruned, and
-    `memory_bytes` when it has been loaded.
+    """One promoted engine.
+
+    Only two fields ever change: `before`, if that version is pruned, and `memory_bytes`, after a
+    load.
     """
 
     model: str
     version: int = Field(ge=1)
     owner: str
-    job: str = Field(description="Whose report proves it")
+    job: str = Field(description="The job whose report proves it")
     created: str = Field(description="UTC")
     verdict: Verdict
-    override: bool = Field(description="It was taken although its verdict was `unproven`")
+    override: bool = Field(description="True if it was promoted with the verdict `unproven`")
     before: int | None = Field(
-        description="The version that was current before it; a rollback leads there"
+        description="The version that was current before; a rollback makes it current again"
     )
-    label: str = Field(description="The candidate that won")
+    label: str = Field(description="The label of the best candidate")
     backend: str
     precision: Precision
-    target: str = Field(description="The CPU or GPU that it was built for")
+    target: str = Field(description="The CPU or GPU for which it was built")
     on_gpu: bool
     size_bytes: int
     peak_bytes: int = Field(
         default=0,
-        description="The most that a process held in the benchmark; 0: not known, or on a GPU",
+        description="Peak memory of a process in the benchmark; 0: not known, or on a GPU",
     )
     memory_bytes: int | None = Field(
         default=None,
         description=(
-            "Of the device, held by one instance when it was loaded, the least so far; null: not"
-            " known"
+            "Device memory of one instance after loading, the lowest value so far; null: not known"
         ),
     )
     inputs: tuple[TensorSpec, ...]
@@ -137,16 +142,16 @@ class Version(Frozen):
 
 
 class DeploymentView(Frozen):
-    """How a model is served now."""
+    """The current state of a model."""
 
     state: ModelState
     reason: str = Field(default="", description="Why it failed")
-    version: int | None = Field(description="The version that answers; null: none does")
+    version: int | None = Field(description="The version that answers; null: none")
     device: str | None
-    options: DeploymentOptions | None = Field(description="As they were asked for last")
-    memory_bytes: int | None = Field(
-        default=None, description="Of the device, held by its instances"
+    options: DeploymentOptions | None = Field(
+        description="The options of the last request for a deployment"
     )
+    memory_bytes: int | None = Field(default=None, description="Device memory of all instances")
 
 
 class ModelView(Frozen):
@@ -155,7 +160,7 @@ class ModelView(Frozen):
     name: str
     owner: str
     current: Version
-    versions: tuple[Version, ...] = Field(description="All that are kept, the newest first")
+    versions: tuple[Version, ...] = Field(description="All stored versions, the newest first")
     deployment: DeploymentView
 
 
@@ -164,21 +169,19 @@ class ModelPage(Frozen):
 
 
 class SeenShape(Frozen):
-    """Sizes of the symbols in requests, and how many had them."""
+    """Sizes of the symbols in requests, and the number of these requests."""
 
     sizes: dict[str, int]
     requests: int
 
 
 class ShapesView(Frozen):
-    """What requests were like since the model was loaded, and the profile they suggest for the next
-    compile.
-    """
+    """The request shapes since the model was loaded, and a profile for the next compile."""
 
     version: int
     shapes: tuple[SeenShape, ...] = Field(description="The most frequent first")
     profiles: tuple[dict[str, DimRange], ...] = Field(
-        description="For `profiles` of a plan; empty while nothing was seen"
+        description="For `profiles` of a plan; empty without requests"
     )
 
 
@@ -186,39 +189,46 @@ class ShapesView(Frozen):
 
 
 def version_name(model: str, version: int) -> str:
-    """What messages call a version of a model."""
+    """The name of a version in messages."""
     return f"version {version} of '{model}'"
 
 
 def prunable(versions: Sequence[Version], used: Collection[int], keep: int) -> tuple[int, ...]:
-    """Versions that need not be kept: all but the newest `keep`, those in use, and those that a
-    rollback from one in use leads to next.
+    """Return the versions that can be removed.
+
+    The newest `keep` versions stay, and so do those in use and the targets of a rollback from a
+    version in use.
     """
-    kept = {each.version for each in sorted(versions, key=lambda each: -each.version)[:keep]} | set(
-        used
-    )
-    kept |= {each.before for each in versions if each.version in used and each.before is not None}
-    return tuple(sorted(each.version for each in versions if each.version not in kept))
+    numbers = sorted((version.version for version in versions), reverse=True)
+    retained = {*numbers[:keep], *used}
+    for version in versions:
+        if version.version in used and version.before is not None:
+            retained.add(version.before)
+    return tuple(sorted(number for number in numbers if number not in retained))
 
 
 def suggested(
     shapes: Mapping[tuple[tuple[str, int], ...], int], version: Version
 ) -> tuple[dict[str, DimRange], ...]:
-    """One profile that holds all sizes seen, the most frequent as opt. What counts rows reaches as
-    far as rows run together.
+    """Suggest one profile for all sizes of the requests, with the most frequent size as `opt`.
+
+    A batch symbol reaches at least to the largest batch.
     """
     counts: dict[str, Counter[int]] = {}
     for shape, requests in shapes.items():
         for symbol, size in shape:
             counts.setdefault(symbol, Counter())[size] += requests
-    rows = {
-        spec.shape[axis]
-        for spec in version.inputs
-        if (axis := version.batch.axes.get(spec.name)) is not None
-    }
+    batch_dims = set()
+    for spec in version.inputs:
+        axis = version.batch.axes.get(spec.name)
+        if axis is not None:
+            batch_dims.add(spec.shape[axis])
     profile = {}
-    for symbol, seen in counts.items():
-        opt = max(seen, key=lambda size: (seen[size], size))
-        most = max(seen) if symbol not in rows else max(*seen, version.batch.maximum)
-        profile[symbol] = DimRange(min=min(seen), opt=max(opt, 1), max=max(most, 1))
+    for symbol, requests_by_size in counts.items():
+        sizes = requests_by_size.keys()
+        opt = max(sizes, key=lambda size: (requests_by_size[size], size))
+        largest = max(sizes)
+        if symbol in batch_dims:
+            largest = max(largest, version.batch.maximum)
+        profile[symbol] = DimRange(min=min(sizes), opt=max(opt, 1), max=max(largest, 1))
     return (profile,) if profile else ()

@@ -1,6 +1,4 @@
-"""From a report to a version of a model: whether it may be served, and the proof of its batches,
-taken in a child.
-"""
+"""Promote a report to a version of a model: check the report, prove the batches in a child."""
 
 from __future__ import annotations
 
@@ -23,15 +21,15 @@ from service.jobs.worker_client import VISIBLE, visible
 from service.registry.models import Version
 from service.storage.layout import Folders
 
-PROOF_S = 900.0  # some twenty runs at the largest sizes, after loading
+PROOF_S = 900.0  # time for loading and about twenty runs at the largest sizes
 
 Prove = Callable[[Engine, tuple[Padding, ...], str], Awaitable[BatchSpec]]
-"""The proof of an engine's batches on a device."""
+"""Prove the batches of an engine on a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A report that may be promoted, and its engine, whose files are what they were."""
+    """A report that may be promoted, and its engine with unchanged files."""
 
     job: str
     owner: str
@@ -42,16 +40,17 @@ class Candidate:
 def candidate_of(
     job_id: str, owner: str | None, override: bool, jobs: JobStore, folders: Folders
 ) -> Candidate:
-    """NotFound without such a report, Conflict if it may not be promoted.
+    """Read and check the report of a job.
 
-    DamagedError if the report or a file of its engine is not what it was.
+    NotFound if there is no report, Conflict if it may not be promoted, DamagedError if the report
+    or a file of its engine has changed.
     """
     job = jobs.get(job_id, owner)
     folder = folders.report(job.id)
     if job.state != "succeeded":
         raise NotFound(
             f"job {job_id} is {job.state}: there is no report",
-            f"GET /jobs/{job_id} tells how far it is",
+            f"GET /jobs/{job_id} shows its progress",
         )
     report = published_report(folder)
     check_report(report, override)
@@ -63,14 +62,14 @@ def candidate_of(
 def check_own(engine: Engine, manifest: Manifest, job: Job) -> None:
     """Conflict for an engine that is code, unless this job of this server has built it.
 
-    The database says so, not the engine's folder.
+    The evidence is in the database, not in the folder of the engine.
     """
     if engine.target.backend not in CODE_BACKENDS:
         return
     if manifest.sha256 != job.engine or manifest.value != engine.model_dump(mode="json"):
         message = "this engine is a PyTorch program, which runs as code"
         raise Conflict(
-            f"{message}, and it is not the one that job {job.id} built on this server",
+            f"{message}, and it differs from the engine that job {job.id} built on this server",
             "compile the model again on this server, and promote that report",
         )
 
@@ -78,25 +77,26 @@ def check_own(engine: Engine, manifest: Manifest, job: Job) -> None:
 def check_report(report: Report, override: bool) -> None:
     """Conflict if there is no engine, or if the verdict is `unproven` and there is no override.
 
-    A report whose figures were taken beside engines that served is `unproven`.
+    A report is also `unproven` if other engines served requests during its measurements.
     """
-    why = "; ".join(report.reasons) or "the report says no more"
+    reasons = "; ".join(report.reasons) or "the report gives no reason"
     if not report.has_engine:
         raise Conflict(
-            f"this report's verdict is {report.verdict}, and there is no engine to serve: {why}",
-            "mend the plan and compile again",
+            f"this report's verdict is {report.verdict}, and there is no engine to serve:"
+            f" {reasons}",
+            "correct the plan and compile again",
         )
     if report.verdict == "unproven" and not override:
         raise Conflict(
-            f"this report's verdict is unproven: {why}",
-            'mend that, or take it nevertheless with "override": true, which is logged',
+            f"this report's verdict is unproven: {reasons}",
+            'fix the cause, or promote the report with "override": true, which is logged',
         )
 
 
 def version_of(
     candidate: Candidate, model: str, override: bool, batch: BatchSpec, created: str
 ) -> Version:
-    """The version that a report becomes, without its number."""
+    """Build the version from a report. The repository assigns its number."""
     report, engine = candidate.report, candidate.engine
     on_gpu = engine.target.compute_capability is not None
     return Version(
@@ -125,25 +125,25 @@ def version_of(
 
 
 def peak_of(report: Report) -> int:
-    """The most that a process held while it measured the delivered engine; 0: nothing was
-    measured.
-    """
-    measured = report.benchmark_delivered
-    return max((row.peak_memory_bytes for row in measured.rows), default=0) if measured else 0
+    """The peak memory of a process that measured the delivered engine; 0 without measurements."""
+    benchmark = report.benchmark_delivered
+    if not benchmark:
+        return 0
+    return max((row.peak_memory_bytes for row in benchmark.rows), default=0)
 
 
 async def prove(engine: Engine, padding: tuple[Padding, ...], device: str) -> BatchSpec:
-    """The proof, in a child that sees one device; Conflict if the engine does not run there."""
+    """Prove in a child that sees one device; Conflict if the engine does not run there."""
     from pipeline.benchmark.batch_invariance import prove_batch
 
     environment = {VISIBLE: visible(device, os.environ.get(VISIBLE))}
     with Child(
         prove_batch, engine, padding, name="batch proof", env=environment, conversation=False
-    ) as child:  # leaving it ends the child
+    ) as child:
         try:
-            found: BatchSpec = await asyncio.to_thread(child.result, PROOF_S)
+            batch: BatchSpec = await asyncio.to_thread(child.result, PROOF_S)
         except CrucibleError as error:
             raise Conflict(
                 f"the engine does not run here: {error.message}", error.next_step
             ) from error
-    return found
+    return batch

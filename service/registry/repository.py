@@ -1,10 +1,9 @@
-"""The models of one home: versions that never change, which of them is current, and how each model
-is to be served.
+"""The models of one home: their immutable versions, the current one, and the deployment options.
 
-    home/models/<name>/<version>/engine/    a copy of the report's, put there by one rename
+    home/models/<name>/<version>/engine/    a copy of the report's engine, moved here by one rename
 
-A folder without a row is what a killed promotion left: `sweep` removes it. Rows are written after
-the files, and go before them.
+Rows are written after the files and deleted before them. So a killed promotion can leave a folder
+without a row: `sweep` removes it.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from service.storage.database import Database
 from service.storage.layout import Folders
 
 TAKE_AGAIN = (
-    "`crucible models {model}` names its job, and `crucible promote {model} JOB` takes the engine "
-    "from there again; if that is gone too, compile the model again"
+    "`crucible models {model}` shows the job of the version, and `crucible promote {model} JOB` "
+    "restores the engine from it; if the job is gone too, compile the model again"
 )
 
 log = logs.get("service.repository")
@@ -49,42 +48,44 @@ class Model:
     owner: str
     current: int
     versions: tuple[Version, ...]  # the newest first
-    deployed: bool  # is to be loaded, also after a restart
-    options: DeploymentOptions | None  # as it was deployed last
+    deployed: bool  # the server loads it, also after a restart
+    options: DeploymentOptions | None  # of the last deployment
 
     def version(self, number: int | None = None) -> Version:
-        """This version, or the current one; NotFound if it is not there."""
-        wanted = self.current if number is None else number
-        found = next((each for each in self.versions if each.version == wanted), None)
-        if found is None:
-            kept = ", ".join(str(each.version) for each in self.versions)
-            raise NotFound(f"model '{self.name}' has no version {wanted}", f"it has {kept}")
-        return found
+        """Return this version, or the current one; NotFound if it does not exist."""
+        if number is None:
+            number = self.current
+        for version in self.versions:
+            if version.version == number:
+                return version
+        numbers = ", ".join(str(version.version) for version in self.versions)
+        raise NotFound(f"model '{self.name}' has no version {number}", f"it has {numbers}")
 
 
 class Repository:
-    """All models of one home. Safe for threads."""
+    """All models of one home. Thread-safe."""
 
     def __init__(self, database: Database, folders: Folders) -> None:
         self._database, self._folders = database, folders
 
     def list(self, owner: str | None = None) -> tuple[Model, ...]:
-        """By name; None: of all owners. What is damaged is logged and left out."""
+        """The models by name; None: of all owners. Damaged models are logged and left out."""
         with self._database.read() as rows:
-            found = rows.execute(
+            model_rows = rows.execute(
                 "SELECT * FROM models WHERE ?1 IS NULL OR owner = ?1 ORDER BY name", (owner,)
             ).fetchall()
-            return tuple(_readable(rows, found))
+            return tuple(_readable(rows, model_rows))
 
     def get(self, name: str, owner: str | None = None) -> Model:
-        """NotFound if there is none, or if it is another owner's."""
+        """The model of this name; NotFound if there is none, or if it has another owner."""
         with self._database.read() as rows:
             return _model(rows, _row(rows, name, owner))
 
     def engine(self, version: Version) -> Engine:
-        """The engine, with where its files lie; whoever loads them checks them first.
+        """Read the description of the engine. The caller checks its files before loading them.
 
-        DamagedError, with what brings it back, if it is not there or not as it was described.
+        DamagedError, with the way to restore it, if the engine is missing or its description has
+        changed.
         """
         try:
             return read_engine(self.engine_folder(version), _name(version))
@@ -95,7 +96,7 @@ class Repository:
             raise DamagedError(error.message, self.remedy(version)) from error
 
     def remedy(self, version: Version) -> str:
-        """What brings a damaged version back: its job if that has the engine, else a compile."""
+        """The advice for a damaged version: its job if that has the engine, else a new compile."""
         try:
             published_engine(self._folders.report(version.job))
         except DamagedError:
@@ -105,9 +106,9 @@ class Repository:
         return f"`{command}` takes the engine from its job again"
 
     def restore(self, version: Version, engine: Path) -> bool:
-        """Put the engine of a version's job in the place of a damaged one.
+        """Replace a damaged engine by that of the version's job.
 
-        Return whether it was damaged.
+        Return True if it was damaged.
         """
         try:
             check_engine(self.engine(version), _name(version))
@@ -115,16 +116,16 @@ class Repository:
         except DamagedError as error:
             reason = error.message
         with self._staged(engine) as staged:
-            place = self._folders.version(version.model, version.version)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            replace_folder(staged, place)
-            sync(place.parent)
+            folder = self._folders.version(version.model, version.version)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            replace_folder(staged, folder)
+            sync(folder.parent)
         log.warning("version.restored", model=version.model, version=version.version, reason=reason)
         return True
 
     @contextlib.contextmanager
     def _staged(self, engine: Path) -> Iterator[Path]:
-        """A checked copy of an engine, on the disk; removed at the end unless it was moved."""
+        """Copy an engine, check the copy and sync it to disk. Remove it at the end unless moved."""
         staged = self._folders.models / f".{secrets.token_hex(8)}"
         try:
             shutil.copytree(engine, staged / ENGINE)
@@ -136,9 +137,7 @@ class Repository:
             shutil.rmtree(staged, ignore_errors=True)
 
     def manifest(self, version: Version) -> Manifest:
-        """What the engine's files were when they were made; DamagedError unless all are so
-        still.
-        """
+        """Read the manifest of the engine's files; DamagedError if a file has changed."""
         engine = self.engine(version)
         try:
             check_engine(engine, _name(version))
@@ -150,9 +149,9 @@ class Repository:
         return self._folders.version(version.model, version.version) / ENGINE
 
     def lend(self, version: Version, job_id: str) -> None:
-        """Give a job what it takes to measure a version again, which may be pruned meanwhile.
+        """Copy into a job what it needs to measure a version: the version may be pruned meanwhile.
 
-        DamagedError unless all is there and as it was.
+        DamagedError if a file is missing or has changed.
         """
         report = self._folders.report(version.job) / JSON_NAME
         try:
@@ -162,29 +161,29 @@ class Repository:
         try:
             check_form(report.parent, JSON_NAME)
             self._folders.share_upload(version.job, job_id)
-            place = self._folders.compiled(job_id)
-            shutil.rmtree(
-                place, ignore_errors=True
-            )  # what the version's own job measured, if that was a benchmark
-            place.mkdir()
-            shutil.copy(report, place)
+            folder = self._folders.compiled(job_id)
+            # If the version's job was a benchmark, the folder has the files of that.
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            shutil.copy(report, folder)
         except (FileNotFoundError, DamagedError) as error:
             reason = error.message if isinstance(error, DamagedError) else str(error)
             advice = "compile the model again, and promote that report"
             raise DamagedError(f"{_name(version)} is damaged: {reason}", advice) from error
-        shutil.copytree(self.engine_folder(version), place / ENGINE)
+        shutil.copytree(self.engine_folder(version), folder / ENGINE)
 
     def add(self, version: Version, engine: Path, current: bool) -> Version:
-        """Add the next version, whose number replaces the one given; Conflict if the name is
-        another owner's.
+        """Add a new version. The repository assigns its number and ignores `version.version`.
+
+        Conflict if the name belongs to another owner.
         """
         with self._staged(engine) as staged, self._database.write() as rows:
             added = _numbered(rows, version)
-            place = self._folders.version(added.model, added.version)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(place, ignore_errors=True)  # a promotion was killed before its row
-            staged.rename(place)
-            sync(place.parent)
+            folder = self._folders.version(added.model, added.version)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)  # a promotion was killed before its row
+            staged.rename(folder)
+            sync(folder.parent)
             _insert(rows, added, current)
         return added
 
@@ -193,8 +192,9 @@ class Repository:
             rows.execute("UPDATE models SET current = ? WHERE name = ?", (version, name))
 
     def set_deployed(self, name: str, options: DeploymentOptions | None) -> None:
-        """It is to be served so from now on; None: no longer, but as before if it is asked for
-        again.
+        """Store that the model is deployed with these options.
+
+        None: it is not deployed any more; its last options are kept.
         """
         with self._database.write() as rows:
             if options is None:
@@ -206,8 +206,9 @@ class Repository:
                 )
 
     def set_memory(self, version: Version, memory_bytes: int) -> None:
-        """What one instance held when it was loaded; 0: not known. The least counts: on a GPU
-        others may have taken memory at the same time.
+        """Store the memory of one instance after loading, if it is the lowest so far; 0: unknown.
+
+        A higher value may include memory of other processes on the GPU.
         """
         with self._database.write() as rows:
             rows.execute(
@@ -217,15 +218,16 @@ class Repository:
             )
 
     def remove(self, name: str, versions: Collection[int]) -> None:
-        """Forget versions, but never the current one. A rollback that would have led there leads to
-        the one before.
+        """Remove versions, but never the current one.
+
+        A rollback to a removed version goes to the version before that.
         """
         with self._database.write() as rows:
             current = rows.execute("SELECT current FROM models WHERE name = ?", (name,)).fetchone()[
                 "current"
             ]
-            gone = sorted(set(versions) - {current})
-            for version in gone:
+            removed = sorted(set(versions) - {current})
+            for version in removed:
                 before = rows.execute(
                     "SELECT before FROM versions WHERE model = ? AND version = ?", (name, version)
                 ).fetchone()
@@ -236,30 +238,28 @@ class Repository:
                 rows.execute(
                     "DELETE FROM versions WHERE model = ? AND version = ?", (name, version)
                 )
-        for version in gone:
+        for version in removed:
             shutil.rmtree(self._folders.version(name, version), ignore_errors=True)
             log.info("version.removed", model=name, version=version)
 
     def prune(self, name: str, used: Collection[int], keep: int) -> tuple[int, ...]:
-        """Remove versions that need not be kept."""
+        """Remove the versions that `prunable` names; return them."""
         model = self.get(name)
-        pinned = (
-            [model.options.version]
-            if model.deployed and model.options and model.options.version
-            else []
-        )
-        old = prunable(model.versions, {model.current, *pinned, *used}, keep)
+        in_use = {model.current, *used}
+        if model.deployed and model.options and model.options.version:
+            in_use.add(model.options.version)
+        old = prunable(model.versions, in_use, keep)
         if old:
             self.remove(name, old)
         return old
 
     def jobs(self) -> frozenset[str]:
-        """Jobs whose reports prove a version that is kept."""
+        """The jobs whose reports prove a stored version."""
         with self._database.read() as rows:
             return frozenset(row["job_id"] for row in rows.execute("SELECT job_id FROM versions"))
 
     def sweep(self) -> int:
-        """Remove folders of no version: how many there were. Not beside a promotion."""
+        """Remove folders without a version; return their number. Not during a promotion."""
         with self._database.read() as rows:
             known = {
                 (row["model"], str(row["version"]))
@@ -281,23 +281,21 @@ class Repository:
 
 
 def promoted_engine(home: Path, model: str, version: int) -> Engine:
-    """The engine of a version in this home; NotFound if it is not there.
+    """Return the engine of a version in this home; NotFound if it does not exist.
 
-    Found by its folder, which appears whole: the database is left to the server, which may run.
-    What a killed promotion left is found, too.
+    Only the folder is read, which appears by one rename: the database belongs to the server, which
+    may be running. So an engine of a killed promotion is returned, too.
     """
     folders = Folders(home)
     if not (folders.version(model, version) / ENGINE).is_dir():
-        kept = ", ".join(
-            sorted(
-                (each.name for each in (folders.models / model).glob("*") if each.name.isdecimal()),
-                key=int,
-            )
-        )
-        there = f"of '{model}' it has {kept}" if kept else f"it has no model '{model}'"
+        names = [folder.name for folder in (folders.models / model).glob("*")]
+        numbers = sorted(int(name) for name in names if name.isdecimal())
+        content = f"it has no model '{model}'"
+        if numbers:
+            content = f"of '{model}' it has {', '.join(map(str, numbers))}"
         raise NotFound(
             f"no version {version} of '{model}' in '{home}'",
-            f"{there}; CRUCIBLE_HOME names another home, --from any engine",
+            f"{content}; set CRUCIBLE_HOME for another home, or use --from for any engine",
         )
     name = version_name(model, version)
     try:
@@ -313,7 +311,7 @@ def _name(version: Version) -> str:
 
 
 def _numbered(rows: sqlite3.Connection, version: Version) -> Version:
-    """The version with its number, and with what is current now as the one before it."""
+    """Return the version with the next number, and with the current version as `before`."""
     row = rows.execute("SELECT * FROM models WHERE name = ?", (version.model,)).fetchone()
     if row is None:
         return version.model_copy(update={"version": 1, "before": None})
@@ -349,18 +347,18 @@ def _row(rows: sqlite3.Connection, name: str, owner: str | None) -> sqlite3.Row:
 
 
 def _model(rows: sqlite3.Connection, row: sqlite3.Row) -> Model:
-    """DamagedRow names the model."""
-    found = rows.execute(
+    """Read a model with its versions. DamagedRow names the model."""
+    version_rows = rows.execute(
         "SELECT * FROM versions WHERE model = ? ORDER BY version DESC", (row["name"],)
     ).fetchall()
     try:
-        versions = tuple(_version(each) for each in found)
+        versions = tuple(_version(version_row) for version_row in version_rows)
         options = (
             DeploymentOptions.model_validate_json(row["deployment"]) if row["deployment"] else None
         )
     except ValidationError as error:
         raise DamagedRow(
-            f"the rows of model '{row['name']}' in the database are damaged: {error}",
+            f"the database rows of model '{row['name']}' are damaged: {error}",
             "promote its report under another name",
         ) from error
     return Model(
@@ -374,8 +372,9 @@ def _version(row: sqlite3.Row) -> Version:
     )
 
 
-def _readable(rows: sqlite3.Connection, found: Iterable[sqlite3.Row]) -> Iterable[Model]:
-    for row in found:
+def _readable(rows: sqlite3.Connection, model_rows: Iterable[sqlite3.Row]) -> Iterable[Model]:
+    """Yield the models; log and skip those with damaged rows."""
+    for row in model_rows:
         try:
             yield _model(rows, row)
         except DamagedRow as error:

@@ -1,3 +1,1 @@
-"""Engines that answer requests: repository, deployments, batching, one child process for each
-instance.
-"""
+"""Serving of models: deployments, batching, and one worker process for each instance."""

@@ -1,8 +1,8 @@
-"""Several requests as one batch: the shapes of the joined inputs, their rows side by side, and each
+"""Assembly of several requests into one batch: the input shapes, the rows side by side, and each
 request's own rows of the outputs.
 
-One copy in and one copy out: `fill` writes where the worker reads, `cut` copies out of what the
-worker wrote.
+There is one copy in and one copy out: `fill` writes to the memory that the worker reads, `cut`
+copies from the memory that the worker wrote.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipeline.core import Tensors, TensorSpec, dtype_of
 from pipeline.errors import InternalError
 from service.serving.batching import Kind
-from service.serving.request_shapes import MAX_KNOWN, Axes, Fit
+from service.serving.request_shapes import MAX_KNOWN, Axes, MatchedShapes
 from service.serving.shared_memory import ALIGNMENT
 
 Array = NDArray[np.generic]
@@ -26,87 +26,76 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPart:
     """One request of a batch."""
 
     inputs: Tensors
-    fit: Fit
+    shapes: MatchedShapes
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedBatch:
     """A batch before it runs."""
 
-    parts: Sequence[Part]
+    parts: Sequence[BatchPart]
     size: int  # rows, with padding
     shapes: tuple[Shape, ...]  # of the inputs, in the engine's order
     lengths: tuple[int, ...]  # along the padded symbols
     values: int  # of the inputs, without padding
-    whole: bool  # one request as it is: nothing is to be cut
+    is_single: bool  # one request without padding: its outputs are not cut
 
 
-class Rows:
-    """How requests for one engine are joined, and cut apart."""
+class BatchAssembler:
+    """Join requests for one engine, and cut the outputs apart."""
 
     def __init__(
         self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], axes: Axes
     ) -> None:
         self._inputs, self._outputs, self._axes = inputs, outputs, axes
-        self.output_bytes = lru_cache(MAX_KNOWN)(self._output_bytes)  # by the shapes of the inputs
+        self.output_bytes = lru_cache(MAX_KNOWN)(self._output_bytes)  # by the input shapes
         self._sizes = [
             (spec, dtype_of(spec.dtype).itemsize, frozenset(spec.symbols)) for spec in outputs
         ]
         self._padded = {spec.name: _padded_axes(spec, axes) for spec in (*inputs, *outputs)}
 
-    def join(self, kind: Kind, parts: Sequence[Part], size: int) -> Joined:
-        """What runs: one request as it is, or several with `size` rows, each as long as the longest
-        or as the kind says.
+    def join(self, kind: Kind, parts: Sequence[BatchPart], size: int) -> JoinedBatch:
+        """Describe the batch: one request unchanged, or several requests with `size` rows.
+
+        The padded axes have the lengths of `kind`, or those of the longest request.
         """
         if not kind.sizes:
-            arrays = [parts[0].inputs[spec.name] for spec in self._inputs]
-            return Joined(
-                parts,
-                size,
-                tuple(array.shape for array in arrays),
-                parts[0].fit.lengths,
-                sum(array.size for array in arrays),
-                True,
-            )
-        lengths = kind.lengths or tuple(
-            max(each) for each in zip(*(part.fit.lengths for part in parts), strict=True)
-        )
+            return self._single(parts, size)
+        lengths = kind.lengths or _longest(parts)
+        first = parts[0]
         shapes, values = [], 0
         for spec in self._inputs:
-            shape, axis = list(parts[0].inputs[spec.name].shape), self._axes.batch.get(spec.name)
-            values += (
-                parts[0].inputs[spec.name].size
-                if axis is None
-                else sum(part.inputs[spec.name].size for part in parts)
-            )
-            if axis is not None:
+            axis = self._axes.batch.get(spec.name)
+            shape = list(first.inputs[spec.name].shape)
+            if axis is None:
+                values += first.inputs[spec.name].size
+            else:
+                values += sum(part.inputs[spec.name].size for part in parts)
                 shape[axis] = size
-            for place, number in self._padded[spec.name]:
-                shape[place] = lengths[number]
+            for padded_axis, symbol_index in self._padded[spec.name]:
+                shape[padded_axis] = lengths[symbol_index]
             shapes.append(tuple(shape))
-        fit = parts[0].fit
-        return Joined(
-            parts,
-            size,
-            tuple(shapes),
-            lengths,
-            values,
-            len(parts) == 1 and (fit.rows, fit.lengths) == (size, lengths),
-        )
+        is_single = len(parts) == 1 and (first.shapes.rows, first.shapes.lengths) == (size, lengths)
+        return JoinedBatch(parts, size, tuple(shapes), lengths, values, is_single)
+
+    def _single(self, parts: Sequence[BatchPart], size: int) -> JoinedBatch:
+        """Describe a batch of one request, unchanged."""
+        arrays = [parts[0].inputs[spec.name] for spec in self._inputs]
+        shapes = tuple(array.shape for array in arrays)
+        values = sum(array.size for array in arrays)
+        return JoinedBatch(parts, size, shapes, parts[0].shapes.lengths, values, True)
 
     def _output_bytes(self, shapes: tuple[Shape, ...]) -> int:
-        """Room for the outputs, as far as the sizes of the inputs tell theirs."""
-        pairs = zip(self._inputs, shapes, strict=True)
-        sizes = {
-            dim: size
-            for spec, shape in pairs
-            for dim, size in zip(spec.shape, shape, strict=True)
-            if isinstance(dim, str)
-        }
+        """Count the bytes of the outputs whose sizes follow from the sizes of the inputs."""
+        sizes: dict[str, int] = {}
+        for spec, shape in zip(self._inputs, shapes, strict=True):
+            for dim, size in zip(spec.shape, shape, strict=True):
+                if isinstance(dim, str):
+                    sizes[dim] = size
         known = [
             (spec, itemsize) for spec, itemsize, symbols in self._sizes if symbols <= sizes.keys()
         ]
@@ -114,86 +103,108 @@ class Rows:
             ALIGNMENT + math.prod(spec.resolve(sizes)) * itemsize for spec, itemsize in known
         )
 
-    def fill(self, joined: Joined, targets: Sequence[Array]) -> None:
-        """Write all rows; below them zeros, as in the proof that rows do not see each other."""
+    def fill(self, batch: JoinedBatch, targets: Sequence[Array]) -> None:
+        """Write all rows, and zeros below them.
+
+        The proof that rows do not affect each other uses zeros, too.
+        """
         for spec, target in zip(self._inputs, targets, strict=True):
-            arrays = [part.inputs[spec.name] for part in joined.parts]
+            arrays = [part.inputs[spec.name] for part in batch.parts]
             axis = self._axes.batch.get(spec.name)
-            if (
-                arrays[0].shape == target.shape
-            ):  # nothing to join, or not batched: the same in each request
+            # One request, or an input without a batch axis: it is the same in each request.
+            if arrays[0].shape == target.shape:
                 np.copyto(target, arrays[0])
             elif axis is not None:
-                self._write(spec, arrays, joined, target, axis)
+                self._write(spec, arrays, batch, target, axis)
             else:
                 self._write_shared(spec, arrays[0], target)
 
     def cut(
-        self, joined: Joined, outputs: Sequence[Array], wanted: Sequence[frozenset[str] | None]
+        self,
+        batch: JoinedBatch,
+        outputs: Sequence[Array],
+        selections: Sequence[frozenset[str] | None],
     ) -> list[dict[str, Array]]:
-        """Each request's own arrays of the outputs that it wants (None: all; empty: none).
-        InternalError for an output without its rows.
+        """Copy each request's own rows of the outputs that it selects (None: all; empty: none).
+
+        InternalError for an output that does not have the rows of the batch.
         """
-        found: list[dict[str, Array]] = [{} for _ in joined.parts]
+        results: list[dict[str, Array]] = [{} for _ in batch.parts]
         for spec, array in zip(self._outputs, outputs, strict=True):
-            axis = None if joined.whole else self._axes.batch.get(spec.name)
-            if axis is not None and (axis >= array.ndim or array.shape[axis] != joined.size):
+            axis = None if batch.is_single else self._axes.batch.get(spec.name)
+            if axis is not None and (axis >= array.ndim or array.shape[axis] != batch.size):
                 message = (
-                    f"output '{spec.name}' has shape {array.shape}, expected {joined.size} rows"
+                    f"output '{spec.name}' has shape {array.shape}, expected {batch.size} rows"
                     f" along axis {axis}"
                 )
                 raise InternalError(message, "deploy the model without batching")
-            at = 0
-            for part, wants, mine in zip(joined.parts, wanted, found, strict=True):
-                if wants is None or spec.name in wants:
-                    mine[spec.name] = (
-                        array if axis is None else array[self._place(spec, part.fit, axis, at)]
-                    ).copy()
-                at += part.fit.rows
-        return found
+            row = 0
+            for part, selection, result in zip(batch.parts, selections, results, strict=True):
+                if selection is None or spec.name in selection:
+                    own = array
+                    if axis is not None:
+                        own = array[self._slices(spec, part.shapes, axis, row)]
+                    result[spec.name] = own.copy()
+                row += part.shapes.rows
+        return results
 
     def _write(
-        self, spec: TensorSpec, arrays: Sequence[Array], joined: Joined, target: Array, axis: int
+        self,
+        spec: TensorSpec,
+        arrays: Sequence[Array],
+        batch: JoinedBatch,
+        target: Array,
+        axis: int,
     ) -> None:
-        for place, number in self._padded[spec.name]:
-            if any(part.fit.lengths[number] != joined.lengths[number] for part in joined.parts):
-                target[...] = self._axes.values[spec.name, place]
-        at = 0
-        for part, array in zip(joined.parts, arrays, strict=True):
-            target[self._place(spec, part.fit, axis, at)] = array
-            at += part.fit.rows
-        if at < joined.size:
-            target[(*(slice(None),) * axis, slice(at, None))] = 0
+        """Write an input of all requests along its batch axis."""
+        for padded_axis, index in self._padded[spec.name]:
+            if any(part.shapes.lengths[index] != batch.lengths[index] for part in batch.parts):
+                target[...] = self._axes.values[spec.name, padded_axis]
+        row = 0
+        for part, array in zip(batch.parts, arrays, strict=True):
+            target[self._slices(spec, part.shapes, axis, row)] = array
+            row += part.shapes.rows
+        if row < batch.size:
+            before_axis = (slice(None),) * axis
+            target[(*before_axis, slice(row, None))] = 0
 
     def _write_shared(self, spec: TensorSpec, array: Array, target: Array) -> None:
-        """Write an input without a batch axis: the same in each request, padded as the others are.
+        """Write an input without a batch axis: it is the same in each request, and padded.
 
-        All of `target` is written, for it holds what an earlier request sent.
+        All of `target` is written, because it still holds the values of an earlier request.
         """
-        padded = {place for place, _ in self._padded[spec.name]}
+        padded = {axis for axis, _ in self._padded[spec.name]}
         fits = array.ndim == target.ndim
-        for place, (have, room) in enumerate(zip(array.shape, target.shape, strict=False)):
-            fits = fits and (have == room or (place in padded and have < room))
+        for axis, (size, room) in enumerate(zip(array.shape, target.shape, strict=False)):
+            fits = fits and (size == room or (axis in padded and size < room))
         if not fits:
-            message = f"input '{spec.name}' has shape {array.shape}, and its place {target.shape}"
+            message = (
+                f"input '{spec.name}' has shape {array.shape}, its buffer has shape {target.shape}"
+            )
             raise InternalError(message, "deploy the model without batching")
-        for place in padded:
-            target[...] = self._axes.values[spec.name, place]
+        for axis in padded:
+            target[...] = self._axes.values[spec.name, axis]
         target[tuple(slice(0, size) for size in array.shape)] = array
 
-    def _place(self, spec: TensorSpec, fit: Fit, axis: int, at: int) -> tuple[slice, ...]:
-        """Where a request's own values lie."""
-        place = [slice(None)] * len(spec.shape)
-        place[axis] = slice(at, at + fit.rows)
-        for padded, number in self._padded[spec.name]:
-            place[padded] = slice(0, fit.lengths[number])
-        return tuple(place)
+    def _slices(
+        self, spec: TensorSpec, shapes: MatchedShapes, axis: int, row: int
+    ) -> tuple[slice, ...]:
+        """The index of one request's own values in a tensor of the batch, from `row` on."""
+        slices = [slice(None)] * len(spec.shape)
+        slices[axis] = slice(row, row + shapes.rows)
+        for padded_axis, symbol_index in self._padded[spec.name]:
+            slices[padded_axis] = slice(0, shapes.lengths[symbol_index])
+        return tuple(slices)
+
+
+def _longest(parts: Sequence[BatchPart]) -> tuple[int, ...]:
+    """The largest length of any request along each padded symbol."""
+    lengths_by_symbol = zip(*(part.shapes.lengths for part in parts), strict=True)
+    return tuple(max(lengths) for lengths in lengths_by_symbol)
 
 
 def _padded_axes(spec: TensorSpec, axes: Axes) -> tuple[tuple[int, int], ...]:
-    """Axes of a tensor that are padded, with the number of their symbol."""
+    """The padded axes of a tensor, each with the index of its symbol in `axes.padded`."""
     return tuple(
-        (place, axes.padded.index(dim))
-        for place, dim in enumerate(spec.shape)
-        if dim in axes.padded
+        (axis, axes.padded.index(dim)) for axis, dim in enumerate(spec.shape) if dim in axes.padded
     )

@@ -1,6 +1,4 @@
-"""What of a model is in memory: the loaded version with its lease on the device, and what is told
-of one that is not there.
-"""
+"""A deployed model: its version, its state, and the loaded version with its lease on the device."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from service.inference import InferAnswer, InferRequest, ModelState, Served, Sta
 from service.registry.models import Version
 from service.serving.deployment import DeploymentSpec
 
-QUIET_S = 2.0  # without a request: then others may measure on the device
+QUIET_S = 2.0  # without a request, before jobs may measure on the device
 
 
 class Running(Protocol):
-    """One loaded version, as `Deployment` is."""
+    """One loaded version. `Deployment` implements this protocol."""
 
     async def infer(self, request: InferRequest) -> InferAnswer: ...
     def served(self) -> Served: ...
@@ -33,22 +31,25 @@ class Running(Protocol):
 
 
 Start = Callable[[DeploymentSpec, Path], Awaitable[Running]]
-"""Load an engine, with a folder for logs and temporary files: ready when it returns."""
+"""Load an engine, with a folder for logs and temporary files. It is ready on return."""
 
 
-class Loaded:
-    """A running version. It holds a lease to serve from its loading on while it has requests, and
-    QUIET_S longer.
+class LeasedDeployment:
+    """A loaded version that holds a lease on its device while it loads and serves.
+
+    It keeps the lease for QUIET_S after its last request.
     """
 
     def __init__(self, running: Running, spec: DeploymentSpec, name: str, leases: Leases) -> None:
         self.running, self.spec = running, spec
         self._name, self._leases = name, leases
-        self._requests, self._leased, self._last_s = 0, True, time.monotonic()
+        self._requests, self._has_lease, self._last_s = 0, True, time.monotonic()
 
     @classmethod
-    async def start(cls, start: Start, spec: DeploymentSpec, work: Path, leases: Leases) -> Loaded:
-        """Load it; what keeps it from being ready is raised, and leaves nothing behind."""
+    async def start(
+        cls, start: Start, spec: DeploymentSpec, work: Path, leases: Leases
+    ) -> LeasedDeployment:
+        """Take the lease and load the version. On any error the lease is given back."""
         leases.serve(work.name, spec.device)
         try:
             return cls(await start(spec, work), spec, work.name, leases)
@@ -57,9 +58,9 @@ class Loaded:
             raise
 
     async def infer(self, request: InferRequest) -> InferAnswer:
-        if not self._leased:
+        if not self._has_lease:
             self._leases.serve(self._name, self.spec.device)
-            self._leased = True
+            self._has_lease = True
         self._requests += 1
         try:
             return await self.running.infer(request)
@@ -67,18 +68,18 @@ class Loaded:
             self._requests -= 1
             self._last_s = time.monotonic()
 
-    def rest(self, now_s: float) -> None:
-        """Give the lease back if it has been quiet."""
-        if self._leased and not self._requests and now_s - self._last_s >= QUIET_S:
+    def release_when_idle(self, now_s: float) -> None:
+        """Give the lease back if there was no request for QUIET_S."""
+        if self._has_lease and not self._requests and now_s - self._last_s >= QUIET_S:
             self._leases.give_back(self._name, self.spec.device)
-            self._leased = False
+            self._has_lease = False
 
     async def end(self, within_s: float | None = None) -> None:
-        """Answer what waits, but not longer than `within_s`, and free the device."""
+        """Answer the waiting requests for at most `within_s`, then free the device."""
         try:
             async with asyncio.timeout(within_s):
                 await self.running.drain()
-        except TimeoutError:  # what still waits is told so by close
+        except TimeoutError:  # `close` answers the requests that still wait
             pass
         finally:
             await self.running.close()
@@ -86,17 +87,17 @@ class Loaded:
 
 
 @dataclass(slots=True)
-class Slot:
+class DeployedModel:
     """One deployed model."""
 
-    version: Version  # that answers, or that is to
+    version: Version  # the one that answers or, while none does, the one that loads
     device: str
     state: ModelState = "loading"
     reason: str = ""
-    loaded: Loaded | None = None
+    loaded: LeasedDeployment | None = None
 
-    def told(self) -> Served:
-        """As clients are told of it."""
+    def served(self) -> Served:
+        """Describe the model to clients."""
         if self.loaded is not None and self.state != "draining":
             return self.loaded.running.served()
         version = self.version

@@ -1,11 +1,10 @@
 """One loaded version of a model: its queue, its batches, its workers.
 
-deployment = await Deployment.start(spec, work, figures)     ready: every worker has loaded the
-                                                             engine and warmed up
-answer = await deployment.infer(request)                     cancelling it drops what still waits
-await deployment.drain()                                     takes nothing new, and answers what it
-                                                             has
-await deployment.close()                                     ends the workers; what still waits is
+deployment = await Deployment.start(spec, work, figures)     every worker has loaded the engine and
+                                                             warmed up
+answer = await deployment.infer(request)                     cancelling drops a waiting request
+await deployment.drain()                                     refuse new requests, answer the others
+await deployment.close()                                     end the workers; waiting requests get
                                                              Unavailable
 """
 
@@ -32,12 +31,12 @@ from service import logs
 from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unprocessable
 from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing
 from service.registry.models import version_name
-from service.serving.batch_assembly import Array, Joined, Part, Rows
+from service.serving.batch_assembly import Array, BatchAssembler, BatchPart, JoinedBatch
 from service.serving.batching import (
     Batch,
     Queue,
     Rules,
-    Waiting,
+    WaitingRequest,
     deadline,
     drop,
     offer,
@@ -45,64 +44,58 @@ from service.serving.batching import (
     take,
 )
 from service.serving.replica import Instance
-from service.serving.request_shapes import Fit, Fitting, captures
+from service.serving.request_shapes import MatchedShapes, ShapeMatcher, captures
 from service.serving.stats import Figures, Tally
-from service.serving.worker_client import SLOTS, Order, Ran, Task, worker_for
+from service.serving.worker_client import SLOTS, BatchResult, Order, Task, worker_for
 from service.storage.layout import Work
 
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
-# a worker that answers a batch later than this many time-outs hangs: nobody waits for it any more
+# A worker hangs if a batch takes longer than this many request time-outs: it is stopped.
 STUCK_TIMEOUTS = 3.0
-MIN_STUCK_S = 10.0  # but not before this
-MAX_SHAPES = 1000  # that are told apart
-LOADS = itertools.count(
-    1
-    # a version that is loaded anew has two deployments for a moment, whose processes must not be
-    # mistaken
-)
+MIN_STUCK_S = 10.0  # at least this long
+MAX_SHAPES = 1000  # different shapes that are counted
+# A reloaded version has two deployments for a moment: the number keeps their processes apart.
+LOADS = itertools.count(1)
 
 log = logs.get("service.deployment")
 
 
 @dataclass(frozen=True)
 class DeploymentSpec:
-    """What is to be loaded, and how it is to be served."""
+    """The engine to load, and the options for serving it."""
 
     model: str
     version: int
     owner: str
-    engine_folder: Path  # where the engine's files lie
+    engine_folder: Path  # the folder of the engine's files
     engine: Engine
-    batch: BatchSpec  # unless it is proved, every request runs alone
+    batch: BatchSpec  # without a proof every request runs alone
     device: str  # "cpu", "gpu:0", ...
-    instances: int = 1  # workers, each with an engine of its own
+    instances: int = 1  # workers, each with its own engine
     overlap: bool = False  # copy a batch while another one computes
-    max_batch: int | None = None  # rows that may run together; None: what `batch` allows
-    max_delay_s: float = (
-        0.002  # how long the first request of a batch waits for others while every worker has work
-    )
+    max_batch: int | None = None  # rows that may run together; None: as `batch` allows
+    # how long the first request of a batch waits for others while every worker is busy
+    max_delay_s: float = 0.002
     queue_limit: int = 256  # requests that may wait
     timeout_s: float = 30.0
-    load_s: float = 180.0  # until a worker is ready
+    load_s: float = 180.0  # time-out for a worker to become ready
     image: InputRecipe | None = None
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A request that has no answer yet."""
+class _PendingRequest:
+    """A request without an answer yet."""
 
     request: InferRequest
-    fit: Fit
-    wants: frozenset[str] | None  # outputs; None: all
+    shapes: MatchedShapes
+    selection: frozenset[str] | None  # outputs; None: all
     since: float
     answer: asyncio.Future[InferAnswer]
 
 
 class Deployment:
-    """One loaded version. Lives in one event loop; a request costs no thread and no other task than
-    its own.
-    """
+    """One loaded version. Belongs to one event loop; a request needs only its own task."""
 
     def __init__(
         self, spec: DeploymentSpec, work: Path, figures: Figures, worker: Sequence[str]
@@ -113,22 +106,22 @@ class Deployment:
         engine = spec.engine.model_copy(
             update={"root": spec.engine_folder, "threads": _threads(spec)}
         )
-        self._fitting = Fitting(engine, spec.batch, spec.max_batch)
-        self._rows = Rows(engine.inputs, engine.outputs, self._fitting.axes)
-        self._outputs = tuple(each.name for each in engine.outputs)
-        self._queue = Queue(Rules(self._fitting.maximum, spec.max_delay_s))
-        self._asked: dict[int, _Asked] = {}
+        self._matcher = ShapeMatcher(engine, spec.batch, spec.max_batch)
+        self._rows = BatchAssembler(engine.inputs, engine.outputs, self._matcher.axes)
+        self._outputs = tuple(spec.name for spec in engine.outputs)
+        self._queue = Queue(Rules(self._matcher.maximum, spec.max_delay_s))
+        self._pending: dict[int, _PendingRequest] = {}
         self._numbers = itertools.count()
         self._tally = Tally(figures, spec.model, spec.version, lambda: len(self._queue.waiting))
         self._shapes: Counter[tuple[tuple[str, int], ...]] = Counter()
         self._timer: asyncio.TimerHandle | None = None
-        self._pumping = self._draining = self._closed = False
-        self._quiet = asyncio.Event()
+        self._is_scheduled = self._draining = self._closed = False
+        self._is_empty = asyncio.Event()
         order = partial(
             Order,
             engine_name=version_name(spec.model, spec.version),
             engine=engine,
-            warm=self._fitting.warm_sizes(),
+            warm=self._matcher.warm_sizes(),
             runs=RUNS_TO_CAPTURE if captures(engine) else 1,
             device=spec.device,
             load_s=spec.load_s,
@@ -155,39 +148,43 @@ class Deployment:
         figures: Figures,
         worker: Sequence[str] = (),
     ) -> Deployment:
-        """Load and warm up, with logs and temporary files below `work`. What keeps a worker from
-        being ready is raised, and leaves nothing behind.
+        """Load and warm up, with logs and temporary files below `work`.
+
+        If a worker does not become ready, its error is raised and everything is cleaned up.
         """
         deployment = cls(spec, work, figures, worker or worker_for(spec.engine))
-        starting = [asyncio.ensure_future(instance.start()) for instance in deployment._instances]
+        tasks = [asyncio.ensure_future(instance.start()) for instance in deployment._instances]
         try:
-            await asyncio.gather(*starting)
+            await asyncio.gather(*tasks)
         except BaseException:
-            for each in starting:
-                each.cancel()
-            await asyncio.wait(starting)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
             await deployment.close()
             raise
         deployment._tally.show()
         return deployment
 
     async def infer(self, request: InferRequest) -> InferAnswer:
-        """As `Serving.infer` says."""
+        """Run one request; see `Serving.infer`."""
         self._admit()
-        fit = self._fitting.fit(request.inputs)
-        wants = self._wanted(request.outputs)
+        shapes = self._matcher.match(request.inputs)
+        selection = self._selection(request.outputs)
         if len(self._queue.waiting) >= self.spec.queue_limit:
             self._tally.failed("refused", 0.0)
             raise TooMany(
-                f"{self.spec.queue_limit} requests wait for '{self.spec.model}'",
-                "send it again later",
+                f"{self.spec.queue_limit} requests already wait for '{self.spec.model}', its queue"
+                " limit",
+                "send the request again later",
                 self._retry_after_s(),
             )
         number, since = next(self._numbers), monotonic()
-        asked = self._asked[number] = _Asked(request, fit, wants, since, self._loop.create_future())
-        self._see(fit)
-        self._queue = offer(self._queue, Waiting(number, fit.rows, since, fit.kind))
-        self._pump_soon()
+        answer = self._loop.create_future()
+        pending = _PendingRequest(request, shapes, selection, since, answer)
+        self._pending[number] = pending
+        self._count_shapes(shapes)
+        self._queue = offer(self._queue, WaitingRequest(number, shapes.rows, since, shapes.kind))
+        self._schedule()
         timeout_s = (
             self.spec.timeout_s
             if request.timeout_s is None
@@ -195,19 +192,20 @@ class Deployment:
         )
         timer = self._loop.call_later(timeout_s, self._time_out, number, timeout_s)
         try:
-            return await asked.answer
+            return await pending.answer
         except asyncio.CancelledError:
-            if self._leave(number):
+            if self._remove_waiting(number):
                 self._tally.dropped()
             raise
         finally:
             timer.cancel()
-            self._asked.pop(number, None)
-            self._look_quiet()
+            self._pending.pop(number, None)
+            self._check_empty()
 
     def served(self) -> Served:
-        """As clients are told of it: `loading` also while a worker that died is started again and
-        no other is there.
+        """Describe the deployment to clients.
+
+        Its state is `loading` also while the only worker is restarted after a crash.
         """
         spec, state = self.spec, self._state()
         return Served(
@@ -219,46 +217,43 @@ class Deployment:
             inputs=spec.engine.inputs,
             outputs=spec.engine.outputs,
             batch=spec.batch,
-            max_batch=self._fitting.maximum,
+            max_batch=self._matcher.maximum,
             state=state,
-            reason=(
-                ""
-                if state == "ready"
-                else next((each.reason for each in self._instances if each.reason), "")
-            ),
+            reason="" if state == "ready" else self._failure_reason(),
             instances=spec.instances,
             image=spec.image,
             labels=spec.labels,
         )
 
     def statistics(self) -> Statistics:
-        """Since it was loaded."""
+        """The statistics since the version was loaded."""
         return self._tally.statistics()
 
     def shapes(self) -> Mapping[tuple[tuple[str, int], ...], int]:
-        """How many requests came with which sizes of the symbols, the batch's among them. After
-        MAX_SHAPES others no more are told apart.
+        """Count the requests by the sizes of all symbols, including the batch.
+
+        New shapes are not counted after MAX_SHAPES different ones.
         """
         return dict(self._shapes)
 
     @property
     def memory_bytes(self) -> int:
-        """What the workers held of their device's memory once they were ready."""
+        """The device memory that the workers held when they became ready."""
         return sum(instance.memory_bytes for instance in self._instances)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the guardians of its workers."""
+        """The process ids of the guardians of the workers."""
         return tuple(instance.pid for instance in self._instances if instance.pid)
 
     async def drain(self) -> None:
-        """Take nothing new; returns when all that waited is answered."""
+        """Refuse new requests; return when all others are answered."""
         self._draining = True
-        self._look_quiet()
-        await self._quiet.wait()
+        self._check_empty()
+        await self._is_empty.wait()
 
     async def close(self) -> None:
-        """End the workers, and give their memory back. Harmless if repeated."""
+        """End the workers and free their memory. It can be called again."""
         if self._closed:
             return
         self._closed = self._draining = True
@@ -275,73 +270,79 @@ class Deployment:
         if self._draining:
             return "draining"
         states = {instance.state for instance in self._instances}
-        return "ready" if "ready" in states else "loading" if "starting" in states else "failed"
+        if "ready" in states:
+            return "ready"
+        return "loading" if "starting" in states else "failed"
+
+    def _failure_reason(self) -> str:
+        """The first reason for which an instance is not ready; empty if there is none."""
+        return next((instance.reason for instance in self._instances if instance.reason), "")
 
     def _admit(self) -> None:
-        """Unavailable unless a worker is ready."""
+        """Refuse the request with Unavailable unless a worker is ready."""
         if self._draining or not any(instance.state == "ready" for instance in self._instances):
             served = self.served()
-            because = f": {served.reason}" if served.reason else ""
+            reason = f": {served.reason}" if served.reason else ""
             next_step = (
-                "look at its log, and deploy it again"
+                "read the service's log, and deploy the model again"
                 if served.state == "failed"
                 else "send the request again"
             )
             raise Unavailable(
-                f"'{served.model}' is {served.state}{because}",
+                f"'{served.model}' is {served.state}{reason}",
                 next_step,
                 60 if served.state == "failed" else 1,
             )
 
-    def _wanted(self, outputs: tuple[str, ...]) -> frozenset[str] | None:
+    def _selection(self, outputs: tuple[str, ...]) -> frozenset[str] | None:
         unknown = [name for name in outputs if name not in self._outputs]
         if unknown:
             raise Unprocessable(
-                f"no output {', '.join(map(repr, unknown))}; there is"
+                f"no output {', '.join(map(repr, unknown))}; the model has"
                 f" {', '.join(map(repr, self._outputs))}",
-                "ask for those, or for none",
+                "request these outputs, or leave them out for all",
             )
         return frozenset(outputs) or None
 
     def _retry_after_s(self) -> int:
-        """When what waits now will have run, as fast as it went so far."""
+        """Estimate the time for the waiting requests, at the average speed so far."""
         batches = len(self._queue.waiting) / self._queue.rules.maximum / len(self._instances)
         return max(1, math.ceil(batches * self._tally.seconds_per_batch))
 
-    def _see(self, fit: Fit) -> None:
-        if fit.sizes in self._shapes or len(self._shapes) < MAX_SHAPES:
-            self._shapes[fit.sizes] += 1
+    def _count_shapes(self, shapes: MatchedShapes) -> None:
+        if shapes.sizes in self._shapes or len(self._shapes) < MAX_SHAPES:
+            self._shapes[shapes.sizes] += 1
 
     def _time_out(self, number: int, timeout_s: float) -> None:
-        self._leave(number)
-        message = f"no answer of '{self.spec.model}' within {timeout_s:g} s"
+        self._remove_waiting(number)
+        message = f"'{self.spec.model}' did not answer within {timeout_s:g} s"
         self._fail(
             number, TimedOut(message, "allow more time, or send fewer requests"), "timed_out"
         )
 
-    def _leave(self, number: int) -> bool:
-        """Take a request out of the queue; False if it runs already."""
-        before, self._queue = self._queue, drop(self._queue, number)
-        return before is not self._queue
+    def _remove_waiting(self, number: int) -> bool:
+        """Remove a request from the queue; False if it runs already."""
+        previous, self._queue = self._queue, drop(self._queue, number)
+        return previous is not self._queue
 
     def _fail_waiting(self, error: ServiceError) -> None:
         waiting = self._queue.waiting
         self._queue = Queue(self._queue.rules)
-        for each in waiting:
-            self._fail(each.number, error)
+        for request in waiting:
+            self._fail(request.number, error)
 
     def _fail(
         self, number: int, error: Exception, state: Literal["failed", "timed_out"] = "failed"
     ) -> None:
-        asked = self._asked.get(number)
-        if asked is not None and not asked.answer.done():
-            self._tally.failed(state, monotonic() - asked.since)
-            asked.answer.set_exception(error)
+        pending = self._pending.get(number)
+        if pending is not None and not pending.answer.done():
+            self._tally.failed(state, monotonic() - pending.since)
+            pending.answer.set_exception(error)
 
     # -- batches -----------------------------------------------------------------
 
     def _changed(self) -> None:
-        """A worker has come or gone."""
+        """React to a worker that became ready or was lost."""
         if self._closed:
             return
         if not any(instance.state == "ready" for instance in self._instances):
@@ -350,21 +351,25 @@ class Deployment:
                     f"the worker of '{self.spec.model}' was lost", "send the request again", 1
                 )
             )
-        self._pump_soon()
+        self._schedule()
 
-    def _pump_soon(self) -> None:
-        """Once the event loop has taken in what has arrived: requests that came at the same time
-        run together.
+    def _schedule(self) -> None:
+        """Dispatch batches after the event loop has read all arrived requests.
+
+        So requests that arrive at the same time run together.
         """
-        if not self._pumping:
-            self._pumping = True
-            self._loop.call_soon(self._pump)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._dispatch)
 
-    def _pump(self, now: float = 0.0) -> None:
-        """Give batches to workers, as long as there are both."""
-        self._pumping = False
+    def _dispatch(self, now: float = 0.0) -> None:
+        """Give batches to workers while there are both."""
+        self._is_scheduled = False
         now = max(now, monotonic())
-        while self._queue.waiting and (instance := self._freest()) is not None:
+        while self._queue.waiting:
+            instance = self._least_loaded()
+            if instance is None:
+                return
             self._queue, batch = take(self._queue, now, instance.load == 0)
             if batch is None:
                 self._wake_at(deadline(self._queue) or now)
@@ -374,25 +379,22 @@ class Deployment:
     def _wake_at(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(
-            max(0.0, when - monotonic()), self._pump, when
-        )  # which may be early by a clock's tick: `when` it is
+        # The timer may fire a clock tick early: `_dispatch` takes `when` as the time then.
+        self._timer = self._loop.call_later(max(0.0, when - monotonic()), self._dispatch, when)
 
-    def _freest(self) -> Instance | None:
-        return min(
-            (each for each in self._instances if each.has_room),
-            key=lambda each: each.load,
-            default=None,
-        )
+    def _least_loaded(self) -> Instance | None:
+        """The instance with room that has the fewest batches."""
+        with_room = (instance for instance in self._instances if instance.has_room)
+        return min(with_room, key=lambda instance: instance.load, default=None)
 
     def _run(self, instance: Instance, batch: Batch) -> None:
-        asked = [self._asked[each.number] for each in batch.requests]
+        requests = [self._pending[request.number] for request in batch.requests]
         try:
-            parts = [Part(each.request.inputs, each.fit) for each in asked]
+            parts = [BatchPart(pending.request.inputs, pending.shapes) for pending in requests]
             joined = self._rows.join(batch.requests[0].kind, parts, batch.size)
             output_bytes = self._rows.output_bytes(joined.shapes)
         except Exception as error:  # noqa: BLE001  the edge of a batch
-            self._fault(batch, error)
+            self._fail_batch(batch, error)
             return
         began = monotonic()
         filled = began
@@ -402,85 +404,94 @@ class Deployment:
             self._rows.fill(joined, targets)
             filled = monotonic()
 
-        def then(result: Ran | CrucibleError) -> None:
-            if isinstance(result, Ran):
-                self._answer(batch, asked, joined, result, filled - began)
-            elif (
-                isinstance(result, Unprocessable) and len(batch.requests) > 1
-            ):  # one is to blame: each is to be judged by its own inputs
-                self._queue = put_back(
-                    self._queue,
-                    [
-                        each
-                        for each, one in zip(batch.requests, asked, strict=True)
-                        if not one.answer.done()
-                    ],
-                )
+        def then(result: BatchResult | CrucibleError) -> None:
+            if isinstance(result, BatchResult):
+                self._answer(batch, requests, joined, result, filled - began)
+            elif isinstance(result, Unprocessable) and len(batch.requests) > 1:
+                self._retry_alone(batch, requests)
             else:
-                for each in batch.requests:
-                    self._fail(each.number, result)
-            self._pump_soon()
+                for request in batch.requests:
+                    self._fail(request.number, result)
+            self._schedule()
 
         instance.run(Task(joined.shapes, output_bytes, fill, then))
 
-    def _fault(self, batch: Batch, error: Exception) -> None:
-        """A bug of ours met a batch: its requests fail, and the log has the trace."""
+    def _retry_alone(self, batch: Batch, requests: Sequence[_PendingRequest]) -> None:
+        """Queue the requests of a refused batch again, each alone: one of them has bad inputs."""
+        retries = [
+            waiting
+            for waiting, pending in zip(batch.requests, requests, strict=True)
+            if not pending.answer.done()
+        ]
+        self._queue = put_back(self._queue, retries)
+
+    def _fail_batch(self, batch: Batch, error: Exception) -> None:
+        """Fail the requests of a batch after a bug of ours, and log the traceback."""
         spec = self.spec
         log.error("deployment.fault", model=spec.model, version=spec.version, exc_info=error)
-        for each in batch.requests:
-            self._fail(each.number, crucible_error(error))
+        for request in batch.requests:
+            self._fail(request.number, crucible_error(error))
 
     def _answer(
-        self, batch: Batch, asked: Sequence[_Asked], joined: Joined, ran: Ran, filling_s: float
+        self,
+        batch: Batch,
+        requests: Sequence[_PendingRequest],
+        joined: JoinedBatch,
+        result: BatchResult,
+        filling_s: float,
     ) -> None:
-        """Give each request its own rows, and count."""
+        """Answer each request with its own rows, and update the statistics."""
         began = monotonic()
-        there = [not one.answer.done() for one in asked]
-        wanted = [
-            one.wants if is_there else frozenset[str]()
-            for one, is_there in zip(asked, there, strict=True)
+        is_open = [not pending.answer.done() for pending in requests]
+        selections = [
+            pending.selection if waits else frozenset[str]()
+            for pending, waits in zip(requests, is_open, strict=True)
         ]
         try:
-            outputs = self._rows.cut(joined, ran.outputs, wanted)
+            outputs = self._rows.cut(joined, result.outputs, selections)
         except Exception as error:  # noqa: BLE001  the edge of a batch
-            self._fault(batch, error)
+            self._fail_batch(batch, error)
             return
         now = monotonic()
         values = sum(math.prod(shape) for shape in joined.shapes)
         of_batch = Timing(
-            0.0, ran.copy_in_s + filling_s, ran.compute_s, ran.copy_out_s + now - began, batch.rows
+            queue_s=0.0,
+            copy_in_s=result.copy_in_s + filling_s,
+            compute_s=result.compute_s,
+            copy_out_s=result.copy_out_s + now - began,
+            batch_size=batch.rows,
         )
-        working = of_batch.copy_in_s + of_batch.compute_s + of_batch.copy_out_s
-        self._tally.ran(len(asked), of_batch, values, values - joined.values)
-        for one, is_there, mine in zip(asked, there, outputs, strict=True):
-            if is_there:
-                total = now - one.since
+        working_s = of_batch.copy_in_s + of_batch.compute_s + of_batch.copy_out_s
+        self._tally.ran(len(requests), of_batch, values, values - joined.values)
+        for pending, waits, own_outputs in zip(requests, is_open, outputs, strict=True):
+            if waits:
+                total_s = now - pending.since
                 timing = Timing(
-                    max(0.0, total - working),
+                    max(0.0, total_s - working_s),
                     of_batch.copy_in_s,
                     of_batch.compute_s,
                     of_batch.copy_out_s,
                     batch.rows,
                 )
-                self._tally.answered(timing, total)
-                one.answer.set_result(
+                self._tally.answered(timing, total_s)
+                pending.answer.set_result(
                     InferAnswer(
                         self.spec.model,
                         self.spec.version,
                         self.spec.device,
-                        mine,
+                        own_outputs,
                         timing,
-                        one.request.id,
+                        pending.request.id,
                     )
                 )
 
-    def _look_quiet(self) -> None:
-        if self._draining and not self._asked:
-            self._quiet.set()
+    def _check_empty(self) -> None:
+        if self._draining and not self._pending:
+            self._is_empty.set()
 
 
 def _threads(spec: DeploymentSpec) -> int:
-    """Of one worker: several on the CPU share its cores."""
+    """The threads of one worker: several workers on the CPU share its cores."""
     if spec.engine.threads or spec.instances == 1 or spec.device != "cpu":
         return spec.engine.threads
     return max(1, usable_cores() // spec.instances)

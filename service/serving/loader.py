@@ -1,7 +1,6 @@
-"""From a version to a process that serves it: where it is to run, whether it fits, and the proof
-before it is one.
+"""Load a version: choose its device, check the free memory, start its workers. Prove its batches.
 
-One load at a time, so that each finds the memory that is free.
+Loads run one at a time, so that each load sees the memory that is really free.
 """
 
 from __future__ import annotations
@@ -20,25 +19,26 @@ from service.jobs.store import JobStore
 from service.registry.models import DeploymentOptions, Version
 from service.registry.promotion import Prove, check_own, prove
 from service.registry.repository import Repository
-from service.serving.deployed_model import Loaded, Start
+from service.serving.deployed_model import LeasedDeployment, Start
 from service.serving.deployment import DeploymentSpec
 from service.serving.memory_check import check_fit, free_bytes
 from service.storage.layout import Folders
 
-COLD_STARTS = 3.0  # as long as the build saw one take: other workers may start at the same time
-WAITS_S = (1.0, 5.0)  # before each next try to load what was deployed when the server ended
+# Time-out of a load in cold starts of the build: other workers may start at the same time.
+COLD_STARTS = 3.0
+WAITS_S = (1.0, 5.0)  # before each retry to load a deployed model when the server starts
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What all deployments work with; doubles stand in for the last ones."""
+class LoaderContext:
+    """The dependencies of all deployments. Tests replace `start` and the fields after it."""
 
     repository: Repository
     jobs: JobStore
     folders: Folders
     leases: Leases
     versions_kept: int
-    load_s: float  # of an engine, until it is ready
+    load_s: float  # time-out for an engine to become ready
     start: Start
     prove: Prove = prove
     free: Callable[[str], int | None] = free_bytes
@@ -46,88 +46,97 @@ class Means:
 
 
 class Loader:
-    """Loads for one server."""
+    """Load versions and prove batches for one server."""
 
-    def __init__(self, means: Means) -> None:
-        self._means = means
+    def __init__(self, context: LoaderContext) -> None:
+        self._context = context
         self._loading = asyncio.Lock()
         self._numbers = itertools.count(1)
 
-    async def load(self, version: Version, spec: DeploymentSpec) -> Loaded:
-        """Ready when this returns; Conflict, before the device is touched, if it does not fit.
+    async def load(self, version: Version, spec: DeploymentSpec) -> LeasedDeployment:
+        """Load a version. It is ready on return.
 
-        DamagedError, with what brings it back, if a file of the engine is not what it was: the
-        worker looks before it loads any.
+        Conflict, before the device is used, if the free memory is too small. DamagedError, with
+        the way to restore it, if a file of the engine has changed: the worker checks all files
+        before it loads any.
         """
         async with self._loading:
-            free = await asyncio.to_thread(self._means.free, spec.device)
+            free = await asyncio.to_thread(self._context.free, spec.device)
             check_fit(version, spec.instances, free, spec.device)
             work = (
-                self._means.folders.serving / f"{spec.model}-{spec.version}-{next(self._numbers)}"
+                self._context.folders.serving / f"{spec.model}-{spec.version}-{next(self._numbers)}"
             )
             try:
-                return await Loaded.start(self._means.start, spec, work, self._means.leases)
+                return await LeasedDeployment.start(
+                    self._context.start, spec, work, self._context.leases
+                )
             except DamagedError as error:
-                advice = await asyncio.to_thread(self._means.repository.remedy, version)
+                advice = await asyncio.to_thread(self._context.repository.remedy, version)
                 raise DamagedError(error.message, advice) from error
 
     def spec(self, version: Version, options: DeploymentOptions) -> DeploymentSpec:
-        """What is to be loaded; Unprocessable for a device that the engine does not run on.
+        """Describe the deployment of a version. Reads the disk.
 
-        Conflict for code of others. Reads the disk.
+        Unprocessable if the engine does not run on the device. Conflict if the engine is code
+        that no job of this server has built.
         """
         most, engine = version.most_together, self.engine(version)
         return DeploymentSpec(
             model=version.model,
             version=version.version,
             owner=version.owner,
-            engine_folder=self._means.repository.engine_folder(version),
+            engine_folder=self._context.repository.engine_folder(version),
             engine=engine,
             batch=version.batch,
-            device=device_for(options.device, version.on_gpu, self._means.leases.devices.names),
+            device=device_for(options.device, version.on_gpu, self._context.leases.devices.names),
             instances=options.instances,
             overlap=options.overlap,
             max_batch=min(options.max_batch or most, most),
             max_delay_s=options.max_delay_s,
             queue_limit=options.queue_limit,
             timeout_s=options.timeout_s,
-            load_s=max(self._means.load_s, COLD_STARTS * (engine.cold_start_s or 0)),
+            load_s=max(self._context.load_s, COLD_STARTS * (engine.cold_start_s or 0)),
             image=version.image,
             labels=version.labels,
         )
 
     def engine(self, version: Version) -> Engine:
-        """A version's engine; Conflict for code that no job of this server has built."""
-        repository = self._means.repository
+        """Return the engine of a version; Conflict for code that no job of this server built."""
+        repository = self._context.repository
         engine = repository.engine(version)
         if engine.target.backend in CODE_BACKENDS:
-            check_own(engine, repository.manifest(version), self._means.jobs.get(version.job))
+            check_own(engine, repository.manifest(version), self._context.jobs.get(version.job))
         return engine
 
     async def proof(self, engine: Engine, padding: tuple[Padding, ...]) -> BatchSpec:
-        """Which requests may run together, tried on the device on which it would serve."""
+        """Prove which requests may run together, on the device on which the engine would serve."""
         holder = f"proof-{next(self._numbers)}"
         device = device_for(
-            None, engine.target.compute_capability is not None, self._means.leases.devices.names
+            None, engine.target.compute_capability is not None, self._context.leases.devices.names
         )
-        self._means.leases.serve(holder, device)
+        self._context.leases.serve(holder, device)
         try:
-            return await self._means.prove(engine, padding, device)
+            return await self._context.prove(engine, padding, device)
         finally:
-            self._means.leases.give_back(holder, device)
+            self._context.leases.give_back(holder, device)
 
 
-def device_for(asked: str | None, on_gpu: bool, names: Sequence[str]) -> str:
-    """Where an engine is to run; Unprocessable where it cannot."""
+def device_for(device: str | None, on_gpu: bool, names: Sequence[str]) -> str:
+    """Choose the device of an engine among `names`, by default the first that fits.
+
+    Unprocessable if the engine cannot run on `device`, or on any.
+    """
     fitting = [name for name in names if name.startswith("gpu:") == on_gpu]
-    if asked is None and fitting:
+    if device is None and fitting:
         return fitting[0]
-    if asked is None or asked not in fitting:
+    if device is None or device not in fitting:
         kind = "a GPU" if on_gpu else "a CPU"
-        message = f"device '{asked}'" if asked else f"a device for an engine for {kind}"
+        available = ", ".join(fitting) or "none"
+        message = f"this server has no device for an engine that was built for {kind}"
+        if device:
+            message = f"the engine was built for {kind} and does not run on device '{device}'"
         raise Unprocessable(
-            f"{message} is not one that this engine runs on; here are:"
-            f" {', '.join(fitting) or 'none'}",
-            f"the engine is one for {kind}",
+            f"{message}; devices that fit: {available}",
+            "leave `device` out, or compile the model for a device of this server",
         )
-    return asked
+    return device

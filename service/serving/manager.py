@@ -1,16 +1,16 @@
-"""All models that are served: the protocol `Serving` of inference.py, and what changes it.
+"""All deployed models: implements the protocol `Serving` of inference.py, and changes of models.
 
-    await deployments.start()                              what was deployed when the server ended
-                                                           is loaded again
-    await deployments.deploy(caller, "resnet50", options)  ready when this returns
-    await deployments.promote(caller, "resnet50", request) the next version: loaded, then current,
-                                                           then the old one is drained
-    await deployments.rollback(caller, "resnet50")
-    await deployments.unload(caller, "resnet50")
+    await manager.start()                              load the models that were deployed when the
+                                                       server ended
+    await manager.deploy(caller, "resnet50", options)  load a model; it is ready on return
+    await manager.promote(caller, "resnet50", request) load the next version, make it current, then
+                                                       drain the old one
+    await manager.rollback(caller, "resnet50")
+    await manager.unload(caller, "resnet50")
 
-What answers is changed by one assignment between two requests, after the new version is ready and
-the change is on the disk: so a request is answered by the one or the other, and none is lost. If
-anything fails before that, all is as it was.
+A change takes effect by one assignment between two requests, after the new version is ready and the
+change is on the disk. So either the old or the new version answers a request, and no request is
+lost. If anything fails before the assignment, nothing changes.
 """
 
 from __future__ import annotations
@@ -47,129 +47,129 @@ from service.registry.models import (
 )
 from service.registry.promotion import candidate_of, version_of
 from service.registry.repository import Model
-from service.serving.deployed_model import Loaded, Slot
-from service.serving.loader import Loader, Means, device_for
+from service.serving.deployed_model import DeployedModel, LeasedDeployment
+from service.serving.loader import Loader, LoaderContext, device_for
 
-LOOK_S = 0.5  # between two looks for what is quiet
+CHECK_S = 0.5  # between two checks for idle models
 
 log = logs.get("service.deployments")
 T = TypeVar("T")
 
 
-class Deployments:
+class ModelManager:
     """All models of one home. Lives in one event loop."""
 
-    def __init__(self, means: Means) -> None:
-        self._means, self._repository = means, means.repository
-        self._slots: dict[str, Slot] = {}
-        self._leaving: dict[str, Slot] = {}  # unloaded, and still answering
-        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(
-            asyncio.Lock
-        )  # one change of a model at a time
-        self._loader = Loader(means)
+    def __init__(self, context: LoaderContext) -> None:
+        self._context, self._repository = context, context.repository
+        self._entries: dict[str, DeployedModel] = {}
+        self._unloading: dict[str, DeployedModel] = {}  # these answer their last requests
+        # One change of a model at a time.
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._loader = Loader(context)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = ThreadPoolExecutor(1, "crucible-models")
         self._started = self._stopping = False
 
-    # -- what every wire asks
+    # -- the protocol `Serving`
 
     def served(self, caller: Caller) -> tuple[Served, ...]:
-        return tuple(self._served(slot) for _, slot in sorted(self._seen(caller).items()))
+        return tuple(self._served(entry) for _, entry in sorted(self._visible(caller).items()))
 
     def find(self, caller: Caller, model: str | None, version: int | None = None) -> Served:
-        return self._served(self._slot(caller, model, version))
+        return self._served(self._find(caller, model, version))
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         request.caller.require("infer")
-        slot = self._slot(request.caller, request.model, request.version)
-        if slot.loaded is None:
-            why = f": {slot.reason}" if slot.reason else ""
+        entry = self._find(request.caller, request.model, request.version)
+        if entry.loaded is None:
+            reason = f": {entry.reason}" if entry.reason else ""
             raise Unavailable(
-                f"model '{slot.version.model}' is {slot.state}{why}",
-                "GET /models/NAME tells how it is",
+                f"model '{entry.version.model}' is {entry.state}{reason}",
+                "GET /models/NAME shows its state",
             )
-        return await slot.loaded.infer(request)
+        return await entry.loaded.infer(request)
 
     def statistics(self, caller: Caller) -> tuple[Statistics, ...]:
-        slots = [slot for _, slot in sorted(self._seen(caller).items())]
-        return tuple(slot.loaded.running.statistics() for slot in slots if slot.loaded is not None)
+        models = [entry for _, entry in sorted(self._visible(caller).items())]
+        return tuple(
+            entry.loaded.running.statistics() for entry in models if entry.loaded is not None
+        )
 
     async def load(self, caller: Caller, model: str) -> Served:
-        stored = await self._ask(lambda: self._repository.get(model, caller.sees))
+        stored = await self._in_thread(lambda: self._repository.get(model, caller.sees))
         await self.deploy(caller, model, stored.options or DeploymentOptions())
         return self.find(caller, model)
 
     async def unload(self, caller: Caller, model: str) -> None:
         caller.require("admin")
-        await self._apart(self._unload(caller, model))
+        await self._run_change(self._unload(caller, model))
 
     # -- changes
 
     async def deploy(self, caller: Caller, name: str, options: DeploymentOptions) -> ModelView:
-        """Load a model, or serve it in another way; ready when this returns."""
+        """Load a model, or serve it with other options. It is ready on return."""
         caller.require("admin")
-        await self._apart(self._deploy(caller, name, options))
+        await self._run_change(self._deploy(caller, name, options))
         return await self.view(caller, name)
 
     async def promote(self, caller: Caller, name: str, request: PromoteRequest) -> ModelView:
-        """Make a report's engine the current version; one that is current already stays so.
+        """Make the engine of a report the current version, unless it already is.
+
         Conflict if it may not be served.
         """
         caller.require("admin")
         if name in RESERVED:
             raise Unprocessable(
-                f"no model can be named '{name}': a path under /v2/models has that name",
+                f"the model name '{name}' is reserved: /v2/models/{name} is another path",
                 "choose another name",
             )
-        await self._apart(self._promote(caller, name, request))
+        await self._run_change(self._promote(caller, name, request))
         return await self.view(caller, name)
 
     async def rollback(self, caller: Caller, name: str) -> ModelView:
-        """Make the version current that was before this one; Conflict if there was none."""
+        """Make the previous version current again; Conflict if there is none."""
         caller.require("admin")
-        await self._apart(self._rollback(caller, name))
+        await self._run_change(self._rollback(caller, name))
         return await self.view(caller, name)
 
     async def lend(
         self, caller: Caller, name: str, number: int | None, job_id: str
     ) -> tuple[Version, str]:
-        """Give a job a version's report and engine: this version, or the one that is loaded, or the
-        current one; with the device to measure on.
-        """
-        slot = self._slots.get(name)
-        loaded = (
-            slot
-            if slot is not None
-            and slot.loaded is not None
-            and number in (None, slot.version.version)
-            else None
-        )
+        """Copy the report and the engine of a version into a job, and choose its device.
 
-        def lent() -> Version:
+        Without a `number` this is the loaded version, or else the current one. A loaded version
+        is measured on its own device.
+        """
+        entry = self._entries.get(name)
+        if entry is not None and (
+            entry.loaded is None or number not in (None, entry.version.version)
+        ):
+            entry = None
+
+        def copy() -> Version:
             version = self._repository.get(name, caller.sees).version(
-                loaded.version.version if loaded else number
+                entry.version.version if entry else number
             )
-            self._loader.engine(version)  # refused here rather than in the job
+            self._loader.engine(version)  # an error is raised here rather than in the job
             self._repository.lend(version, job_id)
             return version
 
-        version = await self._ask(lent)  # in the thread in which versions are pruned
-        return version, (
-            loaded.device
-            if loaded
-            else device_for(None, version.on_gpu, self._means.leases.devices.names)
-        )
+        version = await self._in_thread(copy)  # versions are pruned in the same thread
+        if entry:
+            return version, entry.device
+        names = self._context.leases.devices.names
+        return version, device_for(None, version.on_gpu, names)
 
     async def _deploy(self, caller: Caller, name: str, options: DeploymentOptions) -> None:
-        async with self._changing[name]:
-            model = await self._ask(lambda: self._repository.get(name, caller.sees))
+        async with self._locks[name]:
+            model = await self._in_thread(lambda: self._repository.get(name, caller.sees))
             version = model.version(options.version)
             most = version.most_together
             if options.max_batch is not None and options.max_batch > most:
-                why = version.batch.reason or f"its profiles hold {most}"
+                reason = version.batch.reason or f"its profiles hold {most}"
                 raise Unprocessable(
                     f"max_batch is {options.max_batch}, version {version.version} of '{name}' takes"
-                    f" at most {most}: {why}"
+                    f" at most {most}: {reason}"
                 )
             await self._switch(
                 version, options, lambda: self._repository.set_deployed(name, options)
@@ -183,30 +183,28 @@ class Deployments:
             )
 
     async def _unload(self, caller: Caller, name: str) -> None:
-        async with self._changing[name]:
-            slot = self._slot(caller, name, None)
-            await self._ask(lambda: self._repository.set_deployed(name, None))
-            slot.state = "draining"
-            self._leaving[name] = self._slots.pop(name)
+        async with self._locks[name]:
+            entry = self._find(caller, name, None)
+            await self._in_thread(lambda: self._repository.set_deployed(name, None))
+            entry.state = "draining"
+            self._unloading[name] = self._entries.pop(name)
             try:
-                if slot.loaded is not None:
-                    await slot.loaded.end()
+                if entry.loaded is not None:
+                    await entry.loaded.end()
             finally:
-                del self._leaving[name]
+                del self._unloading[name]
             log.info("model.unloaded", model=name, key=caller.key)
 
     async def _promote(self, caller: Caller, name: str, request: PromoteRequest) -> None:
-        async with self._changing[name]:
-            means = self._means
-            candidate = await self._ask(
+        async with self._locks[name]:
+            context = self._context
+            candidate = await self._in_thread(
                 lambda: candidate_of(
-                    request.report, caller.sees, request.override, means.jobs, means.folders
+                    request.report, caller.sees, request.override, context.jobs, context.folders
                 )
             )
-            existing = next(
-                (model for model in await self._ask(self._repository.list) if model.name == name),
-                None,
-            )
+            models = await self._in_thread(self._repository.list)
+            existing = next((model for model in models if model.name == name), None)
             if existing is not None and existing.owner != candidate.owner:
                 raise Conflict(f"the name '{name}' is taken", "choose another name")
             if existing is not None and existing.version().job == candidate.job:
@@ -223,7 +221,7 @@ class Deployments:
                 utc_now().isoformat(timespec="milliseconds"),
             )
             follows = existing is not None and self._follows(existing)
-            version = await self._ask(
+            version = await self._in_thread(
                 lambda: self._repository.add(version, candidate.engine.root, current=not follows)
             )
             if existing is not None and follows:
@@ -248,26 +246,25 @@ class Deployments:
                 report=candidate.job,
                 key=caller.key,
             )
-            await self._ask(
-                lambda: self._repository.prune(name, self._in_use(name), means.versions_kept)
+            await self._in_thread(
+                lambda: self._repository.prune(name, self._in_use(name), context.versions_kept)
             )
 
     async def _restore(self, model: Model, engine: Path) -> None:
-        """Bring a damaged current version back from its job, and load what failed to load."""
+        """Restore a damaged current version from its job, and load it if it had failed to load."""
         version = model.version()
-        restored = await self._ask(lambda: self._repository.restore(version, engine))
-        slot = self._slots.get(model.name)
-        if restored and model.options is not None and slot is not None and slot.loaded is None:
+        restored = await self._in_thread(lambda: self._repository.restore(version, engine))
+        entry = self._entries.get(model.name)
+        if restored and model.options is not None and entry is not None and entry.loaded is None:
             await self._switch(model.version(model.options.version), model.options, commit=None)
 
     async def _rollback(self, caller: Caller, name: str) -> None:
-        async with self._changing[name]:
-            model = await self._ask(lambda: self._repository.get(name, caller.sees))
+        async with self._locks[name]:
+            model = await self._in_thread(lambda: self._repository.get(name, caller.sees))
             before = model.version().before
             if before is None:
                 raise Conflict(
-                    f"version {model.current} of '{name}' was the first: there is none to go"
-                    " back to",
+                    f"version {model.current} of '{name}' was the first: no earlier version exists",
                     "promote another report",
                 )
             await self._become_current(model, model.version(before), on_failure=lambda: None)
@@ -276,7 +273,7 @@ class Deployments:
     async def _become_current(
         self, model: Model, version: Version, on_failure: Callable[[], None]
     ) -> None:
-        """Current, and if the deployment follows, loaded first."""
+        """Make a version current. If the deployment follows, load the version first."""
 
         def commit() -> None:
             self._repository.set_current(model.name, version.version)
@@ -285,190 +282,198 @@ class Deployments:
             if self._follows(model) and model.options is not None:
                 await self._switch(version, model.options, commit)
             else:
-                await self._surely(commit)
+                await self._in_thread_to_end(commit)
         except BaseException:
-            await self._ask(on_failure)
+            await self._in_thread(on_failure)
             raise
 
     def _follows(self, model: Model) -> bool:
         return model.deployed and model.options is not None and model.options.version is None
 
     def _in_use(self, name: str) -> set[int]:
-        return {
-            slots[name].version.version for slots in (self._slots, self._leaving) if name in slots
-        }
+        models = (self._entries.get(name), self._unloading.get(name))
+        return {model.version.version for model in models if model is not None}
 
     # -- loading
 
     async def start(self) -> None:
-        """Load what was deployed; returns when each model is ready or has failed."""
-        await asyncio.to_thread(shutil.rmtree, self._means.folders.serving, True)
-        models = await self._ask(self._repository.list)
-        await asyncio.gather(
-            *(
-                self._resume(model, model.options)
-                for model in models
-                if model.deployed and model.options
-            )
-        )
-        resting = asyncio.create_task(self._rest())
-        self._tasks.add(resting)
-        resting.add_done_callback(self._tasks.discard)
+        """Load the deployed models; return when each model is ready or has failed."""
+        await asyncio.to_thread(shutil.rmtree, self._context.folders.serving, True)
+        models = await self._in_thread(self._repository.list)
+        loads = [
+            self._resume(model, model.options)
+            for model in models
+            if model.deployed and model.options
+        ]
+        await asyncio.gather(*loads)
+        task = asyncio.create_task(self._release_idle_leases())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         self._started = True
 
     async def _resume(self, model: Model, options: DeploymentOptions) -> None:
-        """Some tries, for a host that starts may be short of this or that; other models are loaded
-        between them. One that hangs has had its time.
+        """Load a model with retries: a host that starts may lack memory or files for a moment.
+
+        Other models load between the tries. A load that timed out or found damage is not retried.
         """
         version = model.version(options.version)
-        slot = self._slots[model.name] = Slot(version, options.device or "")
-        for wait_s in (*self._means.waits_s, None):
+        entry = self._entries[model.name] = DeployedModel(version, options.device or "")
+        for wait_s in (*self._context.waits_s, None):
             try:
                 await self._switch(version, options, commit=None)
                 return
-            except Exception as error:  # the edge of a model: its fault is not the server's
+            except Exception as error:  # the edge of a model: its error does not stop the server
                 log.error(
                     "model.not_loaded",
                     model=model.name,
                     version=version.version,
-                    error=slot.reason,
+                    error=entry.reason,
                     exc_info=_trace(error),
                 )
                 if isinstance(error, TimedOut | DamagedError):
                     return
             if wait_s is not None:
-                slot.state = "loading"
+                entry.state = "loading"
                 await asyncio.sleep(wait_s)
 
     def starting(self) -> tuple[int, int]:
-        """How many of the models that are there are still being loaded, and how many there are."""
-        return sum(slot.state == "loading" for slot in self._slots.values()), len(self._slots)
+        """Return the number of models that are loading, and the number of all models."""
+        loading = sum(entry.state == "loading" for entry in self._entries.values())
+        return loading, len(self._entries)
 
     async def _switch(
         self, version: Version, options: DeploymentOptions, commit: Callable[[], None] | None
     ) -> None:
-        """Load this version, store that, let it answer, and drain the one that did.
+        """Load a version, store the change, let the version answer, and drain the old one.
 
-        A failure leaves nothing that was not there before. Without `commit` nothing is stored: a
-        full disk keeps nothing from being served again.
+        A failure leaves the state unchanged. Without `commit` nothing is stored: so a full disk
+        does not prevent the loading after a restart.
         """
-        async with self._loading(version, options) as slot:
-            spec = await self._ask(lambda: self._loader.spec(version, options))
+        async with self._loading(version, options) as entry:
+            spec = await self._in_thread(lambda: self._loader.spec(version, options))
             loaded = await self._loader.load(version, spec)
             if commit is not None:
                 await self._commit(version, loaded, commit)
-        old, slot.loaded = slot.loaded, loaded
-        slot.version, slot.device = version, spec.device
-        slot.state, slot.reason = "ready", ""
+        old, entry.loaded = entry.loaded, loaded
+        entry.version, entry.device = version, spec.device
+        entry.state, entry.reason = "ready", ""
         if old is not None:
             await old.end()
 
     @asynccontextmanager
-    async def _loading(self, version: Version, options: DeploymentOptions) -> AsyncIterator[Slot]:
-        """Give the slot of a model while one of its versions is loaded.
+    async def _loading(
+        self, version: Version, options: DeploymentOptions
+    ) -> AsyncIterator[DeployedModel]:
+        """Provide the entry of a model while one of its versions is loading.
 
-        A failure removes a slot that is new, and marks one that has nothing loaded as failed. A
-        slot that answers keeps answering.
+        A failure removes a new entry. It marks an entry without a loaded version as failed. An
+        entry with a loaded version goes on answering.
         """
-        is_new = version.model not in self._slots
-        slot = self._slots.setdefault(version.model, Slot(version, options.device or ""))
-        if slot.loaded is None:
-            slot.state = "loading"
+        is_new = version.model not in self._entries
+        entry = self._entries.setdefault(
+            version.model, DeployedModel(version, options.device or "")
+        )
+        if entry.loaded is None:
+            entry.state = "loading"
         try:
-            yield slot
+            yield entry
         except BaseException as error:
             if is_new:
-                del self._slots[version.model]
-            elif slot.loaded is None:
-                slot.state, slot.reason = "failed", self._failure_message(error)
+                del self._entries[version.model]
+            elif entry.loaded is None:
+                entry.state, entry.reason = "failed", self._failure_message(error)
             raise
 
-    async def _commit(self, version: Version, loaded: Loaded, commit: Callable[[], None]) -> None:
-        """Store the memory that a loaded version needs, then what `commit` stores; on a failure
-        the loaded version is ended.
+    async def _commit(
+        self, version: Version, loaded: LeasedDeployment, commit: Callable[[], None]
+    ) -> None:
+        """Store the memory that a loaded version needs, then call `commit`.
+
+        On a failure the loaded version is ended.
         """
         spec = loaded.spec
         try:
-            if not spec.overlap:  # what an instance needs is that of one session
+            if not spec.overlap:  # the memory is stored for one session per instance
                 memory_bytes = loaded.running.memory_bytes // spec.instances
-                await self._ask(lambda: self._repository.set_memory(version, memory_bytes))
-            await self._surely(commit)
+                await self._in_thread(lambda: self._repository.set_memory(version, memory_bytes))
+            await self._in_thread_to_end(commit)
         except BaseException:
             await loaded.end()
             raise
 
-    async def _rest(self) -> None:
-        """Let others measure where it is quiet."""
+    async def _release_idle_leases(self) -> None:
+        """Give back the leases of idle models, so that jobs can measure on their devices."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            for slot in self._slots.values():
-                if slot.loaded is not None:
-                    slot.loaded.rest(time.monotonic())
+            await asyncio.sleep(CHECK_S)
+            for entry in self._entries.values():
+                if entry.loaded is not None:
+                    entry.loaded.release_when_idle(time.monotonic())
 
     async def stop(self, grace_s: float) -> None:
-        """End changes, answer what waits within `grace_s`, and free the devices. Harmless if
-        repeated.
+        """Cancel changes, answer waiting requests within `grace_s`, and free the devices.
+
+        It can be called again.
         """
         self._stopping = True
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        slots = (*self._slots.values(), *self._leaving.values())
-        for slot in slots:
-            slot.state = "draining"
+        models = (*self._entries.values(), *self._unloading.values())
+        for entry in models:
+            entry.state = "draining"
         await asyncio.gather(
-            *(slot.loaded.end(grace_s) for slot in slots if slot.loaded is not None),
+            *(entry.loaded.end(grace_s) for entry in models if entry.loaded is not None),
             return_exceptions=True,
         )
-        self._slots.clear()
+        self._entries.clear()
 
     async def close(self) -> None:
-        """After `stop`: let go of the database."""
-        await self._ask(self._repository.close)
+        """Close the database, after `stop`."""
+        await self._in_thread(self._repository.close)
         self._thread.shutdown()
 
     # -- views
 
     async def views(self, caller: Caller) -> ModelPage:
         """All models that the caller may see, by name."""
-        return ModelPage(
-            models=tuple(
-                map(self._viewed, await self._ask(lambda: self._repository.list(caller.sees)))
-            )
-        )
+        models = await self._in_thread(lambda: self._repository.list(caller.sees))
+        return ModelPage(models=tuple(map(self._view_of, models)))
 
     async def view(self, caller: Caller, name: str) -> ModelView:
-        return self._viewed(await self._ask(lambda: self._repository.get(name, caller.sees)))
+        return self._view_of(await self._in_thread(lambda: self._repository.get(name, caller.sees)))
 
     def shapes(self, caller: Caller, name: str) -> ShapesView:
-        """What requests were like since the model was loaded; NotFound if it is not."""
-        slot = self._slot(caller, name, None)
-        counts = slot.loaded.running.shapes() if slot.loaded is not None else {}
+        """Count the request shapes since the model was loaded; NotFound if it is not deployed."""
+        entry = self._find(caller, name, None)
+        counts = entry.loaded.running.shapes() if entry.loaded is not None else {}
         most_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         shapes = tuple(
             SeenShape(sizes=dict(sizes), requests=requests) for sizes, requests in most_first
         )
         return ShapesView(
-            version=slot.version.version, shapes=shapes, profiles=suggested(counts, slot.version)
+            version=entry.version.version,
+            shapes=shapes,
+            profiles=suggested(counts, entry.version),
         )
 
-    def _served(self, slot: Slot) -> Served:
-        """A slot as clients see it, without paths of this host: a worker's last words may name
-        some.
+    def _served(self, entry: DeployedModel) -> Served:
+        """Describe a model to clients, without paths of this host.
+
+        The last message of a worker may contain such paths.
         """
-        served = slot.told()
+        served = entry.served()
         if not served.reason:
             return served
-        return replace(served, reason=scrubbed(served.reason, self._means.folders))
+        return replace(served, reason=scrubbed(served.reason, self._context.folders))
 
-    def _viewed(self, model: Model) -> ModelView:
-        slot = self._slots.get(model.name) or self._leaving.get(model.name)
-        if slot is None:
+    def _view_of(self, model: Model) -> ModelView:
+        entry = self._entries.get(model.name) or self._unloading.get(model.name)
+        if entry is None:
             deployment = DeploymentView(
                 state="unloaded", version=None, device=None, options=model.options
             )
         else:
-            served, loaded = self._served(slot), slot.loaded
+            served, loaded = self._served(entry), entry.loaded
             deployment = DeploymentView(
                 state=served.state,
                 reason=served.reason,
@@ -487,51 +492,53 @@ class Deployments:
 
     # -- helpers
 
-    def _seen(self, caller: Caller) -> dict[str, Slot]:
-        """Also from the thread that reads metrics."""
+    def _visible(self, caller: Caller) -> dict[str, DeployedModel]:
+        """The models that the caller may see. The thread that reads metrics calls this, too."""
         return {
-            name: slot
-            for name, slot in tuple(self._slots.items())
-            if caller.sees in (None, slot.version.owner)
+            name: entry
+            for name, entry in tuple(self._entries.items())
+            if caller.sees in (None, entry.version.owner)
         }
 
-    def _slot(self, caller: Caller, model: str | None, version: int | None) -> Slot:
-        if self._closed_because and model not in self._slots:
-            raise self._unavailable()  # not NotFound: clients would believe it
+    def _find(self, caller: Caller, model: str | None, version: int | None) -> DeployedModel:
+        if self._closed_state and model not in self._entries:
+            raise self._unavailable()  # NotFound would be wrong: the model may come back
         if model is None:
-            model = only(tuple(self._seen(caller)))
-        slot = self._slots.get(model)
-        if slot is None or caller.sees not in (None, slot.version.owner):
+            model = only(tuple(self._visible(caller)))
+        entry = self._entries.get(model)
+        if entry is None or caller.sees not in (None, entry.version.owner):
             raise NotFound(
                 f"no model '{model}' is deployed",
                 "GET /models lists yours; PUT /models/NAME/deployment loads one",
             )
-        if version not in (None, slot.version.version):
+        if version not in (None, entry.version.version):
             raise NotFound(
-                f"version {version} of '{model}' is not deployed, {slot.version.version} is",
+                f"version {version} of '{model}' is not deployed, {entry.version.version} is",
                 "leave the version out for the current one",
             )
-        return slot
+        return entry
 
-    async def _ask(self, call: Callable[[], T]) -> T:
-        """Ask the database and the disk, in one thread."""
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        """Run a call that uses the database and the disk, in the one thread for them."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    async def _surely(self, call: Callable[[], None]) -> None:
-        """As `_ask`, but not left before its end: a change that is on the disk is then made in
-        memory too, also while the server stops.
+    async def _in_thread_to_end(self, call: Callable[[], None]) -> None:
+        """Run a call as `_in_thread` does, and wait for its end even if cancelled.
+
+        So a change that is on the disk is made in memory too, also while the server stops.
         """
-        task = asyncio.ensure_future(self._ask(call))
+        task = asyncio.ensure_future(self._in_thread(call))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
             await task
 
-    async def _apart(self, change: Coroutine[Any, Any, None]) -> None:
-        """To its end, also if the request that asked for it is gone; Unavailable if the server
-        stops meanwhile.
+    async def _run_change(self, change: Coroutine[Any, Any, None]) -> None:
+        """Run a change to its end, even if the client's request is cancelled.
+
+        Unavailable if the server stops meanwhile.
         """
-        if self._closed_because:
+        if self._closed_state:
             change.close()
             raise self._unavailable()
         task = asyncio.ensure_future(change)
@@ -545,31 +552,33 @@ class Deployments:
             raise self._unavailable() from None
 
     @property
-    def _closed_because(self) -> str:
-        """Why nothing can be changed, and what is not there may be there later; empty: it can."""
-        return "stopping" if self._stopping else "" if self._started else "starting"
+    def _closed_state(self) -> str:
+        """`starting` or `stopping`: models may be missing and cannot be changed. Empty: open."""
+        if self._stopping:
+            return "stopping"
+        return "" if self._started else "starting"
 
     def _unavailable(self) -> Unavailable:
-        return Unavailable(f"the server is {self._closed_because}", "try again in a moment")
+        return Unavailable(f"the server is {self._closed_state}", "try again in a moment")
 
     def _failure_message(self, error: BaseException) -> str:
-        """The message of an error as clients may read it."""
-        message = "an error inside the service, which its log tells of"
+        """The message of an error for clients."""
+        message = "an error inside the service; its log has the details"
         if isinstance(error, CrucibleError):
             message = error.message
         if isinstance(error, DamagedError):
             message = f"{message}; {error.next_step}"
-        return scrubbed(message, self._means.folders)
+        return scrubbed(message, self._context.folders)
 
 
 def only(names: tuple[str, ...]) -> str:
-    """The one model that is meant where none is named."""
+    """The model of a request without a name: the only one that is deployed."""
     if not names:
         raise NotFound("no model is deployed", "PUT /models/NAME/deployment loads one")
     if len(names) > 1:
         raise Unprocessable(
             f"several models are deployed: {', '.join(sorted(names))}",
-            "name the one that is to answer",
+            "name one of them in the request",
         )
     return names[0]
 

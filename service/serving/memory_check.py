@@ -1,4 +1,4 @@
-"""Whether an engine fits into the memory that is free, asked before the device is touched."""
+"""Check that an engine fits into the free memory, before the device is used."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one instance of a version will take, and how that is known."""
+    """The memory that one instance of a version needs, and the source of the number."""
 
     bytes: int
-    known: str
+    source: str
 
 
 def need_of(version: Version) -> Need:
-    """As when it was loaded before; before that as in its benchmark; else its files, which is too
-    little.
+    """Estimate the memory of one instance.
+
+    The sources, best first: its last load, its benchmark, the size of its files (too low).
     """
     if version.memory_bytes:
         return Need(max(version.memory_bytes, version.size_bytes), "as when it was loaded before")
@@ -35,17 +36,18 @@ def need_of(version: Version) -> Need:
 
 
 def check_fit(version: Version, instances: int, free_bytes: int | None, device: str) -> None:
-    """Conflict with both numbers; nothing is refused where nobody tells what is free (None)."""
+    """Raise Conflict with both numbers if the memory is too small. None: unknown, no check."""
     if free_bytes is None:
         return
     need = need_of(version)
     if need.bytes * instances > free_bytes:
-        what = f"'{version.model}' with {instances} instance{'s' if instances > 1 else ''}"
+        noun = "instances" if instances > 1 else "instance"
         message = (
-            f"{what} needs at least {_mib(need.bytes * instances)} ({need.known}),"
+            f"'{version.model}' with {instances} {noun} needs at least"
+            f" {_mib(need.bytes * instances)} ({need.source}),"
             f" {_mib(free_bytes)} of {device} are free"
         )
-        raise Conflict(message, "unload another model, or take fewer instances")
+        raise Conflict(message, "unload another model, or use fewer instances")
 
 
 def _mib(count: int) -> str:
@@ -53,9 +55,10 @@ def _mib(count: int) -> str:
 
 
 def free_bytes(device: str, cgroup: Path = CGROUP, nvml: ModuleType | None = None) -> int | None:
-    """Return the free memory of a device; None where the driver of a GPU does not tell.
+    """Return the free memory of a device; None if the driver of a GPU does not report it.
 
-    Of this machine, or of the container if it may use less; of a GPU as NVML tells.
+    For the CPU this is the memory of the machine, or of the container if that has less. For a GPU
+    it is the value of NVML.
     """
     if not device.startswith("gpu:"):
         return _free_here(cgroup)
@@ -72,6 +75,6 @@ def _free_here(cgroup: Path) -> int:
             (cgroup / name).read_text(encoding="ascii").strip()
             for name in ("memory.max", "memory.current")
         )
-    except OSError:  # no limit that could be read
+    except OSError:  # there is no readable limit
         return free
     return min(free, max(0, int(most) - int(used))) if most.isdigit() else free

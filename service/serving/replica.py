@@ -1,8 +1,7 @@
-"""One place of a deployment where batches run: it has a worker, and another one after a crash.
+"""One instance of a deployment: it runs batches in a worker, and restarts the worker after a crash.
 
-Each crash in a row, with no batch answered between, doubles the pause before the next start; after
-MAX_CRASHES the instance is `failed` and stays so. A crash costs the batches that its worker had,
-and nothing else.
+Each crash in a row without an answered batch doubles the pause before the next start. After
+MAX_CRASHES the instance is `failed` and stays so. A crash loses only the batches of its worker.
 """
 
 from __future__ import annotations
@@ -26,39 +25,37 @@ log = logs.get("service.instance")
 
 
 def pause_after(crashes: int) -> float | None:
-    """How long to wait before the next start, after so many crashes in a row; None: give up."""
+    """The pause before the next start, after `crashes` in a row; None: give up."""
     return None if crashes >= MAX_CRASHES else min(FIRST_PAUSE_S * 2 ** (crashes - 1), MAX_PAUSE_S)
 
 
 class Instance:
-    """Lives in one event loop. `changed` is called whenever its state has changed."""
+    """One instance. Belongs to one event loop; calls `changed` after each change of its state."""
 
     def __init__(self, order: Order, changed: Callable[[], None]) -> None:
         self._state: InstanceState = "starting"
-        self.reason = ""  # of not being ready
+        self.reason = ""  # why it is not ready
         self.memory_bytes = 0
         self._order, self._changed = order, changed
         self._worker: Worker | None = None
         self._crashes = 0
-        self._living: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Ready when this returns; what keeps the worker from it is raised."""
-        worker = await self._started()
-        self._living = asyncio.create_task(self._live(worker))
+        """Start the worker. It is ready on return; otherwise its error is raised."""
+        worker = await self._start_worker()
+        self._supervisor = asyncio.create_task(self._supervise(worker))
 
     @property
     def state(self) -> InstanceState:
-        """`starting` also while nobody has seen to it that the worker is gone."""
-        return (
-            "starting"
-            if self._state == "ready" and (self._worker is None or self._worker.is_broken)
-            else self._state
-        )
+        """The state; `starting` also if the worker has just broken and nothing has noticed."""
+        if self._state == "ready" and (self._worker is None or self._worker.is_broken):
+            return "starting"
+        return self._state
 
     @property
     def load(self) -> int:
-        """Batches that it has."""
+        """The number of its batches."""
         return self._worker.load if self._worker else 0
 
     @property
@@ -67,29 +64,29 @@ class Instance:
 
     @property
     def pid(self) -> int:
-        """Of the guardian of its worker; 0: it has none now."""
+        """The process id of its worker's guardian; 0 without a worker."""
         return self._worker.pid if self._worker else 0
 
     def run(self, task: Task) -> None:
-        """Give it a batch; only while it has room."""
+        """Send a batch to the worker, which must have room."""
         assert self._worker is not None
         self._worker.run(task)
 
     async def close(self) -> None:
-        """End its worker."""
+        """End the worker."""
         self._state = "closed"
-        if self._living is not None:
-            self._living.cancel()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._living
+                await self._supervisor
         if self._worker is not None:
             worker, self._worker = self._worker, None
             await worker.end()
 
-    async def _started(self) -> Worker:
+    async def _start_worker(self) -> Worker:
         try:
             worker = await Worker.start(self._order)
-        except OSError as error:  # of its folder
+        except OSError as error:  # its folder cannot be written
             raise crucible_error(error) from error
         self._worker, self.memory_bytes = worker, worker.memory_bytes
         self._state, self.reason = "ready", ""
@@ -102,12 +99,12 @@ class Instance:
         self._changed()
         return worker
 
-    async def _live(self, worker: Worker | None) -> None:
-        """See to it that there is a worker, until there have been too many crashes."""
+    async def _supervise(self, worker: Worker | None) -> None:
+        """Restart the worker after each crash, until there were too many crashes."""
         while True:
             if worker is not None:
-                said = await worker.broken()
-                self._state, self.reason = "starting", f"its worker {said}"
+                death = await worker.broken()
+                self._state, self.reason = "starting", f"its worker {death}"
                 log.error(
                     "worker.died",
                     worker=self._order.name,
@@ -132,8 +129,8 @@ class Instance:
                 return
             await asyncio.sleep(pause)
             try:
-                worker = await self._started()
-            except Exception as error:  # the edge of an instance: any fault counts as a crash
+                worker = await self._start_worker()
+            except Exception as error:  # the edge of an instance: any error counts as a crash
                 if not isinstance(error, CrucibleError):
                     log.error("worker.not_started", worker=self._order.name, exc_info=error)
                 worker, self.reason = None, crucible_error(error).message

@@ -1,10 +1,9 @@
-"""Whether a request's inputs are what an engine takes, and with which others they may run.
+"""Match the inputs of a request to an engine, and decide which requests may share its batch.
 
-    fit = Fitting(engine, batch, max_batch).fit(inputs)     Unprocessable with what was expected and
-                                                            what came
+    shapes = ShapeMatcher(engine, batch, max_batch).match(inputs)
 
-What fitted once is known by its dtypes and shapes, so that all further requests of that kind cost
-about a microsecond.
+A mismatch is Unprocessable, with the expected and the actual inputs. A match is remembered by the
+dtypes and shapes: further requests of the same kind cost about a microsecond.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ CAPTURING = frozenset({"tensorrt", "tensorrt_rtx"})
 
 
 def captures(engine: Engine) -> bool:
-    """Whether an engine keeps a CUDA graph per shape.
+    """Return True if an engine keeps a CUDA graph per shape.
 
-    Only few shapes are run then, and all others are padded to them.
+    Such an engine runs few shapes. All other shapes are padded to them.
     """
     by_torch = engine.recipe.mode is not None and engine.target.compute_capability is not None
     return engine.target.backend in CAPTURING or by_torch
 
 
-MAX_KNOWN = 1024  # fits that are remembered
-SEE_METADATA = "GET /models tells what the model takes"
+MAX_KNOWN = 1024  # matches that are remembered
+SEE_METADATA = "GET /models shows the inputs that the model takes"
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """What batching needs to know of one request."""
+class MatchedShapes:
+    """The properties of one request that batching needs."""
 
     rows: int
     kind: Kind
@@ -51,23 +50,24 @@ class Fit:
 class PaddedShapes:
     """The shapes of one request without its rows."""
 
-    lengths: tuple[int, ...]  # along the padded symbols, as they came
-    buckets: tuple[int, ...]  # along the padded symbols, as they are run
-    sizes: Mapping[str, int]  # of the symbols but those of the batch, with the buckets
+    lengths: tuple[int, ...]  # along the padded symbols, before padding
+    buckets: tuple[int, ...]  # along the padded symbols, after padding
+    sizes: Mapping[str, int]  # of all symbols except those of the batch, after padding
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Along which axes requests are joined and padded."""
+    """The axes along which requests are joined and padded."""
 
     batch: Mapping[str, int | None]  # by input and output; empty: requests run alone
     padded: tuple[str, ...]  # symbols whose sizes may differ within a batch
-    values: Mapping[tuple[str, int], float]  # what fills an input along an axis
+    values: Mapping[tuple[str, int], float]  # the padding value of an input along an axis
 
     @classmethod
     def of(cls, engine: Engine, batch: BatchSpec) -> Axes:
-        """Nothing, unless the batch is proved. A symbol is padded only if the padding is declared
-        wherever an input has it.
+        """Return the axes of a proved batch; without a proof there are none.
+
+        A symbol is padded only if every input that has it declares the padding.
         """
         if not batch.proved or not any(
             batch.axes.get(spec.name) is not None for spec in engine.inputs
@@ -83,8 +83,8 @@ class Axes:
         return cls(batch.axes, padded, values)
 
 
-class Fitting:
-    """Checks requests for one engine."""
+class ShapeMatcher:
+    """Match requests to the profiles of one engine."""
 
     def __init__(self, engine: Engine, batch: BatchSpec, max_batch: int | None = None) -> None:
         self._engine = engine
@@ -98,15 +98,15 @@ class Fitting:
         shared = {
             name for name in self._names if self.axes.batch and self.axes.batch.get(name) is None
         }
-        self._by_content = tuple(
-            name for name in self._names if name in valued | shared
-        )  # requests with other contents run apart
-        self._known: dict[object, Fit] = {}
+        # Requests that differ in these inputs do not run together.
+        self._by_content = tuple(name for name in self._names if name in valued | shared)
+        self._known: dict[object, MatchedShapes] = {}
         self._kinds: dict[object, Kind] = {}
 
-    def fit(self, inputs: Tensors) -> Fit:
-        """Unprocessable unless names, dtypes, shapes and deciding values are what some profile
-        takes.
+    def match(self, inputs: Tensors) -> MatchedShapes:
+        """Match the names, dtypes, shapes and deciding values of the inputs to a profile.
+
+        Unprocessable if no profile takes them.
         """
         try:
             arrays = [inputs[name] for name in self._names]
@@ -128,8 +128,9 @@ class Fitting:
         return known
 
     def warm_sizes(self) -> tuple[dict[str, int], ...]:
-        """Sizes of the symbols to run before the first request: of every batch that is captured,
-        else the ends and the usual size of each profile.
+        """The sizes of the symbols to run before the first request.
+
+        These are all captured batch sizes, or else both ends and the usual size of each profile.
         """
         warm: list[dict[str, int]] = []
         for number, profile in enumerate(self._profiles):
@@ -146,24 +147,24 @@ class Fitting:
             return [usual | dict.fromkeys(symbols, size) for size in captured]
         return [profile.sizes("min"), profile.sizes("opt"), profile.sizes("max")]
 
-    def _new(self, inputs: Tensors) -> Fit:
-        """The fit of a request of a kind that did not come before."""
+    def _new(self, inputs: Tensors) -> MatchedShapes:
+        """Match a request of a new kind."""
         for name, dtype in self._dtypes.items():
             if inputs[name].dtype != dtype:
                 raise Unprocessable(
                     f"input '{name}' has dtype {inputs[name].dtype}, expected {dtype}",
-                    "convert it before it is sent: answers of another dtype would be another"
-                    " model's",
+                    "convert it before you send it: the server does not change dtypes, because"
+                    " that would change the results",
                 )
         shapes = {name: inputs[name].shape for name in self._names}
-        rows = self._joined(shapes)
+        rows = self._rows(shapes)
         sizes = sizes_from_shapes(self._engine.inputs, shapes)
         if isinstance(sizes, str):
             raise Unprocessable(sizes, SEE_METADATA)
         values = self._deciding_values(inputs)
-        fit = self._batched(rows, sizes, values, inputs) if rows else None
-        if fit is not None:
-            return fit
+        batched = self._batched(rows, sizes, values, inputs) if rows else None
+        if batched is not None:
+            return batched
         if not any(profile.holds(sizes, values) for profile in self._profiles):
             numbers = (*sizes.items(), *values.items())
             got = ", ".join(f"{name} = {number}" for name, number in numbers)
@@ -173,7 +174,7 @@ class Fitting:
                 "send shapes inside one profile, or compile the model with a profile that holds"
                 " them",
             )
-        return Fit(max(rows, 1), Kind(), tuple(sorted(sizes.items())))
+        return MatchedShapes(max(rows, 1), Kind(), tuple(sorted(sizes.items())))
 
     def _deciding_values(self, inputs: Tensors) -> dict[str, list[int]]:
         """The values of the inputs whose values decide a shape."""
@@ -184,24 +185,24 @@ class Fitting:
                     values[name] = inputs[name].ravel().tolist()
         return values
 
-    def _joined(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """The rows of a request; 0 where it has none, or has to run alone."""
+    def _rows(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """The rows of a request; 0 if it has none, or if it must run alone."""
         rows = set()
         for name, axis in self.axes.batch.items():
             if axis is not None and name in shapes and axis < len(shapes[name]):
                 rows.add(shapes[name][axis])
         if len(rows) > 1:
             raise Unprocessable(
-                f"the inputs have {', '.join(map(str, sorted(rows)))} rows, expected as many in"
-                " each",
+                f"the inputs have {', '.join(map(str, sorted(rows)))} rows, expected the same"
+                " number in each input",
                 SEE_METADATA,
             )
         return rows.pop() if rows else 0
 
     def _batched(
         self, rows: int, sizes: Mapping[str, int], values: Mapping[str, list[int]], inputs: Tensors
-    ) -> Fit | None:
-        """How a request runs with others; None if no profile takes its shapes in a batch."""
+    ) -> MatchedShapes | None:
+        """Match a request to the profiles that batch it; None if no profile takes its shapes."""
         shapes = self._padded_shapes(sizes)
         batches = []
         for number, profile in enumerate(self._profiles):
@@ -212,7 +213,7 @@ class Fitting:
         if not batches:
             return None
         kind = self._kind(shapes, tuple(batches), inputs)
-        return Fit(rows, kind, tuple(sorted(sizes.items())), shapes.lengths)
+        return MatchedShapes(rows, kind, tuple(sorted(sizes.items())), shapes.lengths)
 
     def _padded_shapes(self, sizes: Mapping[str, int]) -> PaddedShapes:
         """The shapes of a request without its rows, padded to their buckets."""
@@ -224,7 +225,7 @@ class Fitting:
         return PaddedShapes(lengths, buckets, padded)
 
     def _kind(self, shapes: PaddedShapes, batches: tuple[Sizes, ...], inputs: Tensors) -> Kind:
-        """The one kind of all requests with these shapes, profiles and deciding contents."""
+        """Return the kind that all requests with these shapes, profiles and contents share."""
         key = (
             tuple(sorted(shapes.sizes.items())),
             tuple(_content(inputs[name]) for name in self._by_content),
@@ -247,7 +248,7 @@ class Fitting:
         return frozenset(dim for dim in self._batch_dims() if isinstance(dim, str))
 
     def _batch_ranges(self, profile: Profile) -> list[DimRange]:
-        """The sizes that each input may have along the batch axis."""
+        """The range of sizes of each input along the batch axis."""
         ranges = []
         for dim in self._batch_dims():
             if isinstance(dim, int):
@@ -257,7 +258,7 @@ class Fitting:
         return ranges
 
     def _sizes(self, number: int, profile: Profile) -> Sizes:
-        """The sizes of a batch that a profile takes: those that all inputs may have."""
+        """The batch sizes that a profile takes: the common range of all inputs."""
         ranges = self._batch_ranges(profile)
         low = max((dim.min for dim in ranges), default=1)
         high = min((dim.max for dim in ranges), default=self.maximum)
@@ -271,7 +272,7 @@ class Fitting:
     def _bucket(self, symbol: str, size: int) -> int:
         """The length to which a size is padded: the next power of two within the profiles.
 
-        So few lengths are run, and short inputs do not wait for long ones.
+        This keeps the number of lengths small, and short inputs do not wait for long ones.
         """
         dims = [profile.dims[symbol] for profile in self._profiles if symbol in profile.dims]
         limit = max((dim.max for dim in dims if dim.min <= size <= dim.max), default=size)
@@ -280,7 +281,7 @@ class Fitting:
 
 
 def _content(array: NDArray[np.generic]) -> bytes:
-    """What tells one value from another, and is not large."""
+    """Identify a value by at most 64 bytes: the value itself, or its hash."""
     data = array.tobytes()
     return data if len(data) <= 64 else hashlib.sha256(data).digest()
 

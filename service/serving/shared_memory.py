@@ -1,8 +1,9 @@
-"""Memory that the server shares with a worker: memfds, which have no name, need no /dev/shm, and
-are gone with the last process that holds them.
+"""Memory that the server shares with a worker: memfds.
 
-The server makes every buffer and seals its size: a worker that shrank it would kill the server at
-its next look (SIGBUS). A worker gets the descriptor over the control socket (SCM_RIGHTS).
+A memfd has no name, needs no /dev/shm, and is freed with the last process that holds it. The server
+creates every buffer and seals its size: without the seal, a worker could shrink the buffer and kill
+the server by SIGBUS at the next access. The worker gets the descriptor over the control socket
+(SCM_RIGHTS).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from service.serving.worker_messages import BadMessage, Part, Placed
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MIN_BYTES = 64 * 1024
-MAX_BYTES = 1 << 36  # 64 GiB: of one batch's inputs, or outputs
+MAX_BYTES = 1 << 36  # 64 GiB: the inputs of one batch, or its outputs
 
 
 class Buffer:
-    """One memfd, mapped. It is gone once nothing refers to it or to its arrays."""
+    """One mapped memfd. It is freed when nothing refers to it or to its arrays."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -35,7 +36,7 @@ class Buffer:
 
     @classmethod
     def make(cls, least: int) -> Buffer:
-        """A new one of at least so many bytes. HostError if there is no memory for it."""
+        """Create a buffer of at least `least` bytes; HostError if there is no memory for it."""
         size = MIN_BYTES
         while size < least:
             size *= 2
@@ -50,24 +51,24 @@ class Buffer:
                 raise
         except OSError as error:
             raise HostError(
-                f"no shared memory of {size} bytes: {error}",
+                f"cannot allocate {size} bytes of shared memory: {error}",
                 "free memory, or serve with a smaller max_batch",
             ) from error
 
     @classmethod
     def attach(cls, descriptor: int) -> Buffer:
-        """The worker's view of a buffer that it was sent."""
+        """Map a buffer in the worker, from the descriptor that the server sent."""
         buffer = cls(descriptor, os.fstat(descriptor).st_size)
         buffer.give_descriptor()
         return buffer
 
     @property
     def descriptor(self) -> int:
-        """To be sent; -1 once it is given away."""
+        """The descriptor to send; -1 after `give_descriptor`."""
         return -1 if self._descriptor is None else self._descriptor
 
     def give_descriptor(self) -> None:
-        """Close it: both sides have mapped the memory."""
+        """Close the descriptor: both sides have mapped the memory."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -77,28 +78,24 @@ class Buffer:
             self.give_descriptor()
 
     def array(self, dtype: np.dtype[np.generic], placed: Placed) -> NDArray[np.generic]:
-        """A tensor in it, in place. BadMessage for what does not lie within."""
-        size = (
-            math.prod(placed.shape) * dtype.itemsize
-        )  # of Python's own integers: they do not overflow
+        """A tensor as a view of the buffer; BadMessage unless it lies within."""
+        # Python's integers do not overflow.
+        size = math.prod(placed.shape) * dtype.itemsize
         if placed.offset % ALIGNMENT or placed.offset + size > self.size:
             raise BadMessage(
-                f"a tensor of {size} bytes at {placed.offset}, the buffer has {self.size}"
+                f"a tensor of {size} bytes at offset {placed.offset}, expected one within the"
+                f" buffer's {self.size} bytes, at a multiple of {ALIGNMENT}"
             )
         if size == 0:
             try:
                 return np.empty(placed.shape, dtype)
-            except (
-                ValueError
-            ) as error:  # numpy counts the other sizes, although there are no values
+            except ValueError as error:  # numpy limits the other sizes also of an empty array
                 raise BadMessage(f"an empty tensor of shape {placed.shape}: {error}") from error
         return np.ndarray(placed.shape, dtype, buffer=self._map, offset=placed.offset)
 
 
 class Slot:
-    """A place for one batch at a time: buffers for its inputs and outputs, which grow as they
-    must.
-    """
+    """The buffers of one batch at a time, for its inputs and outputs. They grow on demand."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -106,8 +103,9 @@ class Slot:
         self.outputs: Buffer | None = None
 
     def reserve(self, input_bytes: int, output_bytes: int) -> dict[Part, Buffer]:
-        """Room for so much: the buffers that are new, of which the worker must be told. If one
-        cannot be had, both stay as it knows them.
+        """Make room, and return the new buffers: the worker needs their descriptors.
+
+        If a buffer cannot be allocated, the slot stays unchanged.
         """
         new: dict[Part, Buffer] = {}
         if self.inputs is None or self.inputs.size < input_bytes:
@@ -121,7 +119,7 @@ class Slot:
 def layout(
     shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[np.generic]]
 ) -> tuple[tuple[Placed, ...], int]:
-    """Where tensors lie one behind the other, and how many bytes they take."""
+    """Place tensors one after the other; return their places and the total bytes."""
     placed, end = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         placed.append(Placed(shape, end))

@@ -1,8 +1,7 @@
-"""What is counted of deployments: for Prometheus, of all of them, and the statistics of one since
-it was loaded.
+"""Statistics of deployments: the Prometheus metrics of all, and the totals of one since its load.
 
-docs/service.md lists the metrics. A request that ran is `executed`, also if its client had gone by
-then; one whose client went before is `dropped`.
+docs/service.md lists the metrics. A request that ran is `executed`, even if its client had left. A
+request is `dropped` if its client left before it ran.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ LABELS = ("model", "version")
 
 
 class Figures:
-    """The metrics of all deployments of one server."""
+    """The Prometheus metrics of all deployments of one server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "crucible_inference_requests_total",
-            "Requests, by what became of them",
+            "Requests by result",
             (*LABELS, "state"),
             registry=registry,
         )
@@ -57,13 +56,12 @@ class Figures:
         self.waiting = Gauge(
             "crucible_inference_queue", "Requests that wait now", LABELS, registry=registry
         )
-        self.newest: dict[
-            tuple[str, str], Tally
-        ] = {}  # a version that is loaded anew has two for a moment
+        # A reloaded version has two tallies for a moment.
+        self.newest: dict[tuple[str, str], Tally] = {}
 
 
 class Tally:
-    """The figures of one deployed version."""
+    """The statistics of one deployed version."""
 
     def __init__(
         self, figures: Figures, model: str, version: int, waiting: Callable[[], int]
@@ -79,8 +77,9 @@ class Tally:
         self._dropped = self._values = self._padded = self._last_ms = 0
 
     def show(self) -> None:
-        """It is ready: what waits and is padded is told of it from now on, and no longer of the
-        same version as it was loaded before.
+        """Show the queue and the padding of this deployment in the metrics.
+
+        They replace those of an earlier deployment of the same version.
         """
         labels = (self._model, str(self._version))
         self._figures.waiting.labels(*labels).set_function(self._waiting)
@@ -88,13 +87,12 @@ class Tally:
         self._figures.newest[labels] = self
 
     def ran(self, requests: int, timing: Timing, values: int, padded: int) -> None:
-        """A batch was run, with so many values in its inputs, of which so many were padding."""
+        """Count a batch; `padded` of the `values` of its inputs were padding."""
         self._requests["executed"].inc(requests)
         self._rows.observe(timing.batch_size)
-        for histogram, each in zip(
-            self._stages[1:], (timing.copy_in_s, timing.compute_s, timing.copy_out_s), strict=True
-        ):
-            histogram.observe(each)
+        times_s = (timing.copy_in_s, timing.compute_s, timing.copy_out_s)
+        for histogram, seconds in zip(self._stages[1:], times_s, strict=True):
+            histogram.observe(seconds)
         self._batches.setdefault(timing.batch_size, _Sum()).add(timing.compute_s)
         self._values += values
         self._padded += padded
@@ -104,36 +102,35 @@ class Tally:
             )
 
     def answered(self, timing: Timing, total_s: float) -> None:
-        """A request got its answer."""
+        """Count an answered request."""
         self._succeeded.add(total_s)
         self._last_ms = time.time_ns() // 1_000_000
         self._stages[0].observe(timing.queue_s)
-        for total, each in zip(
-            self._sums,
-            (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s),
-            strict=True,
-        ):
-            total.add(each)
+        times_s = (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s)
+        for total, seconds in zip(self._sums, times_s, strict=True):
+            total.add(seconds)
 
     def dropped(self) -> None:
-        """A client went before its request ran."""
+        """Count a request whose client left before it ran."""
         self._requests["dropped"].inc()
         self._dropped += 1
 
     def failed(self, state: Literal["timed_out", "refused", "failed"], total_s: float) -> None:
-        """A request got an error."""
+        """Count a request that got an error."""
         self._requests[state].inc()
         self._failed.add(total_s)
         self._last_ms = time.time_ns() // 1_000_000
 
     @property
     def seconds_per_batch(self) -> float:
-        """Of the device, so far."""
-        batches = sum(each.count for each in self._batches.values())
-        return sum(each.seconds for each in self._batches.values()) / batches if batches else 0.0
+        """The average compute time of a batch; 0 without batches."""
+        batches = sum(total.count for total in self._batches.values())
+        if not batches:
+            return 0.0
+        return sum(total.seconds for total in self._batches.values()) / batches
 
     def statistics(self) -> Statistics:
-        queue, copy_in, compute, copy_out = (each.total() for each in self._sums)
+        queue, copy_in, compute, copy_out = (stage.total() for stage in self._sums)
         return Statistics(
             model=self._model,
             version=self._version,
@@ -143,15 +140,15 @@ class Tally:
             copy_in=copy_in,
             compute=compute,
             copy_out=copy_out,
-            executions=sum(each.count for each in self._batches.values()),
-            rows=sum(rows * each.count for rows, each in self._batches.items()),
+            executions=sum(total.count for total in self._batches.values()),
+            rows=sum(rows * total.count for rows, total in self._batches.items()),
             dropped=self._dropped,
-            batches={rows: each.total() for rows, each in sorted(self._batches.items())},
+            batches={rows: total.total() for rows, total in sorted(self._batches.items())},
             last_request_ms=self._last_ms,
         )
 
     def close(self) -> None:
-        """Of what is gone there is nothing to see now; what was counted stays counted."""
+        """Remove the queue and the padding from the metrics. The counters stay."""
         labels = (self._model, str(self._version))
         if self._figures.newest.get(labels) is self:
             del self._figures.newest[labels]

@@ -1,7 +1,7 @@
 """A worker for engines that are PyTorch programs: `python -m service.serving.torch_worker FD`.
 
-It serves as model_worker does, whose loop it runs, but what it loads is code. The server starts it
-only for engines that its own jobs have built (`promotion.check_own`).
+It runs the loop of worker.py, but loads code. The server starts it only for engines that its own
+jobs have built (`promotion.check_own`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def open_program(engine: Engine, sessions: int) -> Loaded:
-    """The program in memory. UnsupportedError for CUDA graphs that are to run in two threads."""
+    """Load the program; UnsupportedError for CUDA graphs that would run in two threads."""
     from pipeline.backends.pytorch import programs as torch_programs
 
     if sessions > 1 and engine.recipe.mode and engine.target.compute_capability:
         mode = engine.recipe.mode
         message = (
-            f"torch.compile keeps the CUDA graphs of {mode} for one thread, `overlap` needs two"
+            f"`overlap` needs two threads, and the CUDA graphs of torch.compile's {mode} run in one"
         )
         raise UnsupportedError(message, "load the model without `overlap`")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "inductor")))

@@ -1,13 +1,13 @@
-"""One instance of a deployed engine: `python -m service.serving.worker FD` loads it, warms up, and
-runs what the server sends.
+"""A worker process for one instance: `python -m service.serving.worker FD` loads the engine, warms
+up, and runs the batches that the server sends.
 
-With torch_worker the only module of serving that imports pipeline.backends, and inside functions;
-it loads no torch. It runs below a guardian (service/sandbox/guardian.py) with an environment made
-for it (service/jobs/worker_client.py), waits for work in one system call, and ends when the server
-hangs up.
+Only this module and torch_worker import pipeline.backends in serving, and only inside functions.
+This module loads no torch. The process runs below a guardian (service/sandbox/guardian.py) in the
+environment of service/jobs/worker_client.py. It waits for work in one system call, and ends when
+the server closes the connection.
 
-With several sessions, each has a thread: whoever is idle takes the next batch and copies it in,
-while another one computes.
+Several sessions have one thread each: an idle one takes the next batch and copies it in while
+another one computes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAX_DESCRIPTORS = 2  # of one packet
 
 
 class Server:
-    """The server, as the worker sees it; its threads may all send."""
+    """The connection to the server. All threads of the worker may send."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -65,9 +65,7 @@ class Server:
         self._end.sendall(packet_of(message))
 
     def receive(self) -> tuple[FromServer, list[int]]:
-        """Waits for a message, and the descriptors that come with it; EOFError if the server is
-        gone.
-        """
+        """Wait for a message and its descriptors; EOFError if the server is gone."""
         packet, descriptors, _, _ = socket.recv_fds(
             self._end, PACKET_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
@@ -75,11 +73,11 @@ class Server:
 
 
 OpenEngine = Callable[[Engine, int], "Loaded"]
-"""Loads an engine that is to have so many sessions."""
+"""Load an engine for this number of sessions."""
 
 
 def open_engine(engine: Engine, sessions: int) -> Loaded:
-    """An engine of a backend that runs graphs; what is code is left to torch_worker."""
+    """Load an engine of a backend that runs graphs; torch_worker loads code."""
     from pipeline import backends
 
     if engine.target.backend in CODE_BACKENDS:
@@ -90,17 +88,17 @@ def open_engine(engine: Engine, sessions: int) -> Loaded:
 
 
 def load(message: Load, open_engine: OpenEngine) -> tuple[Engine, Loaded, list[Session], int]:
-    """The engine in memory with its sessions, warm, and what it holds of the device's memory.
+    """Load the engine, open its sessions and warm them up.
 
-    DamagedError before anything is loaded if a file of the engine is not what it was.
+    Return the engine, its sessions, and the device memory in bytes that they hold. DamagedError,
+    before anything is loaded, if a file of the engine has changed.
     """
     from pipeline.backends.base import run_session
 
     engine = Engine.model_validate_json(message.engine.read_bytes())
     check_engine(engine, message.name)
-    before = (
-        held_bytes() if os.environ.get(VISIBLE) else 0
-    )  # on the CPU the interpreter counts, too: each instance has one
+    # On the CPU the interpreter counts, too: each instance has one.
+    before = held_bytes() if os.environ.get(VISIBLE) else 0
     loaded = open_engine(engine, message.sessions)
     sessions = [loaded.session() for _ in range(message.sessions)]
     profiles = engine.profiles
@@ -116,8 +114,10 @@ def load(message: Load, open_engine: OpenEngine) -> tuple[Engine, Loaded, list[S
 
 
 def held_bytes() -> int:
-    """Memory in use: on a GPU all of it, by anybody, since NVML need not know our number for this
-    process; on the CPU what is this process's own.
+    """Return the memory in use.
+
+    On a GPU this is the memory of all processes: NVML may know this process by another id. On the
+    CPU it is the memory of this process alone.
     """
     import psutil
 
@@ -127,25 +127,26 @@ def held_bytes() -> int:
     with open_nvml() as opened:
         device = opened.device(visible)
         memory = device.memory() if device else None
-    return memory.used if memory else 0  # an engine does not need NVML
+    return memory.used if memory else 0  # an engine works without NVML, too
 
 
-class Place:
-    """The worker's view of one slot."""
+class SlotBuffers:
+    """The worker's view of the buffers of one slot."""
 
     def __init__(self) -> None:
         self.inputs: Buffer | None = None
         self.outputs: Buffer | None = None
 
     def take(self, names: Sequence[str], descriptors: Sequence[int]) -> None:
-        """Use these buffers from now on."""
+        """Replace buffers of the slot by new ones."""
         for name, descriptor in zip(names, descriptors, strict=True):
             setattr(self, name, Buffer.attach(descriptor))
 
 
 class Runner:
-    """Runs batches on one session. `computing` is held by the one of several that computes: its
-    time is then its own.
+    """Run batches on one session.
+
+    A runner holds `computing` while it computes: so the times of several runners do not mix.
     """
 
     def __init__(
@@ -160,15 +161,13 @@ class Runner:
             session.timer(),
         )
 
-    def run(self, message: Run, place: Place) -> FromWorker:
-        """One batch: inputs are read where they lie, outputs copied to where the server reads
-        them.
-        """
+    def run(self, message: Run, slot: SlotBuffers) -> FromWorker:
+        """Run one batch: read the inputs in the slot, copy the outputs into the slot."""
         began = perf_counter()
         session, (uploading, computing, downloading) = self._session, self._timers
-        assert place.inputs is not None
+        assert slot.inputs is not None
         feeds = {
-            name: place.inputs.array(dtype, placed)
+            name: slot.inputs.array(dtype, placed)
             for (name, dtype), placed in zip(self._inputs, message.inputs, strict=True)
         }
         session.bind(feeds)
@@ -178,14 +177,12 @@ class Runner:
         _timed(downloading, session.download)
         session.synchronize()
         finished = perf_counter()
-        placed, needed = self._copy_out(session.fetch(), place)
+        placed, needed = self._copy_out(session.fetch(), slot)
         if needed:
             return Short(message.number, needed)
-        copy_in, copy_out = (
-            bound - began + uploading.elapsed_s(),
-            perf_counter() - finished + downloading.elapsed_s(),
-        )
-        return Done(message.number, placed, copy_in, computing.elapsed_s(), copy_out)
+        copy_in_s = bound - began + uploading.elapsed_s()
+        copy_out_s = perf_counter() - finished + downloading.elapsed_s()
+        return Done(message.number, placed, copy_in_s, computing.elapsed_s(), copy_out_s)
 
     def _compute(self, timer: Timer) -> None:
         if self._computing is None:
@@ -195,19 +192,19 @@ class Runner:
             _timed(timer, self._session.execute)
             self._session.synchronize()
 
-    def _copy_out(self, results: Tensors, place: Place) -> tuple[Any, int]:
-        """Where the outputs lie now; or how many bytes they need, if there is no room."""
+    def _copy_out(self, results: Tensors, slot: SlotBuffers) -> tuple[Any, int]:
+        """Copy the outputs; return their places, or the bytes they need if there is no room."""
         arrays: list[NDArray[np.generic]] = [results[name] for name, _ in self._outputs]
         dtypes = [dtype for _, dtype in self._outputs]
         for (name, dtype), array in zip(self._outputs, arrays, strict=True):
             if array.dtype != dtype:
                 raise InternalError(f"output '{name}' has dtype {array.dtype}, expected {dtype}")
         placed, size = layout([array.shape for array in arrays], dtypes)
-        assert place.outputs is not None
-        if size > place.outputs.size:
+        assert slot.outputs is not None
+        if size > slot.outputs.size:
             return (), size
         for array, dtype, where in zip(arrays, dtypes, placed, strict=True):
-            np.copyto(place.outputs.array(dtype, where), array)
+            np.copyto(slot.outputs.array(dtype, where), array)
         return placed, 0
 
 
@@ -218,38 +215,39 @@ def _timed(timer: Timer, step: Any) -> None:
 
 
 def serve(runners: Sequence[Runner], server: Server) -> None:
-    """Run what comes, each runner in a thread, the first in this one, until the server hangs up;
-    never returns.
+    """Run batches until the server closes the connection; never returns.
+
+    The first runner works in this thread, each other one in its own.
     """
-    places: dict[int, Place] = {}
+    slots: dict[int, SlotBuffers] = {}
     receiving = threading.Lock()
     for runner in runners[1:]:
         threading.Thread(
-            target=until_the_end, args=(server, partial(run_all, runner, server, places, receiving))
+            target=until_the_end, args=(server, partial(run_all, runner, server, slots, receiving))
         ).start()
-    run_all(runners[0], server, places, receiving)
+    run_all(runners[0], server, slots, receiving)
 
 
 def run_all(
-    runner: Runner, server: Server, places: dict[int, Place], receiving: threading.Lock
+    runner: Runner, server: Server, slots: dict[int, SlotBuffers], receiving: threading.Lock
 ) -> None:
-    """Batch by batch. What the inputs are to blame for is told, and costs nothing else."""
+    """Run batch after batch. Bad inputs refuse their batch, and the worker goes on."""
     while True:
         with receiving:
             message, descriptors = server.receive()
             if not isinstance(message, Run):
-                raise InternalError(f"expected a batch, the server sent {message.kind}")
-            place = places.setdefault(message.slot, Place())
-            place.take(message.new, descriptors)
+                raise InternalError(f"expected the message `run`, got `{message.kind}`")
+            slot = slots.setdefault(message.slot, SlotBuffers())
+            slot.take(message.new, descriptors)
         try:
-            answer = runner.run(message, place)
+            answer = runner.run(message, slot)
         except UserError as error:
             answer = Refused(message.number, cut(error.message), cut(error.next_step))
         server.send(answer)
 
 
 def until_the_end(server: Server, work: Callable[[], None]) -> NoReturn:
-    """Do this, and end the process with it, whatever comes of it and in whichever thread."""
+    """Call `work`, then end the process, also after an error and from any thread."""
     try:
         work()
     except (EOFError, ConnectionError):
@@ -259,19 +257,20 @@ def until_the_end(server: Server, work: Callable[[], None]) -> NoReturn:
             traceback.print_exc()
         server.send(failed_from_error(crucible_error(error)))
     finally:
-        os._exit(1)  # libraries' threads may hang; all is said
+        os._exit(1)  # threads of libraries may hang; every message is sent
 
 
 def main(descriptor: int, open_engine: OpenEngine = open_engine) -> NoReturn:
-    """Serve one engine, and end."""
+    """Serve one engine until the server closes the connection."""
     os.set_inheritable(descriptor, False)
     server = Server(socket.socket(fileno=descriptor))
 
     def work() -> None:
         message, _ = server.receive()
         if not isinstance(message, Load):
-            raise InternalError(f"the server began with {message.kind}")
-        engine, _loaded, sessions, held = load(message, open_engine)  # all to be kept
+            raise InternalError(f"expected the message `load` first, got `{message.kind}`")
+        # `_loaded` keeps the engine in memory.
+        engine, _loaded, sessions, held = load(message, open_engine)
         server.send(Ready(held))
         computing = threading.Lock() if len(sessions) > 1 else None
         serve([Runner(engine, session, computing) for session in sessions], server)

@@ -1,14 +1,13 @@
-"""One worker process as the server sees it: started, given batches in slots, believed in nothing,
-and ended.
+"""Server side of one worker process: start it, send batches, check its replies, stop it.
 
-    worker = await Worker.start(order)      ready: the engine is loaded and warm
-    worker.run(task)                        task.then is called with what came of it, always once
-    await worker.broken()                   until it is of no use any more; what it had is lost by
-                                            then
-    await worker.end()                      kills it
+    worker = await Worker.start(order)      the engine is loaded and warm on return
+    worker.run(task)                        calls `task.then` with the result, exactly once
+    await worker.broken()                   waits until the worker is broken; its batches have
+                                            failed by then
+    await worker.end()                      kills the process
 
-A slot is used again only after the worker has answered for it: a request that nobody waits for any
-more keeps its slot until then.
+The server trusts no reply of a worker. A slot is used again only after the worker has answered for
+it: a request that has timed out keeps its slot until then.
 """
 
 from __future__ import annotations
@@ -54,41 +53,42 @@ from service.storage.layout import Work
 
 WORKER = (sys.executable, "-m", "service.serving.worker")
 TORCH_WORKER = (sys.executable, "-m", "service.serving.torch_worker")
-SLOTS = 2  # one that runs, one that is ready to run
-FILE_BYTES = 1 << 30  # of what a worker writes: its log
-LAYOUTS = 256  # of inputs, that are remembered
-PRINTED_BYTES = 2000  # of a worker's log, for the server's
+SLOTS = 2  # one batch runs, one is ready to run
+FILE_BYTES = 1 << 30  # limit for a file that a worker writes: its log
+LAYOUTS = 256  # input layouts that are remembered
+PRINTED_BYTES = 2000  # of a worker's log, copied to the server's log
 
 log = logs.get("service.worker")
 Array = NDArray[np.generic]
 
 
 def worker_for(engine: Engine) -> Sequence[str]:
-    """The command of the worker that loads such engines."""
+    """The command of the worker that loads this engine."""
     return TORCH_WORKER if engine.target.backend in CODE_BACKENDS else WORKER
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a worker is to be."""
+    """The specification of a worker."""
 
-    name: str  # for the log and for its processes' mark
+    name: str  # for the log and for the mark of its processes
     engine_name: str  # for messages
     engine: Engine
     warm: tuple[dict[str, int], ...]
-    runs: int  # of each size, until it is warm
+    runs: int  # warm-up runs of each size
     device: str
     work: Work
-    load_s: float  # until it is ready
-    stuck_s: float  # without an answer to a batch: it hangs
-    sessions: int = 1  # of the engine; SLOTS of them: while one computes, the other copies
+    load_s: float  # time-out for loading
+    stuck_s: float  # a worker without an answer to a batch for so long hangs
+    sessions: int = 1  # of the engine; with two, one copies while the other computes
     command: Sequence[str] = WORKER
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What came of a batch. The outputs lie in the slot: they are to be copied before `then`
-    returns.
+class BatchResult:
+    """The outputs and times of a batch.
+
+    The outputs are views of the slot: copy them before `then` returns.
     """
 
     outputs: tuple[Array, ...]
@@ -102,13 +102,13 @@ class Task:
     """One batch for a worker."""
 
     shapes: tuple[tuple[int, ...], ...]  # of the inputs
-    output_bytes: int  # as far as they are known
+    output_bytes: int  # of the outputs of known size
     fill: Callable[[Sequence[Array]], None]  # writes the inputs
-    then: Callable[[Ran | CrucibleError], None]
+    then: Callable[[BatchResult | CrucibleError], None]
 
 
 @dataclass(slots=True)
-class _Sent:
+class _PendingBatch:
     task: Task
     slot: Slot
     message: Run
@@ -116,21 +116,21 @@ class _Sent:
 
 
 class Worker:
-    """A running worker. Whoever starts it must `end` it."""
+    """A running worker. The caller of `start` must call `end`."""
 
     def __init__(
         self, order: Order, process: asyncio.subprocess.Process, end: socket.socket, mark: str
     ) -> None:
         self.memory_bytes = 0
-        self.has_answered = False  # a batch
+        self.has_answered = False  # at least one batch
         self._order, self._process, self._socket, self._mark = order, process, end, mark
         self._loop = asyncio.get_running_loop()
         self._kills = memory_kills()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._broken: asyncio.Future[str] = self._loop.create_future()
-        self._failed: Failed | None = None  # what it said as its last
+        self._failed: Failed | None = None  # its last message
         self._free = [Slot(number) for number in range(SLOTS)]
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, _PendingBatch] = {}
         self._numbers = itertools.count()
         self._dtypes = tuple(dtype_of(spec.dtype) for spec in order.engine.inputs)
         self._layout = lru_cache(LAYOUTS)(partial(layout, dtypes=self._dtypes))
@@ -141,8 +141,9 @@ class Worker:
 
     @classmethod
     async def start(cls, order: Order) -> Worker:
-        """Start a process, and wait until it has loaded and run the engine. Its own error if it
-        cannot; nothing is left then.
+        """Start a process, and wait until it has loaded and run the engine.
+
+        If it fails, its own error is raised and everything is cleaned up.
         """
         mark = f"serve-{order.name}-{secrets.token_hex(4)}"
         order.work.prepare()
@@ -182,7 +183,7 @@ class Worker:
         return worker
 
     async def _not_ready(self) -> CrucibleError:
-        """Why it is not ready; what it printed goes to the server's log."""
+        """The error of a worker that did not become ready. Its output goes to the server's log."""
         name, load_s = self._order.name, self._order.load_s
         is_late = not self._broken.done()
         message = f"did not load its engine within {load_s:g} s" if is_late else await self.death()
@@ -190,98 +191,101 @@ class Worker:
         if self._failed is not None and self._failed.code == DamagedError.code:
             return DamagedError(self._failed.message, self._failed.next_step)
         kind = TimedOut if is_late else HostError
-        advice = "the log of the server holds what it printed"
+        advice = "the server's log holds the output of the worker"
         return kind(f"the worker of '{name}' {message}", advice)
 
     @property
     def pid(self) -> int:
-        """Of its guardian."""
+        """The process id of its guardian."""
         return self._process.pid
 
     @property
     def load(self) -> int:
-        """Batches that it has."""
+        """The number of its batches."""
         return len(self._sent)
 
     @property
     def has_room(self) -> bool:
-        return bool(self._free)  # of what is broken, none is
+        return bool(self._free)  # a broken worker has no free slot
 
     @property
     def is_broken(self) -> bool:
-        """It is of no use any more."""
+        """True once the worker cannot run batches any more."""
         return self._broken.done()
 
     def run(self, task: Task) -> None:
-        """Give it a batch; only while it has room."""
+        """Send a batch to the worker, which must have room."""
         slot = self._free.pop()
         new: Mapping[Part, Buffer] = {}
         try:
             placed, size = self._layout(task.shapes)
             if size > MAX_BYTES:
                 raise Unprocessable(
-                    f"inputs of {size} bytes, a batch may have {MAX_BYTES}", "send less"
+                    f"the inputs of the batch have {size} bytes, expected at most {MAX_BYTES}",
+                    "send smaller inputs",
                 )
             new = slot.reserve(size, task.output_bytes)
             assert slot.inputs is not None
-            task.fill(
-                [
-                    slot.inputs.array(dtype, each)
-                    for dtype, each in zip(self._dtypes, placed, strict=True)
-                ]
-            )
-        except Exception as error:  # the edge of a batch: its fault costs no slot
-            if not isinstance(error, CrucibleError):  # which says: no memory, or too much
+            targets = [
+                slot.inputs.array(dtype, tensor)
+                for dtype, tensor in zip(self._dtypes, placed, strict=True)
+            ]
+            task.fill(targets)
+        except Exception as error:  # the edge of a batch: its error costs no slot
+            # A CrucibleError is no bug: there is no memory, or the inputs are too large.
+            if not isinstance(error, CrucibleError):
                 name = self._order.name
                 log.error("worker.batch_not_written", worker=name, exc_info=error)
-            # New buffers were not sent: with a slot of none, the next batch has others.
+            # The worker does not know the new buffers: the next batch gets an empty slot.
             self._free.append(Slot(slot.number) if new else slot)
             task.then(crucible_error(error))
             return
         message = Run(next(self._numbers), slot.number, placed, tuple(new))
         stuck = self._loop.call_later(
-            self._order.stuck_s, self._break, "did not answer any more, and was stopped"
+            self._order.stuck_s, self._break, "did not answer any more and was stopped"
         )
-        self._sent[message.number] = _Sent(task, slot, message, stuck)
+        self._sent[message.number] = _PendingBatch(task, slot, message, stuck)
         self._send(message, new.values())
 
     async def death(self) -> str:
-        """How it ended, in words; to be asked once it has hung up."""
-        said = self._broken.result()
-        return said or await how_it_ended(self._process, self._kills)
+        """Describe how the worker ended. Call it only for a broken worker."""
+        reason = self._broken.result()
+        return reason or await how_it_ended(self._process, self._kills)
 
     async def broken(self) -> str:
-        """Waits until it is of no use any more, and says how it ended."""
+        """Wait until the worker is broken, and describe how it ended."""
         await asyncio.shield(self._broken)
         return await self.death()
 
     def printed(self) -> str:
-        """The end of its log."""
+        """The end of the worker's log."""
         with contextlib.suppress(OSError), self._order.work.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - PRINTED_BYTES))
             return file.read().decode(errors="replace")
         return ""
 
     async def end(self) -> None:
-        """End its processes. Their memory is free when this returns."""
+        """End the processes of the worker. Their memory is free on return."""
         self._break("was stopped")
         ending = asyncio.ensure_future(end_guarded(self._process, self._mark))
         try:
             await asyncio.shield(ending)
-        except asyncio.CancelledError:  # by whoever is in a hurry: but no process is left behind
+        except asyncio.CancelledError:  # wait anyway: no process may stay behind
             await asyncio.wait([ending])
             raise
         await asyncio.to_thread(self._order.work.clear_temporary)
 
-    # -- the conversation --------------------------------------------------------
+    # -- messages --------------------------------------------------------
 
     def _send(self, message: Load | Run, buffers: Collection[Buffer] = ()) -> None:
         try:
             socket.send_fds(
                 self._socket, [packet_of(message)], [buffer.descriptor for buffer in buffers]
             )
-        except OSError as error:  # it has gone, or takes nothing although it has little to do
-            self._break("" if isinstance(error, ConnectionError) else f"took no message: {error}")
+        except OSError as error:  # the worker is gone, or does not read its messages
+            self._break(
+                "" if isinstance(error, ConnectionError) else f"did not accept a message: {error}"
+            )
         for buffer in buffers:
             buffer.give_descriptor()
 
@@ -299,52 +303,52 @@ class Worker:
             self._take(from_worker(packet))
         except BadMessage as error:
             log.error("worker.protocol", worker=self._order.name, error=str(error))
-            self._break(f"does not keep to the protocol, and was stopped: {error}")
+            self._break(f"does not keep to the protocol and was stopped: {error}")
 
     def _take(self, message: FromWorker) -> None:
         match message:
             case Failed():
                 self._failed = message
-                self._break(
-                    f"cannot go on: {message.message}"
-                    + (f"; {message.next_step}" if message.next_step else "")
-                )
+                advice = f"; {message.next_step}" if message.next_step else ""
+                self._break(f"cannot go on: {message.message}{advice}")
             case Ready():
                 if self._ready.done():
-                    raise BadMessage("ready a second time")
+                    raise BadMessage("the worker sent Ready a second time")
                 self._ready.set_result(message)
             case Short():
-                self._again(self._asked(message.number), message.output_bytes)
+                self._run_again(self._pending(message.number), message.output_bytes)
             case Refused():
                 self._finish(message.number, Unprocessable(message.message, message.next_step))
             case Done():
                 self._finish(message.number, self._checked(message))
                 self.has_answered = True
 
-    def _asked(self, number: int) -> _Sent:
+    def _pending(self, number: int) -> _PendingBatch:
+        """The batch with this number; BadMessage if the worker does not have it."""
         sent = self._sent.get(number)
         if sent is None:
-            raise BadMessage(f"an answer to batch {number}, which it does not have")
+            raise BadMessage(f"the worker answered batch {number}, which it does not have")
         return sent
 
-    def _checked(self, message: Done) -> Ran:
-        """The outputs, where they lie within the slot's buffer; BadMessage otherwise."""
-        buffer = self._asked(message.number).slot.outputs
+    def _checked(self, message: Done) -> BatchResult:
+        """The outputs as views of the slot; BadMessage unless they lie within its buffer."""
+        buffer = self._pending(message.number).slot.outputs
         if len(message.outputs) != len(self._outputs) or buffer is None:
-            raise BadMessage(f"{len(message.outputs)} outputs, expected {len(self._outputs)}")
+            raise BadMessage(f"expected {len(self._outputs)} outputs, got {len(message.outputs)}")
         arrays = []
         for (rank, dtype), placed in zip(self._outputs, message.outputs, strict=True):
             if len(placed.shape) != rank:
-                raise BadMessage(f"an output of rank {len(placed.shape)}, expected {rank}")
+                raise BadMessage(f"expected an output of rank {rank}, got rank {len(placed.shape)}")
             arrays.append(buffer.array(dtype, placed))
-        return Ran(tuple(arrays), message.copy_in_s, message.compute_s, message.copy_out_s)
+        return BatchResult(tuple(arrays), message.copy_in_s, message.compute_s, message.copy_out_s)
 
-    def _again(self, sent: _Sent, output_bytes: int) -> None:
-        """The batch once more, with more room for its outputs; its inputs still lie in the slot."""
+    def _run_again(self, sent: _PendingBatch, output_bytes: int) -> None:
+        """Run the batch again with more room for its outputs. Its inputs are still in the slot."""
         outputs = sent.slot.outputs
         if outputs is None or not outputs.size < output_bytes <= MAX_BYTES:
             raise BadMessage(
-                f"outputs of {output_bytes} bytes, which the buffer holds, or nobody would"
+                f"the worker asked for {output_bytes} bytes of outputs, expected more than its"
+                f" buffer has and at most {MAX_BYTES}"
             )
         try:
             new = sent.slot.reserve(0, output_bytes)
@@ -353,8 +357,8 @@ class Worker:
             return
         self._send(replace(sent.message, new=tuple(new)), new.values())
 
-    def _finish(self, number: int, result: Ran | CrucibleError) -> None:
-        sent = self._asked(number)
+    def _finish(self, number: int, result: BatchResult | CrucibleError) -> None:
+        sent = self._pending(number)
         del self._sent[number]
         sent.stuck.cancel()
         try:
@@ -362,16 +366,17 @@ class Worker:
         finally:
             self._free.append(sent.slot)
 
-    def _break(self, how: str) -> None:
-        """It is of no use any more: what it had is lost. Empty: it hung up, and its death tells
-        how.
+    def _break(self, reason: str) -> None:
+        """Mark the worker as broken and fail its batches.
+
+        An empty reason means that the worker closed the connection: its exit tells the cause.
         """
         if self._broken.done():
             return
-        self._broken.set_result(how)
+        self._broken.set_result(reason)
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
-        if how:
+        if reason:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
         self._free.clear()
@@ -379,5 +384,5 @@ class Worker:
         for sent in lost.values():
             sent.stuck.cancel()
             sent.task.then(
-                Unavailable("the worker that ran this request was lost", "send it again", 1)
+                Unavailable("the worker of this request was lost", "send the request again", 1)
             )

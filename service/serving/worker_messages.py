@@ -1,13 +1,12 @@
-"""Everything that crosses between the server and a worker, besides tensors: one packet of JSON
-each, over a socket that both hold.
+"""All messages between the server and a worker, except tensors: one packet of JSON each.
 
-    server -> worker   Load, once; Run, for each batch, with the descriptors of buffers that are new
+    server -> worker   Load, once; Run, for each batch, with the descriptors of new buffers
     worker -> server   Ready, or Failed as its last; for each Run: Done, Short (the outputs need
-                       more room: it is sent again) or Refused
+                       more room: the server sends the batch again) or Refused
 
-The socket keeps the packets apart (SOCK_SEQPACKET). A worker runs a model that a stranger sent, so
-the server believes nothing of it: what is no message, or not a possible answer to what was asked,
-is BadMessage, and ends the worker.
+The socket keeps the packets apart (SOCK_SEQPACKET). A worker runs an untrusted model, so the server
+trusts none of its messages: an invalid message or an impossible answer is BadMessage, and ends the
+worker.
 """
 
 from __future__ import annotations
@@ -22,22 +21,20 @@ from pipeline.errors import CrucibleError
 from service.jobs.messages import LONG_TEXT, Seconds
 from service.jobs.messages import BadMessage as BadMessage
 
-PACKET_BYTES = 128 * 1024  # the longest: 1,000 tensors of a Run, or two texts of LONG_TEXT
+PACKET_BYTES = 128 * 1024  # for the longest: a Run of 1,000 tensors, or two texts of LONG_TEXT
 MAX_DIMS = 64
 MAX_TENSORS = 1000
 
 Count = Annotated[int, Field(ge=0, le=2**48)]
 Text = Annotated[str, Field(max_length=LONG_TEXT)]
 Part = Literal["inputs", "outputs"]
-"""Of a slot."""
+"""The two buffers of a slot."""
 CONFIG = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class Placed:
-    """Where a tensor lies in its buffer; name and dtype are those of the engine's spec of the same
-    place.
-    """
+    """The place of a tensor in its buffer; the engine's spec of this index has name and dtype."""
 
     shape: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
     offset: Count
@@ -45,20 +42,21 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class Load:
-    """Which engine, and the sizes of its symbols to run before the first batch."""
+    """The engine to load, and the symbol sizes for warming up."""
 
     engine: Path  # file of an Engine in JSON, with its root
     warm: tuple[dict[str, int], ...]
     runs: int  # of each size
     name: str  # of the engine, in messages
-    sessions: int = 1  # which take turns
+    sessions: int = 1  # they take turns
     kind: Literal["load"] = "load"
 
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class Run:
-    """One batch. Its inputs lie in the slot; descriptors of `new` buffers come with the packet, in
-    this order.
+    """One batch. Its inputs are in the slot.
+
+    The descriptors of the `new` buffers come with the packet, in this order.
     """
 
     number: Count
@@ -70,7 +68,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class Ready:
-    """Loaded and warm."""
+    """The engine is loaded and warm."""
 
     memory_bytes: Count  # of the device's memory
     kind: Literal["ready"] = "ready"
@@ -78,7 +76,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class Done:
-    """The outputs lie in the slot, which is the server's again."""
+    """The outputs are in the slot, which belongs to the server again."""
 
     number: Count
     outputs: Annotated[tuple[Placed, ...], Field(max_length=MAX_TENSORS)]
@@ -90,7 +88,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class Short:
-    """The outputs need so many bytes."""
+    """The outputs need more bytes than their buffer has."""
 
     number: Count
     output_bytes: Count
@@ -128,7 +126,7 @@ _FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(
 
 
 def packet_of(message: FromWorker | FromServer) -> bytes:
-    """One packet."""
+    """Encode a message as one packet."""
     adapter: TypeAdapter[FromWorker] | TypeAdapter[FromServer] = (
         _FROM_SERVER if isinstance(message, Load | Run) else _FROM_WORKER
     )
@@ -136,29 +134,29 @@ def packet_of(message: FromWorker | FromServer) -> bytes:
 
 
 def from_worker(packet: bytes) -> FromWorker:
-    """What a worker said; BadMessage if it is nothing that a worker may say."""
+    """Decode a message of a worker; BadMessage if it is invalid."""
     if len(packet) > PACKET_BYTES:
-        raise BadMessage(f"a message of {len(packet)} bytes, at most {PACKET_BYTES} are allowed")
+        raise BadMessage(f"expected a message of at most {PACKET_BYTES} bytes, got {len(packet)}")
     try:
         return _FROM_WORKER.validate_json(packet)
     except ValidationError as error:
         raise BadMessage(
-            f"not a message: {packet[:100]!r} ({error.error_count()} faults)"
+            f"not a message: {packet[:100]!r} ({error.error_count()} errors)"
         ) from error
 
 
 def from_server(packet: bytes) -> FromServer:
-    """What the server said; EOFError if it is gone."""
+    """Decode a message of the server; EOFError if the server is gone."""
     if not packet:
-        raise EOFError("the server has hung up")
+        raise EOFError("the server closed the connection")
     return _FROM_SERVER.validate_json(packet)
 
 
 def failed_from_error(error: CrucibleError) -> Failed:
-    """A failure, with what does not fit cut off."""
+    """Describe an error, cut to the length of a message."""
     return Failed(error.code, cut(error.message), cut(error.next_step))
 
 
 def cut(text: str) -> str:
-    """Not longer than a message may be, and nothing in it that UTF-8 cannot say."""
+    """Cut a text to the length of a message, and replace what UTF-8 cannot encode."""
     return text[:LONG_TEXT].encode("utf-8", "replace").decode()

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from service.errors import Unavailable
-from service.grpc.stream import MOST, answer_each
+from service.grpc.stream import MAX_REQUESTS, answer_each
 
 
 class Story:
@@ -37,7 +37,7 @@ class Story:
             self.may_end.setdefault(request, asyncio.Event()).set()
 
     async def settle(self) -> None:
-        for _ in range(20 * MOST):
+        for _ in range(20 * MAX_REQUESTS):
             await asyncio.sleep(0)
 
 
@@ -68,15 +68,15 @@ def test_they_are_begun_together_and_answered_in_order() -> None:
 
 def test_only_so_many_are_in_work() -> None:
     async def told() -> None:
-        story, names = Story(), [str(number).encode() for number in range(MOST + 10)]
+        story, names = Story(), [str(number).encode() for number in range(MAX_REQUESTS + 10)]
         whole = asyncio.create_task(
             answer_each(sent(*names), story.answer, story.write, story.stopping)
         )
         await story.settle()
-        assert len(story.begun) == MOST
+        assert len(story.begun) == MAX_REQUESTS
         story.finish(names[0])
         await story.settle()
-        assert (len(story.begun), story.written) == (MOST + 1, [b"0"])
+        assert (len(story.begun), story.written) == (MAX_REQUESTS + 1, [b"0"])
         story.finish(*names)
         await whole
         assert story.written == names
@@ -86,7 +86,7 @@ def test_only_so_many_are_in_work() -> None:
 
 def test_a_client_that_goes_cancels_what_is_not_answered() -> None:
     async def told() -> None:
-        story, names = Story(), [str(number).encode() for number in range(MOST + 10)]
+        story, names = Story(), [str(number).encode() for number in range(MAX_REQUESTS + 10)]
         whole = asyncio.create_task(
             answer_each(sent(*names), story.answer, story.write, story.stopping)
         )
@@ -95,7 +95,7 @@ def test_a_client_that_goes_cancels_what_is_not_answered() -> None:
         with suppress(asyncio.CancelledError):
             await whole
         assert whole.cancelled()
-        assert sorted(story.cancelled) == sorted(names[:MOST])
+        assert sorted(story.cancelled) == sorted(names[:MAX_REQUESTS])
 
     asyncio.run(told())
 

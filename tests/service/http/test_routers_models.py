@@ -155,7 +155,7 @@ def test_a_name_that_a_path_would_hide_is_refused(tmp_path: Path) -> None:
         )
         assert (
             answer["error"]
-            == "no model can be named 'stats': a path under /v2/models has that name"
+            == "the model name 'stats' is reserved: /v2/models/stats is another path"
         )
         assert await told(await desk.client.get("/models")) == {"models": []}
 
@@ -351,11 +351,11 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
             )
         )
         await told(await desk.client.put("/models/m/deployment", json={}))
-        (slot,) = desk.service.serving._slots.values()
-        assert slot.loaded is not None
-        killed = slot.loaded.running.pids[0]  # type: ignore[attr-defined]
+        (entry,) = desk.service.serving._entries.values()
+        assert entry.loaded is not None
+        killed = entry.loaded.running.pids[0]  # type: ignore[attr-defined]
         os.kill(killed, signal.SIGKILL)
-        while killed in slot.loaded.running.pids:  # type: ignore[attr-defined]
+        while killed in entry.loaded.running.pids:  # type: ignore[attr-defined]
             await asyncio.sleep(0.02)
         while (await told(await desk.client.get("/models/m")))["deployment"]["state"] != "ready":
             await asyncio.sleep(0.05)

@@ -197,7 +197,7 @@ def test_a_damaged_row_is_named_and_the_others_are_told(home: Home) -> None:
     with home.database.write() as rows:
         rows.execute("UPDATE versions SET about = '{' WHERE model = 'm'")
     assert [each.name for each in home.repository.list()] == ["n"]
-    with pytest.raises(DamagedRow, match="the rows of model 'm'"):
+    with pytest.raises(DamagedRow, match="the database rows of model 'm'"):
         home.repository.get("m")
 
 

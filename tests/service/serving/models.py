@@ -27,8 +27,8 @@ from service.jobs.store import JobStore
 from service.registry.models import PromoteRequest
 from service.registry.repository import Repository
 from service.serving.deployment import DeploymentSpec
-from service.serving.loader import Means
-from service.serving.manager import Deployments
+from service.serving.loader import LoaderContext
+from service.serving.manager import ModelManager
 from service.storage.database import Database
 from service.storage.layout import Folders
 from tests.service.builders.jobs import new_job, write_out
@@ -183,7 +183,7 @@ class Shelf:
             JobStore(self.database),
         )
         self.leases = Leases(Devices(tuple(devices)))
-        means = Means(
+        context = LoaderContext(
             self.repository,
             self.jobs,
             self.folders,
@@ -195,7 +195,7 @@ class Shelf:
             lambda device: host.free_bytes,
             (0.01, 0.01),
         )
-        self.deployments = Deployments(means)
+        self.deployments = ModelManager(context)
 
     def report(
         self,

@@ -13,7 +13,7 @@ from service.serving.batching import (
     Queue,
     Rules,
     Sizes,
-    Waiting,
+    WaitingRequest,
     captured_sizes,
     deadline,
     drop,
@@ -29,7 +29,7 @@ ONE = Kind((Sizes(0, 1, 8),))
 def queue_of(*rows: int, maximum: int = 8, kind: Kind = ONE, since: float = 0.0) -> Queue:
     queue = Queue(Rules(maximum, DELAY))
     for number, each in enumerate(rows):
-        queue = offer(queue, Waiting(number, each, since + number / 1000, kind))
+        queue = offer(queue, WaitingRequest(number, each, since + number / 1000, kind))
     return queue
 
 
@@ -62,9 +62,9 @@ def test_an_empty_queue_gives_nothing() -> None:
 
 def test_a_kind_that_fills_its_batches_does_not_keep_another_waiting() -> None:
     other = Kind((Sizes(0, 1, 8),))
-    queue = offer(Queue(Rules(2, DELAY)), Waiting(0, 1, 0.0, other))
+    queue = offer(Queue(Rules(2, DELAY)), WaitingRequest(0, 1, 0.0, other))
     for number in range(1, 5):
-        queue = offer(queue, Waiting(number, 1, 0.001, ONE))
+        queue = offer(queue, WaitingRequest(number, 1, 0.001, ONE))
     queue, first = take(queue, now=0.002, idle=False)
     assert numbers(first) == [1, 2]
     queue, second = take(queue, now=DELAY, idle=False)
@@ -131,7 +131,7 @@ SMALL_AND_LARGE = Kind((Sizes(0, 1, 8), Sizes(1, 6, 64)))
 
 def after(queue: Queue, rows: int) -> tuple[Queue, int]:
     """The queue after a batch of one request, and the size of that."""
-    queue, batch = take(offer(queue, Waiting(0, rows, 0.0, SMALL_AND_LARGE)), 0.0, idle=True)
+    queue, batch = take(offer(queue, WaitingRequest(0, rows, 0.0, SMALL_AND_LARGE)), 0.0, idle=True)
     assert batch is not None
     return queue, batch.size
 
@@ -189,7 +189,7 @@ class World:
     def play(self, event: tuple[object, ...]) -> None:
         match event:
             case ("come", int(rows), Kind() as kind):
-                self.queue = offer(self.queue, Waiting(self.count, rows, self.now, kind))
+                self.queue = offer(self.queue, WaitingRequest(self.count, rows, self.now, kind))
                 self.count += 1
             case ("go", int(number)):
                 before, self.queue = self.queue, drop(self.queue, number)

@@ -22,7 +22,7 @@ from service.inference import InferRequest
 from service.registry.models import DeploymentOptions, PromoteRequest
 from service.registry.repository import promoted_engine
 from service.serving.deployment import Deployment
-from service.serving.manager import Deployments
+from service.serving.manager import ModelManager
 from service.serving.stats import Figures
 from tests.builders.cli import crucible_here
 from tests.service.serving.engines import deployed, linear, marked, play
@@ -44,8 +44,8 @@ class Real(Shelf):
     def __init__(self, home: Path, engine: Engine) -> None:
         super().__init__(home, Host())
         start = partial(Deployment.start, figures=Figures(CollectorRegistry()))
-        means = replace(self.deployments._means, start=start, free=lambda device: MEMORY)
-        self.deployments, self._engine = Deployments(means), engine
+        context = replace(self.deployments._context, start=start, free=lambda device: MEMORY)
+        self.deployments, self._engine = ModelManager(context), engine
 
     async def serve(self, name: str) -> str:
         """Promote and load a new job's engine; the job's id."""
@@ -239,5 +239,7 @@ def test_a_damaged_version_is_not_exported(
         promoted_engine(tmp_path / "home", "a", 1)
     done = crucible_here("export", "--triton", "a/1", "models", cwd=tmp_path)
     assert (done.code, CHANGED in done.err) == (1, True)
-    assert "`crucible models a` names its job, and `crucible promote a JOB`" in done.err
+    assert (
+        "`crucible models a` shows the job of the version, and `crucible promote a JOB`" in done.err
+    )
     assert not (tmp_path / "models").exists()

@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused_before_it_waits(tmp_path: Path, engine: En
         async with deployed(tmp_path, engine) as bench:
             with pytest.raises(Unprocessable, match="expected inputs 'x'"):
                 await bench.deployment.infer(asking({"z": marked(1)}))
-            with pytest.raises(Unprocessable, match=r"no output 'z'; there is 'y'"):
+            with pytest.raises(Unprocessable, match=r"no output 'z'; the model has 'y'"):
                 await bench.ask(marked(1), outputs=("z",))
             assert list((await bench.ask(marked(1), outputs=("y",))).outputs) == ["y"]
             assert bench.deployment.statistics().executions == 1

@@ -494,8 +494,8 @@ def test_an_engine_runs_on_its_own_kind_of_device(
     with pytest.raises(
         Unprocessable,
         match=(
-            f"device '{asked}' is not one that this engine runs on; here are:"
-            f" {'gpu:0, gpu:1' if on_gpu else 'cpu'}"
+            f"the engine was built for {'a GPU' if on_gpu else 'a CPU'} and does not run on device"
+            f" '{asked}'; devices that fit: {'gpu:0, gpu:1' if on_gpu else 'cpu'}"
         ),
     ):
         device_for(asked, on_gpu, devices)
@@ -505,7 +505,8 @@ def test_a_host_without_a_gpu_says_so() -> None:
     with pytest.raises(
         Unprocessable,
         match=(
-            "a device for an engine for a GPU is not one that this engine runs on; here are: none"
+            "this server has no device for an engine that was built for a GPU; devices that fit:"
+            " none"
         ),
     ):
         device_for(None, on_gpu=True, names=("cpu",))

@@ -20,9 +20,9 @@ from pipeline.core import (
 from pipeline.errors import InternalError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import Unprocessable
-from service.serving.batch_assembly import Joined, Part, Rows
+from service.serving.batch_assembly import BatchAssembler, BatchPart, JoinedBatch
 from service.serving.batching import Kind
-from service.serving.request_shapes import MAX_KNOWN, Axes, Fitting
+from service.serving.request_shapes import MAX_KNOWN, Axes, ShapeMatcher
 
 
 def spec(name: str, *shape: int | str, dtype: str = "float32") -> TensorSpec:
@@ -69,11 +69,11 @@ def zeros(*shape: int, dtype: Any = np.float32) -> Any:
 
 
 def test_requests_of_one_shape_are_of_one_kind() -> None:
-    fitting = Fitting(PLAIN, PROVED)
-    one, two = fitting.fit({"x": zeros(1, 4)}), fitting.fit({"x": zeros(3, 4)})
+    matcher = ShapeMatcher(PLAIN, PROVED)
+    one, two = matcher.match({"x": zeros(1, 4)}), matcher.match({"x": zeros(3, 4)})
     assert (one.rows, two.rows, one.kind is two.kind) == (1, 3, True)
-    assert (fitting.maximum, one.kind.most, two.sizes) == (8, 16, (("batch", 3),))
-    assert Fitting(PLAIN, PROVED, 2).maximum == 2
+    assert (matcher.maximum, one.kind.most, two.sizes) == (8, 16, (("batch", 3),))
+    assert ShapeMatcher(PLAIN, PROVED, 2).maximum == 2
 
 
 @pytest.mark.parametrize(
@@ -95,46 +95,46 @@ def test_requests_of_one_shape_are_of_one_kind() -> None:
 )
 @pytest.mark.parametrize("proved", [True, False])
 def test_what_does_not_fit_is_refused_with_both_sides(inputs: Any, said: str, proved: bool) -> None:
-    fitting = Fitting(PLAIN, PROVED.model_copy(update={"proved": proved}))
+    matcher = ShapeMatcher(PLAIN, PROVED.model_copy(update={"proved": proved}))
     for _ in range(2):  # the second time as the first
         with pytest.raises(Unprocessable) as caught:
-            fitting.fit(inputs)
+            matcher.match(inputs)
         assert said in caught.value.message
         assert caught.value.next_step
 
 
 def test_without_proof_every_request_runs_alone_and_as_it_is() -> None:
-    fitting = Fitting(PLAIN, PROVED.model_copy(update={"proved": False}))
-    fit = fitting.fit({"x": zeros(3, 4)})
-    assert (fit.kind.sizes, fitting.maximum) == ((), 1)
+    matcher = ShapeMatcher(PLAIN, PROVED.model_copy(update={"proved": False}))
+    fit = matcher.match({"x": zeros(3, 4)})
+    assert (fit.kind.sizes, matcher.maximum) == ((), 1)
 
 
 def test_a_profile_that_begins_higher_is_padded_up_to_where_batching_is_proved() -> None:
     high = engine(PLAIN.inputs, PLAIN.outputs, profile(batch=(4, 8, 16)))
-    (sizes,) = Fitting(high, PROVED).fit({"x": zeros(1, 4)}).kind.sizes
+    (sizes,) = ShapeMatcher(high, PROVED).match({"x": zeros(1, 4)}).kind.sizes
     assert sizes.holding(1) == 4
     with pytest.raises(Unprocessable, match="no profile"):
-        Fitting(high, PROVED.model_copy(update={"proved": False})).fit({"x": zeros(1, 4)})
+        ShapeMatcher(high, PROVED.model_copy(update={"proved": False})).match({"x": zeros(1, 4)})
 
 
 def test_sizes_that_are_captured_are_few_and_run_before_the_first_request() -> None:
-    captured = Fitting(
+    captured = ShapeMatcher(
         engine(PLAIN.inputs, PLAIN.outputs, profile(batch=(1, 4, 16)), backend="tensorrt"), PROVED
     )
-    (sizes,) = captured.fit({"x": zeros(3, 4)}).kind.sizes
+    (sizes,) = captured.match({"x": zeros(3, 4)}).kind.sizes
     assert (sizes.captured, sizes.holding(3)) == ((1, 2, 4, 8), 4)
     assert captured.warm_sizes() == ({"batch": 1}, {"batch": 2}, {"batch": 4}, {"batch": 8})
-    assert Fitting(PLAIN, PROVED).warm_sizes() == ({"batch": 1}, {"batch": 4}, {"batch": 16})
-    assert Fitting(engine((spec("x", 2),), (spec("y", 2),)), BatchSpec(axes={})).warm_sizes() == (
-        {},
-    )
+    assert ShapeMatcher(PLAIN, PROVED).warm_sizes() == ({"batch": 1}, {"batch": 4}, {"batch": 16})
+    assert ShapeMatcher(
+        engine((spec("x", 2),), (spec("y", 2),)), BatchSpec(axes={})
+    ).warm_sizes() == ({},)
 
 
 def test_a_batch_of_fixed_size_takes_no_other_rows() -> None:
-    fixed = Fitting(engine((spec("x", 1, 4),), (spec("y", 1, 4),)), PROVED)
-    assert fixed.fit({"x": zeros(1, 4)}).kind.most == 1
+    fixed = ShapeMatcher(engine((spec("x", 1, 4),), (spec("y", 1, 4),)), PROVED)
+    assert fixed.match({"x": zeros(1, 4)}).kind.most == 1
     with pytest.raises(Unprocessable):
-        fixed.fit({"x": zeros(2, 4)})
+        fixed.match({"x": zeros(2, 4)})
 
 
 SCALED = engine(
@@ -143,11 +143,11 @@ SCALED = engine(
 
 
 def test_requests_that_differ_in_an_input_without_rows_run_apart() -> None:
-    fitting = Fitting(
+    matcher = ShapeMatcher(
         SCALED, BatchSpec(axes={"x": 0, "scale": None, "y": 0}, maximum=8, proved=True)
     )
     kinds = [
-        fitting.fit({"x": zeros(1, 4), "scale": np.array(scale, np.float32)}).kind
+        matcher.match({"x": zeros(1, 4), "scale": np.array(scale, np.float32)}).kind
         for scale in (1, 2, 1)
     ]
     assert kinds[0] is kinds[2]
@@ -159,15 +159,15 @@ def test_a_value_that_decides_a_shape_must_lie_in_a_profile() -> None:
         dims={"batch": DimRange(min=1, opt=1, max=4)},
         values={"k": ValueRange(min=(1,), opt=(2,), max=(5,))},
     )
-    fitting = Fitting(
+    matcher = ShapeMatcher(
         engine(
             (spec("x", "batch", 9), spec("k", 1, dtype="int64")), (spec("y", "batch", "k"),), given
         ),
         PROVED,
     )
-    assert fitting.fit({"x": zeros(1, 9), "k": np.array([5])}).rows == 1
+    assert matcher.match({"x": zeros(1, 9), "k": np.array([5])}).rows == 1
     with pytest.raises(Unprocessable, match=r"k = \[6\]"):
-        fitting.fit({"x": zeros(1, 9), "k": np.array([6])})
+        matcher.match({"x": zeros(1, 9), "k": np.array([6])})
 
 
 def test_inputs_with_different_rows_are_refused() -> None:
@@ -176,13 +176,13 @@ def test_inputs_with_different_rows_are_refused() -> None:
         (spec("y", "n", 2),),
         profile(n=(1, 1, 8), m=(1, 1, 8)),
     )
-    fitting = Fitting(two, BatchSpec(axes={"a": 0, "b": 0, "y": 0}, maximum=8, proved=True))
+    matcher = ShapeMatcher(two, BatchSpec(axes={"a": 0, "b": 0, "y": 0}, maximum=8, proved=True))
     with pytest.raises(Unprocessable, match="1, 2 rows"):
-        fitting.fit({"a": zeros(1, 2), "b": zeros(2, 2)})
+        matcher.match({"a": zeros(1, 2), "b": zeros(2, 2)})
 
 
 def test_only_so_many_shapes_are_remembered() -> None:
-    fitting = Fitting(
+    matcher = ShapeMatcher(
         engine(
             (spec("x", "batch", "n"),),
             (spec("y", "batch"),),
@@ -191,9 +191,9 @@ def test_only_so_many_shapes_are_remembered() -> None:
         PROVED,
     )
     for n in range(1, MAX_KNOWN + 10):
-        fitting.fit({"x": zeros(1, n)})
-    assert len(fitting._known) <= MAX_KNOWN
-    assert len(fitting._kinds) <= MAX_KNOWN
+        matcher.match({"x": zeros(1, n)})
+    assert len(matcher._known) <= MAX_KNOWN
+    assert len(matcher._kinds) <= MAX_KNOWN
 
 
 # -- joined and cut apart ----------------------------------------------------
@@ -217,27 +217,27 @@ def tokens(length: int, rows: int = 1) -> Any:
 
 
 def test_declared_axes_are_padded_within_buckets() -> None:
-    fitting = Fitting(TEXT, TEXT_SPEC)
-    kinds = [fitting.fit(tokens(length)).kind for length in (5, 8, 9, 70, 100)]
+    matcher = ShapeMatcher(TEXT, TEXT_SPEC)
+    kinds = [matcher.match(tokens(length)).kind for length in (5, 8, 9, 70, 100)]
     assert kinds[0] is kinds[1]
     assert kinds[1] is not kinds[2]
     assert kinds[3] is kinds[4]
     with pytest.raises(Unprocessable, match="sequence = 101"):
-        fitting.fit(tokens(101))
+        matcher.match(tokens(101))
 
 
 def test_an_axis_is_padded_only_if_that_is_declared_of_every_input() -> None:
-    fitting = Fitting(TEXT, TEXT_SPEC.model_copy(update={"padding": PADDING[:1]}))
-    assert fitting.fit(tokens(5)).kind is not fitting.fit(tokens(6)).kind
+    matcher = ShapeMatcher(TEXT, TEXT_SPEC.model_copy(update={"padding": PADDING[:1]}))
+    assert matcher.match(tokens(5)).kind is not matcher.match(tokens(6)).kind
 
 
 def joined_by(
     engine: Engine, batch: BatchSpec, requests: list[Any], size: int
 ) -> tuple[list[Any], Any]:
-    fitting = Fitting(engine, batch)
-    rows = Rows(engine.inputs, engine.outputs, fitting.axes)
-    parts = [Part(each, fitting.fit(each)) for each in requests]
-    joined = rows.join(parts[0].fit.kind, parts, size)
+    matcher = ShapeMatcher(engine, batch)
+    rows = BatchAssembler(engine.inputs, engine.outputs, matcher.axes)
+    parts = [BatchPart(each, matcher.match(each)) for each in requests]
+    joined = rows.join(parts[0].shapes.kind, parts, size)
     targets = [
         np.full(shape, 99, spec.dtype)
         for shape, spec in zip(joined.shapes, engine.inputs, strict=True)
@@ -290,11 +290,12 @@ def test_an_input_without_rows_is_padded_too() -> None:
 
 
 def test_an_input_that_does_not_fit_its_place_is_our_fault() -> None:
-    fitting = Fitting(SHARED, SHARED_SPEC)
-    rows = Rows(SHARED.inputs, SHARED.outputs, Axes(SHARED_SPEC.axes, (), {}))
+    matcher = ShapeMatcher(SHARED, SHARED_SPEC)
+    rows = BatchAssembler(SHARED.inputs, SHARED.outputs, Axes(SHARED_SPEC.axes, (), {}))
     request = {"ids": np.full((2, 5), 3), "bias": np.arange(5, dtype=np.float32)[None]}
-    joined = Joined([Part(request, fitting.fit(request))], 2, ((2, 5), (1, 8)), (), 15, False)
-    with pytest.raises(InternalError, match=r"has shape \(1, 5\), and its place \(1, 8\)"):
+    part = BatchPart(request, matcher.match(request))
+    joined = JoinedBatch([part], 2, ((2, 5), (1, 8)), (), 15, False)
+    with pytest.raises(InternalError, match=r"has shape \(1, 5\), its buffer has shape \(1, 8\)"):
         rows.fill(joined, [np.zeros((2, 5), np.int64), np.zeros((1, 8), np.float32)])
 
 

@@ -103,7 +103,7 @@ def test_a_slot_grows_and_tells_what_is_new() -> None:
 
 
 def test_more_memory_than_there_can_be_is_an_error_of_the_host() -> None:
-    with pytest.raises(HostError, match="no shared memory"):
+    with pytest.raises(HostError, match="bytes of shared memory"):
         Buffer.make(1 << 62)
 
 

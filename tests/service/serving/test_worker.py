@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.core import Engine, Tensors
 from service.serving.shared_memory import Slot, layout
-from service.serving.worker import Place, Runner, Server, run_all
+from service.serving.worker import Runner, Server, SlotBuffers, run_all
 from service.serving.worker_messages import PACKET_BYTES, Done, Run, from_worker, packet_of
 from tests.service.serving.engines import linear, marked
 
@@ -112,7 +112,7 @@ def test_while_one_session_computes_the_other_takes_its_batch_in(
 ) -> None:
     ours, theirs = ends
     turns, computing, receiving = Turns(), threading.Lock(), threading.Lock()
-    places: dict[int, Place] = {}
+    places: dict[int, SlotBuffers] = {}
 
     def work(runner: Runner) -> None:
         with pytest.raises(EOFError):

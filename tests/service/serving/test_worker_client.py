@@ -20,9 +20,9 @@ from structlog.testing import capture_logs
 from pipeline.core import Engine
 from pipeline.errors import HostError, InternalError
 from service.errors import TimedOut, Unavailable, Unprocessable
-from service.serving.batch_assembly import Rows
+from service.serving.batch_assembly import BatchAssembler
 from service.serving.replica import MAX_CRASHES, MAX_PAUSE_S, Instance, pause_after
-from service.serving.worker_client import SLOTS, Order, Ran, Task, Worker
+from service.serving.worker_client import SLOTS, BatchResult, Order, Task, Worker
 from service.storage.layout import Work
 from tests.service.serving.engines import (
     MODEL,
@@ -184,17 +184,17 @@ def test_a_task_that_cannot_be_written_costs_no_slot(tmp_path: Path, engine: Eng
                 await until(lambda: worker.has_room)
                 worker.run(Task(((1, 8),), 32, written, answered.append))
             await until(lambda: len(answered) == 2 * SLOTS)
-            assert {type(each) for each in answered} == {Ran}
+            assert {type(each) for each in answered} == {BatchResult}
         finally:
             await worker.end()
 
     play(story)
 
 
-class Faulty(Rows):
+class Faulty(BatchAssembler):
     """Rows with a bug: `fault` says in which step."""
 
-    def __init__(self, rows: Rows, fault: str) -> None:
+    def __init__(self, rows: BatchAssembler, fault: str) -> None:
         self._rows, self._fault = rows, fault
 
     def join(self, *arguments: Any) -> Any:
