@@ -206,7 +206,7 @@ def test_a_model_that_runs_in_floats_is_rejected_and_mending_it_brings_8_bits(
     assert (report.verdict, report.candidates[0].state) == ("rejected", "mislabelled")
     assert heavy_precisions(report) == {Precision.FP32}
     assert report.next_steps[1].startswith(
-        "`crucible lint MODEL --backend onnxruntime --fix OUT.onnx`"
+        "run `crucible lint MODEL --backend onnxruntime --fix OUT.onnx`"
     )
     fixed = fix_model(tmp_path / "model.onnx", tmp_path / "fixed.onnx", "onnxruntime", PROFILES)
     assert fixed.applied["norm-after"] == 1

@@ -135,5 +135,5 @@ def test_an_engine_that_cannot_be_checked_is_said_to_be(tmp_path: Path) -> None:
     write_out(tmp_path / "out", tmp_path / "store")
     (tmp_path / "out" / "engine" / "artifact.json").unlink()
     done = crucible_here("export", "--triton", "net/1", "models", "--from", "out", cwd=tmp_path)
-    assert "nobody can say whether its files changed" in done.err
+    assert "changes of its files cannot be detected" in done.err
     assert done.code == 1  # it is no engine at all
