@@ -6,6 +6,7 @@ Each figure is first a value that holds what it shows, then a drawing.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -76,16 +78,26 @@ MIN_ERROR_DRAWN = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure of a report."""
+    """One figure of a report, not drawn yet: drawing takes longer than all else in a report."""
 
     section: str  # its key
     name: str  # unique in a report, fit for a file name
     caption: str
-    svg: str  # the <svg> element
+    figure: partial[Figure]  # the drawing function and the values that it shows
+
+    @property
+    def key(self) -> str:
+        """Equal for figures that look the same: it covers this module's text and the values."""
+        values = repr((self.name, self.figure.args)).encode()
+        return hashlib.sha256(Path(__file__).read_bytes() + values).hexdigest()
+
+    def draw(self) -> str:
+        """Draw the `<svg>` element."""
+        return svg(self.name, self.figure)
 
 
 def plots(report: Report) -> tuple[Plot, ...]:
-    """Draw every figure that this report has values for."""
+    """Return every figure that this report has values for."""
     lines = entries(report)
     candidates = [
         _pareto(report, lines),
@@ -98,10 +110,6 @@ def plots(report: Report) -> tuple[Plot, ...]:
         for number, (rescue, ranking) in enumerate(ranked_rescues(report), start=1)
     ]
     return (*(plot for plot in candidates if plot is not None), *layer_errors)
-
-
-def _plot(section: str, name: str, caption: str, draw: Callable[[], Figure]) -> Plot:
-    return Plot(section, name, caption, svg(name, draw))
 
 
 # -- accuracy against latency ------------------------------------------------
@@ -147,7 +155,7 @@ def _pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
         f"Accuracy against latency. Numbers are those of the table{bars}. The line is the Pareto"
         f" front ({numbers}): nothing else is as fast and as accurate."
     )
-    return _plot("candidates", "pareto", caption, partial(_draw_pareto, data))
+    return Plot("candidates", "pareto", caption, partial(_draw_pareto, data))
 
 
 def _point(
@@ -297,7 +305,7 @@ def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
     )
     parts = [re.sub("[^A-Za-z0-9]+", "", symbol) + str(size) for symbol, size in sizes.items()]
     name = "-".join(["latency", *parts])
-    return _plot("latency", name, caption, partial(_draw_latency, spreads))
+    return Plot("latency", name, caption, partial(_draw_latency, spreads))
 
 
 def _draw_latency(spreads: Sequence[_Spread]) -> Figure:
@@ -350,7 +358,7 @@ def _precisions(lines: tuple[Entry, ...]) -> Plot | None:
         "What really ran: the share of the time of all layers per precision, each layer timed by"
         " itself."
     )
-    return _plot("layers", "precision", caption, partial(_draw_precisions, bars))
+    return Plot("layers", "precision", caption, partial(_draw_precisions, bars))
 
 
 def _draw_precisions(bars: Sequence[_PrecisionBar]) -> Figure:
@@ -412,7 +420,7 @@ def _operators(report: Report) -> Plot | None:
         tuple(short(name) for name in names), tuple(table.stage for table in tables), counts
     )
     caption = f"Operators in the graph after {' and after '.join(data.stages)}.{rest}"
-    return _plot("operators", "operators", caption, partial(_draw_operators, data))
+    return Plot("operators", "operators", caption, partial(_draw_operators, data))
 
 
 def _draw_operators(data: _Operators) -> Figure:
@@ -456,7 +464,7 @@ def _layer_errors(number: int, rescue: Rescue, ranking: NodeRanking, kept: tuple
         " gathered at its output. At 1 nothing of the signal is left."
     )
     draw = partial(_draw_layer_errors, bars)
-    return _plot(LAYER_ERRORS, f"{LAYER_ERRORS}-{number}", caption, draw)
+    return Plot(LAYER_ERRORS, f"{LAYER_ERRORS}-{number}", caption, draw)
 
 
 def _draw_layer_errors(bars: tuple[_LayerError, ...]) -> Figure:

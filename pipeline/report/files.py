@@ -8,13 +8,14 @@ import contextlib
 import json
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from pipeline.errors import UserError
-from pipeline.report.figures import plots
+from pipeline.report.figures import Plot
 from pipeline.report.html import page
 from pipeline.report.markdown import markdown
 from pipeline.results.report import SCHEMA_VERSION, Report, ReportFiles
@@ -34,13 +35,24 @@ def write_report(report: Report, folder: Path) -> ReportFiles:
         markdown_file=folder / MARKDOWN_NAME,
         html_file=folder / HTML_NAME,
     )
-    figures = plots(report)
-    for plot in figures:
-        _write(folder / FIGURES / f"{plot.name}.svg", plot.svg)
-    _write(files.html_file, page(report, figures))
+    _write(files.html_file, page(report, partial(_svg_of, folder / FIGURES)))
     _write(files.markdown_file, markdown(report))
     _write(files.json_file, report.model_dump_json(indent=1))
     return files
+
+
+def _svg_of(folder: Path, plot: Plot) -> str:
+    """Return the figure's `<svg>` element: from its file if that shows the same values, else drawn
+    and written there.
+    """
+    file, mark = folder / f"{plot.name}.svg", f"<!-- {plot.key} -->\n"
+    if file.is_file():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if text.startswith(mark):
+            return text.removeprefix(mark)
+    drawing = plot.draw()
+    _write(file, mark + drawing)
+    return drawing
 
 
 def load_report(path: Path) -> Report:

@@ -6,7 +6,7 @@ figures, which matplotlib escapes, and the page's own policy forbids scripts and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -31,8 +31,8 @@ def _environment() -> Environment:
     return environment
 
 
-def page(report: Report, figures: Sequence[Plot] | None = None) -> str:
-    """Render the whole report. `figures` are those of the report if they are drawn already."""
+def page(report: Report, svg_of: Callable[[Plot], str] = Plot.draw) -> str:
+    """Render the whole report. `svg_of` gives the `<svg>` element of a figure."""
     return (
         _environment()
         .get_template("report.html")
@@ -40,6 +40,7 @@ def page(report: Report, figures: Sequence[Plot] | None = None) -> str:
             report=report,
             headline=headline(report),
             sections=sections(report),
-            figures=plots(report) if figures is None else figures,
+            figures=plots(report),
+            svg_of=svg_of,
         )
     )

@@ -87,12 +87,14 @@ def test_what_no_job_of_this_server_has_built_is_refused_though_its_files_are_wh
     async def story() -> None:
         async with shelf(tmp_path) as here:
             job = own_job(here, program(tmp_path / "engines"), known=False)
-            with pytest.raises(Conflict, match=f"not the one that job {job} built on this server"):
+            with pytest.raises(
+                Conflict, match=f"differs from the engine that job {job} built on this server"
+            ):
                 await promote(here, job)
             own, foreign = (own_job(here, program(tmp_path / "engines")) for _ in range(2))
             shutil.rmtree(here.folders.report(own))
             shutil.copytree(here.folders.report(foreign), here.folders.report(own))
-            with pytest.raises(Conflict, match="not the one that job"):
+            with pytest.raises(Conflict, match="differs from the engine that job"):
                 await promote(here, own)
 
     play(story)
@@ -135,7 +137,7 @@ def test_an_engine_whose_description_was_changed_is_refused(tmp_path: Path) -> N
                 with pytest.raises(DamagedError, match=damaged):
                     await promote(here, job)
                 reseal(root)
-                with pytest.raises(Conflict, match=f"not the one that job {job} built"):
+                with pytest.raises(Conflict, match=f"differs from the engine that job {job} built"):
                     await promote(here, job)
 
     play(story)
@@ -151,9 +153,9 @@ def test_a_version_whose_files_were_replaced_by_other_whole_ones_is_not_loaded(
             place = here.folders.version("m", version) / "engine"
             shutil.rmtree(place)
             shutil.copytree(here.folders.report(other) / "engine", place)
-            with pytest.raises(Conflict, match="not the one that job"):
+            with pytest.raises(Conflict, match="differs from the engine that job"):
                 await here.deployments.deploy(LOCAL, "m", DeploymentOptions())
-            with pytest.raises(Conflict, match="not the one that job"):
+            with pytest.raises(Conflict, match="differs from the engine that job"):
                 await here.deployments.lend(LOCAL, "m", None, "a job")
             (place / "model.onnx").write_bytes(b"torn")
             with pytest.raises(DamagedError, match="version 1 of 'm' is damaged: 'model"):
