@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import UserError
+from pipeline.errors import PlanError, UserError
 
 if TYPE_CHECKING:
     from typing import Self
@@ -58,7 +58,7 @@ def compile(
     from pipeline.report.bundle import check_folder
 
     folder = Path(out)
-    parsed, command = _plan_and_command(plan, tuple(overrides), folder)
+    parsed, command = _plan_and_command(plan, _checked(overrides), folder)
     check_folder(folder)
     runner = Runner(
         Store(home()),
@@ -85,6 +85,16 @@ def _plan_and_command(
     return read_plan(plan, overrides), shlex.join(command)
 
 
+def _checked(overrides: Iterable[str]) -> tuple[str, ...]:
+    """The overrides. PlanError for one plain text, which would be read character by character."""
+    if isinstance(overrides, str):
+        raise PlanError(
+            f"expected overrides as a list of texts, got the text '{overrides}'",
+            f"write [{overrides!r}]",
+        )
+    return tuple(overrides)
+
+
 def _ignore(event: object) -> None:
     """Show nothing of a stage."""
 
@@ -97,8 +107,8 @@ def read_plan(path: Path | str, overrides: Iterable[str] = ()) -> Plan:
     """
     from pipeline.plan.schema import ONNX_SUFFIXES, load_plan, plan_from_model
 
-    file = Path(path)
-    return (plan_from_model if file.suffix in ONNX_SUFFIXES else load_plan)(file, overrides)
+    file, texts = Path(path), _checked(overrides)
+    return (plan_from_model if file.suffix in ONNX_SUFFIXES else load_plan)(file, texts)
 
 
 def read_report(folder: Path | str) -> Report:

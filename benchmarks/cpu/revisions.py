@@ -36,6 +36,8 @@ def main(words: Sequence[str]) -> None:
     options = argument_parser("revisions", __doc__)
     options.add_argument("other", type=Path, help="a checkout of another revision")
     arguments = options.parse_args(words)
+    if not (arguments.other / "pipeline").is_dir() or not (arguments.other / ".git").exists():
+        options.error(f"expected a git checkout of Crucible, got '{arguments.other}'")
     checkouts = {"this": ROOT, "other": arguments.other.resolve()}
     rows = [*wire_rows(checkouts), *compile_rows(checkouts)]
     for row in rows:

@@ -335,7 +335,7 @@ def _main(descriptor: int) -> None:
                 *start.arguments, lambda fraction, text: connection.send(Report(fraction, text))
             )
         answer: object = Done(value)
-    except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the parent
+    except Exception as error:  # noqa: BLE001  the edge of a process: the parent must know
         answer = Failed(crucible_error(error, name), traceback.format_exc())
     with contextlib.suppress(OSError):  # the log may lie on a full disk
         if isinstance(answer, Failed):

@@ -494,7 +494,8 @@ class _Rewriter:
                 continue
             values = _narrow(numpy_helper.to_array(tensor), self.precision)
             if tensor.name in scales:  # a scale that becomes 0 would make NaN of all its values
-                smallest = ml_dtypes.finfo(values.dtype).smallest_subnormal  # type: ignore[no-untyped-call]
+                limits = ml_dtypes.finfo(values.dtype)  # type: ignore[no-untyped-call]
+                smallest = limits.smallest_subnormal
                 values = np.where(values == 0, smallest, values)
             low = numpy_helper.from_array(values, self.low_name(tensor.name))
             if tensor.name in self.read_high:

@@ -90,7 +90,7 @@ class Edge(grpc.GenericRpcHandler):
                 else grpc.StatusCode.CANCELLED
             )
             raise
-        except Exception as error:  # noqa: BLE001  the edge of a call: its error does not affect other calls
+        except Exception as error:  # noqa: BLE001  the edge of a call: others go on
             answer = answer_error(error, record.request_id, self._service.folders)
             record.status = status_of(answer)
             context.set_trailing_metadata(

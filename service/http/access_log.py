@@ -45,7 +45,7 @@ class AccessLog:
             await self._application(scope, receive, counting_send)
         except ClientDisconnect:
             pass
-        except Exception as error:  # noqa: BLE001  edge of a request: its fault must not affect others
+        except Exception as error:  # noqa: BLE001  the edge of a request: others go on
             request_id = scope.get("state", {}).get("request_id", "")
             answer = answer_error(error, request_id, self._folders)
             # otherwise the connection is cut, and the client notices an incomplete answer

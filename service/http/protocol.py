@@ -133,7 +133,8 @@ class Http(HttpToolsProtocol):
             # until the application reads the body: Guard has checked its length by then
             self.flow.pause_reading()
             self._body = None
-            self.cycle.receive = partial(self._receive_tensors, self.cycle, int(length))  # type: ignore[method-assign]
+            receive = partial(self._receive_tensors, self.cycle, int(length))
+            self.cycle.receive = receive  # type: ignore[method-assign]
 
     async def _receive_tensors(self, cycle: RequestResponseCycle, length: int) -> Any:
         """The application's ASGI `receive`: returns the complete body first, then the disconnect.

@@ -252,7 +252,7 @@ def until_the_end(server: Server, work: Callable[[], None]) -> NoReturn:
         work()
     except (EOFError, ConnectionError):
         os._exit(0)
-    except Exception as error:  # noqa: BLE001  the edge of a process: everything must reach the server
+    except Exception as error:  # noqa: BLE001  the edge of a process: the server must know
         with contextlib.suppress(OSError):  # the log's disk may be full
             traceback.print_exc()
         server.send(failed_from_error(crucible_error(error)))

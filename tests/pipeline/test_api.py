@@ -60,6 +60,15 @@ def test_the_report_is_read_from_its_folder_or_its_file(task: Path) -> None:
     assert report.verdict == "unproven"  # measured in one process only
 
 
+def test_one_text_in_the_place_of_overrides_is_refused(task: Path, tmp_path: Path) -> None:
+    expected = "expected overrides as a list of texts, got the text 'a.b=1'"
+    with pytest.raises(PlanError, match=re.escape(expected)):
+        pipeline.read_plan(task, "a.b=1")
+    with pytest.raises(PlanError, match=re.escape(expected)):
+        pipeline.compile(task, tmp_path / "out", "a.b=1")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_plan_that_was_read_compiles_with_overrides(task: Path, tmp_path: Path) -> None:
     plan = pipeline.read_plan(task / "plan.yaml")
     report = pipeline.compile(plan, tmp_path / "again", ["name=other"])

@@ -110,4 +110,4 @@ def _load_surgery(surgery: str, python_path: Path) -> Callable[[onnx.ModelProto]
             " function",
             "correct `simplify.surgery`",
         )
-    return function  # type: ignore[no-any-return]  # the user's function; the caller checks its result
+    return function  # type: ignore[no-any-return]  # checked by the caller
