@@ -36,8 +36,8 @@ def h200(scripts: dict[str, ModuleType], tmp_path: Path) -> Path:
         {"candidate": "tensorrt fp8 modelopt", "state": "refused", "reason": "fp8 needs | sm_89"}
     ]
     for _ in range(2):
-        for group, made in (("float", proven_report()), ("other", None)):
-            rows = [*bench.rows_from_report(made), *refused] if made else refused
+        for group, report in (("float", proven_report()), ("other", None)):
+            rows = [*bench.rows_from_report(report), *refused] if report else refused
             part = {
                 "created": "2026-11-21T20:00:00+00:00",
                 "winner": "x",
@@ -51,16 +51,16 @@ def h200(scripts: dict[str, ModuleType], tmp_path: Path) -> Path:
 def test_work_beside_a_measurement_goes_on_and_its_failure_is_told(
     scripts: dict[str, ModuleType],
 ) -> None:
-    beside, done, twice = scripts["common"].beside, list[int](), threading.Event()
+    beside, calls, twice = scripts["common"].beside, list[int](), threading.Event()
 
     def work() -> None:
-        done.append(1)
-        if len(done) > 1:
+        calls.append(1)
+        if len(calls) > 1:
             twice.set()
 
     with beside(work):
         assert twice.wait(60)
-    count = len(done)
+    count = len(calls)
     assert count > 1
 
     def fail() -> None:
@@ -68,7 +68,7 @@ def test_work_beside_a_measurement_goes_on_and_its_failure_is_told(
 
     with pytest.raises(ValueError, match="no more"), beside(fail):
         pass
-    assert len(done) == count
+    assert len(calls) == count
 
 
 def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) -> None:
@@ -137,20 +137,20 @@ def test_one_lucky_round_beside_long_json_does_not_meet_the_target(
 def test_noise_does_not_pass_for_a_mistake_that_is_seen(scripts: dict[str, ModuleType]) -> None:
     names = ("one after the other", "two at once", "cold caches", "peak memory of a child")
 
-    def seen(*figures: tuple[float, float]) -> list[bool]:
+    def visible(*figures: tuple[float, float]) -> list[bool]:
         rows = [
             {"mistake": name, "careless": more, "careful": less}
             for name, (more, less) in zip(names, figures, strict=True)
         ]
         return list(scripts["pitfalls"].targets_of(rows).values())
 
-    assert seen((12.0, 8.0), (200.0, 100.0), (107.0, 100.0), (400.0, 50.0)) == [
+    assert visible((12.0, 8.0), (200.0, 100.0), (107.0, 100.0), (400.0, 50.0)) == [
         True,
         True,
         False,
         True,
     ]
-    assert seen((8.0, 2.0), (101.0, 100.0), (107.0, 100.0), (50.0, 50.0)) == [
+    assert visible((8.0, 2.0), (101.0, 100.0), (107.0, 100.0), (50.0, 50.0)) == [
         True,
         False,
         True,
@@ -224,16 +224,16 @@ def test_a_part_that_runs_again_takes_the_place_of_its_rows(
     scripts: dict[str, ModuleType], h200: Path
 ) -> None:
     document = json.loads((h200 / "tensorrt_digits.json").read_text())
-    made = proven_report()
+    report = proven_report()
     assert [row["part"] for row in document["rows"]].count("other") == 1
     assert [row["candidate"] for row in document["rows"] if row["part"] == "float"] == [
-        *(each.label for each in (made.baseline, *made.baselines) if each),
-        *(each.label for each in made.candidates),
+        *(baseline.label for baseline in (report.baseline, *report.baselines) if baseline),
+        *(each.label for each in report.candidates),
         "tensorrt fp8 modelopt",
     ]
     assert list(document["parts"]) == ["float", "other"]
     figures = {row["candidate"]: row for row in document["rows"]}
-    for candidate in made.candidates:
+    for candidate in report.candidates:
         row = figures[candidate.label]
         assert row["state"] == candidate.state
         assert len(row["latency"]) == (len(candidate.benchmark.rows) if candidate.benchmark else 0)
@@ -267,7 +267,7 @@ def test_a_candidate_without_an_answer_misses_its_target(
 def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
     scripts: dict[str, ModuleType], h200: Path, tmp_path: Path
 ) -> None:
-    tables, made = scripts["gpu_tables"], proven_report()
+    tables, report = scripts["gpu_tables"], proven_report()
     tests = tmp_path / "tests"
     tests.mkdir()
     ran = {
@@ -285,10 +285,10 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
         "revision": "82dfba75f031338f",
     }
     (tests / "h200.json").write_text(json.dumps(ran))
-    found = tables.documents(h200)
+    documents = tables.documents(h200)
     speed, accuracy = (
-        "\n".join(tables.speed_section(found, tests)),
-        "\n".join(tables.accuracy_section(found)),
+        "\n".join(tables.speed_section(documents, tests)),
+        "\n".join(tables.accuracy_section(documents)),
     )
     assert speed.startswith("## TensorRT on H200 GPUs")
     assert (
@@ -302,7 +302,7 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
         "tests": [{"test": "tests/test_a.py::test_3", "outcome": "passed"}],
     }
     (tests / "h200_alone.json").write_text(json.dumps({**ran, **alone}))
-    in_parts = "\n".join(tables.speed_section(found, tests))
+    in_parts = "\n".join(tables.speed_section(documents, tests))
     assert (
         "10.6.0 in 2 parts (1 at 82dfba7, 1 at 90d73fd): 4 passed, 1 failed (2026-11-21; 9 min in"
         " all)." in in_parts
@@ -319,7 +319,7 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
             assert len({row.count("|") for row in rows}) <= 1
         assert all(
             any(line.startswith(f"| {candidate.label} |") for line in lines)
-            for candidate in made.candidates
+            for candidate in report.candidates
         )
     assert "| +0.0033 (-0.0034 to +0.0100) | 0.99620 |" in accuracy
 
@@ -327,12 +327,12 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
 def test_the_choice_of_crucible_is_told_in_a_sentence(
     scripts: dict[str, ModuleType], tmp_path: Path
 ) -> None:
-    bench, made = scripts["tensorrt_compile"], proven_report()
+    bench, report = scripts["tensorrt_compile"], proven_report()
     part = {
         "created": "2026-11-21T20:00:00+00:00",
-        "winner": made.winner,
-        "verdict": made.verdict,
-        "rows": bench.rows_from_report(made),
+        "winner": report.winner,
+        "verdict": report.verdict,
+        "rows": bench.rows_from_report(report),
     }
     document = bench.add_part(tmp_path / "tensorrt_resnet50.json", "resnet50", "choice", part, H200)
     assert document["targets"]["Crucible chose among its own candidates"]
@@ -341,7 +341,7 @@ def test_the_choice_of_crucible_is_told_in_a_sentence(
             scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"
         )
     )
-    assert f"and chose **{made.winner}** ({made.verdict})" in text, text
+    assert f"and chose **{report.winner}** ({report.verdict})" in text, text
 
 
 def test_a_part_that_failed_is_said_in_the_table(
@@ -389,8 +389,8 @@ def test_parts_are_named_by_model_and_group(scripts: dict[str, ModuleType]) -> N
 
 
 def test_the_row_of_a_recipe_is_found_by_its_label() -> None:
-    made: Report = proven_report()
-    labels = [candidate.label for candidate in made.candidates]
+    report: Report = proven_report()
+    labels = [candidate.label for candidate in report.candidates]
     assert len(set(labels)) == len(labels)
     flags = Recipe(
         backend="tensorrt",
@@ -493,14 +493,17 @@ def test_the_gpus_figures_show_every_engine_that_was_measured(
         name: {"inputs": {"x": [1]}, "entries": timed}
         for name in ("net_b1", "net_b1: fp16", "net_b32", "vit_b1")
     }
-    found = {
+    document = {
         "rows": {
             **rows,
             "failed_b1": {"failed": "no GPU"},
             "async_curve": {"entries": {"curve": curve}, "events_ms": 6.1},
         }
     }
-    (models, of_vit), (launches,) = drawings.models_drawings(found), drawings.curve_drawing(found)
+    (models, of_vit), (launches,) = (
+        drawings.models_drawings(document),
+        drawings.curve_drawing(document),
+    )
     drawn = models.write(tmp_path).read_text()
     shown = ("ours fp16", "torch eager fp16", " 2.250", "bare fp16", "net_b32", "failed_b1")
     assert [drawn.count(text) for text in shown] == [3, 3, 3, 0, 1, 0]
@@ -512,7 +515,7 @@ def test_the_gpus_figures_show_every_engine_that_was_measured(
     assert "until the last call returns" in launches.write(tmp_path).read_text()
     assert models.is_current(tmp_path)
     timed["ours fp16"]["device_median_ms"] = 0.4
-    assert not drawings.models_drawings(found)[0].is_current(tmp_path)
+    assert not drawings.models_drawings(document)[0].is_current(tmp_path)
     assert drawings.models_drawings({}) == drawings.curve_drawing({}) == ()
 
 
@@ -662,8 +665,8 @@ def test_of_several_rows_the_one_nearest_to_the_default_settings_counts(
         "vit_b1": {"failed": "x"},
         "async_curve": {"entries": {"events_ms": 0.5}},
     }
-    (found,) = scripts["gpu_model_tables"].comparisons({"rows": rows})
-    assert (found.heading, found.usual[0].wall_ms) == ("resnet50_b1: fp16", 0.5)
+    (comparison,) = scripts["gpu_model_tables"].comparisons({"rows": rows})
+    assert (comparison.heading, comparison.usual[0].wall_ms) == ("resnet50_b1: fp16", 0.5)
     assert scripts["gpu_model_tables"].fastest_section({}) == []
 
 
@@ -696,7 +699,7 @@ def test_what_was_not_recorded_of_a_host_is_said(scripts: dict[str, ModuleType])
 
 
 def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, ModuleType]) -> None:
-    made = {
+    row = {
         "engine": "a int4",
         "size_mb": 14.25,
         "cosine": 0.985,
@@ -706,7 +709,7 @@ def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, Mod
         "smallest_cosine": 0.9,
     }
     failed = {
-        **dict.fromkeys(made),
+        **dict.fromkeys(row),
         "engine": "b int4",
         "passed": False,
         "reason": "refused | here",
@@ -717,7 +720,7 @@ def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, Mod
         "python": "3.11",
         "packages": dict.fromkeys(("onnxruntime", "openvino", "nncf"), "1"),
     }
-    rows = [{**made, "passed": True, "reason": ""}, failed]
+    rows = [{**row, "passed": True, "reason": ""}, failed]
     lines = scripts["accuracy_tables"].few_bits_section(
         {"rows": rows, "created": "2026-11-22T", "environment": host}
     )
@@ -755,23 +758,23 @@ def test_how_far_processes_of_one_file_lie_apart_is_told_by_model(
 def test_a_row_of_resnet50_says_its_rates_its_shares_and_what_binds_it(
     scripts: dict[str, ModuleType],
 ) -> None:
-    made = proven_report()
-    rows = scripts["resnet50"].rows_from_report(made)
-    assert made.baseline is not None
-    first = made.baseline.rows[0]
+    report = proven_report()
+    rows = scripts["resnet50"].rows_from_report(report)
+    assert report.baseline is not None
+    first = report.baseline.rows[0]
     bound = Bound(
         kind="compute", precision=Precision.FP32, share_of_peak_flops=0.5, why="x", next_step="y"
     )
-    told = scripts["resnet50"].row_of(
-        made.baseline.model_copy(
+    rates = scripts["resnet50"].row_of(
+        report.baseline.model_copy(
             update={"rows": (first.model_copy(update={"bytes_per_s": 2e9, "bound": bound}),)}
         )
     )
     assert (
-        told["gbytes_per_s"],
-        told["of_peak_flops_%"],
-        told["of_peak_bytes_%"],
-        told["bound_by"],
+        rates["gbytes_per_s"],
+        rates["of_peak_flops_%"],
+        rates["of_peak_bytes_%"],
+        rates["bound_by"],
     ) == (2.0, 50.0, None, "compute")
-    assert {row["engine"] for row in rows} >= {made.baseline.label}
+    assert {row["engine"] for row in rows} >= {report.baseline.label}
     assert len({tuple(row) for row in rows}) == 1  # one table

@@ -60,15 +60,15 @@ def test_a_gpu_that_is_not_here_has_no_peaks() -> None:
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8])
 def test_a_product_runs_in_every_library_and_precision(backend: str, precision: Precision) -> None:
-    found = product(Recipe(backend=backend, precision=precision), 64, 1, 0.001)
-    assert found.flops_per_s > 1e6
+    peak = product(Recipe(backend=backend, precision=precision), 64, 1, 0.001)
+    assert peak.flops_per_s > 1e6
 
 
 @pytest.mark.parametrize(
-    ("load", "said"), [(0.3, ""), (0.99, ""), (7.5, " on a busy host, load 7.5: too low")]
+    ("load", "message"), [(0.3, ""), (0.99, ""), (7.5, " on a busy host, load 7.5: too low")]
 )
-def test_a_busy_host_is_told_with_its_peaks(load: float, said: str) -> None:
-    assert busy_text(load, 2) == said
+def test_a_busy_host_is_told_with_its_peaks(load: float, message: str) -> None:
+    assert busy_text(load, 2) == message
 
 
 def test_a_copy_counts_reading_and_writing() -> None:
@@ -83,19 +83,21 @@ def test_rows_are_seen_against_the_peaks_and_the_precision_that_really_ran(tmp_p
     )
     engines = [engine(fp32, 1, tmp_path), engine(int8, 1, tmp_path), engine(fp32, 1, tmp_path)]
     lost = BenchmarkFailure(label="lost", reason="died")
-    found = Benchmarks(
+    benchmarks = Benchmarks(
         created="now", results=(benchmark("a", 2.0, None), benchmark("b", 1.0, 2.0), lost)
     )
-    seen = with_limits(found, engines, {"b": real_table("resnet_fp32")}, 0)
-    assert seen.peaks == (PEAKS,)
-    assert seen.results[2] == lost
+    limited = with_limits(benchmarks, engines, {"b": real_table("resnet_fp32")}, 0)
+    assert limited.peaks == (PEAKS,)
+    assert limited.results[2] == lost
     bounds = [
         row.bound
-        for result in seen.results
+        for result in limited.results
         if isinstance(result, BenchmarkReport)
         for row in result.rows
     ]
     assert [bound.precision if bound else None for bound in bounds] == [Precision.FP32] * 4, (
         "called int8, it ran fp32"
     )
-    assert with_limits(found, engines, {}, 0).results[1].rows[0].bound.precision is Precision.INT8  # type: ignore[union-attr]
+    assert (
+        with_limits(benchmarks, engines, {}, 0).results[1].rows[0].bound.precision is Precision.INT8
+    )  # type: ignore[union-attr]

@@ -106,6 +106,6 @@ TRIES += [("deliver-renames", "exception"), ("publish-renames", "exception")]
 @pytest.mark.slow
 @pytest.mark.parametrize(("work", "how"), TRIES)
 def test_work_that_ends_at_any_step_leaves_the_old_or_the_new(work: str, how: str) -> None:
-    done = run("-m", "tests.integration.kills", work, how)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 5
+    result = run("-m", "tests.integration.kills", work, how)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 5

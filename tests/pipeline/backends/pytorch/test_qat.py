@@ -169,9 +169,9 @@ def test_what_no_exporter_carries_is_refused_by_name() -> None:
         converted = torch.nn.Sequential(torch.ao.nn.quantized.ReLU6())
     with pytest.raises(
         ModelError, match=r"module '0' is a torch\.ao\.nn\.quantized\.\S+ReLU6"
-    ) as caught:
+    ) as error:
         freeze_fake_quantizers(converted)
-    assert "before `convert`" in str(caught.value.next_step)
+    assert "before `convert`" in str(error.value.next_step)
     theirs = type(
         "FakeQuantizedLinear", (torch.nn.Linear,), {"__module__": "torchao.quantization.qat.linear"}
     )
