@@ -22,17 +22,15 @@ import numpy as np
 from pipeline.core import Precision
 from pipeline.formatting import shape_text, state_label
 from pipeline.measurement.clock import thinned
-from pipeline.report.tables import (
+from pipeline.report.entries import Entry, entries, shapes
+from pipeline.report.layer_errors import (
     LAYER_ERRORS,
     MAX_ERROR,
-    Entry,
-    entries,
     is_kept,
     kept_patterns,
-    operator_names,
     ranked_rescues,
-    shapes,
 )
+from pipeline.report.run_sections import operator_names
 from pipeline.results.precision_audit import time_by_precision
 from pipeline.results.report import MetricResult, NodeRanking, Report, Rescue
 

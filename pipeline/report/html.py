@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from pipeline.formatting import date
 from pipeline.report.figures import Plot, plots
-from pipeline.report.tables import headline, sections
+from pipeline.report.sections import headline, sections
 from pipeline.results.report import Report
 
 

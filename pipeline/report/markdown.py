@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 
-from pipeline.report.tables import Section, Table, headline, sections
+from pipeline.report.sections import headline, sections
+from pipeline.report.tables import Section, Table
 from pipeline.results.report import Report
 
 SPECIAL = "\\|*`[]~"  # characters that are markup

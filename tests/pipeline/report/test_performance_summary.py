@@ -10,6 +10,7 @@ from pipeline.core import DimRange, Precision, Profile
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.clock import Samples
+from pipeline.report.latency_sections import LIMIT_COLUMNS
 from pipeline.report.performance_summary import (
     gpu_lines,
     limit_cells,
@@ -19,7 +20,6 @@ from pipeline.report.performance_summary import (
     summary_of,
     summary_rows,
 )
-from pipeline.report.tables import LIMIT_COLUMNS
 from pipeline.results.report import LatencyRow, Totals
 
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=64)})
