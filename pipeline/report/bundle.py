@@ -21,7 +21,13 @@ from pipeline.execution.store import (
     read_manifest,
     write_manifest,
 )
-from pipeline.host.replace_folder import Exchange, exchange_names, locked, replace_folder, standing
+from pipeline.host.replace_folder import (
+    Exchange,
+    current_folder,
+    exchange_names,
+    locked,
+    replace_folder,
+)
 
 ENGINE_FILE = "engine.json"
 LEFTOVER = re.compile(r"[0-9]+(\.old)?")  # after the folder's name: a delivery that was killed
@@ -104,12 +110,12 @@ def deliver_engine(engine: Engine, folder: Path, exchange: Exchange = exchange_n
 
 def withdraw_engine(folder: Path) -> None:
     """Remove an engine that an earlier compile delivered; leave anything else there alone."""
-    if not (standing(folder) / ENGINE_FILE).is_file():
+    if not (current_folder(folder) / ENGINE_FILE).is_file():
         return
     with locked(folder.parent):
         gone = _work(folder)  # in one step: half an engine would be worse than none
         shutil.rmtree(gone, ignore_errors=True)
-        standing(folder).rename(gone)
+        current_folder(folder).rename(gone)
         shutil.rmtree(gone)
 
 
@@ -145,7 +151,7 @@ def read_engine(folder: Path, name: str = "") -> Engine:
     No other file is looked at. ModelError if there is none, DamagedError if it is not what it was;
     `name` is what the message then calls the engine.
     """
-    place = folder if (folder / ENGINE_FILE).is_file() else standing(folder / "engine")
+    place = folder if (folder / ENGINE_FILE).is_file() else current_folder(folder / "engine")
     file = place / ENGINE_FILE
     if not file.is_file():
         advice = "give the folder that `crucible compile --out` wrote"
