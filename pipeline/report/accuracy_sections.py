@@ -9,7 +9,7 @@ from pipeline.results.report import AblationRow, MetricResult, Report, SizeCheck
 
 
 def size_section(report: Report) -> Section:
-    """Results of the gate at other sizes: all of the winner, and the failures of others."""
+    """Return the gate's results at other sizes: all of the winner, and the failures of others."""
     profiles = len(report.plan.profiles)
     rows: list[tuple[str, ...]] = []
     for entry in entries(report):
@@ -23,9 +23,9 @@ def size_section(report: Report) -> Section:
         *left("outcome"),
     )
     text = (
-        "The gate looks at batch 1 and at min, opt and max of every profile, besides the batches of"
-        " the whole selection set. Samples are cut or repeated to fill a batch. Inputs of sizes"
-        " that no sample has are generated."
+        "The gate checks batch 1, and min, opt and max of every profile, besides the batches of the"
+        " whole selection set. Samples are cut or repeated to fill a batch. Inputs of sizes that no"
+        " sample has are generated."
     )
     return Section(
         "sizes",
@@ -61,22 +61,21 @@ def rescue_section(report: Report) -> Section:
 
 
 def ablation_section(report: Report) -> Section:
-    """The effect of each switch of the placement on one candidate."""
+    """Return the effect of each switch of the placement on one candidate."""
     key, title = "ablation", "Switches reversed"
     ablation = report.ablation
     if ablation is None:
         return Section(key, title)
     if not ablation.label:
         text = (
-            "No int8 candidate with Q/DQ placed by Crucible gave answers, so no switch was"
-            " reversed."
+            "No int8 candidate with Q/DQ placed by Crucible has results, so no switch was reversed."
         )
         return Section(key, title, (text,))
     text = (
-        f"{ablation.label} again, each time with one switch of `placement` the other way. Changes"
-        " are against that candidate, on the selection set: a drop that changes by more than 0 is"
-        " worse. Speed-up is its median over the one after, at the first shape, with its 95 %"
-        " interval: above 1, reversing the switch makes it faster."
+        f"Each row is {ablation.label} with one switch of `placement` reversed. Changes are against"
+        " that candidate, on the selection set: a drop that changes by more than 0 is worse."
+        " Speed-up is the median before over the median after, at the first shape, with its 95 %"
+        " interval. Above 1, reversing the switch makes the engine faster."
     )
     columns = (
         *left("switch", "from", "to"),
@@ -102,7 +101,7 @@ def _ablation_row(row: AblationRow) -> tuple[str, ...]:
 
 
 def ablation_outcome(row: AblationRow) -> str:
-    """The result of the reversed switch, in words."""
+    """Return the result of the reversed switch, in words."""
     if row.state is None:
         return "changes nothing in this graph"
     state = state_label(row.state)

@@ -17,9 +17,7 @@ Part = Literal["winner", "baseline", "candidate"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of the comparison: a candidate or a baseline, with its number in every table and
-    figure.
-    """
+    """A candidate or a baseline, with its number in every table and figure."""
 
     number: int
     label: str
@@ -34,14 +32,15 @@ class Entry:
         return self.candidate.state
 
     def row(self, sizes: dict[str, int]) -> LatencyRow | None:
-        """The latency at one shape, if it was measured."""
+        """Return the latency at one shape; None if it was not measured."""
         rows = self.benchmark.rows if self.benchmark else ()
         return next((row for row in rows if row.sizes == sizes), None)
 
 
 def entries(report: Report) -> tuple[Entry, ...]:
-    """Candidates and baselines, the fastest at the first shape first, those without figures
-    last.
+    """Return candidates and baselines, from fast to slow at the first shape.
+
+    Those without a measured latency are last.
     """
     winner = report.winner if report.verdict != "rejected" else None
     lines = [
@@ -68,7 +67,7 @@ def _first_median_s(entry: Entry) -> float:
 
 
 def shapes(report: Report) -> tuple[dict[str, int], ...]:
-    """Every benchmarked shape, in the order of the benchmark."""
+    """Return every benchmarked shape, in the order of the benchmark."""
     distinct: list[dict[str, int]] = []
     for entry in entries(report):
         for row in entry.benchmark.rows if entry.benchmark else ():

@@ -26,13 +26,13 @@ LIMIT_COLUMNS = (
 
 def latency_section(report: Report) -> Section:
     percentiles = (
-        "Percentiles stand only where enough raw values do: p90 needs 100, p99 needs 1,000. Upload,"
-        " compute and download are medians. Drifts: the median still moved between blocks."
+        "Percentiles need enough raw values: p90 needs 100, p99 needs 1,000. Upload, compute and"
+        " download are medians. Drifts: the median still changed between blocks."
     )
     measured = f"Measured {date(report.benchmarked or report.created)}"
     if any(step.stage == "benchmark" and step.reused for step in report.steps):
         measured += (
-            ", in an earlier run on this host with the same engines: the figures come from the"
+            ", in an earlier run on this host with the same engines: these results come from the"
             " store"
         )
     tables = tuple(_latency_table(report, sizes) for sizes in shapes(report))
@@ -40,7 +40,7 @@ def latency_section(report: Report) -> Section:
 
 
 def _rows_at(report: Report, sizes: dict[str, int]) -> list[tuple[Entry, LatencyRow]]:
-    """The entries that were measured at one shape."""
+    """Return the entries that were measured at one shape."""
     rows = [(entry, entry.row(sizes)) for entry in entries(report)]
     return [(entry, row) for entry, row in rows if row is not None]
 
@@ -76,14 +76,15 @@ def _latency_cells(entry: Entry, row: LatencyRow) -> tuple[str, ...]:
 
 
 def limit_section(report: Report) -> Section:
-    """What binds every row, and how far it is from the device's peaks."""
+    """Return the bottleneck of every row, and its distance from the device's peaks."""
     measured = [_rows_at(report, sizes) for sizes in shapes(report)]
     if not any(row.bound for rows in measured for _, row in rows):
         return Section("limits", "What binds each row")
     text = (
-        "GFLOP/s and GB/s are those of the source graph over the median end to end, each node"
-        " moving its own bytes. Shares are of the device's peak; bytes are scaled to the engine's"
-        " precision there; over 100 %: it fuses, or finds data in caches.",
+        "GFLOP/s and GB/s are the FLOPs and bytes of the source graph, divided by the median end to"
+        " end. Each node counts its own bytes. Shares are of the device's peak; for them, bytes are"
+        " scaled to the engine's precision. A share over 100 % means that the engine fuses nodes or"
+        " finds data in caches.",
         *(f"Peaks of {peaks_text(peaks)}." for peaks in report.peaks),
         *gpu_lines(report.gpu_use),
     )

@@ -25,8 +25,9 @@ MAX_NODE_NAMES = 4  # of one layer
 
 
 def layer_section(report: Report) -> Section:
-    """What really ran in the engines that give evidence of it; layer by layer for the winner and
-    for mislabelled engines.
+    """Return the precisions that really ran, for engines with evidence of it.
+
+    The slowest layers are listed for the winner and for mislabelled engines.
     """
     audits = _layer_audits(report)
     fused: list[tuple[str, ...]] = []
@@ -40,8 +41,8 @@ def layer_section(report: Report) -> Section:
     ]
     text = tuple(
         f"Share of the time per precision at {sizes}, each layer timed by itself. The precision of"
-        " a layer is known by its kernel's name (tactic), else by the types it reads and writes."
-        " Reformats are all layers that only move or convert data."
+        " a layer follows from its kernel's name (tactic), or else from the types that it reads and"
+        " writes. Reformats are all layers that only move or convert data."
         for sizes in dict.fromkeys(shape_text(table.sizes) for _, table in audits)
     )
     tables = (
@@ -53,7 +54,7 @@ def layer_section(report: Report) -> Section:
 
 
 def _layer_audits(report: Report) -> list[tuple[Entry, LayerTable]]:
-    """Every table of layers with its entry: one table per profile."""
+    """Return every table of layers with its entry. There is one table per profile."""
     audits: list[tuple[Entry, LayerTable]] = []
     for entry in entries(report):
         if entry.candidate and entry.candidate.layers:
@@ -63,7 +64,7 @@ def _layer_audits(report: Report) -> list[tuple[Entry, LayerTable]]:
 
 
 def _precision_table(audits: Sequence[tuple[Entry, LayerTable]]) -> Table:
-    """The share of the time per precision; a column for nodes left in fp32 if there are any."""
+    """Return the share of the time per precision, and of nodes left in fp32 if there are any."""
     times = [time_by_precision(table) for _, table in audits]
     names = [name for name in (*Precision, "integer") if any(name in time for time in times)]
     has_kept_nodes = any(entry.candidate.kept_fp32 for entry, _ in audits if entry.candidate)
@@ -95,7 +96,7 @@ def _share_cells(table: LayerTable, names: list[str]) -> tuple[str, ...]:
 
 
 def _kept_cell(entry: Entry, table: LayerTable) -> str:
-    """How many nodes the conversion left in fp32, and the share of the time that they take."""
+    """Return the number of nodes that the conversion left in fp32, and their share of the time."""
     nodes = entry.candidate.kept_fp32 if entry.candidate else ()
     return f"{len(nodes)}: {percent_text(forced_share(table, nodes))} of the time" if nodes else "-"
 

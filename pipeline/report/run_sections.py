@@ -25,7 +25,7 @@ def stage_section(report: Report) -> Section:
     stages = [_stage_time(stage, steps) for stage in dict.fromkeys(step.stage for step in steps)]
     ran_s = sum(stage.ran_s for stage in stages)
     reused_s = sum(stage.reused_s for stage in stages)
-    text = f"{time_text(ran_s)} of work in this run." if ran_s else "Nothing had to run anew."
+    text = f"{time_text(ran_s)} of work in this run." if ran_s else "Every result was reused."
     if reused_s:
         text += (
             f" {sum(stage.reused for stage in stages)} of {len(steps)} steps came from the store"
@@ -61,7 +61,7 @@ def _stage_table(stages: Sequence[_StageTime]) -> Table:
 
 
 def _step_table(steps: Sequence[Step]) -> Table:
-    columns = (*left("stage", "of"), *right("time"), *left("state", "made", "artifact"))
+    columns = (*left("stage", "of"), *right("time"), *left("state", "date", "artifact"))
     rows = tuple(
         (
             step.stage,
@@ -91,7 +91,7 @@ def operator_section(report: Report) -> Section:
 
 
 def operator_names(tables: Sequence[OperatorTable]) -> tuple[str, ...]:
-    """The names of all operators, the most frequent first."""
+    """Return the names of all operators, the most frequent first."""
     counts: dict[str, int] = {}
     for table in tables:
         for name, count in table.operators.items():
@@ -104,7 +104,7 @@ def environment_section(report: Report) -> Section:
     packages = ", ".join(f"{name} {version}" for name, version in sorted(host.packages.items()))
     rows = (
         ("CPU", host.cpu),
-        ("CPU flags", " ".join(host.cpu_flags) or "none of those that matter"),
+        ("CPU flags", " ".join(host.cpu_flags) or "none of the relevant ones"),
         ("cores", str(host.cores)),
         ("governor", host.governor or "unknown"),
         ("load, 1 min", f"{host.load_1min:.2f}"),
@@ -128,9 +128,7 @@ def note_section(report: Report) -> Section:
 
 
 def grouped_notes(notes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Each text once, followed by its engines. A note without an engine is one of the graph, and
-    names none.
-    """
+    """Return each text once, followed by its engines. A note on the graph names no engine."""
     subjects: dict[str, list[str]] = {}
     for subject, text in notes:
         subjects.setdefault(text, []).append(subject)

@@ -30,7 +30,7 @@ from pipeline.results.report import Report, ValidationReport
 
 
 def sections(report: Report) -> tuple[Section, ...]:
-    """Every section that is not empty. The verdict and its reasons are not among them."""
+    """Return every section that is not empty. The verdict and its reasons are not among them."""
     plan = json.dumps(report.plan.model_dump(mode="json", exclude_defaults=True), indent=2)
     parts = (
         Section("command", "Repeat it", code=report.command),
@@ -53,9 +53,9 @@ def sections(report: Report) -> tuple[Section, ...]:
 
 
 def headline(report: Report) -> str:
-    """The outcome in one sentence."""
+    """Return the outcome in one sentence."""
     if report.winner is None:
-        return "No candidate came through."
+        return "No candidate passed."
     if report.verdict == "keep":
         return _headline_of_kept(report)
     parts = [report.title_of(report.winner)]
@@ -64,7 +64,7 @@ def headline(report: Report) -> str:
             f"runs at {interval(report.ratio, 2)} times the speed of {report.baseline.label}"
         )
     elif report.ratio_missing:
-        parts.append("was chosen, but how fast it is could not be measured")
+        parts.append("was chosen, but its speed could not be measured")
     if report.validation is not None and report.validation.metric is not None:
         metric = report.validation.metric
         parts.append(
@@ -75,7 +75,7 @@ def headline(report: Report) -> str:
 
 
 def _headline_of_kept(report: Report) -> str:
-    """The outcome if nothing is faster than what the user has."""
+    """Return the outcome if no candidate is faster than the baseline."""
     outcome = f"Keep {report.winner}: no candidate that kept its accuracy is measurably faster."
     if report.ratio is None:
         return outcome
@@ -131,14 +131,14 @@ def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
 
 
 def cosine_text(selection: ValidationReport | None) -> str:
-    """The smallest cosine of all outputs; empty if none was computed."""
+    """Return the smallest cosine of all outputs; "" if none was computed."""
     if selection is None or not selection.outputs:
         return ""
     return f"{min(error.cosine for error in selection.outputs):.5f}"
 
 
 def _not_chosen(lines: Iterable[Entry]) -> Table:
-    """Why candidates were not chosen."""
+    """Return the reasons why candidates were not chosen."""
     rows: list[tuple[str, ...]] = []
     for entry in lines:
         if entry.candidate and entry.candidate.reason:
@@ -148,7 +148,7 @@ def _not_chosen(lines: Iterable[Entry]) -> Table:
 
 
 def _not_compared(lines: Iterable[Entry]) -> Table:
-    """Why engines that were measured have no ratio, or ran in fewer processes than others."""
+    """Return why measured engines have no ratio, or ran in fewer processes than others."""
     rows: list[tuple[str, ...]] = []
     for entry in lines:
         if entry.benchmark and entry.benchmark.rows:

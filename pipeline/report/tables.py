@@ -18,12 +18,12 @@ class Column(NamedTuple):
 
 
 def left(*titles: str) -> tuple[Column, ...]:
-    """Columns of texts."""
+    """Return columns of texts."""
     return tuple(Column(title) for title in titles)
 
 
 def right(*titles: str) -> tuple[Column, ...]:
-    """Columns of numbers."""
+    """Return columns of numbers."""
     return tuple(Column(title, "right") for title in titles)
 
 
@@ -52,7 +52,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One heading with its content."""
+    """A heading with its content."""
 
     key: str
     title: str

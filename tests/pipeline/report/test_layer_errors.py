@@ -105,7 +105,12 @@ def test_the_section_and_its_figure_stand_behind_the_rescue_and_the_report_reads
     drawn = (tmp_path / "figures" / "layer-errors-1.svg").read_text()
     assert all(
         text in drawn
-        for text in ("own error, kept in fp32 at last", "accumulated", "/layer.9/MatMul", "0.001")
+        for text in (
+            "own error, kept in fp32 in the end",
+            "accumulated",
+            "/layer.9/MatMul",
+            "0.001",
+        )
     )
     assert "mathdefault" not in drawn
     (plot,) = (plot for plot in plots(report) if plot.section == LAYER_ERRORS)

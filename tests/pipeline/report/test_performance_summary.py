@@ -167,6 +167,6 @@ def test_what_the_gpu_did_is_told() -> None:
         temperature_c=Span(least=40, median=40, most=40),
     )
     told = "\n".join(gpu_lines(use.model_copy(update={"other_processes": (7, 9)})))
-    assert "GPU, seen 9 times: SM clock 1980 (1755 to 1980) MHz, temperature 40 C" in told
+    assert "GPU, 9 samples: SM clock 1980 (1755 to 1980) MHz, temperature 40 C" in told
     assert "other processes on the GPU: 7, 9" in told
     assert gpu_lines(None) == ()
