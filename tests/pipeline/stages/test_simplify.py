@@ -211,7 +211,7 @@ def hang(source: Path, target: Path, progress: Progress) -> None:
         (rename_output, "outputs were y float32[N, 4] and became renamed"),
         (grow, "the file grew from"),
         (put_in_foreign_operator, "com.example::Relu"),
-        (write_rubbish, "not a whole ONNX file"),
+        (write_rubbish, "not a complete ONNX file"),
         (write_nothing, "no model at"),
         (raise_error, "RuntimeError: the optimizer met a bug"),
         (segfault, "SIGSEGV"),
