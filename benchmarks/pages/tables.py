@@ -21,14 +21,9 @@ from benchmarks.pages.accuracy_tables import (
 )
 from benchmarks.pages.figures import Drawing
 from benchmarks.pages.gpu_drawings import curve_drawing, models_drawings
-from benchmarks.pages.gpu_model_tables import (
-    curve_section,
-    document,
-    fastest_section,
-    models_section,
-)
 from benchmarks.pages.gpu_tables import accuracy_section, documents, speed_section
 from benchmarks.pages.image_tables import images_section
+from benchmarks.pages.render import load_results, render
 from benchmarks.pages.serving_tables import (
     document_of,
     perf_analyzer_section,
@@ -147,7 +142,14 @@ def pages() -> dict[Path, str]:
     """Every page that holds figures, as it is to be."""
     readme = _filled(
         README,
-        {"demo": demo_section(document_of("verdicts")), "fastest": fastest_section(document())},
+        {
+            "demo": demo_section(document_of("verdicts")),
+            "fastest": [
+                *render("torch_comparison.md.j2", load_results()).splitlines(),
+                "",
+                "[Every engine, command and note](docs/benchmarks.md).",
+            ],
+        },
     )
     own = {
         ACCURACY_PAGE: accuracy_page(),
@@ -159,8 +161,8 @@ def pages() -> dict[Path, str]:
 
 def drawings() -> tuple[Drawing, ...]:
     """All figures of the pages."""
-    gpu = document()
-    return (calibration_drawing(result("calibration")), *models_drawings(gpu), *curve_drawing(gpu))
+    gpu = load_results()["gpu_models"]
+    return (calibration_drawing(result("calibration")), *models_drawings(gpu), curve_drawing(gpu))
 
 
 def page() -> str:
@@ -189,14 +191,15 @@ def page() -> str:
         + soak_section(document_of("soak"))
     )
     parts += perf_analyzer_section(document_of("perf_analyzer"))
-    return "\n".join(parts + speed_section(documents()) + models_section(document()))
+    parts += speed_section(documents())
+    return "\n".join([*parts, render("gpu_models.md.j2", load_results())])
 
 
 def accuracy_page() -> str:
     gpu = documents()
     timed = {
         "resnet50": result("resnet50"),
-        "gpu_models": document(),
+        "gpu_models": result("gpu_models"),
         **{f"tensorrt_{model}": each for model, each in gpu.items()},
     }
     parts = {
@@ -227,7 +230,7 @@ def measurement_page() -> str:
             _environment(careless),
             _load(careless),
         ],
-        "launch queue": curve_section(document()),
+        "launch queue": render("launch_queue.md.j2", load_results()).splitlines(),
     }
     return _filled(MEASUREMENT_PAGE, parts)
 

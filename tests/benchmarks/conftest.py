@@ -20,7 +20,7 @@ GPU = (
     "gpu.rows",
     "gpu.tactics",
     "gpu.torch_peers",
-    "pages.gpu_model_tables",
+    "pages.gpu_model_rows",
 )
 SERVING = (
     "common",
@@ -45,11 +45,11 @@ PAGES = (
     "pages.accuracy_tables",
     "pages.figures",
     "pages.gpu_drawings",
-    "pages.gpu_model_tables",
     "pages.gpu_tables",
     "pages.image_tables",
     "pages.serving_tables",
     "pages.tables",
+    "pages.torch_comparison",
     "run_all",
     "serving.json_beside_binary",
 )

@@ -10,8 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
 
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.pages.render import render
 from pipeline.core import CalibrationMethod, Precision, Recipe, Target
 from pipeline.results.report import Bound, Report
 from tests.builders.report import proven_report
@@ -500,7 +502,8 @@ def test_the_gpus_figures_show_every_engine_that_was_measured(
             "async_curve": {"entries": {"curve": curve}, "events_ms": 6.1},
         }
     }
-    (models, of_vit), (launches,) = drawings.models_drawings(found), drawings.curve_drawing(found)
+    models, of_vit = drawings.models_drawings(found)
+    launches = drawings.curve_drawing(found)
     drawn = models.write(tmp_path).read_text()
     shown = ("ours fp16", "torch eager fp16", " 2.250", "bare fp16", "net_b32", "failed_b1")
     assert [drawn.count(text) for text in shown] == [3, 3, 3, 0, 1, 0]
@@ -513,7 +516,6 @@ def test_the_gpus_figures_show_every_engine_that_was_measured(
     assert models.is_current(tmp_path)
     timed["ours fp16"]["device_median_ms"] = 0.4
     assert not drawings.models_drawings(found)[0].is_current(tmp_path)
-    assert drawings.models_drawings({}) == drawings.curve_drawing({}) == ()
 
 
 def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(
@@ -571,6 +573,9 @@ def test_our_int8_of_the_gpus_models_stands_beside_our_floats(
     ]
 
 
+GPU_HOST = "NVIDIA H200, driver 580, TensorRT 10.6.0"
+
+
 def gpu_row(times: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any]:
     """A row of gpu_models.json: end-to-end and GPU medians of each engine in ms."""
     entries = {
@@ -579,18 +584,11 @@ def gpu_row(times: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any
     }
     host = {"cpu": "some CPU", "cores": 12, "python": "3.12", "packages": {"torch": "2.11"}}
     target = {"device": "NVIDIA H200", "driver": "580", "version": "10.6.0"}
-    return {
-        "entries": entries,
-        "environment": host,
-        "target": target,
-        "created": "2026-11-22T08:00:00+00:00",
-        **more,
-    }
+    row = {"entries": entries, "environment": host, "target": target}
+    return {**row, "created": "2026-11-22T08:00:00+00:00", **more}
 
 
-def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best() -> None:
     """The fastest on the GPU is not the fastest end to end, on either side."""
     torch = {
         "torch compile fp16": (4.5, 2.5),
@@ -606,7 +604,7 @@ def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
     row = gpu_row(torch | ours, overrides=["tensorrt.timing_iterations=2"])
     row["entries"]["ours fp8"] = {"failed": "x"}
     row["entries"]["torch compile fp16"]["mode"] = "reduce-overhead"
-    text = "\n".join(scripts["gpu_model_tables"].fastest_section({"rows": {"resnet50_b64": row}}))
+    text = render("torch_comparison.md.j2", {"gpu_models": {"rows": {"resnet50_b64": row}}})
     line = (
         "| ResNet-50, batch 64 | 4.500 / 2.500 (compile fp16, reduce-overhead) | 6.000 / 1.500 |"
         " 0.75 / 1.67 |"
@@ -623,18 +621,14 @@ def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
     assert "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, Python 3.12, torch 2.11." in text
 
 
-def test_of_models_with_attention_plain_attention_is_the_default(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_of_models_with_attention_plain_attention_is_the_default() -> None:
     times = {
         "torch graph fp16": (2.0, 2.0),
         "ours fp16": (0.5, 0.5),
         "ours fp16 surgery": (1.0, 1.0),
         "ours fp16 folded": (0.4, 0.4),
     }
-    text = "\n".join(
-        scripts["gpu_model_tables"].fastest_section({"rows": {"vit_b1": gpu_row(times)}})
-    )
+    text = render("torch_comparison.md.j2", {"gpu_models": {"rows": {"vit_b1": gpu_row(times)}}})
     assert (
         "| 1.000 / 1.000 | 2.00 / 2.00 | 1.000 / 1.000 (fp16) | 2.00 / 2.00 | 8 times | 12 |"
         in text
@@ -662,37 +656,57 @@ def test_of_several_rows_the_one_nearest_to_the_default_settings_counts(
         "vit_b1": {"failed": "x"},
         "async_curve": {"entries": {"events_ms": 0.5}},
     }
-    (found,) = scripts["gpu_model_tables"].comparisons({"rows": rows})
+    (found,) = scripts["torch_comparison"].comparisons({"rows": rows})
     assert (found.heading, found.usual[0].wall_ms) == ("resnet50_b1: fp16", 0.5)
-    assert scripts["gpu_model_tables"].fastest_section({}) == []
 
 
-def test_a_row_says_in_words_what_is_not_the_default(scripts: dict[str, ModuleType]) -> None:
-    words = scripts["gpu_model_tables"].settings_text
-    assert words(["tensorrt.timing_iterations=8", "simplify.plain_attention=true"]) == []
-    assert words(["tensorrt.timing_iterations=2"]) == [
-        "each kernel timed 2 times, not 8 as by default"
-    ]
-    assert words(["export.exporter=torchscript", "a.b=1"]) == [
-        "exported by `torchscript`, which is not the default",
-        "`a.b=1`",
-    ]
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, f"2026-11-22. {GPU_HOST}; some CPU, 12 cores, Python 3.12, torch 2.11."),
+        (
+            {"environment_source": "recorded with another row"},
+            f"2026-11-22. {GPU_HOST}; some CPU, 12 cores, Python 3.12, torch 2.11"
+            " (recorded with another row).",
+        ),
+        (
+            {"environment": {"cores": 10}},
+            f"2026-11-22. {GPU_HOST}; 10 cores, CPU and packages not recorded.",
+        ),
+        (
+            {"environment": None},
+            f"2026-11-22. {GPU_HOST}; cores not recorded, CPU and packages not recorded.",
+        ),
+        (
+            {"overrides": ["tensorrt.timing_iterations=8", "simplify.plain_attention=true"]},
+            f"2026-11-22. {GPU_HOST}; some CPU, 12 cores, Python 3.12, torch 2.11.",
+        ),
+        (
+            {"overrides": ["tensorrt.timing_iterations=2", "export.exporter=torchscript", "a.b=1"]},
+            "2026-11-22; each kernel timed 2 times, not 8 as by default; exported by `torchscript`,"
+            f" which is not the default; `a.b=1`. {GPU_HOST}; some CPU, 12 cores, Python 3.12,"
+            " torch 2.11.",
+        ),
+    ],
+)
+def test_a_row_names_its_host_and_the_settings_that_are_not_the_default(
+    changes: dict[str, Any], line: str
+) -> None:
+    row = gpu_row({}, targets=[], **changes)
+    text = render("gpu_models.md.j2", {"gpu_models": {"rows": {"vit_b1": row}}})
+    assert text.splitlines()[-1] == line
 
 
-def test_what_was_not_recorded_of_a_host_is_said(scripts: dict[str, ModuleType]) -> None:
-    place, row = scripts["gpu_model_tables"].place_of, gpu_row({})
-    assert (
-        place(row)
-        == "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, 12 cores, Python 3.12, torch 2.11"
-    )
-    assert place({**row, "environment": {"cores": 10}}).endswith(
-        "; 10 cores, CPU and packages not recorded"
-    )
-    assert place({**row, "environment": None}).endswith(
-        "; cores not recorded, CPU and packages not recorded"
-    )
-    alike = "recorded with another row of the same commit"
-    assert place({**row, "environment_source": alike}).endswith(f"torch 2.11 ({alike})")
+def test_a_row_without_an_environment_is_refused() -> None:
+    row = gpu_row({}, targets=[])
+    del row["environment"]
+    with pytest.raises(UndefinedError, match="environment"):
+        render("gpu_models.md.j2", {"gpu_models": {"rows": {"vit_b1": row}}})
+
+
+def test_a_missing_result_is_refused() -> None:
+    with pytest.raises(UndefinedError, match="gpu_models"):
+        render("launch_queue.md.j2", {})
 
 
 def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, ModuleType]) -> None:
