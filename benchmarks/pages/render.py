@@ -10,24 +10,25 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks.common import RESULTS, text_of
-from benchmarks.pages import gpu_model_rows
+from benchmarks.common import RESULTS, ROOT, text_of
+from benchmarks.pages import gpu_model_rows, tensorrt_rows
 from benchmarks.pages.torch_comparison import comparisons
 
+GPU_TESTS = ROOT / "tests" / "gpu" / "results"
 TEMPLATES = Path(__file__).parent / "templates"
 
-Document = Mapping[str, Any]
+
+def load_results(folder: Path = RESULTS, gpu_tests: Path = GPU_TESTS) -> dict[str, Any]:
+    """Every result by the name of its file. `gpu_tests` are the parts of `make test-gpu`."""
+    return {**_documents(folder), "gpu_tests": list(_documents(gpu_tests).values())}
 
 
-def load_results(folder: Path = RESULTS) -> dict[str, Document]:
-    """Every result by the name of its file."""
-    return {
-        file.stem: json.loads(file.read_text(encoding="utf-8"))
-        for file in sorted(folder.glob("*.json"))
-    }
+def _documents(folder: Path) -> dict[str, Any]:
+    files = sorted(folder.glob("*.json"))
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
-def render(template: str, results: Mapping[str, Document]) -> str:
+def render(template: str, results: Mapping[str, Any]) -> str:
     """Fill in a template; UndefinedError for a result, or a field of one, that is missing."""
     return _environment().get_template(template).render(results=results)
 
@@ -51,7 +52,7 @@ def _environment() -> Environment:
         text=text_of,
         words=words,
     )
-    environment.globals.update(comparisons=comparisons, gpu=gpu_model_rows)
+    environment.globals.update(comparisons=comparisons, gpu=gpu_model_rows, tensorrt=tensorrt_rows)
     return environment
 
 

@@ -21,7 +21,6 @@ from benchmarks.pages.accuracy_tables import (
 )
 from benchmarks.pages.figures import Drawing
 from benchmarks.pages.gpu_drawings import curve_drawing, models_drawings
-from benchmarks.pages.gpu_tables import accuracy_section, documents, speed_section
 from benchmarks.pages.image_tables import images_section
 from benchmarks.pages.render import load_results, render
 from benchmarks.pages.serving_tables import (
@@ -31,6 +30,7 @@ from benchmarks.pages.serving_tables import (
     serving_section,
     soak_section,
 )
+from benchmarks.pages.tensorrt_rows import MODELS
 from benchmarks.pages.verdict_tables import demo_section, verdicts_section
 from benchmarks.run_all import NAMES
 
@@ -191,22 +191,22 @@ def page() -> str:
         + soak_section(document_of("soak"))
     )
     parts += perf_analyzer_section(document_of("perf_analyzer"))
-    parts += speed_section(documents())
-    return "\n".join([*parts, render("gpu_models.md.j2", load_results())])
+    results = load_results()
+    last = render("tensorrt.md.j2", results) + render("gpu_models.md.j2", results)
+    return "\n".join([*parts, last])
 
 
 def accuracy_page() -> str:
-    gpu = documents()
     timed = {
         "resnet50": result("resnet50"),
         "gpu_models": result("gpu_models"),
-        **{f"tensorrt_{model}": each for model, each in gpu.items()},
+        **{f"tensorrt_{model}": result(f"tensorrt_{model}") for model in MODELS},
     }
     parts = {
         "calibration": calibration_section(result("calibration")),
         "int8": int8_section({name: each for name, each in timed.items() if each}),
         "few bits": few_bits_section(result("few_bits")),
-        "gpu": accuracy_section(gpu),
+        "gpu": render("gpu_accuracy.md.j2", load_results()).splitlines(),
     }
     return _filled(ACCURACY_PAGE, parts)
 

@@ -13,7 +13,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.pages.render import render
+from benchmarks.pages.render import load_results, render
 from pipeline.core import CalibrationMethod, Precision, Recipe, Target
 from pipeline.results.report import Bound, Report
 from tests.builders.report import proven_report
@@ -170,20 +170,12 @@ def test_committed_results_of_gpu_tests_are_whole_and_green(scripts: dict[str, M
         document["finished"] and document["gpus"] and document["environment"]["python"]
         for document in documents
     )
-    tables = scripts["gpu_tables"]
+    tables = scripts["tensorrt_rows"]
     last = {
         test: tables.last_of(outcomes)
         for test, outcomes in tables.outcomes_by_test(documents).items()
     }
     assert {test for test, outcome in last.items() if outcome not in ("passed", "skipped")} == set()
-
-
-def test_without_results_of_a_gpu_the_pages_say_nothing_of_it(
-    scripts: dict[str, ModuleType], tmp_path: Path
-) -> None:
-    tables = scripts["gpu_tables"]
-    assert tables.documents(tmp_path) == {}
-    assert tables.speed_section({}) == tables.accuracy_section({}) == []
 
 
 def test_the_table_of_images_shows_what_was_measured_and_nothing_else(
@@ -267,9 +259,9 @@ def test_a_candidate_without_an_answer_misses_its_target(
 
 
 def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
-    scripts: dict[str, ModuleType], h200: Path, tmp_path: Path
+    h200: Path, tmp_path: Path
 ) -> None:
-    tables, made = scripts["gpu_tables"], proven_report()
+    made = proven_report()
     tests = tmp_path / "tests"
     tests.mkdir()
     ran = {
@@ -287,11 +279,8 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
         "revision": "82dfba75f031338f",
     }
     (tests / "h200.json").write_text(json.dumps(ran))
-    found = tables.documents(h200)
-    speed, accuracy = (
-        "\n".join(tables.speed_section(found, tests)),
-        "\n".join(tables.accuracy_section(found)),
-    )
+    results = load_results(h200, tests)
+    speed, accuracy = render("tensorrt.md.j2", results), render("gpu_accuracy.md.j2", results)
     assert speed.startswith("## TensorRT on H200 GPUs")
     assert (
         "on NVIDIA H200 with TensorRT 10.6.0: 3 passed, 2 failed (2026-11-21; 4 min in all)."
@@ -304,7 +293,7 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
         "tests": [{"test": "tests/test_a.py::test_3", "outcome": "passed"}],
     }
     (tests / "h200_alone.json").write_text(json.dumps({**ran, **alone}))
-    in_parts = "\n".join(tables.speed_section(found, tests))
+    in_parts = render("tensorrt.md.j2", load_results(h200, tests))
     assert (
         "10.6.0 in 2 parts (1 at 82dfba7, 1 at 90d73fd): 4 passed, 1 failed (2026-11-21; 9 min in"
         " all)." in in_parts
@@ -338,11 +327,7 @@ def test_the_choice_of_crucible_is_told_in_a_sentence(
     }
     document = bench.add_part(tmp_path / "tensorrt_resnet50.json", "resnet50", "choice", part, H200)
     assert document["targets"]["Crucible chose among its own candidates"]
-    text = "\n".join(
-        scripts["gpu_tables"].speed_section(
-            scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"
-        )
-    )
+    text = render("tensorrt.md.j2", load_results(tmp_path))
     assert f"and chose **{made.winner}** ({made.verdict})" in text, text
 
 
@@ -354,11 +339,7 @@ def test_a_part_that_failed_is_said_in_the_table(
         tmp_path / "tensorrt_minilm.json", "minilm", "int8", part, H200
     )
     assert document["targets"] == {"the part `float` ran": False, "the part `int8` ran": False}
-    text = "\n".join(
-        scripts["gpu_tables"].speed_section(
-            scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"
-        )
-    )
+    text = render("tensorrt.md.j2", load_results(tmp_path))
     assert "**failed**: part `int8`: stopped after 540 s" in text
 
 
