@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmarks.common import RESULTS, ROOT, text_of
-from benchmarks.pages import gpu_model_rows, tensorrt_rows
+from benchmarks.pages import accuracy, gpu_model_rows, tensorrt_rows
 from benchmarks.pages.torch_comparison import comparisons
+from benchmarks.run_all import NAMES
+from benchmarks.serving.figures import STAGES
 
 GPU_TESTS = ROOT / "tests" / "gpu" / "results"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -49,10 +51,19 @@ def _environment() -> Environment:
         ms=ms,
         number=number,
         packages=packages,
+        row=table_row,
+        spread=spread,
         text=text_of,
         words=words,
     )
-    environment.globals.update(comparisons=comparisons, gpu=gpu_model_rows, tensorrt=tensorrt_rows)
+    environment.globals.update(
+        accuracy=accuracy,
+        comparisons=comparisons,
+        gpu=gpu_model_rows,
+        names=NAMES,
+        stages=stages,
+        tensorrt=tensorrt_rows,
+    )
     return environment
 
 
@@ -80,9 +91,20 @@ def interval(values: Sequence[float | None] | None, form: str) -> str:
     return f"{value} ({low} to {high})"
 
 
+def spread(values: Sequence[float]) -> str:
+    """The mean, and the smallest and the largest of several values."""
+    mean = number(sum(values) / len(values), ".2g")
+    return f"{mean} ({min(values):.2g} to {max(values):.2g})" if len(values) > 1 else mean
+
+
 def cell(text: str) -> str:
     """The text in one line, without ending the cell of a table."""
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def table_row(cells: Iterable[str]) -> str:
+    """The cells of one row of a table, in one line."""
+    return f"| {' | '.join(cells)} |"
 
 
 def words(names: Sequence[str]) -> str:
@@ -94,3 +116,14 @@ def packages(host: Mapping[str, Any], *names: str) -> str:
     """Names and versions of those packages that the host has."""
     versions = host["packages"]
     return ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
+
+
+# -- values ------------------------------------------------------------------
+
+
+def stages(row: Mapping[str, Any], suffix: str) -> dict[str, float]:
+    """Milliseconds of each stage of a server; empty if they are not all known."""
+    keys = {stage: f"{stage}{suffix}" for stage in STAGES}
+    if any(row.get(key) is None for key in keys.values()):
+        return {}
+    return {stage: row[key] for stage, key in keys.items()}

@@ -24,7 +24,6 @@ GPU = (
 )
 SERVING = (
     "common",
-    "pages.serving_tables",
     "serving.client",
     "serving.crucible",
     "serving.figures",
@@ -42,14 +41,12 @@ PAGES = (
     "cpu.pitfalls",
     "cpu.resnet50",
     "gpu.tensorrt_compile",
-    "pages.accuracy_tables",
+    "pages.accuracy",
     "pages.figures",
     "pages.gpu_drawings",
-    "pages.image_tables",
-    "pages.serving_tables",
-    "pages.tables",
     "pages.tensorrt_rows",
     "pages.torch_comparison",
+    "pages.write",
     "run_all",
     "serving.json_beside_binary",
 )

@@ -522,7 +522,7 @@ def test_the_page_shows_every_engine_with_its_figures(
     about = {"created": "1", "model": "resnet18", "shape": [1], "events_ms": 3.0}
     script.add_row(file, "async_curve", {**about, "entries": curve, "targets": []}, H200)
     results = load_results(tmp_path)
-    text = render("gpu_models.md.j2", results)
+    text = render("sections/gpu_models.md.j2", results)
     assert (
         "### `vit_b1`\n\nViT-B/16, batch 1.\n\n```console\n$ python -m benchmarks gpu_models"
         " vit_b1\n```\n" in text
@@ -544,7 +544,7 @@ def test_the_page_shows_every_engine_with_its_figures(
     assert "- `ours fp16` is bound by compute: arithmetic \\| takes it" in text
     assert "reduce-overhead (too long in max-autotune), 60 s, 0 recompilations" in text
     assert "async_curve" not in text
-    curve_text = render("launch_queue.md.j2", results)
+    curve_text = render("sections/launch_queue.md.j2", results)
     assert "a clock around 1 calls without synchronisation says 1.30 ms" in curve_text
     assert (
         "50 calls take 3.000 ms each, and where every call ends with .cpu() 3.100 ms." in curve_text
@@ -578,7 +578,7 @@ def test_what_flexibility_costs_stands_beside_the_engine_of_the_one_shape(
         H200,
     )
     results = load_results(tmp_path)
-    text = render("gpu_models.md.j2", results)
+    text = render("sections/gpu_models.md.j2", results)
     assert "| 1x128 | fixed | 1.000 | 0.400 | 1.000 | 20.0 | 2.0 | 1.5 |" in text
     assert "| 1x128 | fixed, level 5 | 1.000 | 0.410 | 1.025 | 20.0 | 2.0 | - |" in text
     assert "| 1x128 | sequence | 0.600 | 0.500 ~ | 1.250 | 20.0 | 2.0 | - |" in text
