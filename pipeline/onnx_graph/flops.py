@@ -317,7 +317,8 @@ SOFTMAX_FLOPS = 5
 MAX_SIZES = 64  # elements of a tensor that can hold sizes
 SIZE_OPERATORS = frozenset(
     """Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Max Min
-    Mod Mul Neg Range ReduceProd Reshape Slice Squeeze Sub Unsqueeze Where""".split()  # noqa: SIM905
+    Mod Mul Neg Range ReduceProd Reshape Slice Squeeze Sub Unsqueeze
+    Where""".split()  # noqa: SIM905
 )
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 PER_ELEMENT = {  # operations per output element where it is not 1; rough
@@ -334,7 +335,10 @@ PER_ELEMENT = {  # operations per output element where it is not 1; rough
     "Swish": 5,
     "Tanh": 4,
 }
-VIEWS = frozenset("Constant Flatten Identity Reshape Shape Size Squeeze Unsqueeze Dropout".split())  # noqa: SIM905
+VIEWS = frozenset(
+    """Constant Dropout Flatten Identity Reshape Shape Size Squeeze
+    Unsqueeze""".split()  # noqa: SIM905
+)
 MOVERS = frozenset(
     """Cast CastLike Compress Concat ConstantOfShape DepthToSpace EyeLike Expand Gather
     GatherElements GatherND NonZero OneHot Pad Range ScatterElements ScatterND Slice SpaceToDepth

@@ -10,8 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
 
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.pages.render import load_results, render
 from pipeline.core import CalibrationMethod, Precision, Recipe, Target
 from pipeline.results.report import Bound, Report
 from tests.builders.report import proven_report
@@ -72,12 +74,22 @@ def test_work_beside_a_measurement_goes_on_and_its_failure_is_told(
 
 
 def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) -> None:
-    tables = scripts["tables"]
-    for file, text in tables.pages().items():
+    write = scripts["write"]
+    for file, text in write.pages().items():
         assert text == file.read_text(encoding="utf-8"), "run: python -m benchmarks pages"
-    for drawing in tables.drawings():
+    for drawing in write.drawings():
         assert drawing.is_current(), "run: python -m benchmarks pages"
         assert (ROOT / "docs" / drawing.name).stat().st_size < 200_000
+
+
+def test_a_page_without_the_marks_of_a_part_is_refused(scripts: dict[str, ModuleType]) -> None:
+    mark = "<!-- {0}: from here on written by x -->\n{1}<!-- {0}: written by x up to here -->\n"
+    old, new, other = mark.format("a", "old\n"), mark.format("a", "new\n"), mark.format("b", "")
+    replace = scripts["write"].with_parts_of
+    assert replace(f"before\n{old}after\n", new) == f"before\n{new}after\n"
+    for page, rendered in ((old, new + other), (old + other, new)):
+        with pytest.raises(ValueError, match=r"the template has the parts \['a'"):
+            replace(page, rendered)
 
 
 def test_every_result_holds_its_environment_and_its_targets() -> None:
@@ -100,11 +112,7 @@ def test_every_result_holds_its_environment_and_its_targets() -> None:
 
 
 def test_make_bench_runs_what_the_pages_show(scripts: dict[str, ModuleType]) -> None:
-    run, shown = (
-        set(scripts["run_all"].NAMES),
-        {name for name in scripts["tables"].SECTIONS if not name.endswith("_gpu")},
-    )
-    assert shown <= run
+    run = scripts["run_all"].NAMES
     assert all(
         name in BENCHMARKS and (ROOT / "benchmarks" / "results" / f"{name}.json").is_file()
         for name in run
@@ -112,7 +120,8 @@ def test_make_bench_runs_what_the_pages_show(scripts: dict[str, ModuleType]) -> 
 
 
 def test_the_page_of_figures_says_what_make_bench_runs(scripts: dict[str, ModuleType]) -> None:
-    head = scripts["tables"].page().partition("\n## ")[0]
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    head = page.partition("\n## ")[0]
     listed = head.partition("one after another")[2].partition("\n\n")[0]
     assert all(f"`{name}`" in listed for name in scripts["run_all"].NAMES)
 
@@ -168,7 +177,7 @@ def test_committed_results_of_gpu_tests_are_whole_and_green(scripts: dict[str, M
         document["finished"] and document["gpus"] and document["environment"]["python"]
         for document in documents
     )
-    tables = scripts["gpu_tables"]
+    tables = scripts["tensorrt_rows"]
     last = {
         test: tables.last_of(outcomes)
         for test, outcomes in tables.outcomes_by_test(documents).items()
@@ -176,18 +185,7 @@ def test_committed_results_of_gpu_tests_are_whole_and_green(scripts: dict[str, M
     assert {test for test, outcome in last.items() if outcome not in ("passed", "skipped")} == set()
 
 
-def test_without_results_of_a_gpu_the_pages_say_nothing_of_it(
-    scripts: dict[str, ModuleType], tmp_path: Path
-) -> None:
-    tables = scripts["gpu_tables"]
-    assert tables.documents(tmp_path) == {}
-    assert tables.speed_section({}) == tables.accuracy_section({}) == []
-
-
-def test_the_table_of_images_shows_what_was_measured_and_nothing_else(
-    scripts: dict[str, ModuleType],
-) -> None:
-    section = scripts["image_tables"].images_section
+def test_the_table_of_images_shows_what_was_measured_and_nothing_else() -> None:
     base = {
         "image": "base",
         "serves": None,
@@ -212,12 +210,11 @@ def test_the_table_of_images_shows_what_was_measured_and_nothing_else(
         "rows": [base, serve],
         "environment": {"cpu": "AMD EPYC", "cores": 2, "load_1min": 0.5},
     }
-    text = "\n".join(section(document))
+    text = render("deploy.md.j2", {"image_size": document})
     assert "the median of 5 starts" in text
     assert "| base |  | 176 MB | 74 MB |  |  |" in text
     assert "| serve | one model | 176 MB | 74 MB | 2.50 s (2.25 to 3.00) | 113 MB |" in text
-    assert text.endswith("2026-11-22, AMD EPYC, 2 cores, a load of 0.5 at the end.")
-    assert section(None) == []
+    assert "2026-11-22, AMD EPYC, 2 cores, a load of 0.5 at the end." in text
 
 
 def test_a_part_that_runs_again_takes_the_place_of_its_rows(
@@ -265,9 +262,9 @@ def test_a_candidate_without_an_answer_misses_its_target(
 
 
 def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
-    scripts: dict[str, ModuleType], h200: Path, tmp_path: Path
+    h200: Path, tmp_path: Path
 ) -> None:
-    tables, report = scripts["gpu_tables"], proven_report()
+    report = proven_report()
     tests = tmp_path / "tests"
     tests.mkdir()
     ran = {
@@ -285,11 +282,9 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
         "revision": "82dfba75f031338f",
     }
     (tests / "h200.json").write_text(json.dumps(ran))
-    documents = tables.documents(h200)
-    speed, accuracy = (
-        "\n".join(tables.speed_section(documents, tests)),
-        "\n".join(tables.accuracy_section(documents)),
-    )
+    results = load_results(h200, tests)
+    speed = render("sections/tensorrt.md.j2", results)
+    accuracy = render("sections/gpu_accuracy.md.j2", results)
     assert speed.startswith("## TensorRT on H200 GPUs")
     assert (
         "on NVIDIA H200 with TensorRT 10.6.0: 3 passed, 2 failed (2026-11-21; 4 min in all)."
@@ -302,7 +297,7 @@ def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
         "tests": [{"test": "tests/test_a.py::test_3", "outcome": "passed"}],
     }
     (tests / "h200_alone.json").write_text(json.dumps({**ran, **alone}))
-    in_parts = "\n".join(tables.speed_section(documents, tests))
+    in_parts = render("sections/tensorrt.md.j2", load_results(h200, tests))
     assert (
         "10.6.0 in 2 parts (1 at 82dfba7, 1 at 90d73fd): 4 passed, 1 failed (2026-11-21; 9 min in"
         " all)." in in_parts
@@ -336,11 +331,7 @@ def test_the_choice_of_crucible_is_told_in_a_sentence(
     }
     document = bench.add_part(tmp_path / "tensorrt_resnet50.json", "resnet50", "choice", part, H200)
     assert document["targets"]["Crucible chose among its own candidates"]
-    text = "\n".join(
-        scripts["gpu_tables"].speed_section(
-            scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"
-        )
-    )
+    text = render("sections/tensorrt.md.j2", load_results(tmp_path))
     assert f"and chose **{report.winner}** ({report.verdict})" in text, text
 
 
@@ -352,11 +343,7 @@ def test_a_part_that_failed_is_said_in_the_table(
         tmp_path / "tensorrt_minilm.json", "minilm", "int8", part, H200
     )
     assert document["targets"] == {"the part `float` ran": False, "the part `int8` ran": False}
-    text = "\n".join(
-        scripts["gpu_tables"].speed_section(
-            scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"
-        )
-    )
+    text = render("sections/tensorrt.md.j2", load_results(tmp_path))
     assert "**failed**: part `int8`: stopped after 540 s" in text
 
 
@@ -449,21 +436,17 @@ def draws() -> dict[str, object]:
     return calibration(few | many)
 
 
-def test_the_spread_of_draws_and_the_bits_of_weights_are_told(
-    scripts: dict[str, ModuleType], draws: dict[str, object]
-) -> None:
-    lines = scripts["accuracy_tables"].calibration_section(draws)
-    assert (
-        "| digits | entropy | 0.003 (0.002 to 0.004) | 0.001 | +0.0040 cosine | 3 of 3 |" in lines
-    )
-    assert "| minilm | minmax | 0.001 | +0.0010 | yes | 0.02 | +0.0200 | no |" in lines
-    assert any("7-bit weights" in line for line in lines)
+def test_the_spread_of_draws_and_the_bits_of_weights_are_told(draws: dict[str, object]) -> None:
+    text = render("sections/calibration.md.j2", {"calibration": draws})
+    assert "| digits | entropy | 0.003 (0.002 to 0.004) | 0.001 | +0.0040 cosine | 3 of 3 |" in text
+    assert "| minilm | minmax | 0.001 | +0.0010 | yes | 0.02 | +0.0200 | no |" in text
+    assert "7-bit weights" in text
 
 
 def test_the_figure_is_drawn_again_for_other_values_only(
     scripts: dict[str, ModuleType], draws: dict[str, object], tmp_path: Path
 ) -> None:
-    tables = scripts["accuracy_tables"]
+    tables = scripts["accuracy"]
     drawing = tables.calibration_drawing(draws)
     assert not drawing.is_current(tmp_path)
     drawn = drawing.write(tmp_path).read_text()
@@ -500,10 +483,8 @@ def test_the_gpus_figures_show_every_engine_that_was_measured(
             "async_curve": {"entries": {"curve": curve}, "events_ms": 6.1},
         }
     }
-    (models, of_vit), (launches,) = (
-        drawings.models_drawings(document),
-        drawings.curve_drawing(document),
-    )
+    models, of_vit = drawings.models_drawings(document)
+    launches = drawings.curve_drawing(document)
     drawn = models.write(tmp_path).read_text()
     shown = ("ours fp16", "torch eager fp16", " 2.250", "bare fp16", "net_b32", "failed_b1")
     assert [drawn.count(text) for text in shown] == [3, 3, 3, 0, 1, 0]
@@ -516,7 +497,6 @@ def test_the_gpus_figures_show_every_engine_that_was_measured(
     assert models.is_current(tmp_path)
     timed["ours fp16"]["device_median_ms"] = 0.4
     assert not drawings.models_drawings(document)[0].is_current(tmp_path)
-    assert drawings.models_drawings({}) == drawings.curve_drawing({}) == ()
 
 
 def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(
@@ -535,18 +515,16 @@ def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(
         for batch in (1, 2)
     ]
     document = {"rows": rows, "environment": {"cpu": "some CPU", "cores": 2}}
-    table = scripts["accuracy_tables"].int8_section({"resnet50": document})
-    assert table[2:] == [
+    pairs = scripts["accuracy"].int8_pairs({"resnet50": document, "gpu_models": {"rows": {}}})
+    model, host, int8 = "resnet50", "some CPU, 2 cores", "openvino int8 nncf u8s8"
+    assert pairs == [
         (
-            "| resnet50 | some CPU, 2 cores | batch 1 | openvino int8 nncf u8s8 | 6 | openvino bf16"
-            " | 3 | 0.50 |"
-        ),
-        (
-            "| resnet50 | some CPU, 2 cores | batch 2 | openvino int8 nncf u8s8 | 12 | openvino"
-            " bf16 | 6 | 0.50 |"
-        ),
+            0.5,
+            (model, host, f"batch {batch}", int8, 6.0 * batch),
+            (model, host, f"batch {batch}", "openvino bf16", 3.0 * batch),
+        )
+        for batch in (1, 2)
     ]
-    assert scripts["accuracy_tables"].int8_section({}) == []
 
 
 def test_our_int8_of_the_gpus_models_stands_beside_our_floats(
@@ -565,13 +543,16 @@ def test_our_int8_of_the_gpus_models_stands_beside_our_floats(
     target = {"device": "NVIDIA H200"}
     rows = {
         "cnn_b4": {"batch": 4, "entries": entries, "target": target},
-        "failed": {"batch": 4, "failed": "x"},
+        "failed": {"batch": 4, "failed": "x", "target": target},
         "async_curve": {"entries": {"curve": []}},
     }
-    document = {"rows": rows}
-    assert scripts["accuracy_tables"].int8_section({"gpu_models": document})[2:] == [
-        "| cnn_b4 | NVIDIA H200 | batch 4 | ours int8 | 0.25 | ours fp16 | 0.5 | 2.00 |",
-    ]
+    results = {"resnet50": {"rows": [], "environment": {"cpu": "", "cores": 2}}}
+    pairs = scripts["accuracy"].int8_pairs({**results, "gpu_models": {"rows": rows}})
+    at = ("cnn_b4", "NVIDIA H200", "batch 4")
+    assert pairs == [(2.0, (*at, "ours int8", 0.25), (*at, "ours fp16", 0.5))]
+
+
+GPU_HOST = "NVIDIA H200, driver 580, TensorRT 10.6.0"
 
 
 def gpu_row(times: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any]:
@@ -582,18 +563,11 @@ def gpu_row(times: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any
     }
     host = {"cpu": "some CPU", "cores": 12, "python": "3.12", "packages": {"torch": "2.11"}}
     target = {"device": "NVIDIA H200", "driver": "580", "version": "10.6.0"}
-    return {
-        "entries": entries,
-        "environment": host,
-        "target": target,
-        "created": "2026-11-22T08:00:00+00:00",
-        **more,
-    }
+    row = {"entries": entries, "environment": host, "target": target}
+    return {**row, "created": "2026-11-22T08:00:00+00:00", **more}
 
 
-def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best() -> None:
     """The fastest on the GPU is not the fastest end to end, on either side."""
     torch = {
         "torch compile fp16": (4.5, 2.5),
@@ -609,7 +583,8 @@ def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
     row = gpu_row(torch | ours, overrides=["tensorrt.timing_iterations=2"])
     row["entries"]["ours fp8"] = {"failed": "x"}
     row["entries"]["torch compile fp16"]["mode"] = "reduce-overhead"
-    text = "\n".join(scripts["gpu_model_tables"].fastest_section({"rows": {"resnet50_b64": row}}))
+    results = {"gpu_models": {"rows": {"resnet50_b64": row}}}
+    text = render("sections/torch_comparison.md.j2", results)
     line = (
         "| ResNet-50, batch 64 | 4.500 / 2.500 (compile fp16, reduce-overhead) | 6.000 / 1.500 |"
         " 0.75 / 1.67 |"
@@ -626,18 +601,15 @@ def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
     assert "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, Python 3.12, torch 2.11." in text
 
 
-def test_of_models_with_attention_plain_attention_is_the_default(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_of_models_with_attention_plain_attention_is_the_default() -> None:
     times = {
         "torch graph fp16": (2.0, 2.0),
         "ours fp16": (0.5, 0.5),
         "ours fp16 surgery": (1.0, 1.0),
         "ours fp16 folded": (0.4, 0.4),
     }
-    text = "\n".join(
-        scripts["gpu_model_tables"].fastest_section({"rows": {"vit_b1": gpu_row(times)}})
-    )
+    results = {"gpu_models": {"rows": {"vit_b1": gpu_row(times)}}}
+    text = render("sections/torch_comparison.md.j2", results)
     assert (
         "| 1.000 / 1.000 | 2.00 / 2.00 | 1.000 / 1.000 (fp16) | 2.00 / 2.00 | 8 times | 12 |"
         in text
@@ -665,40 +637,60 @@ def test_of_several_rows_the_one_nearest_to_the_default_settings_counts(
         "vit_b1": {"failed": "x"},
         "async_curve": {"entries": {"events_ms": 0.5}},
     }
-    (comparison,) = scripts["gpu_model_tables"].comparisons({"rows": rows})
-    assert (comparison.heading, comparison.usual[0].wall_ms) == ("resnet50_b1: fp16", 0.5)
-    assert scripts["gpu_model_tables"].fastest_section({}) == []
+    (found,) = scripts["torch_comparison"].comparisons({"rows": rows})
+    assert (found.heading, found.usual[0].wall_ms) == ("resnet50_b1: fp16", 0.5)
 
 
-def test_a_row_says_in_words_what_is_not_the_default(scripts: dict[str, ModuleType]) -> None:
-    words = scripts["gpu_model_tables"].settings_text
-    assert words(["tensorrt.timing_iterations=8", "simplify.plain_attention=true"]) == []
-    assert words(["tensorrt.timing_iterations=2"]) == [
-        "each kernel timed 2 times, not 8 as by default"
-    ]
-    assert words(["export.exporter=torchscript", "a.b=1"]) == [
-        "exported by `torchscript`, which is not the default",
-        "`a.b=1`",
-    ]
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, f"2026-11-22. {GPU_HOST}; some CPU, 12 cores, Python 3.12, torch 2.11."),
+        (
+            {"environment_source": "recorded with another row"},
+            f"2026-11-22. {GPU_HOST}; some CPU, 12 cores, Python 3.12, torch 2.11"
+            " (recorded with another row).",
+        ),
+        (
+            {"environment": {"cores": 10}},
+            f"2026-11-22. {GPU_HOST}; 10 cores, CPU and packages not recorded.",
+        ),
+        (
+            {"environment": None},
+            f"2026-11-22. {GPU_HOST}; cores not recorded, CPU and packages not recorded.",
+        ),
+        (
+            {"overrides": ["tensorrt.timing_iterations=8", "simplify.plain_attention=true"]},
+            f"2026-11-22. {GPU_HOST}; some CPU, 12 cores, Python 3.12, torch 2.11.",
+        ),
+        (
+            {"overrides": ["tensorrt.timing_iterations=2", "export.exporter=torchscript", "a.b=1"]},
+            "2026-11-22; each kernel timed 2 times, not 8 as by default; exported by `torchscript`,"
+            f" which is not the default; `a.b=1`. {GPU_HOST}; some CPU, 12 cores, Python 3.12,"
+            " torch 2.11.",
+        ),
+    ],
+)
+def test_a_row_names_its_host_and_the_settings_that_are_not_the_default(
+    changes: dict[str, Any], line: str
+) -> None:
+    row = gpu_row({}, targets=[], **changes)
+    text = render("sections/gpu_models.md.j2", {"gpu_models": {"rows": {"vit_b1": row}}})
+    assert text.splitlines()[-1] == line
 
 
-def test_what_was_not_recorded_of_a_host_is_said(scripts: dict[str, ModuleType]) -> None:
-    place, row = scripts["gpu_model_tables"].place_of, gpu_row({})
-    assert (
-        place(row)
-        == "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, 12 cores, Python 3.12, torch 2.11"
-    )
-    assert place({**row, "environment": {"cores": 10}}).endswith(
-        "; 10 cores, CPU and packages not recorded"
-    )
-    assert place({**row, "environment": None}).endswith(
-        "; cores not recorded, CPU and packages not recorded"
-    )
-    alike = "recorded with another row of the same commit"
-    assert place({**row, "environment_source": alike}).endswith(f"torch 2.11 ({alike})")
+def test_a_row_without_an_environment_is_refused() -> None:
+    row = gpu_row({}, targets=[])
+    del row["environment"]
+    with pytest.raises(UndefinedError, match="environment"):
+        render("sections/gpu_models.md.j2", {"gpu_models": {"rows": {"vit_b1": row}}})
 
 
-def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, ModuleType]) -> None:
+def test_a_missing_result_is_refused() -> None:
+    with pytest.raises(UndefinedError, match="gpu_models"):
+        render("sections/launch_queue.md.j2", {})
+
+
+def test_engines_of_few_bits_show_what_they_save_and_cost() -> None:
     row = {
         "engine": "a int4",
         "size_mb": 14.25,
@@ -721,38 +713,29 @@ def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, Mod
         "packages": dict.fromkeys(("onnxruntime", "openvino", "nncf"), "1"),
     }
     rows = [{**row, "passed": True, "reason": ""}, failed]
-    lines = scripts["accuracy_tables"].few_bits_section(
-        {"rows": rows, "created": "2026-11-22T", "environment": host}
-    )
-    assert lines[2:4] == [
+    result = {"rows": rows, "created": "2026-11-22T", "environment": host}
+    text = render("sections/few_bits.md.j2", {"few_bits": result})
+    assert text.splitlines()[2:4] == [
         "| a int4 | 14.2 | 0.9850 | +0.0150 (+0.0100 to +0.0200) | 0.9000 | yes |",
         "| b int4 | - | - | - | - | no: refused \\| here |",
     ]
 
 
-def test_how_far_processes_of_one_file_lie_apart_is_told_by_model(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_how_far_processes_of_one_file_lie_apart_is_told_by_model() -> None:
     rows = [
         {
             "model": "digits",
-            "low": 0.9,
-            "high": high,
-            "holds_1": high > 1,
+            "width_%": width,
+            "holds_1": width > 10,
             "processes_differ_%": apart,
         }
-        for high, apart in ((1.1, 2.0), (0.95, 4.0))
+        for width, apart in ((20.0, 2.0), (5.0, 4.0))
     ]
     host = {"cpu": "some CPU", "cores": 2, "load_1min": 0.25}
-    text = " ".join(
-        scripts["tables"].same_engine_lines(
-            {"rows": rows, "created": "2026-11-22T", "environment": host}
-        )
-    )
-    assert (
-        "on digits by 2 to 4 % (standard deviation), with intervals 5 to 20 % wide. 1 of 2"
-        " intervals held 1" in text
-    )
+    result = {"rows": rows, "created": "2026-11-22T", "environment": host}
+    text = render("sections/same_engine.md.j2", {"same_engine": result})
+    assert "on digits by 2 to 4 % (standard deviation), with intervals 5 to 20 % wide.\n" in text
+    assert "1 of 2 intervals held 1" in text
 
 
 def test_a_row_of_resnet50_says_its_rates_its_shares_and_what_binds_it(

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 CODE = ("pipeline", "service", "tests", "benchmarks", "calibration_data")
 OURS = r"(?:pipeline|service|tests|benchmarks)"
 MAX_MODULES = 15  # in one folder; more would hide the order of things
+MAX_COLUMNS = 100
 
 CODES = {getattr(each, "code", "") for each in vars(errors).values()}
 """`service.not_found` is a code of a refusal and looks like a module."""
@@ -214,3 +215,10 @@ def test_a_crowded_folder_is_found() -> None:
     rest = ["service/jobs/__init__.py", "service/jobs/health_pb2.py", "service/serving/one.py"]
     assert crowded([*full, *rest]) == {}
     assert crowded([*full, *rest, "service/jobs/more.py"]) == {"service/jobs": MAX_MODULES + 1}
+
+
+def test_no_line_is_longer_than_the_limit() -> None:
+    """Ruff passes lines that end in a comment for a tool, and lines without a space."""
+    own = [file for file in code_files() if not file.endswith("_pb2.py")]
+    lines = ((file, line) for file in own for line in (ROOT / file).read_text("utf-8").splitlines())
+    assert [(file, line) for file, line in lines if len(line) > MAX_COLUMNS] == []

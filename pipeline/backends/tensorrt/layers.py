@@ -61,7 +61,8 @@ _TYPE = r"(?:tf32|bf16|f16|f32|i8|s8|u8|e4m3|e5m2)"
 # xmma: inputs_[multiplied]added_output, f32f32_tf32f32_f32, or without the multiplied type,
 # f16f16_f32_f16; CUTLASS 3: a_b_added_c_d
 SIGNATURE = re.compile(
-    rf"_(?P<read>{_TYPE}){_TYPE}?_(?P<first>{_TYPE})(?P<second>(?:{_TYPE}|i32)?)_(?:{_TYPE}|i32)(?=_|$)"
+    rf"_(?P<read>{_TYPE}){_TYPE}?"
+    rf"_(?P<first>{_TYPE})(?P<second>(?:{_TYPE}|i32)?)_(?:{_TYPE}|i32)(?=_|$)"
 )
 MULTIPLIED = {
     "tf32": Precision.TF32,

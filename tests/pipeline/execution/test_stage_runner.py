@@ -35,7 +35,8 @@ REFUSE = StageCall(Stage("refuse", 1, writes_files=False), Number, partial(refus
 
 def call(number: int = 21, subject: str = "", **changes: object) -> StageCall[Number]:
     """What doubles a number."""
-    return replace(StageCall(DOUBLE, Number, partial(double, number)), subject=subject, **changes)  # type: ignore[arg-type]
+    made = StageCall(DOUBLE, Number, partial(double, number))
+    return replace(made, subject=subject, **changes)  # type: ignore[arg-type]
 
 
 def test_a_stage_runs_in_a_child_once_and_is_then_reused(tmp_path: Path) -> None:

@@ -187,7 +187,10 @@ class Decomposed(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         operators = torch.ops.quantized_decomposed
         integers = operators.quantize_per_tensor(x, 0.05, 0, 0, self.high, torch.uint8)
-        return operators.dequantize_per_tensor(integers, 0.05, 0, 0, self.high, torch.uint8)  # type: ignore[no-any-return]
+        floats: torch.Tensor = operators.dequantize_per_tensor(
+            integers, 0.05, 0, 0, self.high, torch.uint8
+        )
+        return floats
 
 
 @pytest.mark.parametrize("high", [255, 127])
