@@ -439,12 +439,22 @@ class Artifact(Frozen):
         return self.root / self.file
 
 
+class NoteCode(StrEnum):
+    """What a note says, for notes that programs act on."""
+
+    SATURATES = "saturates"  # products of 8-bit weights can saturate on this CPU
+    REMEASURED = "remeasured"  # the latencies are newer than the rest of the report
+    CONTENDED = "contended"  # latency was measured while engines served on the device
+    CHOSEN_CONTENDED = "chosen_contended"  # the candidate was chosen by such latencies
+
+
 class Note(Frozen):
     """A note to the user: a fallback, a discarded step, a warning."""
 
     stage: str
     text: str
     level: Literal["info", "warning"] = "warning"
+    code: NoteCode | None = None
 
 
 class KeptNode(Frozen):

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from pipeline.accuracy.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.benchmark.elimination import NEAR
-from pipeline.core import CalibrationMethod, Precision, Recipe
+from pipeline.core import CalibrationMethod, NoteCode, Precision, Recipe
 from pipeline.measurement.comparison import NotMeasurable, compare, processes_from_samples
 from pipeline.measurement.statistics import Interval
-from pipeline.quantization.lint.rules import SATURATES
 from pipeline.results.report import Candidate, LatencyRow, ValidationReport, Verdict
 
 MIN_BLOCK = 32  # weights that share a scale
@@ -433,7 +432,7 @@ def _after_own_qdq(miss: Candidate) -> tuple[str, ...]:
         ),
         "train longer with Q/DQ",
     ]
-    if any(SATURATES in note.text for note in miss.notes):
+    if any(note.code is NoteCode.SATURATES for note in miss.notes):
         steps.insert(0, SEVEN_BITS)
     return tuple(steps)
 

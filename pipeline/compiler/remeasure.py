@@ -27,7 +27,7 @@ from pipeline.compiler.compile import (
 )
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
 from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of
-from pipeline.core import Engine, Note, OnnxModel
+from pipeline.core import Engine, Note, NoteCode, OnnxModel
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner
 from pipeline.host.environment import environment
@@ -47,9 +47,14 @@ from pipeline.results.report import (
 from pipeline.stages.benchmark import benchmark, check_sizes
 from pipeline.stages.validate import validate
 
-AGAIN = (
-    "the latencies are those of a new run of the baselines and the engine; no other candidate was"
-    " measured beside them"
+REMEASURED = Note(
+    stage="benchmark",
+    text=(
+        "the latencies are those of a new run of the baselines and the engine; no other candidate"
+        " was measured beside them"
+    ),
+    level="info",
+    code=NoteCode.REMEASURED,
 )
 
 
@@ -244,8 +249,8 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
         "ablation": _without_ratios(report.ablation) if report.ablation else None,
         "steps": tuple(chain(earlier, steps)),
         "notes": (
-            *(note for note in report.notes if note.text != AGAIN),
-            Note(stage="benchmark", text=AGAIN, level="info"),
+            *(note for note in report.notes if note.code is not NoteCode.REMEASURED),
+            REMEASURED,
         ),
         "peaks": run.peaks,
         "gpu_use": run.gpu_use,

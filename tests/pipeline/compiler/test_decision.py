@@ -22,10 +22,9 @@ from pipeline.compiler.decision import (
     ratio_missing,
     speed_ratio,
 )
-from pipeline.core import CalibrationMethod, Note, Precision, Recipe
+from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
-from pipeline.quantization.lint.rules import SATURATES
 from pipeline.results.report import (
     BenchmarkReport,
     Candidate,
@@ -321,11 +320,7 @@ def test_a_failed_model_with_its_own_pairs_is_not_told_to_calibrate() -> None:
     assert "crucible lint MODEL --backend" in steps[0]
     assert not [step for step in steps if "method" in step or "keep_fp32" in step]
     saturated = failed.model_copy(
-        update={
-            "notes": (
-                Note(stage="lint", text=f"weights of more than 7 bits: their products {SATURATES}"),
-            )
-        }
+        update={"notes": (Note(stage="lint", text="wide weights", code=NoteCode.SATURATES),)}
     )
     assert decide([saturated], None, None).next_steps == (SEVEN_BITS, *steps)
 
