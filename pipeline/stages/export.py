@@ -19,7 +19,6 @@ import numpy as np
 import onnx
 
 from pipeline.backends.pytorch.export import (
-    TRACED,
     Job,
     Refused,
     check_program,
@@ -105,9 +104,8 @@ def export(
                 Note(stage="export", text=f"fell back to the TorchScript exporter: {reason}")
                 for reason in refused
             )
-            return _checked(
-                job, _cases(source.inputs, profiles, samples), (*notes, *fallback, *warned)
-            )
+            cases = _cases(source.inputs, profiles, samples)
+            return _checked(job, cases, (*notes, *fallback), warned)
         except Refused as error:
             refused.append(f"the {exporter} exporter: {error}")
     advice = (
@@ -220,10 +218,15 @@ def _real(
     return feeds_at(inputs, samples, sizes) if samples else draw_feeds(inputs, sizes, 0, values)
 
 
-def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxModel:
+def _checked(
+    job: Job, cases: Iterable[_Case], notes: tuple[Note, ...], warned: tuple[Note, ...]
+) -> OnnxModel:
     """The exported model with its notes. Refused, with what is wrong, unless it has the plan's
     interface and agrees in every case.
+
+    `warned`: the exporter's own warnings, which may explain a difference.
     """
+    notes += warned
     model = onnx_model(job.path.parent, FILE)
     _check_interface(job, model)
     if model.opset != job.opset:
@@ -233,7 +236,7 @@ def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxM
                 text=f"asked for opset {job.opset}, the exporter wrote opset {model.opset}",
             ),
         )
-    hint = "".join([f"; {note.text}" for note in notes if note.text.startswith(TRACED)][:3])
+    hint = "".join(f"; {note.text}" for note in warned[:3])
     run = _reference(job.path)
     notes += kept_scales(job)
     tolerance = QUANTISED_TOLERANCE if _is_quantised(job.path) else TOLERANCE
