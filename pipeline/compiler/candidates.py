@@ -87,7 +87,14 @@ from pipeline.results.precision_audit import (
     mislabelled,
     precision_notes,
 )
-from pipeline.results.report import Candidate, NodeRanking, Rescue, State, ValidationReport
+from pipeline.results.report import (
+    Candidate,
+    DataFault,
+    NodeRanking,
+    Rescue,
+    State,
+    ValidationReport,
+)
 from pipeline.stages.build import build
 from pipeline.stages.calibrate import Coverage, calibrate, cover
 from pipeline.stages.convert import convert
@@ -362,6 +369,8 @@ def with_answers(
     else:
         update["state"] = "failed accuracy"
         if misfit:
+            faults = (*report.data_faults, DataFault.CALIBRATION)
+            update["selection"] = report.model_copy(update={"data_faults": faults})
             update["reason"] = "; ".join((misfit, *report.failures))
     return candidate.model_copy(update=update)
 

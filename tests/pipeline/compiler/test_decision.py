@@ -28,6 +28,7 @@ from pipeline.measurement.statistics import Interval
 from pipeline.results.report import (
     BenchmarkReport,
     Candidate,
+    DataFault,
     LatencyRow,
     MetricResult,
     OutputError,
@@ -361,19 +362,19 @@ def test_after_a_vain_rescue_of_int8_nobody_is_told_to_try_it() -> None:
 
 def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:
     failed = candidate("a", 2.0, "failed accuracy", 0.0, Precision.INT8)
-    chance = failed.model_copy(
-        update={"reason": "the reference itself scores at chance: top1 0.25"}
-    )
+    assert failed.selection is not None
+
+    def with_faults(*faults: DataFault) -> Candidate:
+        report = failed.selection.model_copy(update={"data_faults": faults})
+        return failed.model_copy(update={"selection": report})
+
+    chance = with_faults(DataFault.LABELS)
     assert decide([chance], None, None).next_steps == (FIX_LABELS,)
-    foreign = failed.model_copy(
-        update={"reason": "the calibration set's ranges do not fit the selection set: 'x' ..."}
-    )
+    foreign = with_faults(DataFault.CALIBRATION)
     assert decide([foreign], None, None).next_steps == (FIX_CALIBRATION, *next_steps(foreign))
-    late = decide(
-        [failed],
-        failed,
-        validation(0.0, failures=("the reference itself scores at chance: top1 0.25",)),
-    )
+    both = with_faults(DataFault.CALIBRATION, DataFault.LABELS)
+    assert decide([both], None, None).next_steps == (FIX_LABELS, FIX_CALIBRATION)
+    late = decide([failed], failed, chance.selection.model_copy(update={"failures": ("top1",)}))
     assert late.next_steps[0] == FIX_LABELS
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.accuracy.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.backends import BACKENDS
 from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.fallback import (
@@ -31,7 +30,7 @@ from pipeline.errors import InternalError, UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
-from pipeline.results.report import Candidate, NodeHarm, NodeRanking, Report, State
+from pipeline.results.report import Candidate, DataFault, NodeHarm, NodeRanking, Report, State
 from pipeline.stages.sensitivity import rank_nodes
 from tests.builders.cli import overflowing_task
 from tests.builders.halves import Halves, run_here
@@ -279,14 +278,11 @@ def test_the_nearest_miss_of_several_int8_engines_is_rescued_and_none_beside_one
     )  # another kind of engine, and another speed
 
 
-@pytest.mark.parametrize("fault", [AT_CHANCE, NOT_COVERED])
-def test_no_engine_is_rescued_where_the_data_is_at_fault(fault: str) -> None:
-    assert (
-        to_rescue(
-            [candidate(INT8, reason=f"{fault}: ..."), candidate(FP16, reason=f"{fault}: ...")]
-        )
-        == ()
-    )
+@pytest.mark.parametrize("fault", list(DataFault))
+def test_no_engine_is_rescued_where_the_data_is_at_fault(fault: DataFault) -> None:
+    report = selection(0.1, 0.9).model_copy(update={"data_faults": (fault,)})
+    failed = [candidate(recipe).model_copy(update={"selection": report}) for recipe in (INT8, FP16)]
+    assert to_rescue(failed) == ()
 
 
 def test_a_plan_that_names_fp32_and_a_rescue_of_int8_mean_the_same_engine() -> None:
