@@ -337,8 +337,8 @@ class Recipe(Frozen):
     form: ProgramForm | None = None  # torch: how the program is kept and run
     mode: CompileMode | None = None  # of torch.compile, in programs and baselines; None: its own
     provider: OrtProvider = "cpu"  # onnxruntime: which execution provider comes first
-    # of the pytorch baselines: eager, traced, compile; of a candidate that a rescue made: what it
-    # tries
+    # pytorch: eager, traced or compile; onnxruntime: whether Q/DQ are computed as written; of other
+    # recipes a word of the label, which tells recipes apart that are equal in all other fields
     variant: str = ""
 
     @property

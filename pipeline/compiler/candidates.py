@@ -91,6 +91,7 @@ from pipeline.results.report import (
     Candidate,
     DataFault,
     NodeRanking,
+    Origin,
     Rescue,
     State,
     ValidationReport,
@@ -299,10 +300,14 @@ class Outcome:
 
 
 def prepare(
-    context: CompileContext, model: OnnxModel, recipe: Recipe, expected: ReferenceOutputs
+    context: CompileContext,
+    model: OnnxModel,
+    recipe: Recipe,
+    expected: ReferenceOutputs,
+    origin: Origin = Origin.PLAN,
 ) -> Outcome:
     """Convert, build and check one candidate. An error that stops it becomes its reason."""
-    candidate = Candidate(label=recipe.label, recipe=recipe, state="failed")
+    candidate = Candidate(label=recipe.label, recipe=recipe, origin=origin, state="failed")
     try:
         backends.backend(recipe.backend).check_recipe(recipe, context.target(recipe.backend))
         check_crashed(context, recipe)
@@ -487,8 +492,9 @@ def rescue(
                 tuned = context.plan.model_copy(
                     update={"profiles": attempt.profiles or context.plan.profiles}
                 )
-                outcome = prepare(replace(context, plan=tuned), model, attempt.recipe, expected)
-                known[label] = outcome.candidate
+                known[label] = prepare(
+                    replace(context, plan=tuned), model, attempt.recipe, expected, Origin.FALLBACK
+                ).candidate
             history.append(tried := Tried(attempt, known[label]))
             if ends(tried):
                 break
@@ -571,7 +577,9 @@ def ablate(
         label = reversal.recipe.label
         changes = label in known or not same_graph(context, model, base.recipe, reversal.recipe)
         if changes and label not in known:
-            known[label] = prepare(context, model, reversal.recipe, expected).candidate
+            known[label] = prepare(
+                context, model, reversal.recipe, expected, Origin.ABLATION
+            ).candidate
         tested.append(replace(reversal, changes=changes))
     return replace(prepared, candidates=tuple(known.values()), ablated=Ablated(base, tuple(tested)))
 

@@ -11,7 +11,14 @@ from pipeline.benchmark.elimination import NEAR
 from pipeline.core import CalibrationMethod, NoteCode, Precision, Recipe
 from pipeline.measurement.comparison import NotMeasurable, compare, processes_from_samples
 from pipeline.measurement.statistics import Interval
-from pipeline.results.report import Candidate, DataFault, LatencyRow, ValidationReport, Verdict
+from pipeline.results.report import (
+    Candidate,
+    DataFault,
+    LatencyRow,
+    Origin,
+    ValidationReport,
+    Verdict,
+)
 
 MIN_BLOCK = 32  # weights that share a scale
 NO_DATA = "no data: accuracy not proven"
@@ -337,11 +344,15 @@ def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tupl
     faults = set(chain.from_iterable(report.data_faults for report in reports))
     if DataFault.LABELS in faults:  # the data is at fault, not an engine
         return fix_data(faults)
-    # a rescue has tried all other steps already
-    rescued = any(candidate.recipe.variant for candidate in candidates)
-    in_16_bits = miss is not None and miss.recipe.precision in (Precision.FP16, Precision.BF16)
-    steps = (TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)
-    return (*fix_data(faults), *(step for step in steps if not (rescued and step == KEEP_WORST)))
+    in_16_bits = [
+        candidate
+        for candidate in candidates
+        if candidate.recipe.precision in (Precision.FP16, Precision.BF16)
+    ]
+    steps = next_steps(miss)
+    if miss in in_16_bits and any(each.origin is Origin.FALLBACK for each in in_16_bits):
+        steps = (TRAIN_IN_16_BITS,)  # a rescue has tried all other steps already
+    return (*fix_data(faults), *steps)
 
 
 def _after_mislabelled(recipes: Sequence[Recipe]) -> tuple[str, ...]:

@@ -219,8 +219,6 @@ def keeping(recipe: Recipe, nodes: Sequence[str]) -> Recipe:
         update={
             "realised_in": "graph",
             "keep_fp32": kept,
-            "keep_worst": False,
-            "try_methods": False,
             "variant": "rescued",
         }
     )

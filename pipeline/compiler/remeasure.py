@@ -40,6 +40,7 @@ from pipeline.results.report import (
     BenchmarkReport,
     Benchmarks,
     Candidate,
+    Origin,
     Report,
     Step,
     ValidationReport,
@@ -128,7 +129,13 @@ def _kept_baseline(
     """Return a baseline in its deliverable form, which may be the delivered engine itself."""
     recipe = delivered.recipe
     if deliverable_recipe(baseline.recipe) == recipe:
-        return Candidate(label=recipe.label, recipe=recipe, state="built", engine=delivered)
+        return Candidate(
+            label=recipe.label,
+            recipe=recipe,
+            origin=Origin.BASELINE,
+            state="built",
+            engine=delivered,
+        )
     expected = reference_outputs(
         context, build_reference(context, exported), context.data.selection
     )

@@ -211,11 +211,21 @@ class OperatorTable(Frozen):
 State = Literal["measured", "failed accuracy", "mislabelled", "built", "refused", "failed"]
 
 
+class Origin(StrEnum):
+    """Where a candidate comes from."""
+
+    PLAN = "plan"
+    FALLBACK = "fallback"  # an attempt of a rescue
+    ABLATION = "ablation"  # a candidate with one placement switch reversed
+    BASELINE = "baseline"
+
+
 class Candidate(Frozen):
     """One recipe with the results of all stages that it reached."""
 
     label: str
     recipe: Recipe
+    origin: Origin = Origin.PLAN
     # built: runs on other hosts only; mislabelled: does not run the precision it is called by,
     # however it answers
     state: State

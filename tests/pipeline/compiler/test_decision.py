@@ -22,6 +22,7 @@ from pipeline.compiler.decision import (
     ratio_missing,
     speed_ratio,
 )
+from pipeline.compiler.fallback import keeping
 from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
@@ -31,6 +32,7 @@ from pipeline.results.report import (
     DataFault,
     LatencyRow,
     MetricResult,
+    Origin,
     OutputError,
     State,
     ValidationReport,
@@ -342,22 +344,21 @@ def test_a_mislabelled_engine_never_wins_however_fast() -> None:
 
 def test_after_a_vain_rescue_the_advice_is_training_in_16_bits() -> None:
     first = candidate("fp16", 2.0, "failed accuracy", 0.1, precision=Precision.FP16)
-    vain = first.model_copy(
-        update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})}
-    )
+    vain = first.model_copy(update={"origin": Origin.FALLBACK})
     assert "keep_fp32" in decide([first], None, None).next_steps[0]
     assert decide([first, vain], None, None).next_steps == (TRAIN_IN_16_BITS,)
+    fp32 = candidate("fp32", 2.0, "failed accuracy", 0.5)
+    ended = decide([first, fp32.model_copy(update={"origin": Origin.FALLBACK})], None, None)
+    assert ended.next_steps == next_steps(first)  # the rescue ended there, with steps left
 
 
 def test_after_a_vain_rescue_of_int8_nobody_is_told_to_try_it() -> None:
     first = candidate("int8", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
-    vain = first.model_copy(
-        update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})}
-    )
     assert KEEP_WORST in decide([first], None, None).next_steps
-    assert set(decide([first], None, None).next_steps) - set(
-        decide([first, vain], None, None).next_steps
-    ) == {KEEP_WORST}
+    searched = first.recipe.model_copy(update={"keep_worst": True})
+    vain = first.model_copy(update={"recipe": keeping(searched, ["a"]), "origin": Origin.FALLBACK})
+    expected = [step for step in next_steps(first) if step != KEEP_WORST]
+    assert list(decide([vain], None, None).next_steps) == expected
 
 
 def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:

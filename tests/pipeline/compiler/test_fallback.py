@@ -30,7 +30,15 @@ from pipeline.errors import InternalError, UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
-from pipeline.results.report import Candidate, DataFault, NodeHarm, NodeRanking, Report, State
+from pipeline.results.report import (
+    Candidate,
+    DataFault,
+    NodeHarm,
+    NodeRanking,
+    Origin,
+    Report,
+    State,
+)
 from pipeline.stages.sensitivity import rank_nodes
 from tests.builders.cli import overflowing_task
 from tests.builders.halves import Halves, run_here
@@ -472,6 +480,7 @@ def test_a_model_that_overflows_in_fp16_ends_accepted(
     assert [step.label for step in found.steps] == [label for label, _ in outcomes(report)[1:]]
     assert found.steps[0].outcome.endswith("fp16 is the cause")
     assert "'up' (values up to" in found.steps[3].step
+    assert [each.origin for each in report.candidates] == [Origin.PLAN, *[Origin.FALLBACK] * 4]
     assert report.candidates[2].benchmark is None  # a vain attempt has nothing to show
     assert report.candidates[0].benchmark is not None
     assert [step.stage for step in report.steps].count("rank") == 1
@@ -508,6 +517,7 @@ def test_candidates_that_the_plan_has_are_not_built_twice(
     report = rescued(monkeypatch, tmp_path, double, candidates=both)
     assert double.built.count("halves fp32") == 1
     assert report.rescues[0].steps[0].label == "halves fp32"
+    assert report.candidates[0].origin is Origin.PLAN
     assert len(report.candidates) == 5
 
 
