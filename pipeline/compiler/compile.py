@@ -19,19 +19,8 @@ from pipeline.benchmark.cpu_peaks import with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.ablation import ablation_from
-from pipeline.compiler.candidates import (
-    CANNOT_BUILD,
-    Prepared,
-    ablate,
-    build_engine,
-    candidates_of,
-    check_candidates,
-    check_engine,
-    prepare_all,
-    recipes_of,
-    reference_outputs,
-    rescue,
-)
+from pipeline.compiler.candidate_stages import build_engine, check_engine, reference_outputs
+from pipeline.compiler.candidates import CANNOT_BUILD
 from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, open_context
 from pipeline.compiler.decision import (
     Baseline,
@@ -42,6 +31,9 @@ from pipeline.compiler.decision import (
     ratio_missing,
     ratio_of,
 )
+from pipeline.compiler.further_candidates import Prepared, ablate, rescue
+from pipeline.compiler.host_recipes import check_candidates, recipes_of
+from pipeline.compiler.side_by_side import candidates_of, prepare_all
 from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
 from pipeline.errors import (
     BackendUnavailable,

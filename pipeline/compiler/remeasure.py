@@ -15,7 +15,7 @@ from pipeline.benchmark.batch_sweep import Sweep, batch_symbol, sweep_of, sweep_
 from pipeline.benchmark.cpu_peaks import with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidates import reference_outputs
+from pipeline.compiler.candidate_stages import reference_outputs
 from pipeline.compiler.compile import (
     build_baselines,
     build_reference,

@@ -225,7 +225,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     import json
 
     from pipeline.backends import BACKENDS, backend
-    from pipeline.compiler import candidates, compile
+    from pipeline.compiler import candidate_stages, compile
     from pipeline.host.environment import environment
     from pipeline.host.gpu import find_gpus
 
@@ -235,7 +235,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
             targets[name] = backend(name).probe().model_dump(mode="json")
         except BackendUnavailable as error:
             targets[name] = {"absent": error.message}
-    stages = (*compile.STAGES, *candidates.STAGES)
+    stages = (*compile.STAGES, *candidate_stages.STAGES)
     versions = [(stage.name, stage.tools, stage.version) for stage in stages]
     tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {
         "crucible": distribution.version()

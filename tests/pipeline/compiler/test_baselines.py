@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.backends import BACKENDS
 from pipeline.benchmark.elimination import Role
-from pipeline.compiler.candidates import check_candidates, reference_outputs
+from pipeline.compiler.candidate_stages import reference_outputs
 from pipeline.compiler.compile import (
     build_baselines,
     build_reference,
@@ -23,6 +23,7 @@ from pipeline.compiler.compile import (
     publish_report,
 )
 from pipeline.compiler.context import CompileContext, open_context
+from pipeline.compiler.host_recipes import check_candidates
 from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import call_in_child

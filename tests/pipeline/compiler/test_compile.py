@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.compiler.candidates import QUANTIZERS, WEIGHT_QUANTIZERS, check_candidates
+from pipeline.compiler.candidate_stages import QUANTIZERS, WEIGHT_QUANTIZERS
 from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.context import open_context
+from pipeline.compiler.host_recipes import check_candidates
 from pipeline.core import Progress, silent
 from pipeline.data.samples import SampleSet
 from pipeline.errors import CrucibleError, InternalError

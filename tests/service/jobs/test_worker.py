@@ -15,7 +15,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.compiler import candidates
+from pipeline.compiler import candidate_stages
 from pipeline.core import Engine, Note, Precision, Progress, silent
 from pipeline.errors import InternalError, ModelError
 from pipeline.execution.child_process import call_in_child
@@ -402,8 +402,8 @@ def everything(folder: Path, besides: Path) -> dict[Path, tuple[int, int, bytes]
 
 
 def probe_with_another_build(progress: Progress) -> HostIdentity:
-    newer = replace(candidates.BUILD, version=candidates.BUILD.version + 1)
-    candidates.STAGES = (*candidates.STAGES, newer)
+    newer = replace(candidate_stages.BUILD, version=candidate_stages.BUILD.version + 1)
+    candidate_stages.STAGES = (*candidate_stages.STAGES, newer)
     return probe_host()
 
 
