@@ -443,6 +443,7 @@ class NoteCode(StrEnum):
     """What a note says, for notes that programs act on."""
 
     SATURATES = "saturates"  # products of 8-bit weights can saturate on this CPU
+    GPU_SHARED = "gpu_shared"  # another process used the GPU during a build, or may have used it
     REMEASURED = "remeasured"  # the latencies are newer than the rest of the report
     CONTENDED = "contended"  # latency was measured while engines served on the device
     CHOSEN_CONTENDED = "chosen_contended"  # the candidate was chosen by such latencies
