@@ -26,7 +26,7 @@ Returns the library's error message, empty if it accepts the model.
 UNKNOWN_OPERATOR = ("is not a registered function/op", "No conversion rule found")
 """Parts of the messages of ONNX Runtime and OpenVINO for an operator that they do not know.
 
-They do not depend on the operator's inputs.
+They do not depend on the operator's inputs. Both libraries give no code, only a text.
 """
 
 REMEDY = (

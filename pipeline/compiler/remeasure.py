@@ -15,7 +15,7 @@ from pipeline.benchmark.batch_sweep import Sweep, batch_symbol, sweep_of, sweep_
 from pipeline.benchmark.cpu_peaks import with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidates import reference_outputs
+from pipeline.compiler.candidate_stages import reference_outputs
 from pipeline.compiler.compile import (
     build_baselines,
     build_reference,
@@ -27,7 +27,7 @@ from pipeline.compiler.compile import (
 )
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
 from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of
-from pipeline.core import Engine, Note, OnnxModel
+from pipeline.core import Engine, Note, NoteCode, OnnxModel
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner
 from pipeline.host.environment import environment
@@ -40,6 +40,7 @@ from pipeline.results.report import (
     BenchmarkReport,
     Benchmarks,
     Candidate,
+    Origin,
     Report,
     Step,
     ValidationReport,
@@ -47,9 +48,14 @@ from pipeline.results.report import (
 from pipeline.stages.benchmark import benchmark, check_sizes
 from pipeline.stages.validate import validate
 
-AGAIN = (
-    "the latencies are those of a new run of the baselines and the engine; no other candidate was"
-    " measured beside them"
+REMEASURED = Note(
+    stage="benchmark",
+    text=(
+        "the latencies are those of a new run of the baselines and the engine; no other candidate"
+        " was measured beside them"
+    ),
+    level="info",
+    code=NoteCode.REMEASURED,
 )
 
 
@@ -123,7 +129,13 @@ def _kept_baseline(
     """Return a baseline in its deliverable form, which may be the delivered engine itself."""
     recipe = delivered.recipe
     if deliverable_recipe(baseline.recipe) == recipe:
-        return Candidate(label=recipe.label, recipe=recipe, state="built", engine=delivered)
+        return Candidate(
+            label=recipe.label,
+            recipe=recipe,
+            origin=Origin.BASELINE,
+            state="built",
+            engine=delivered,
+        )
     expected = reference_outputs(
         context, build_reference(context, exported), context.data.selection
     )
@@ -244,8 +256,8 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
         "ablation": _without_ratios(report.ablation) if report.ablation else None,
         "steps": tuple(chain(earlier, steps)),
         "notes": (
-            *(note for note in report.notes if note.text != AGAIN),
-            Note(stage="benchmark", text=AGAIN, level="info"),
+            *(note for note in report.notes if note.code is not NoteCode.REMEASURED),
+            REMEASURED,
         ),
         "peaks": run.peaks,
         "gpu_use": run.gpu_use,

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.core import NoteCode
 from pipeline.errors import UserError
 from pipeline.report.figures import Plot
 from pipeline.report.html import page
@@ -24,6 +25,21 @@ from pipeline.results.report import SCHEMA_VERSION, Report, ReportFiles
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 FIGURES = "figures"  # the folder of the figures
+OLD_NOTE_CODES = {
+    (
+        "the latencies are those of a new run of the baselines and the engine; no other candidate"
+        " was measured beside them"
+    ): NoteCode.REMEASURED,
+    (
+        "latency was measured while engines served on the same device: it decides nothing about"
+        " speed"
+    ): NoteCode.CONTENDED,
+    (
+        "this candidate was chosen by latencies that were measured while engines served on the"
+        " same device: another may be faster"
+    ): NoteCode.CHOSEN_CONTENDED,
+}
+"""Codes by the texts of notes in reports from before notes had codes."""
 
 
 def write_report(report: Report, folder: Path) -> ReportFiles:
@@ -90,12 +106,21 @@ def report_from_json(text: bytes, where: str, folder: Path) -> Report:
         )
     _set_roots(document, folder)
     try:
-        return Report.model_validate_json(json.dumps(document))
+        return _with_note_codes(Report.model_validate_json(json.dumps(document)))
     except ValidationError as error:
         raise UserError(
             f"'{where}' does not fit the schema: {error}",
             "compile again; docs/report.schema.json is the schema",
         ) from error
+
+
+def _with_note_codes(report: Report) -> Report:
+    """Add the codes to the notes of a report from before notes had codes."""
+    notes = (
+        note.model_copy(update={"code": note.code or OLD_NOTE_CODES.get(note.text)})
+        for note in report.notes
+    )
+    return report.model_copy(update={"notes": tuple(notes)})
 
 
 def _set_roots(document: dict[str, Any], folder: Path) -> None:

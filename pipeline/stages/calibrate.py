@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.accuracy.metrics import NOT_COVERED
 from pipeline.core import (
     CalibrationMethod,
     CalibrationTable,
@@ -74,6 +73,8 @@ For data of the same kind, 2 in the number of samples are expected.
 
 MIN_REACHED = 1 / 8
 """Minimum share of an int8 range that values reach: below it, 3 of the 8 bits are never used."""
+
+NOT_COVERED = "the calibration set's ranges do not fit the selection set"
 
 Counts = NDArray[np.int64]
 

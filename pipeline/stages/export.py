@@ -19,7 +19,6 @@ import numpy as np
 import onnx
 
 from pipeline.backends.pytorch.export import (
-    TRACED,
     Job,
     Refused,
     check_program,
@@ -98,7 +97,7 @@ def export(
                 for reason in reasons
             )
             cases = _cases(source.inputs, profiles, samples)
-            return _checked_model(job, cases, (*notes, *fallback, *warnings))
+            return _checked_model(job, cases, (*notes, *fallback), warnings)
         except Refused as error:
             reasons.append(f"the {exporter} exporter: {error}")
     advice = (
@@ -218,11 +217,15 @@ def _sample_feeds(
     return feeds_at(inputs, samples, sizes) if samples else draw_feeds(inputs, sizes, 0, values)
 
 
-def _checked_model(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxModel:
+def _checked_model(
+    job: Job, cases: Iterable[_Case], notes: tuple[Note, ...], warnings: tuple[Note, ...]
+) -> OnnxModel:
     """Return the exported model with its notes.
 
-    Refused, with the reason, unless it has the plan's interface and agrees in every case.
+    `warnings` are the exporter's own, which may explain a difference. Refused, with the reason,
+    unless it has the plan's interface and agrees in every case.
     """
+    notes += warnings
     model = onnx_model(job.path.parent, FILE)
     _check_interface(job, model)
     if model.opset != job.opset:
@@ -232,7 +235,7 @@ def _checked_model(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) ->
                 text=f"requested opset {job.opset}, but the exporter wrote opset {model.opset}",
             ),
         )
-    hint = "".join([f"; {note.text}" for note in notes if note.text.startswith(TRACED)][:3])
+    hint = "".join(f"; {note.text}" for note in warnings[:3])
     run = _reference(job.path)
     notes += scale_notes(job)
     tolerance = QUANTISED_TOLERANCE if _is_quantised(job.path) else TOLERANCE

@@ -52,6 +52,7 @@ from pipeline.errors import DataError, InternalError, PlanError
 from pipeline.execution.exit_causes import first_line
 from pipeline.plan.schema import AccuracyConfig, Thresholds
 from pipeline.results.report import (
+    DataFault,
     MetricResult,
     OutputError,
     SizeCheck,
@@ -666,10 +667,11 @@ class _Judge:
         """Return the report. It has figures only if all samples were compared."""
         complete = not failures
         outputs, failures = self._errors(failures)
-        metric, notes = None, []
+        metric, chance, notes = None, "", []
         if self.metric is not None and complete:
-            metric, metric_failures = self.metric.result()
-            failures += metric_failures
+            metric, metric_failures = self.metric.compared()
+            chance = self.metric.chance() if metric else ""
+            failures += [chance, *metric_failures] if chance else metric_failures
             if samples.samples < ENOUGH_SAMPLES:
                 interval = ""
                 if metric:
@@ -687,6 +689,7 @@ class _Judge:
             outputs=outputs,
             metric=metric,
             failures=tuple(failures),
+            data_faults=(DataFault.LABELS,) if chance else (),
             notes=tuple(notes),
         )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import distribution
-from pipeline.core import Note, Progress, silent
+from pipeline.core import Note, NoteCode, Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.exit_causes import crucible_error
@@ -51,13 +51,23 @@ if TYPE_CHECKING:
 
 # of the home: copied, because the child adds to them
 SEEDED = ("history.jsonl", "timing")
-CONTENDED = (
-    "latency was measured while engines served on the same device: it decides nothing about speed"
+CONTENDED = Note(
+    stage="benchmark",
+    text=(
+        "latency was measured while engines served on the same device: it decides nothing about"
+        " speed"
+    ),
+    code=NoteCode.CONTENDED,
 )
-CHOSEN = (
-    "this candidate was chosen by latencies that were measured while engines served on the same"
-    " device: another may be faster"
+CHOSEN_CONTENDED = Note(
+    stage="benchmark",
+    text=(
+        "this candidate was chosen by latencies that were measured while engines served on the"
+        " same device: another may be faster"
+    ),
+    code=NoteCode.CHOSEN_CONTENDED,
 )
+DOUBTS = (NoteCode.CONTENDED, NoteCode.CHOSEN_CONTENDED)
 
 
 class Server:
@@ -137,10 +147,10 @@ def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> R
     from pipeline.report.files import load_report
 
     old = load_report(compiled)
-    notes = tuple(note for note in old.notes if note.text not in (CONTENDED, CHOSEN))
+    notes = tuple(note for note in old.notes if note.code not in DOUBTS)
     plain = old.model_copy(update={"notes": notes})
     report = report_again(plain, plan, load_engine(compiled), runner, command)
-    return doubted(report, CHOSEN) if {CONTENDED, CHOSEN} & set(old.reasons) else report
+    return report if notes == old.notes else doubted(report, CHOSEN_CONTENDED)
 
 
 def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> Run:
@@ -168,14 +178,16 @@ def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> R
     return run
 
 
-def doubted(report: Report, why: str) -> Report:
+def doubted(report: Report, doubt: Note) -> Report:
     """Return the report with its verdict lowered to `unproven`, because its figures prove nothing
     about speed.
     """
-    verdict = "unproven" if report.verdict in ("accepted", "keep") else report.verdict
-    notes = (*report.notes, Note(stage="benchmark", text=why))
     return report.model_copy(
-        update={"verdict": verdict, "reasons": (*report.reasons, why), "notes": notes}
+        update={
+            "verdict": "unproven" if report.verdict in ("accepted", "keep") else report.verdict,
+            "reasons": (*report.reasons, doubt.text),
+            "notes": (*report.notes, doubt),
+        }
     )
 
 
@@ -213,7 +225,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     import json
 
     from pipeline.backends import BACKENDS, backend
-    from pipeline.compiler import candidates, compile
+    from pipeline.compiler import candidate_stages, compile
     from pipeline.host.environment import environment
     from pipeline.host.gpu import find_gpus
 
@@ -223,7 +235,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
             targets[name] = backend(name).probe().model_dump(mode="json")
         except BackendUnavailable as error:
             targets[name] = {"absent": error.message}
-    stages = (*compile.STAGES, *candidates.STAGES)
+    stages = (*compile.STAGES, *candidate_stages.STAGES)
     versions = [(stage.name, stage.tools, stage.version) for stage in stages]
     tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {
         "crucible": distribution.version()

@@ -115,7 +115,7 @@ async def how_it_ended(process: asyncio.subprocess.Process, before: MemoryKills)
     return (
         "closed the connection before it answered"
         if code is None
-        else how_it_died(code, before, memory_kills(), "")[0]
+        else how_it_died(code, before, memory_kills(), "")[1]
     )
 
 

@@ -14,7 +14,7 @@ from jinja2 import UndefinedError
 
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.pages.render import load_results, render
-from pipeline.core import CalibrationMethod, Precision, Recipe, Target
+from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe, Target
 from pipeline.results.report import Bound, Report
 from tests.builders.report import proven_report
 
@@ -333,6 +333,21 @@ def test_the_choice_of_crucible_is_told_in_a_sentence(
     assert document["targets"]["Crucible chose among its own candidates"]
     text = render("sections/tensorrt.md.j2", load_results(tmp_path))
     assert f"and chose **{report.winner}** ({report.verdict})" in text, text
+
+
+@pytest.mark.parametrize(("code", "build_s"), [(None, 9.5), (NoteCode.GPU_SHARED, None)])
+def test_a_build_beside_another_process_has_no_time(
+    scripts: dict[str, ModuleType], code: NoteCode | None, build_s: float | None
+) -> None:
+    report = proven_report()
+    note = Note(stage="build", text="timing cache not filled", code=code)
+    candidate = report.candidates[0].model_copy(update={"notes": (note,)})
+    step = report.steps[0].model_copy(
+        update={"stage": "build", "subject": candidate.label, "seconds": 9.5}
+    )
+    report = report.model_copy(update={"steps": (step,)})
+    row = scripts["tensorrt_compile"].row_from_candidate(candidate, report)
+    assert row["build_s"] == build_s
 
 
 def test_a_part_that_failed_is_said_in_the_table(

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from pipeline.core import Frozen, Note
+from pipeline.core import Frozen, Note, NoteCode
 from pipeline.onnx_graph.inspect import type_name
 from pipeline.quantization.existing_qdq import QDQ
 from pipeline.quantization.lint.qdq_view import (
@@ -54,7 +54,6 @@ class Finding(Frozen):
     fixable: bool = False  # `crucible lint --fix` mends it without a change of the arithmetic
 
 
-SATURATES = "can saturate on this CPU, which adds two products of 8-bit numbers in 16 bits"
 MAX_IN_7_BITS = 64
 
 Rule = Callable[[View], Iterator[Finding]]
@@ -101,8 +100,11 @@ def saturation_notes(graph: onnx.GraphProto) -> tuple[Note, ...]:
     if not names:
         return ()
     more = f", and {len(names) - 1} more" if len(names) > 1 else ""
-    text = f"weights of more than 7 bits ({names[0]}{more}): their products {SATURATES}"
-    return (Note(stage="lint", text=text),)
+    text = (
+        f"weights of more than 7 bits ({names[0]}{more}): their products can saturate on this CPU,"
+        " which adds two products of 8-bit numbers in 16 bits"
+    )
+    return (Note(stage="lint", text=text, code=NoteCode.SATURATES),)
 
 
 def _weights_of(view: View, node: onnx.NodeProto) -> list[onnx.NodeProto]:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.backends import BACKENDS
 from pipeline.benchmark.elimination import Role
-from pipeline.compiler.candidates import check_candidates, reference_outputs
+from pipeline.compiler.candidate_stages import reference_outputs
 from pipeline.compiler.compile import (
     build_baselines,
     build_reference,
@@ -23,6 +23,7 @@ from pipeline.compiler.compile import (
     publish_report,
 )
 from pipeline.compiler.context import CompileContext, open_context
+from pipeline.compiler.host_recipes import check_candidates
 from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import call_in_child
@@ -30,7 +31,7 @@ from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
 from pipeline.host.environment import cpu_flags
 from pipeline.plan.schema import load_plan
-from pipeline.results.report import BenchmarkReport, Benchmarks, Report
+from pipeline.results.report import BenchmarkReport, Benchmarks, Origin, Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import write_task
 from tests.builders.halves import Halves, run_here
@@ -271,7 +272,8 @@ def test_on_a_cpu_an_onnx_file_is_its_own_baseline_and_can_be_delivered(tmp_path
     assert baseline.recipe.label == "onnxruntime as given fp32"
     assert build_reference(context, exported) == baseline
     expected = reference_outputs(context, baseline, context.data.selection)
-    assert deliverable_candidate(context, exported, baseline, expected).engine == baseline
+    candidate = deliverable_candidate(context, exported, baseline, expected)
+    assert (candidate.engine, candidate.origin) == (baseline, Origin.BASELINE)
 
 
 def test_on_a_gpu_its_baseline_is_what_the_gpu_makes_of_it_and_the_cpu_only_the_reference(

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.cli.terminal import console, print_latency
 from pipeline.compiler.compile import compile_plan
-from pipeline.compiler.remeasure import AGAIN, Remeasured, benchmark_again, with_figures
+from pipeline.compiler.remeasure import REMEASURED, Remeasured, benchmark_again, with_figures
 from pipeline.core import Precision, Recipe
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
@@ -124,7 +124,7 @@ def test_steps_before_are_told_as_earlier_ones_and_a_note_says_it_once() -> None
     assert [step.stage for step in report.steps[:-1]] == [
         step.stage for step in sample_report().steps[:-1]
     ]
-    assert [note.text for note in report.notes].count(AGAIN) == 1
+    assert report.notes.count(REMEASURED) == 1
 
 
 def test_what_a_switch_did_to_the_speed_is_left_out() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.compiler import candidates, compile
+from pipeline.compiler import candidate_stages, compile
 from pipeline.execution.stage_runner import Stage
 from service.auth import Caller
 from service.http.access_log import AccessLog
@@ -155,7 +155,7 @@ def test_stages_are_counted_by_their_known_names() -> None:
 def test_the_known_stages_are_those_of_the_pipeline() -> None:
     found = {
         value.name
-        for module in (candidates, compile)
+        for module in (candidate_stages, compile)
         for value in vars(module).values()
         if isinstance(value, Stage)
     }

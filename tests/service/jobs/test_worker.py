@@ -15,8 +15,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.compiler import candidates
-from pipeline.core import Engine, Precision, Progress, silent
+from pipeline.compiler import candidate_stages
+from pipeline.core import Engine, Note, Precision, Progress, silent
 from pipeline.errors import InternalError, ModelError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.durations import History
@@ -44,8 +44,9 @@ from service.jobs.publish import take_over
 from service.jobs.queue import WORKER
 from service.jobs.state import Job
 from service.jobs.worker import (
-    CHOSEN,
+    CHOSEN_CONTENDED,
     CONTENDED,
+    DOUBTS,
     Server,
     doubted,
     forget_contended,
@@ -140,9 +141,9 @@ def test_progress_is_told_seldom(pair: tuple[Server, Peer]) -> None:
 
 def test_contended_figures_accept_nothing_and_are_not_kept(tmp_path: Path) -> None:
     report = doubted(sample_report(), CONTENDED)
-    assert (report.verdict, report.reasons[-1], report.notes[-1].text) == (
+    assert (report.verdict, report.reasons[-1], report.notes[-1]) == (
         "unproven",
-        CONTENDED,
+        CONTENDED.text,
         CONTENDED,
     )
     assert (
@@ -198,9 +199,9 @@ def tiny_model(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("doubts", [(), (CONTENDED,), (CHOSEN,)])
+@pytest.mark.parametrize("doubts", [(), (CONTENDED,), (CHOSEN_CONTENDED,)])
 def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(
-    tmp_path: Path, doubts: tuple[str, ...]
+    tmp_path: Path, doubts: tuple[Note, ...]
 ) -> None:
     plan, old = compiled_before(tmp_path)
     for why in doubts:
@@ -209,12 +210,12 @@ def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(
     runner = Runner(Store(tmp_path / "home"), run=with_figures_of(benchmarked))
     report = measure_again(tmp_path / "compiled", plan, runner, "again")
     assert (report.verdict, report.command) == ("unproven" if doubts else "accepted", "again")
-    assert [reason for reason in report.reasons if reason in (CHOSEN, CONTENDED)] == [
-        CHOSEN
-    ] * bool(doubts)
-    assert [note.text for note in report.notes if note.text in (CHOSEN, CONTENDED)] == [
-        CHOSEN
-    ] * bool(doubts)
+    expected = [CHOSEN_CONTENDED] if doubts else []
+    assert [note for note in report.notes if note.code in DOUBTS] == expected
+    texts = {CONTENDED.text, CHOSEN_CONTENDED.text}
+    assert [reason for reason in report.reasons if reason in texts] == [
+        note.text for note in expected
+    ]
 
 
 def test_an_engine_that_cannot_be_measured_or_whose_model_changed_says_so(tmp_path: Path) -> None:
@@ -401,8 +402,8 @@ def everything(folder: Path, besides: Path) -> dict[Path, tuple[int, int, bytes]
 
 
 def probe_with_another_build(progress: Progress) -> HostIdentity:
-    newer = replace(candidates.BUILD, version=candidates.BUILD.version + 1)
-    candidates.STAGES = (*candidates.STAGES, newer)
+    newer = replace(candidate_stages.BUILD, version=candidate_stages.BUILD.version + 1)
+    candidate_stages.STAGES = (*candidate_stages.STAGES, newer)
     return probe_host()
 
 
