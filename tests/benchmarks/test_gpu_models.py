@@ -98,22 +98,22 @@ def test_targets_are_judged_by_the_medians_of_one_run(gpu: dict[str, ModuleType]
         "torch compile fp16": entry(0.61),
         "ours fp32": {"failed": "no memory"},
     }
-    found = {goal["text"]: goal for goal in rows.targets(row, entries, "NVIDIA H200")}
-    assert found["fp16: GPU time over that of a bare build"]["reached"] is True
-    assert found["int8: GPU time over that of a bare build"] | {"text": ""} == {
+    goals = {goal["text"]: goal for goal in rows.targets(row, entries, "NVIDIA H200")}
+    assert goals["fp16: GPU time over that of a bare build"]["reached"] is True
+    assert goals["int8: GPU time over that of a bare build"] | {"text": ""} == {
         "text": "",
         "value": pytest.approx(1.04),
         "direction": "at most",
         "limit": 1.03,
         "reached": False,
     }
-    assert found["fp16: GPU time over the probe's 0.29 ms"]["value"] == pytest.approx(0.30 / 0.29)
-    assert found["int8: GPU time over the probe's 0.235 ms"]["reached"] is False
-    assert found["fp32: GPU time over that of a bare build"]["reached"] is None
-    assert found["fp16: us more from bind to fetch than the bare loop"]["value"] == pytest.approx(
+    assert goals["fp16: GPU time over the probe's 0.29 ms"]["value"] == pytest.approx(0.30 / 0.29)
+    assert goals["int8: GPU time over the probe's 0.235 ms"]["reached"] is False
+    assert goals["fp32: GPU time over that of a bare build"]["reached"] is None
+    assert goals["fp16: us more from bind to fetch than the bare loop"]["value"] == pytest.approx(
         20
     )
-    assert found["torch compile fp16 over ours fp16"]["reached"] is True
+    assert goals["torch compile fp16 over ours fp16"]["reached"] is True
     assert not any(
         "probe" in text
         for text in {goal["text"]: goal for goal in rows.targets(row, entries, "NVIDIA H100")}
@@ -131,9 +131,9 @@ def test_long_runs_are_judged_by_ratio_and_the_fastest_of_ours_counts(
         "ours int8 modelopt": entry(1.28),
         "ours int8 implicit": entry(1.27),
     }
-    found = {goal["text"]: goal for goal in rows.targets(row, entries, "NVIDIA H200")}
-    assert found["int8: bind to fetch over that of the bare loop"]["reached"] is False
-    explicit = found["ours int8 modelopt over ours int8 implicit"]
+    goals = {goal["text"]: goal for goal in rows.targets(row, entries, "NVIDIA H200")}
+    assert goals["int8: bind to fetch over that of the bare loop"]["reached"] is False
+    explicit = goals["ours int8 modelopt over ours int8 implicit"]
     assert explicit["value"] == pytest.approx(1.28 / 1.27)
     assert explicit["reached"] is True
 
@@ -141,13 +141,13 @@ def test_long_runs_are_judged_by_ratio_and_the_fastest_of_ours_counts(
 def test_a_gain_between_two_peers_is_a_target_too(gpu: dict[str, ModuleType]) -> None:
     rows = gpu["rows"]
     entries = {"torch eager fp32": entry(1.85), "torch graph fp32": entry(0.366)}
-    (found,) = [
+    (target,) = [
         goal
         for goal in rows.targets(rows.row_named("mobilenet_128"), entries, "")
         if goal["text"].startswith("torch eager")
     ]
-    assert found["reached"] is True
-    assert found["limit"] == pytest.approx(2.928)
+    assert target["reached"] is True
+    assert target["limit"] == pytest.approx(2.928)
 
 
 # -- what the models are fed -------------------------------------------------
@@ -242,17 +242,17 @@ def test_figures_and_ratios_of_a_race(gpu: dict[str, ModuleType], tmp_path: Path
     facts.add_answers(entries, outcomes)
     assert entries["ours fp16"]["cosine"] == pytest.approx(1)
     assert "cosine" not in entries["torch eager fp16"]
-    found = {
+    ratios = {
         (ratio["over"], ratio["under"]): ratio["device"]
         for ratio in facts.ratios(outcomes, ["fp16", "int8"])
     }
-    assert set(found) == {
+    assert set(ratios) == {
         ("ours fp16", "bare fp16"),
         ("ours fp16", "loop fp16"),
         ("torch eager fp16", "ours fp16"),
     }
-    assert found["ours fp16", "bare fp16"][0] == pytest.approx(0.3 / 0.29, abs=1e-4)
-    assert found["torch eager fp16", "ours fp16"][0] == pytest.approx(9, abs=1e-4)
+    assert ratios["ours fp16", "bare fp16"][0] == pytest.approx(0.3 / 0.29, abs=1e-4)
+    assert ratios["torch eager fp16", "ours fp16"][0] == pytest.approx(9, abs=1e-4)
 
 
 def test_the_layer_table_in_short(gpu: dict[str, ModuleType]) -> None:
@@ -268,12 +268,12 @@ def test_the_layer_table_in_short(gpu: dict[str, ModuleType]) -> None:
     )
     moving = Layer(name="r", kind="Reformat", precision="none", evidence="none", seconds=1e-6)
     table = LayerTable(sizes={}, runs=1, layers=(softmax, moving))
-    found = gpu["facts"].layer_facts(table, Recipe(backend="tensorrt", precision=Precision.FP16))
-    assert found["time_share"] == {"fp16": 0.75, "none": 0.25}
-    assert found["moving_layers"] == 1
-    assert found["mislabelled"] == ""
-    assert found["fusions"] == ["attention (MatMul, Softmax, MatMul) in one kernel: 1 of 1"]
-    assert [layer["ms"] for layer in found["slowest"]] == pytest.approx([0.003, 0.001])
+    facts = gpu["facts"].layer_facts(table, Recipe(backend="tensorrt", precision=Precision.FP16))
+    assert facts["time_share"] == {"fp16": 0.75, "none": 0.25}
+    assert facts["moving_layers"] == 1
+    assert facts["mislabelled"] == ""
+    assert facts["fusions"] == ["attention (MatMul, Softmax, MatMul) in one kernel: 1 of 1"]
+    assert [layer["ms"] for layer in facts["slowest"]] == pytest.approx([0.003, 0.001])
 
 
 def test_kernels_that_a_peer_ran(gpu: dict[str, ModuleType]) -> None:
@@ -283,11 +283,11 @@ def test_kernels_that_a_peer_ran(gpu: dict[str, ModuleType]) -> None:
         ("gemm", 400.0, 48),
         ("aten::mm", 9.0, 1),
     ]
-    found = gpu["torch_peers"].kernels(events)
-    assert found["sdpa_operators"] == ["aten::_scaled_dot_product_flash_attention"]
-    assert found["attention_kernels"] == ["12 x flash_fwd_kernel<half>"]
-    assert found["slowest_kernels"][0] == "400 us in 48 x gemm"
-    assert len(found["slowest_kernels"]) == 2
+    kernels = gpu["torch_peers"].kernels(events)
+    assert kernels["sdpa_operators"] == ["aten::_scaled_dot_product_flash_attention"]
+    assert kernels["attention_kernels"] == ["12 x flash_fwd_kernel<half>"]
+    assert kernels["slowest_kernels"][0] == "400 us in 48 x gemm"
+    assert len(kernels["slowest_kernels"]) == 2
 
 
 def test_a_row_that_runs_again_takes_its_own_place_and_no_other(
@@ -413,16 +413,16 @@ def test_the_command_of_a_row_holds_all_that_is_not_the_default(gpu: dict[str, M
         ("reduce-overhead",),
     )
     words = shlex.split(script.command_of("vit_b1", special))[4:]
-    found = script.parse_arguments(words)
-    (choice,) = found.rows
+    arguments = script.parse_arguments(words)
+    (choice,) = arguments.rows
     assert script.options_for(choice, options()).ways == special.ways
-    assert (found.seconds, found.peers, found.bare, found.modes) == (
+    assert (arguments.seconds, arguments.peers, arguments.bare, arguments.modes) == (
         2.0,
         False,
         False,
         ("reduce-overhead",),
     )
-    assert tuple(found.set) == special.overrides
+    assert tuple(arguments.set) == special.overrides
 
 
 def test_a_heading_chooses_ways_of_a_row_and_variants_of_a_part(gpu: dict[str, ModuleType]) -> None:
@@ -447,10 +447,10 @@ def test_rows_that_were_measured_at_once_name_each_other(gpu: dict[str, ModuleTy
         "created": "2026-11-23T10:20:00+00:00",
         "seconds": 660.0,
     }
-    found = gpu["gpu_model_rows"].rows_at_once(
+    partners = gpu["gpu_model_rows"].rows_at_once(
         {"rows": {"old": old, "part": part, "late": late, "failed": {}}}
     )
-    assert found == {"old": ("part", "late"), "part": ("old",), "late": ("old",)}
+    assert partners == {"old": ("part", "late"), "part": ("old",), "late": ("old",)}
 
 
 def test_the_page_shows_every_engine_with_its_figures(
@@ -600,16 +600,16 @@ def test_a_part_that_fails_says_so(gpu: dict[str, ModuleType]) -> None:
     def broken(options: object) -> dict[str, Any]:
         raise ValueError("no such shape")
 
-    found = gpu["gpu_models"].guarded(broken, gpu["measure_row"].Options())
-    assert found["failed"] == "ValueError: no such shape"
-    assert gpu["gpu_models"].summary(found) == {"failed": "ValueError: no such shape"}
+    result = gpu["gpu_models"].guarded(broken, gpu["measure_row"].Options())
+    assert result["failed"] == "ValueError: no such shape"
+    assert gpu["gpu_models"].summary(result) == {"failed": "ValueError: no such shape"}
 
 
 def test_words_of_the_command_line(
     gpu: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
     parse = gpu["gpu_models"].parse_arguments
-    found = parse(
+    arguments = parse(
         [
             "vit_b1",
             "overlap",
@@ -622,8 +622,8 @@ def test_words_of_the_command_line(
             "a=b",
         ]
     )
-    assert [choice.heading for choice in found.rows] == ["vit_b1", "overlap"]
-    assert (found.ways, found.seconds, found.peers, found.bare) == (
+    assert [choice.heading for choice in arguments.rows] == ["vit_b1", "overlap"]
+    assert (arguments.ways, arguments.seconds, arguments.peers, arguments.bare) == (
         ("fp16", "int8 modelopt"),
         2.0,
         False,
@@ -656,20 +656,20 @@ def test_variants_meet_where_they_take_the_same_shapes(gpu: dict[str, ModuleType
             )
 
     for variants in parts.FLEXIBILITY.values():
-        found = parts.by_shapes([(variant, Model(variant)) for variant in variants])
+        groups = parts.by_shapes([(variant, Model(variant)) for variant in variants])
         fixed = [index for index, variant in enumerate(variants) if not variant.profile]
         alone = [
             entered
-            for entered in found.values()
+            for entered in groups.values()
             if not {index for index, _ in entered} & set(fixed)
         ]
         assert all(
             {index for index, _ in entered} >= {0}
-            for shapes, entered in found.items()
-            if shapes == next(iter(found))
+            for shapes, entered in groups.items()
+            if shapes == next(iter(groups))
         )
-        assert sum(map(len, found.values())) == sum(len(variant.points) for variant in variants)
-        assert len(alone) < len(found)
+        assert sum(map(len, groups.values())) == sum(len(variant.points) for variant in variants)
+        assert len(alone) < len(groups)
 
 
 def test_the_best_throughput_leaves_out_what_failed(gpu: dict[str, ModuleType]) -> None:
@@ -693,16 +693,16 @@ def test_a_point_of_the_curve_is_per_call(gpu: dict[str, ModuleType]) -> None:
     def synchronize() -> None:
         seconds[0] += 0.008 * calls
 
-    found = gpu["async_curve"].point(call, synchronize, calls, lambda: seconds[0])
-    assert found["calls"] == calls
-    assert found["unsynchronised_ms"] == pytest.approx(2.0)
-    assert found["synchronised_ms"] == pytest.approx(10.0)
+    point = gpu["async_curve"].point(call, synchronize, calls, lambda: seconds[0])
+    assert point["calls"] == calls
+    assert point["unsynchronised_ms"] == pytest.approx(2.0)
+    assert point["synchronised_ms"] == pytest.approx(10.0)
 
 
 def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(
     gpu: dict[str, ModuleType], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    tactics, seen = gpu["tactics"], {}
+    tactics, settings = gpu["tactics"], {}
 
     class Trt:
         class ProfilingVerbosity:
@@ -715,7 +715,7 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(
         trt: Any, model: Any, recipe: Recipe, options: Any, cache: bytes, change: Any, logger: Any
     ) -> bytes:
         change(config := Config())
-        seen[recipe.variant] = (
+        settings[recipe.variant] = (
             cache,
             config.avg_timing_iterations,
             config.profiling_verbosity,
@@ -738,12 +738,14 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(
     monkeypatch.setattr(tactics, "builders_logger_of", lambda trt: "own logger")
     monkeypatch.setattr(tactics, "serialized", serialized)
     model = OnnxModel(root=tmp_path, file="m.onnx", digest="m", opset=20, inputs=(), outputs=())
-    made = {}
+    engines = {}
     for kind in tactics.KINDS:
         recipe = Recipe(backend="tensorrt", precision=Precision.FP16, variant=f"{kind} 2")
         (tmp_path / kind).mkdir()
-        made[kind] = tactics.build_kind(model, recipe, BuildOptions(profiles=()), tmp_path / kind)
-    assert {kind: seen[f"{kind} 2"] for kind in tactics.KINDS} == {
+        engines[kind] = tactics.build_kind(
+            model, recipe, BuildOptions(profiles=()), tmp_path / kind
+        )
+    assert {kind: settings[f"{kind} 2"] for kind in tactics.KINDS} == {
         "plain": (b"", 8, "names", None, None),
         "after a pause": (b"", 8, "names", None, None),
         "timed once": (b"", 1, "names", None, None),
@@ -752,21 +754,21 @@ def test_every_kind_of_build_is_found_by_its_recipe_and_built_anew_each_time(
         "all together": (b"", 8, "detailed", "monitor", "logger"),
         "as Crucible builds": (b"", 8, "detailed", None, "own logger"),
     }
-    assert len({engine.digest for engine in made.values()}) == len(tactics.KINDS)
-    assert made["plain"].path.read_bytes() == b"plain 2"
+    assert len({engine.digest for engine in engines.values()}) == len(tactics.KINDS)
+    assert engines["plain"].path.read_bytes() == b"plain 2"
 
 
 @pytest.mark.skipif(bool(find_gpus().devices), reason="this host has a GPU")
 @pytest.mark.parametrize("script", ["gpu_models", "tensorrt_compile"])
 def test_a_host_without_a_gpu_says_so(script: str) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "benchmarks", script],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    assert "cannot be used on this host: no NVIDIA driver" in done.stderr
-    assert "next: " in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 1
+    assert "cannot be used on this host: no NVIDIA driver" in result.stderr
+    assert "next: " in result.stderr
+    assert "Traceback" not in result.stderr
