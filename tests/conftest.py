@@ -38,10 +38,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     and engine are in `out`.
     """
     folder, home = tmp_path_factory.mktemp("task"), tmp_path_factory.mktemp("store")
-    done = crucible(
+    result = crucible(
         "compile", write_task(folder), "--out", folder / "out", env={"CRUCIBLE_HOME": str(home)}
     )
-    assert done.code == 0, done.err
+    assert result.code == 0, result.err
     return folder, home
 
 

@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from pipeline.core import Frozen, Point, Profile, Tensors, TensorSpec
-from pipeline.data.samples import Batch, GeneratedPart, SampleSet
+from pipeline.data.batch import Batch
+from pipeline.data.generated import GeneratedPart
+from pipeline.data.samples import SampleSet
 from pipeline.onnx_graph.feeds import draw_feeds
 
 ROWS_PER_SIZE = 256  # rows of the selection set per size, which bounds the cost of each size

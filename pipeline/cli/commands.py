@@ -482,13 +482,13 @@ def doctor(
 
     Example: crucible doctor --measure
     """
-    from pipeline.benchmark.cpu_peaks import keep_peaks, measure_peaks
+    from pipeline.benchmark.cpu_peaks import measure_peaks, save_peaks
     from pipeline.cli.doctor import examine, lines
 
     if measure:
         with _runner(as_json, "doctor") as runner:
             progress = runner.progress("peaks")
-            keep_peaks(runner.run(measure_peaks, threads, name="peaks", progress=progress), threads)
+            save_peaks(runner.run(measure_peaks, threads, name="peaks", progress=progress), threads)
     examination = examine(config.home())
     if as_json:
         print(examination.model_dump_json())

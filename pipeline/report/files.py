@@ -1,5 +1,7 @@
-"""A report as files: report.json for machines, report.md for a terminal or a pull request,
-report.html for people, and each figure as a file of its own.
+"""A report as files.
+
+report.json is for programs, report.md for a terminal or a pull request, and report.html for people.
+Each figure is a file of its own.
 """
 
 from __future__ import annotations
@@ -25,9 +27,7 @@ FIGURES = "figures"  # the folder of the figures
 
 
 def write_report(report: Report, folder: Path) -> ReportFiles:
-    """Write all files, each atomically. The JSON comes last: if it is there, the others are
-    complete.
-    """
+    """Write all files, each atomically, and report.json last: if it exists, all are complete."""
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
     files = ReportFiles(
         folder=folder,
@@ -42,8 +42,9 @@ def write_report(report: Report, folder: Path) -> ReportFiles:
 
 
 def _svg_of(folder: Path, plot: Plot) -> str:
-    """Return the figure's `<svg>` element: from its file if that shows the same values, else drawn
-    and written there.
+    """Return the figure's `<svg>` element.
+
+    It is read from its file if that shows the same values; otherwise it is drawn and written there.
     """
     file, mark = folder / f"{plot.name}.svg", f"<!-- {plot.key} -->\n"
     if file.is_file():
@@ -56,8 +57,9 @@ def _svg_of(folder: Path, plot: Plot) -> str:
 
 
 def load_report(path: Path) -> Report:
-    """Read the report of a folder, or its report.json. Raises UserError if there is none or another
-    version wrote it.
+    """Read the report of a folder, or its report.json.
+
+    UserError if there is none, or if another version wrote it.
     """
     file = path / JSON_NAME if path.is_dir() else path
     if not file.is_file():
@@ -69,8 +71,9 @@ def load_report(path: Path) -> Report:
 
 
 def report_from_json(text: bytes, where: str, folder: Path) -> Report:
-    """Parse a report.json. `where` names it in messages; `folder` holds its engines. Raises
-    UserError if it is not a report or another version wrote it.
+    """Parse a report.json. `where` names it in messages, and `folder` holds its engines.
+
+    UserError if it is not a report, or if another version wrote it.
     """
     try:
         document = json.loads(text)
@@ -106,7 +109,7 @@ def _set_roots(document: dict[str, Any], folder: Path) -> None:
 
 
 def schema() -> str:
-    """The JSON schema of report.json, as published in docs/report.schema.json."""
+    """Return the JSON schema of report.json, as published in docs/report.schema.json."""
     return json.dumps(Report.model_json_schema(mode="serialization"), indent=1) + "\n"
 
 

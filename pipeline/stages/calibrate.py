@@ -32,7 +32,8 @@ from pipeline.core import (
     TensorRange,
     silent,
 )
-from pipeline.data.samples import Batch, CalibrationSet, SampleSet
+from pipeline.data.batch import Batch
+from pipeline.data.samples import CalibrationSet, SampleSet
 from pipeline.errors import DataError
 from pipeline.onnx_graph.activations import (
     NOTHING,

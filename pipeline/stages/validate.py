@@ -45,7 +45,9 @@ from pipeline.core import (
     silent,
     sizes_from_shapes,
 )
-from pipeline.data.samples import Batch, GeneratedPart, SampleSet
+from pipeline.data.batch import Batch
+from pipeline.data.generated import GeneratedPart
+from pipeline.data.samples import SampleSet
 from pipeline.errors import DataError, InternalError, PlanError
 from pipeline.execution.exit_causes import first_line
 from pipeline.plan.schema import AccuracyConfig, Thresholds

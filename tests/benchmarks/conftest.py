@@ -40,9 +40,9 @@ SERVING = (
 
 def modules(places: tuple[str, ...]) -> dict[str, ModuleType]:
     """By the last part of their names, which differ."""
-    found = {place.rpartition(".")[2]: import_module(f"benchmarks.{place}") for place in places}
-    assert len(found) == len(places)
-    return found
+    by_name = {place.rpartition(".")[2]: import_module(f"benchmarks.{place}") for place in places}
+    assert len(by_name) == len(places)
+    return by_name
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ README = ROOT / "benchmarks" / "README.md"
 def table() -> dict[str, list[str]]:
     """The cells of every row of README.md's table, by the name in the first one."""
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", README.read_text(encoding="utf-8"), flags=re.M)
-    found = {name: cells.split(" | ") for name, cells in rows}
-    assert len(found) == len(rows)
-    return found
+    cells_by_name = {name: cells.split(" | ") for name, cells in rows}
+    assert len(cells_by_name) == len(rows)
+    return cells_by_name
 
 
 def test_the_table_has_every_benchmark_with_its_question() -> None:
@@ -56,9 +56,9 @@ def test_every_name_is_a_module_with_a_help(name: str, capsys: pytest.CaptureFix
 def test_a_model_of_a_peer_is_not_taken_from_the_command_line_of_the_benchmark() -> None:
     """The peers' module reads sys.argv, and the benchmark imports it."""
     command = [sys.executable, "-m", "benchmarks", "serving", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--overlap" in done.stdout
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "--overlap" in result.stdout
 
 
 def test_every_command_in_the_texts_is_a_name() -> None:
@@ -72,11 +72,11 @@ def test_every_command_in_the_texts_is_a_name() -> None:
 
 
 def test_without_a_name_all_are_listed() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     for name, question in entry.QUESTIONS.items():
-        assert re.search(rf"^{name} +{re.escape(question)}$", done.stdout, flags=re.M)
+        assert re.search(rf"^{name} +{re.escape(question)}$", result.stdout, flags=re.M)
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,13 @@ def test_blocks_of_a_session_and_of_a_flow(gpu: dict[str, ModuleType], bench: Be
 
 
 class Talk(Channel):
-    """The parent's words in order; what the child says is kept."""
+    """The parent's words in order; the messages of the child are kept."""
 
     def __init__(self, words: list[object]) -> None:
-        self.words, self.said = words, list[Any]()
+        self.words, self.messages = words, list[Any]()
 
     def send(self, payload: object) -> None:
-        self.said.append(payload)
+        self.messages.append(payload)
 
     def receive(self) -> object:
         return self.words.pop(0)
@@ -99,7 +99,7 @@ def test_a_child_gives_a_block_for_each_turn(gpu: dict[str, ModuleType], bench: 
         [WarmUpOptions(min_runs=3, min_s=0.0, max_s=0.0), Take(0.01), Take(0.01), NextShape()]
     )
     gpu["contest"].take_turns(channel, gpu["contest"].Single(loaded.session(), feeds(4)))
-    warmup, *blocks = channel.said
+    warmup, *blocks = channel.messages
     assert len(warmup) >= 3
     assert [isinstance(block, Block) for block in blocks] == [True, True]
     assert not channel.words
@@ -108,7 +108,7 @@ def test_a_child_gives_a_block_for_each_turn(gpu: dict[str, ModuleType], bench: 
 
 def test_what_a_child_says_first_is_kept_and_handed_on(gpu: dict[str, ModuleType]) -> None:
     contest = gpu["contest"]
-    told: list[object] = []
+    messages: list[object] = []
 
     class Peer:
         def receive(self, timeout_s: float | None = None) -> object:
@@ -116,10 +116,10 @@ def test_what_a_child_says_first_is_kept_and_handed_on(gpu: dict[str, ModuleType
 
     first = contest.Loaded(1.0, {}, {})
     words = [first, (0.1,)]
-    listening = contest.Listening(Peer(), told.append)
+    listening = contest.Listening(Peer(), messages.append)
     assert listening.receive() is first
     assert listening.receive() == (0.1,)
-    assert told == [first]
+    assert messages == [first]
 
 
 def test_a_race_of_real_engines_in_children_goes_on_without_one_that_cannot_load(
@@ -208,8 +208,8 @@ def test_caches_go_from_one_home_to_another(gpu: dict[str, ModuleType], tmp_path
     host = gpu["host"]
     (tmp_path / "home" / "timing" / "key").mkdir(parents=True)
     (tmp_path / "home" / "timing" / "key" / "cache.bin").write_bytes(b"times")
-    kept = host.store(tmp_path / "home", tmp_path / "kept")
-    assert set(kept) == {"timing"}
+    caches = host.store(tmp_path / "home", tmp_path / "kept")
+    assert set(caches) == {"timing"}
     (tmp_path / "other").mkdir()
     assert host.restore(tmp_path / "other", tmp_path / "kept") == ["timing"]
     assert (tmp_path / "other" / "timing" / "key" / "cache.bin").read_bytes() == b"times"
@@ -257,10 +257,10 @@ def test_peers_in_fp16_take_and_return_fp32(gpu: dict[str, ModuleType]) -> None:
     with torch.inference_mode():
         expected = inner(x)
         module = peers.cast_module(inner, Precision.FP16)
-        found = module(x)
-    assert found.dtype is torch.float32
+        output = module(x)
+    assert output.dtype is torch.float32
     assert inner.weight.dtype is torch.float16
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-2)
     assert peers.cast_module(inner, Precision.FP32) is inner
 
 
@@ -269,10 +269,10 @@ def test_forced_flash_attention_gets_no_mask(gpu: dict[str, ModuleType]) -> None
     query, key, value = torch.randn(3, 1, 2, 4, 8)
     mask = torch.tensor([True, True, False, False]).expand(1, 1, 4, 4)
     with gpu["torch_peers"].unmasked_attention():
-        found = torch.nn.functional.scaled_dot_product_attention(
+        output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=False
         )
-    torch.testing.assert_close(found, attention(query, key, value))
+    torch.testing.assert_close(output, attention(query, key, value))
     assert torch.nn.functional.scaled_dot_product_attention is attention
 
 
@@ -283,9 +283,9 @@ def test_a_peers_engine_names_its_source(gpu: dict[str, ModuleType], tmp_path: P
         entrypoint="nets:resnet18", python_path=ROOT / "benchmarks" / "gpu", digest="d"
     )
     model = OnnxModel(root=tmp_path, file="m.onnx", digest="m", opset=20, inputs=(), outputs=())
-    made = gpu["torch_peers"].peer_engine(source, model, "compile fp16", H200, tmp_path)
-    assert made.recipe.label == "pytorch compile fp16"
-    assert ModelSource.model_validate_json(made.path.read_text()) == source
+    engine = gpu["torch_peers"].peer_engine(source, model, "compile fp16", H200, tmp_path)
+    assert engine.recipe.label == "pytorch compile fp16"
+    assert ModelSource.model_validate_json(engine.path.read_text()) == source
 
 
 def test_values_do_not_vanish_in_a_model_of_random_weights(gpu: dict[str, ModuleType]) -> None:

@@ -36,9 +36,9 @@ def served() -> Iterator[Any]:
     ):
         ours = {http.getsockname()[1], grpc.getsockname()[1]}
         listening = [
-            each
-            for each in psutil.Process().net_connections()
-            if each.laddr and each.laddr.port in ours
+            connection
+            for connection in psutil.Process().net_connections()
+            if connection.laddr and connection.laddr.port in ours
         ]
         yield SimpleNamespace(
             process=SimpleNamespace(net_connections=lambda: listening),
@@ -93,17 +93,17 @@ def test_the_page_tells_how_many_runs_ended_well(bench: Bench, tmp_path: Path) -
 
 
 def test_all_words_behind_command_are_the_command(bench: Bench) -> None:
-    found = bench["perf_analyzer"].parse_arguments(
+    arguments = bench["perf_analyzer"].parse_arguments(
         ["--into", "x", "--command", "ld.so", "--library-path", "lib", "bin/perf_analyzer"]
     )
-    assert (found.command, found.into) == (
+    assert (arguments.command, arguments.into) == (
         ["ld.so", "--library-path", "lib", "bin/perf_analyzer"],
         Path("x"),
     )
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (["/no/such"], "No such file"),
         (
@@ -113,9 +113,9 @@ def test_all_words_behind_command_are_the_command(bench: Bench) -> None:
     ],
 )
 def test_a_command_that_does_not_start_is_told_before_any_work(
-    bench: Bench, command: list[str], said: str
+    bench: Bench, command: list[str], message: str
 ) -> None:
     with pytest.raises(
-        SystemExit, match=rf"does not start: [\s\S]*{said}[\s\S]*next: pip install perf-analyzer"
+        SystemExit, match=rf"does not start: [\s\S]*{message}[\s\S]*next: pip install perf-analyzer"
     ):
         bench["perf_analyzer"].version_of(command)

@@ -241,8 +241,8 @@ def rows(bench: Bench, crucible: float = 80.0) -> list[dict[str, object]]:
 
 
 def test_rows_hold_medians_over_rounds_and_ratios_within_them(bench: Bench) -> None:
-    found = {(row["load"], row["server"]): row for row in rows(bench)}
-    ours = found["wire", "Crucible"]
+    by_load = {(row["load"], row["server"]): row for row in rows(bench)}
+    ours = by_load["wire", "Crucible"]
     assert (ours["per_s"], ours["per_s_low"], ours["per_s_high"]) == (120.0, 80.0, 160.0)
     assert (ours["p50_ratio"], ours["per_s_ratio"], ours["p50_ms"]) == (
         1.0,
@@ -254,11 +254,11 @@ def test_rows_hold_medians_over_rounds_and_ratios_within_them(bench: Bench) -> N
     assert (ours["compute_ms"], ours["queue_ms"]) == (1.5, 0.1)
     assert (ours["compute_of_many_ms"], ours["queue_of_many_ms"]) == (3.0, 9.0)
     assert ours["batch_of_many"] == 8.0
-    engine = found["CNN", "direct Session"]
+    engine = by_load["CNN", "direct Session"]
     assert (engine["version"], engine["per_s"]) == ("batch 8", 100.0)
-    assert found["CNN", "Crucible"]["per_s_ratio"] == 0.8
-    assert found["CNN", "Ray Serve"]["per_s"] is None
-    assert "out of | memory" in str(found["CNN", "Ray Serve"]["note"])
+    assert by_load["CNN", "Crucible"]["per_s_ratio"] == 0.8
+    assert by_load["CNN", "Ray Serve"]["per_s"] is None
+    assert "out of | memory" in str(by_load["CNN", "Ray Serve"]["note"])
 
 
 def test_stages_are_medians_of_what_answers_say(bench: Bench) -> None:
@@ -277,29 +277,29 @@ def test_stages_are_medians_of_what_answers_say(bench: Bench) -> None:
 
 def test_targets_are_met_missed_and_missed_without_figures(bench: Bench) -> None:
     figures = bench["figures"]
-    wanted = figures.Wanted.on(2)
-    met = figures.targets_of(rows(bench), wanted)
+    limits = figures.Wanted.on(2)
+    met = figures.targets_of(rows(bench), limits)
     missed = [target for target, holds in met.items() if not holds]
     assert all("Ray Serve" in target and "nan" in target for target in missed), missed
     assert len(missed) == 2
-    assert not any(figures.targets_of([], wanted).values())
-    slow = figures.targets_of(rows(bench, crucible=40.0), wanted)
+    assert not any(figures.targets_of([], limits).values())
+    slow = figures.targets_of(rows(bench, crucible=40.0), limits)
     assert [holds for target, holds in slow.items() if "connections: at least" in target] == [
         False,
         False,
     ]
-    assert figures.Wanted.on(16).share > wanted.share
+    assert figures.Wanted.on(16).share > limits.share
 
 
 def test_a_peer_that_had_faults_is_no_peer_that_was_beaten(bench: Bench) -> None:
-    figures, found = bench["figures"], rows(bench)
-    wire = next(row for row in found if (row["load"], row["server"]) == ("wire", "BentoML"))
+    figures, entries = bench["figures"], rows(bench)
+    wire = next(row for row in entries if (row["load"], row["server"]) == ("wire", "BentoML"))
     wire["note"] = figures.row_of(
         "wire", "BentoML", "1", [turn(bench, 1.0, 1.0, ("500: out of order",))], []
     )["note"]
     of_bentoml = {
         target: met
-        for target, met in figures.targets_of(found, figures.Wanted.on(2)).items()
+        for target, met in figures.targets_of(entries, figures.Wanted.on(2)).items()
         if "above BentoML" in target
     }
     assert list(of_bentoml.values()) == [False, True]  # the wire's, and the CNN's

@@ -104,25 +104,25 @@ def test_a_host_without_a_gpu_says_so(bench: Bench) -> None:
 
 def test_a_network_may_enlarge_its_image_first(bench: Bench, tmp_path: Path) -> None:
     models, rounds = bench["models"], bench["rounds"]
-    whole, small = (
+    original, small = (
         models.write_cnn(tmp_path / "whole.onnx", "squeezenet1_1", 64),
         models.write_cnn(tmp_path / "small.onnx", "squeezenet1_1", 32, 2),
     )
     large = models.image(32).repeat(2, axis=2).repeat(2, axis=3)
-    (expected,) = onnxruntime.InferenceSession(str(whole), providers=["CPUExecutionProvider"]).run(
-        None, {models.INPUT: large}
-    )
-    found = rounds.expected_of(small, 32)
-    assert np.frombuffer(found, np.float32) == pytest.approx(np.ravel(expected), abs=1e-5)
+    (expected,) = onnxruntime.InferenceSession(
+        str(original), providers=["CPUExecutionProvider"]
+    ).run(None, {models.INPUT: large})
+    answer = rounds.expected_of(small, 32)
+    assert np.frombuffer(answer, np.float32) == pytest.approx(np.ravel(expected), abs=1e-5)
     assert (
         0
-        < rounds.tolerance_of(found)
+        < rounds.tolerance_of(answer)
         == pytest.approx(rounds.TOLERANCE * np.abs(expected).max(), rel=1e-3)
     )
-    (other,) = onnxruntime.InferenceSession(str(whole), providers=["CPUExecutionProvider"]).run(
+    (other,) = onnxruntime.InferenceSession(str(original), providers=["CPUExecutionProvider"]).run(
         None, {models.INPUT: large[:, :, ::-1].copy()}
     )
-    assert np.abs(other - expected).max() > rounds.tolerance_of(found)
+    assert np.abs(other - expected).max() > rounds.tolerance_of(answer)
 
 
 def test_an_engine_says_where_it_ran(bench: Bench) -> None:
@@ -154,8 +154,8 @@ def rows(
 
 
 def test_rows_say_where_the_cnn_ran_and_others_do_not(bench: Bench) -> None:
-    serving, found = bench["serving"], rows(bench)
-    assert [(row["server"], row["ran_on"]) for row in found] == [
+    serving, entries = bench["serving"], rows(bench)
+    assert [(row["server"], row["ran_on"]) for row in entries] == [
         (name, "tensorrt 10.14.1 fp32 on NVIDIA H200") for name in ("direct Session", "Crucible")
     ]
     load = bench["rounds"].Load("CNN", "cnn.onnx", 128, b"", 0.0)
@@ -164,15 +164,15 @@ def test_rows_say_where_the_cnn_ran_and_others_do_not(bench: Bench) -> None:
         ("CNN", "Crucible", "x"),
         ("CNN", "FastAPI", None),
     ]
-    assert set(found[0]) == set(found[1]) == set(bench["figures"].COLUMNS)
+    assert set(entries[0]) == set(entries[1]) == set(bench["figures"].COLUMNS)
 
 
 def test_targets_are_about_an_engine_that_is_slow_enough(bench: Bench) -> None:
     figures = bench["figures"]
-    found = figures.targets_of(rows(bench), figures.Wanted.on(16)) | figures.engine_target(
+    targets = figures.targets_of(rows(bench), figures.Wanted.on(16)) | figures.engine_target(
         rows(bench), 500.0
     )
-    assert found == {
+    assert targets == {
         "CNN, 16 connections: at least 95% of the engine's best (got 97%)": True,
         "CNN, 1 connection: p99 at most 1 ms over the engine's (got +0.50 ms)": True,
         "CNN: an engine of at most 500 rows/s (got 300)": True,

@@ -35,8 +35,8 @@ def answer_to(
 ) -> Answer:
     """What a right server gives for one of the soak's requests."""
     length = body.index(b'{"binary_data_output": true}}') + len(b'{"binary_data_output": true}}')
-    asked = json.loads(body[:length])
-    number = int(asked["id"])
+    request = json.loads(body[:length])
+    number = int(request["id"])
     values = np.full(10, number % bench["soak"].INPUTS, np.float32) + np.float32(add)
     head = json.dumps(
         {"id": f"{number + other_id:012d}", "parameters": {"batch_size": rows}}
@@ -57,9 +57,7 @@ def test_right_answers_are_right(bench: Bench) -> None:
     assert soak.rows == {1: 40}
 
 
-def test_what_ran_alone_must_be_equal_bit_for_bit_and_what_ran_together_within_the_tolerance(
-    bench: Bench,
-) -> None:
+def test_answers_alone_are_bit_identical_and_batched_within_the_tolerance(bench: Bench) -> None:
     little = bench["soak"].TOLERANCE / 10
     together = soaked(bench, 8, rows=4, add=little)
     assert together.faults == []
@@ -140,7 +138,7 @@ def test_one_minute_of_the_real_service(tmp_path: Path) -> None:
         "--into",
         str(tmp_path),
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=ROOT,
         check=False,
@@ -148,6 +146,6 @@ def test_one_minute_of_the_real_service(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert done.returncode == 0, done.stdout[-3000:]
+    assert result.returncode == 0, result.stdout[-3000:]
     document = json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))
     assert all(document["targets"].values()), document["targets"]

@@ -54,7 +54,7 @@ def crucible(
     python: str = sys.executable,
 ) -> Result:
     """Run the command in a process of its own."""
-    done = subprocess.run(
+    result = subprocess.run(
         [python, "-m", "pipeline.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -62,7 +62,7 @@ def crucible(
         env=environment(env),
         check=False,
     )
-    return Result(done.returncode, done.stdout, done.stderr)
+    return Result(result.returncode, result.stdout, result.stderr)
 
 
 def crucible_here(*arguments: str | Path, cwd: Path) -> Result:
@@ -81,6 +81,7 @@ def crucible_here(*arguments: str | Path, cwd: Path) -> Result:
 
 
 def environment(more: dict[str, str] | None = None) -> dict[str, str]:
+    """Environment of a child that imports this checkout."""
     path = os.pathsep.join(
         filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
     )  # a GPU host's packages may lie there

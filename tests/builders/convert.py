@@ -110,18 +110,20 @@ def proto_from_text(text: str) -> onnx.ModelProto:
 
 
 def model_from_text(folder: Path, text: str) -> OnnxModel:
+    """Write a model in the text form of ONNX as a file of `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save_model(proto_from_text(text), str(folder / "source.onnx"))
     return onnx_model(folder, "source.onnx")
 
 
 def images(count: int, seed: int = 0) -> Tensors:
+    """Random images x [count, 3, 8, 8]."""
     return {"x": np.random.default_rng(seed).standard_normal((count, 3, 8, 8)).astype(np.float32)}
 
 
 def table_of(ranges: dict[str, tuple[float, float]]) -> CalibrationTable:
     """A table with these ranges, as min-max would give them."""
-    seen = {
+    entries = {
         name: TensorRange(minimum=low, maximum=high, low=low, high=high, count=1)
         for name, (low, high) in ranges.items()
     }
@@ -131,15 +133,16 @@ def table_of(ranges: dict[str, tuple[float, float]]) -> CalibrationTable:
         method=CalibrationMethod.MINMAX,
         set_digest="",
         samples=1,
-        ranges=seen,
+        ranges=entries,
     )
 
 
-def seen_by(model: OnnxModel, feeds: Tensors) -> CalibrationTable:
+def ranges_on(model: OnnxModel, feeds: Tensors) -> CalibrationTable:
+    """Table with the ranges of every tensor on these feeds."""
     return table_of(
         {
-            name: (seen.minimum, seen.maximum)
-            for name, seen in observe(open_probe(model), [feeds]).items()
+            name: (values.minimum, values.maximum)
+            for name, values in observe(open_probe(model), [feeds]).items()
         }
     )
 
@@ -151,13 +154,13 @@ def converted(
     model = model_from_text(folder / "source", text)
     out = folder / "out"
     out.mkdir()
-    made = convert(model, recipe, seen_by(model, feeds), (), out)
-    proto = onnx.load(str(made.path))
+    result = convert(model, recipe, ranges_on(model, feeds), (), out)
+    proto = onnx.load(str(result.path))
     onnx.checker.check_model(proto, full_check=True)
-    assert [(s.name, s.dtype, s.shape) for s in (*made.inputs, *made.outputs)] == [
+    assert [(s.name, s.dtype, s.shape) for s in (*result.inputs, *result.outputs)] == [
         (s.name, s.dtype, s.shape) for s in (*model.inputs, *model.outputs)
     ]
-    return model, made, proto.graph
+    return model, result, proto.graph
 
 
 def error_of(before: OnnxModel, after: OnnxModel, feeds: Tensors) -> float:
@@ -170,8 +173,10 @@ def error_of(before: OnnxModel, after: OnnxModel, feeds: Tensors) -> float:
 
 
 def operators(graph: onnx.GraphProto) -> Counter[str]:
+    """Count the nodes of each operator."""
     return Counter(node.op_type for node in graph.node)
 
 
 def dtypes(graph: onnx.GraphProto) -> dict[str, int]:
+    """Map the name of each initializer to its dtype."""
     return {tensor.name: tensor.data_type for tensor in graph.initializer}

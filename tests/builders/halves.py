@@ -116,16 +116,16 @@ class TellingHalves(Halves):
             value.name: value.type.tensor_type.elem_type
             for value in (*graph.value_info, *graph.input)
         }
-        found = []
+        layers = []
         for node in graph.node:
             if node.op_type == "MatMul":
                 low = types[node.input[0]] == onnx.TensorProto.FLOAT16 and self.as_called
-                found.append(
+                layers.append(
                     layer("fp16", 1e-5, nodes=(node.name,))
                     if low
                     else layer("fp32", 4e-5, nodes=(node.name,))
                 )
-        return table(*found)
+        return table(*layers)
 
 
 class HalvesLoaded:
@@ -150,8 +150,8 @@ class HalvesSession:
     def execute(self) -> None:
         with np.errstate(all="ignore"):
             self.results = [
-                -each if self.loaded.wrong else each
-                for each in self.loaded.evaluator.run(None, self.feeds)
+                -output if self.loaded.wrong else output
+                for output in self.loaded.evaluator.run(None, self.feeds)
             ]
 
     def fetch(self) -> Tensors:

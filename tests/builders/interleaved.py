@@ -177,6 +177,7 @@ class LocalPeer:
 
 
 def engine_named(variant: str, root: Path = Path("unused")) -> Engine:
+    """Engine of onnxruntime that is never loaded, with this variant in its label."""
     recipe = Recipe(backend="onnxruntime", precision=Precision.FP32, variant=variant)
     target = Target(backend="onnxruntime", version="1", device="cpu")
     return Engine(

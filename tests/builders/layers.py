@@ -34,6 +34,7 @@ CAPTURED = {
 
 @functools.cache
 def captured() -> dict[str, dict[str, Any]]:
+    """Inspector outputs and times of real engines of TensorRT."""
     content: dict[str, dict[str, Any]] = json.loads(
         gzip.decompress((Path(__file__).parents[1] / "data" / "trt_layers.json.gz").read_bytes())
     )
@@ -41,11 +42,13 @@ def captured() -> dict[str, dict[str, Any]]:
 
 
 def seconds_of(name: str) -> dict[str, list[float]]:
+    """Times of the layers of a real engine."""
     return {layer: [ms * 1e-3] for layer, (_, ms) in captured()[name]["times"].items()}
 
 
 @functools.cache
 def real_table(name: str) -> LayerTable:
+    """Layer table of a real engine."""
     layers = layers_from_inspector(captured()[name]["inspector"], seconds_of(name))
     sizes = {"b": 8} if name.startswith("resnet") else {"b": 8, "s": 128}
     operators = {node: _operator(node) for layer in layers for node in layer.nodes}
@@ -69,15 +72,16 @@ def _operator(node: str) -> str:
 
 def layer(precision: str, seconds: float | None = 1.0, **fields: object) -> Layer:
     """A heavy layer of its own, known by its kernel."""
-    given: dict[str, object] = {
+    defaults: dict[str, object] = {
         "name": f"{precision} layer",
         "kind": "gemm",
         "evidence": "tactic",
         "heavy": True,
         "seconds": seconds,
     }
-    return Layer.model_validate({**given, "precision": precision, **fields})
+    return Layer.model_validate({**defaults, "precision": precision, **fields})
 
 
 def table(*layers: Layer) -> LayerTable:
+    """Layer table of batch 8."""
     return LayerTable(sizes={"batch": 8}, runs=20, layers=layers)

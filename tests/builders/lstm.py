@@ -45,6 +45,7 @@ def tagger_samples(role: str) -> list[dict[str, NDArray[np.generic]]]:
 
 
 def write_tagger_data(folder: Path) -> None:
+    """Write a .npz file of samples for each role."""
     for role in COUNTS:
         numbered = {
             f"{index}/{name}": array

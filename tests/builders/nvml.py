@@ -126,8 +126,8 @@ def write_nvml(folder: Path, nvml: Nvml) -> None:
     """Write a module pynvml that answers as `nvml`, for a process that has `folder` in its path."""
     folder.mkdir(parents=True, exist_ok=True)
     source = Path(__file__).read_text(encoding="utf-8")
-    made = f"Nvml(*{nvml.devices!r}, driver={nvml.driver!r}, failure={nvml.failure!r})"
-    answer = f"\n_nvml = {made}\n\n\ndef __getattr__(name):\n    return getattr(_nvml, name)\n"
+    call = f"Nvml(*{nvml.devices!r}, driver={nvml.driver!r}, failure={nvml.failure!r})"
+    answer = f"\n_nvml = {call}\n\n\ndef __getattr__(name):\n    return getattr(_nvml, name)\n"
     (folder / "pynvml.py").write_text(source + answer, encoding="utf-8")
 
 

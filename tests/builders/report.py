@@ -64,6 +64,7 @@ _TARGET = Target(
 def latency_row(
     median_ms: float, batch: int, ratio: float | None, values: int = 1500
 ) -> LatencyRow:
+    """Row of random times about this median, reproducible."""
     random = np.random.default_rng(int(median_ms * 1000) + batch)
 
     def samples(share: float) -> Samples:
@@ -98,6 +99,7 @@ def latency_row(
 def benchmark(
     label: str, median_ms: float, baseline_ms: float | None, values: int = 1500
 ) -> BenchmarkReport:
+    """Rows of batch 1 and 8."""
     ratio = None if baseline_ms is None else baseline_ms / median_ms
     rows = (
         latency_row(median_ms, 1, ratio, values),
@@ -109,6 +111,7 @@ def benchmark(
 def selection(
     drop: float, cosine: float, max_drop: float = 0.01, role: str = "selection"
 ) -> ValidationReport:
+    """Validation with this drop of top-1, passed if it is at most `max_drop`."""
     passed = drop <= max_drop
     failure = (
         f"top1 drops by {drop:.4f} (0.9867 to {0.9867 - drop:.4f}), over max_drop {max_drop:g}"
@@ -147,6 +150,7 @@ def selection(
 
 
 def engine(recipe: Recipe, size_bytes: int, root: Path) -> Engine:
+    """Engine of an image classifier, without files."""
     return Engine(
         root=root,
         file="model.onnx",
@@ -197,7 +201,7 @@ def _candidates(root: Path) -> tuple[Candidate, ...]:
         ),
         (_int8("openvino", None, 8, "nncf"), 2.2, 0.0067, 0.9951, 342_000),
     )
-    found = []
+    candidates = []
     for recipe, median_ms, drop, cosine, size in measured:
         report = selection(drop, cosine)
         state = "measured" if report.passed else "failed accuracy"
@@ -208,7 +212,7 @@ def _candidates(root: Path) -> tuple[Candidate, ...]:
             "state": state,
             "reason": "; ".join(report.failures),
         }
-        found.append(
+        candidates.append(
             Candidate(
                 **fields, engine=engine(recipe, size, root), selection=report, benchmark=timing
             )
@@ -218,10 +222,10 @@ def _candidates(root: Path) -> tuple[Candidate, ...]:
         "ONNX Runtime computes fp16 graphs on the CPU in fp32, with casts around every node:"
         " slower, and no fp16"
     )
-    found.append(Candidate(label=half.label, recipe=half, state="refused", reason=refusal))
+    candidates.append(Candidate(label=half.label, recipe=half, state="refused", reason=refusal))
     rtx = Recipe(backend="tensorrt_rtx", precision=Precision.FP16, compute_capability="8.9")
     built = "runs on compute capability 8.9 only; this host has no GPU"
-    found.append(
+    candidates.append(
         Candidate(
             label=rtx.label,
             recipe=rtx,
@@ -230,7 +234,7 @@ def _candidates(root: Path) -> tuple[Candidate, ...]:
             engine=engine(rtx, 702_000, root),
         )
     )
-    return tuple(found)
+    return tuple(candidates)
 
 
 def _steps() -> tuple[Step, ...]:
@@ -245,7 +249,7 @@ def _steps() -> tuple[Step, ...]:
         ("build", "onnxruntime int8", 0.4, False),
         ("validate", "selection", 1.9, False),
     )
-    made = (*stages, *later, ("benchmark", "", 21.4, False))
+    steps = (*stages, *later, ("benchmark", "", 21.4, False))
     return tuple(
         Step(
             stage=stage,
@@ -255,7 +259,7 @@ def _steps() -> tuple[Step, ...]:
             created="2026-03-01T09:00:00+00:00" if reused else "2026-03-02T10:11:00+00:00",
             digest="0123456789abcdef" * 4,
         )
-        for stage, subject, seconds, reused in made
+        for stage, subject, seconds, reused in steps
     )
 
 
@@ -327,7 +331,7 @@ def proven_report(evil: str = "") -> Report:
     runs fp32, each with its real layers.
     """
     report = sample_report(evil=evil)
-    kept = report.candidates[-1]
+    fallback = report.candidates[-1]
     variants = (
         ("int8", "resnet_int8impl", 2.2, "measured"),
         ("fp16", "resnet_fp16", 2.8, "measured"),
@@ -388,7 +392,7 @@ def proven_report(evil: str = "") -> Report:
     )
     return report.model_copy(
         update={
-            "candidates": (*candidates, kept),
+            "candidates": (*candidates, fallback),
             "winner": candidates[0].label,
             "rescues": (rescue,),
         }

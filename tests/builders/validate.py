@@ -97,10 +97,12 @@ BOTH: tuple[Node, ...] = (("Identity", ["x"], "a"), ("Neg", ["x"], "b"))
 
 
 def one_hot(labels: np.ndarray) -> np.ndarray:
+    """Logits with a 2 at each label, else 0."""
     return np.eye(CLASSES, dtype=np.float32)[labels] * 2
 
 
 def labelled(samples: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and labels that agree."""
     labels = np.arange(samples) % CLASSES
     noise = np.linspace(0, 0.1, samples, dtype=np.float32)[:, None] * np.arange(
         CLASSES, dtype=np.float32

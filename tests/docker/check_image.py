@@ -44,9 +44,9 @@ X = np.random.default_rng(0).normal(0, 1, (3, FEATURES)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[Image]:
-    with images() as kept:
-        image = kept.build(SERVE)
-        sizes = [size / 10**6 for size in (image.size_bytes, kept.size_bytes("localhost/base"))]
+    with images() as builder:
+        image = builder.build(SERVE)
+        sizes = [size / 10**6 for size in (image.size_bytes, builder.size_bytes("localhost/base"))]
         print("\nthe image has {:.0f} MB, {:.0f} of them the base".format(*sizes))
         yield image
 
@@ -55,10 +55,10 @@ def image() -> Iterator[Image]:
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made as the README makes it: the user of the image reads it, and its folder is closed."""
     folder = tmp_path_factory.mktemp("key")
-    made = [line for line in readme("In a container") if not line.startswith(("docker", "(umask"))][
-        :3
-    ]
-    subprocess.run(["bash", "-c", "\n".join([SHELL, *made])], cwd=folder, check=True)
+    commands = [
+        line for line in readme("In a container") if not line.startswith(("docker", "(umask"))
+    ][:3]
+    subprocess.run(["bash", "-c", "\n".join([SHELL, *commands])], cwd=folder, check=True)
     return folder / "keys" / "admin.key"
 
 
@@ -170,7 +170,7 @@ def test_the_lines_of_the_readme_lead_to_answers(
     ]
     service = [line for line in readme("As a service") if line != "crucible serve"]
     script = "\n".join([SHELL, *after_start, *keyed, *service]).replace(URL, container.url)
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", script],
         cwd=tmp_path,
         env=environment({"CRUCIBLE_URL": container.url}),
@@ -178,8 +178,8 @@ def test_the_lines_of_the_readme_lead_to_answers(
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    assert done.stdout.count('"outputs":{') == 2
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr
+    assert result.stdout.count('"outputs":{') == 2
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     client.unload("digits")
 
@@ -223,9 +223,9 @@ def model(container: Container, key: Path, place: Path) -> str:
 def workers(container: Container) -> list[psutil.Process]:
     """Processes that hold an engine: not their guardians."""
     return [
-        each
-        for each in container.init.children(recursive=True)
-        if runs(each, "service.serving.worker")
+        child
+        for child in container.init.children(recursive=True)
+        if runs(child, "service.serving.worker")
     ]
 
 
@@ -262,7 +262,7 @@ def test_it_answers_curl(container: Container, model: str, key: Path, tmp_path: 
         "-H",
         "Content-Type: application/x-npy",
     )
-    asked = [
+    command = [
         *curl,
         f"{container.url}/models/{model}/infer",
         "--data-binary",
@@ -270,8 +270,8 @@ def test_it_answers_curl(container: Container, model: str, key: Path, tmp_path: 
         "-o",
         "y.npy",
     ]
-    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy").argmax(1), answers(X))
 
 
@@ -349,7 +349,7 @@ def test_sigterm_under_load_loses_nothing(
         "is draining",
         "the server is stopping",
     )  # not "was unloaded", which a request hears that was taken and is dropped
-    assert [said for said in inferred if not any(why in said for why in refused)] == []
+    assert [message for message in inferred if not any(why in message for why in refused)] == []
     assert "event: server-restarting" in lines
     assert of_jobs([job.id]) == []
 

@@ -104,21 +104,21 @@ class Images:
             "--runroot",
             str(self.folder / "run"),
         )
-        whole, environment = (
+        full_command, environment = (
             ["buildah", *store, command, *map(str, arguments)],
             {**os.environ, "TMPDIR": str(self.folder)},
         )
-        done = subprocess.run(
-            whole, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        result = subprocess.run(
+            full_command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, (
-            f"buildah {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        assert result.returncode == 0, (
+            f"buildah {command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
         )
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     def build(self, recipe: Recipe, name: str = "crucible:test") -> Image:
         name = f"localhost/{name}"
-        given = [
+        options = [
             "BASE=localhost/base",
             *recipe.arguments,
             *(f"{each}={os.environ[each]}" for each in MIRRORS if each in os.environ),
@@ -127,8 +127,8 @@ class Images:
             ["--volume", f"{CERTIFICATES}:/etc/host-ca.crt:ro"] if CERTIFICATES.is_file() else []
         )
         if certificates:
-            given.append("PIP_CERT=/etc/host-ca.crt")
-        arguments = [part for each in given for part in ("--build-arg", each)]
+            options.append("PIP_CERT=/etc/host-ca.crt")
+        arguments = [part for option in options for part in ("--build-arg", option)]
         isolation = (
             "--isolation",
             "chroot",
@@ -148,25 +148,25 @@ class Images:
             recipe.context,
         )
         self.buildah("bud", *isolation, *arguments, *certificates, *what)
-        said = json.loads(self.buildah("inspect", "--type", "image", name))["Docker"]["config"]
+        config = json.loads(self.buildah("inspect", "--type", "image", name))["Docker"]["config"]
         container = self.buildah("from", "--pull-never", name)
         return image_of(
-            recipe, name, said, Path(self.buildah("mount", container)), self.size_bytes(name)
+            recipe, name, config, Path(self.buildah("mount", container)), self.size_bytes(name)
         )
 
     def size_bytes(self, name: str) -> int:
         """Of all layers, unpacked."""
-        (found,) = json.loads(self.buildah("images", "--json", name))
-        number, unit = found["size"].split()
+        (entry,) = json.loads(self.buildah("images", "--json", name))
+        number, unit = entry["size"].split()
         return int(float(number) * {"MB": 10**6, "GB": 10**9}[unit])
 
     def compressed_bytes(self, name: str) -> int:
         """Of all layers by gzip: what a registry sends."""
         packed = self.folder / "packed"
         self.buildah("push", name, f"oci:{packed}")
-        found = sum(file.stat().st_size for file in packed.glob("blobs/sha256/*"))
+        total = sum(file.stat().st_size for file in packed.glob("blobs/sha256/*"))
         shutil.rmtree(packed)
-        return found
+        return total
 
     def remove(self, image: Image) -> None:
         """Its files; layers of others stay."""
@@ -179,45 +179,47 @@ def images() -> Iterator[Images]:
     """buildah's folder with the base in it, removed at the end. The environment's STORAGE_DRIVER
     says how it keeps layers: vfs runs everywhere.
     """
-    kept = Images(Path(tempfile.mkdtemp(prefix="crucible-image-")))
+    builder = Images(Path(tempfile.mkdtemp(prefix="crucible-image-")))
     try:
-        empty = kept.buildah("from", "scratch")
-        kept.buildah("add", "--quiet", empty, base(kept.folder), "/")
-        kept.buildah("commit", "--quiet", "--rm", empty, "localhost/base")
-        yield kept
+        empty = builder.buildah("from", "scratch")
+        builder.buildah("add", "--quiet", empty, base(builder.folder), "/")
+        builder.buildah("commit", "--quiet", "--rm", empty, "localhost/base")
+        yield builder
     finally:
         mounted = [
             line.split()[1]
             for line in Path("/proc/mounts").read_text(encoding="ascii").splitlines()
         ]
-        for place in reversed([each for each in mounted if Path(each).is_relative_to(kept.folder)]):
+        for place in reversed(
+            [folder for folder in mounted if Path(folder).is_relative_to(builder.folder)]
+        ):
             subprocess.run(["umount", place], check=True)
-        shutil.rmtree(kept.folder)
+        shutil.rmtree(builder.folder)
 
 
 def base(folder: Path) -> Path:
     """A small Debian with Python as a tar, kept in the user's cache."""
-    kept = (
+    archive = (
         Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         / "crucible-image-test"
         / f"{SUITE}-without-lists.tar"
     )
-    if not kept.is_file():
-        root, work = folder / "debian", kept.with_suffix(f".{os.getpid()}")
-        kept.parent.mkdir(parents=True, exist_ok=True)
+    if not archive.is_file():
+        root, work = folder / "debian", archive.with_suffix(f".{os.getpid()}")
+        archive.parent.mkdir(parents=True, exist_ok=True)
         include = "--include=python3,python3-venv,ca-certificates"
-        done = subprocess.run(
+        result = subprocess.run(
             ["debootstrap", "--variant=minbase", include, SUITE, root],
             capture_output=True,
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr
         fetched = ("--exclude=./var/cache/apt/archives/*.deb", "--exclude=./var/lib/apt/lists/*")
         subprocess.run(["tar", "-C", root, *fetched, "-cf", work, "."], check=True)
-        work.rename(kept)
+        work.rename(archive)
         shutil.rmtree(root)
-    return kept
+    return archive
 
 
 def image_of(
@@ -318,7 +320,7 @@ def running(image: Image, home: Path, key: Path, view: Path) -> Iterator[Contain
     os.chown(home, int(user), int(group))
     view.mkdir(exist_ok=True)
     (volume,) = image.volumes
-    given = (
+    parameters = (
         image.root,
         view,
         home,
@@ -335,7 +337,7 @@ def running(image: Image, home: Path, key: Path, view: Path) -> Iterator[Contain
     start = time.monotonic()
     with log.open("ab") as out:
         process = subprocess.Popen(
-            [*unshare, "sh", "-c", START, "sh", *map(str, given)], stdout=out, stderr=out
+            [*unshare, "sh", "-c", START, "sh", *map(str, parameters)], stdout=out, stderr=out
         )
     container = Container(
         image,

@@ -84,9 +84,9 @@ def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(
     def names() -> list[str]:
         database = Database(home / "crucible.db")
         with database.read() as rows:
-            found = [row["name"] for row in rows.execute("SELECT name FROM models")]
+            models = [row["name"] for row in rows.execute("SELECT name FROM models")]
         database.close()
-        return found
+        return models
 
     save, restore = (
         line for line in commands(PAGE) if line.startswith("docker run") and "--entrypoint" in line
@@ -127,7 +127,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     def run(some: list[str], url: str) -> str:
         script = "\n".join([SHELL, *some]).replace(URL, url)
         env = environment({"CRUCIBLE_HOME": str(tmp_path / "home")})
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", "-c", script],
             cwd=tmp_path,
             env=env,
@@ -135,8 +135,8 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-        return done.stdout
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr
+        return result.stdout
 
     run(lines[:first], URL)
     variables = {
@@ -144,13 +144,15 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
         "CRUCIBLE_SERVICE_ADMIN_KEY_FILE": str(tmp_path / "keys" / "admin.key"),
     }
     with served("crucible serve", tmp_path / "home", **variables) as url:
-        told = run(lines[first:], url)
-    assert "# tiny" in told
-    assert "crucible_jobs{" in told
-    assert 'backend: "onnxruntime"' in told
-    assert "max_batch_size: 16" in told
-    assert '"outputs":{' in told
-    assert 'crucible_model_state{device="cpu",model="digits",state="ready",version="1"} 1.0' in told
+        output = run(lines[first:], url)
+    assert "# tiny" in output
+    assert "crucible_jobs{" in output
+    assert 'backend: "onnxruntime"' in output
+    assert "max_batch_size: 16" in output
+    assert '"outputs":{' in output
+    assert (
+        'crucible_model_state{device="cpu",model="digits",state="ready",version="1"} 1.0' in output
+    )
     assert all(
         (tmp_path / "triton-models" / name / "1" / "model.onnx").is_file()
         for name in ("digits", "resnet50")

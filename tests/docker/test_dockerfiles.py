@@ -43,21 +43,21 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
     lines = [
         line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")
     ]
-    for whole in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
-        name, _, argument = whole.partition(" ")
+    for instruction in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
+        name, _, argument = instruction.partition(" ")
         yield name, argument.strip()
 
 
 def complaints(text: str) -> list[str]:
     """What no builder would take, or what would name nothing."""
-    found, stages, known = [], [], {"PATH"}
+    problems, stages, known = [], [], {"PATH"}
     for name, argument in instructions(text):
         if name not in KNOWN:
-            found.append(f"no instruction: {name}")
+            problems.append(f"no instruction: {name}")
         if name == "FROM":
             base, _, stage = argument.partition(" AS ")
             if base != "${BASE}" and base not in stages:
-                found.append(f"no such stage: {base}")
+                problems.append(f"no such stage: {base}")
             known = {
                 "PATH"
                 # as buildah has it; Docker hands on the arguments of the stage that this one is
@@ -67,18 +67,18 @@ def complaints(text: str) -> list[str]:
         elif name in ("ARG", "ENV"):
             known |= {part.partition("=")[0] for part in shlex.split(argument)}
         elif name == "RUN":
-            found += run_complaints(argument, known)
+            problems += run_complaints(argument, known)
         elif (
             name == "COPY"
             and (source := re.match(r"--from=(\S+)", argument))
             and source[1] not in stages
         ):
-            found.append(f"no such stage: {source[1]}")
+            problems.append(f"no such stage: {source[1]}")
         elif name in ("ENTRYPOINT", "CMD", "HEALTHCHECK"):
             command = argument.partition("CMD ")[2] if name == "HEALTHCHECK" else argument
             if not all(isinstance(part, str) for part in json.loads(command)):
-                found.append(f"no list of words: {command}")
-    return found
+                problems.append(f"no list of words: {command}")
+    return problems
 
 
 def run_complaints(argument: str, known: set[str]) -> list[str]:
@@ -100,7 +100,7 @@ def test_every_line_is_an_instruction_that_names_what_is_there(file: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "said"),
+    ("right", "wrong", "message"),
     [
         ("WORKDIR /src", "WORKDIRS /src", "no instruction: WORKDIRS"),
         ("--from=build /opt", "--from=built /opt", "no such stage: built"),
@@ -113,10 +113,10 @@ def test_every_line_is_an_instruction_that_names_what_is_there(file: Path) -> No
         ),
     ],
 )
-def test_a_slip_would_be_found(right: str, wrong: str, said: str) -> None:
+def test_a_slip_would_be_found(right: str, wrong: str, message: str) -> None:
     text = GPU.read_text() if right in GPU.read_text() else CPU.read_text()
     assert right in text
-    assert any(each.startswith(said) for each in complaints(text.replace(right, wrong, 1)))
+    assert any(each.startswith(message) for each in complaints(text.replace(right, wrong, 1)))
 
 
 def asked_of_pip(file: Path) -> list[str]:
@@ -133,20 +133,22 @@ def asked_of_pip(file: Path) -> list[str]:
         if name == "RUN" and " install " in argument and "pip" in argument
     )
     (words,) = re.findall(r"pip --python \S+ install (.*?) &&", line)
-    given = shlex.split(re.sub(r"\$\{(\w+)\}", lambda found: defaults[found[1]], words))
-    assert given[0] == "--quiet"
-    return given[1:]
+    packages = shlex.split(re.sub(r"\$\{(\w+)\}", lambda match: defaults[match[1]], words))
+    assert packages[0] == "--quiet"
+    return packages[1:]
 
 
 @pytest.mark.parametrize("file", [CPU, GPU], ids=["cpu", "gpu"])
 def test_constraints_hold_where_packages_are_installed_and_where_they_are_built(file: Path) -> None:
-    given = dict(
+    variables = dict(
         part.partition("=")[::2]
         for name, argument in instructions(file.read_text())
         if name == "ENV"
         for part in shlex.split(argument)
     )
-    assert given["PIP_CONSTRAINT"] == given["PIP_BUILD_CONSTRAINT"] == "/src/constraints.txt"
+    assert (
+        variables["PIP_CONSTRAINT"] == variables["PIP_BUILD_CONSTRAINT"] == "/src/constraints.txt"
+    )
     assert "setuptools==" in CONSTRAINTS
 
 
@@ -155,7 +157,7 @@ def test_what_the_gpu_image_installs_can_be_had_together() -> None:
     """On the Python of its base, at the versions of constraints.txt. TensorRT's own libraries are
     in NVIDIA's index, which is not asked here.
     """
-    text, asked = GPU.read_text(), asked_of_pip(GPU)
+    text, requirements = GPU.read_text(), asked_of_pip(GPU)
     assert re.search(r"^ARG BASE=\S+ubuntu24\.04$", text, re.MULTILINE), (
         "another Ubuntu has another Python than 3.12: say so below"
     )
@@ -171,18 +173,18 @@ def test_what_the_gpu_image_installs_can_be_had_together() -> None:
         name: value for name, value in os.environ.items() if not name.startswith("NVIDIA_")
     }
     command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", *base, "-"]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=ROOT,
         env=environment,
-        input="\n".join(asked),
+        input="\n".join(requirements),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    found = {line for line in done.stdout.splitlines() if "==" in line}
-    assert {re.sub("==.*", "", line) for line in found} >= {
+    assert result.returncode == 0, result.stderr
+    versions = {line for line in result.stdout.splitlines() if "==" in line}
+    assert {re.sub("==.*", "", line) for line in versions} >= {
         "torch",
         "torchvision",
         "nvidia-modelopt",
@@ -191,10 +193,12 @@ def test_what_the_gpu_image_installs_can_be_had_together() -> None:
         "tensorrt-cu12",
     }
     pinned = {re.sub("==.*", "", line) for line in CONSTRAINTS.splitlines()}
-    assert {line for line in found if re.sub("==.*", "", line) in pinned} <= {
+    assert {line for line in versions if re.sub("==.*", "", line) in pinned} <= {
         *CONSTRAINTS.splitlines()
     }
-    assert {line for line in found if re.sub("==.*", "", line) not in pinned} == {asked[-1]}
+    assert {line for line in versions if re.sub("==.*", "", line) not in pinned} == {
+        requirements[-1]
+    }
 
 
 def test_tensorrt_asks_pip_for_its_libraries_and_pip_knows_where_they_are() -> None:

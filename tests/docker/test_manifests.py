@@ -32,12 +32,12 @@ def documents(name: str) -> list[Document]:
 
 
 def deployment_pod() -> Document:
-    (found,) = (
-        each["spec"]["template"]["spec"]
-        for each in documents("deployment.yaml")
-        if each["kind"] == "Deployment"
+    (pod,) = (
+        document["spec"]["template"]["spec"]
+        for document in documents("deployment.yaml")
+        if document["kind"] == "Deployment"
     )
-    return dict(found)
+    return dict(pod)
 
 
 def predictor_pod() -> Document:
@@ -50,7 +50,7 @@ PODS = pytest.mark.parametrize(
 
 
 def environment(pod: Document) -> dict[str, str]:
-    return {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+    return {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
 
 
 def settings_of(variables: dict[str, str]) -> Settings:
@@ -80,14 +80,14 @@ def test_a_misspelt_field_would_be_found() -> None:
 def closed(schema: Any) -> Any:
     """A schema that refuses unknown fields, which KServe would drop without a word."""
     if isinstance(schema, list):
-        return [closed(each) for each in schema]
+        return [closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: closed(each) for name, each in schema.items()}
+    members = {name: closed(item) for name, item in schema.items()}
     return (
-        {"additionalProperties": False, **found}
-        if isinstance(found.get("properties"), dict) and found.get("type") == "object"
-        else found
+        {"additionalProperties": False, **members}
+        if isinstance(members.get("properties"), dict) and members.get("type") == "object"
+        else members
     )
 
 
@@ -141,7 +141,7 @@ def test_both_ports_are_reached_everywhere() -> None:
     (service,) = (
         each["spec"] for each in documents("deployment.yaml") if each["kind"] == "Service"
     )
-    assert [(each["port"], each["targetPort"]) for each in service["ports"]] == [
+    assert [(port["port"], port["targetPort"]) for port in service["ports"]] == [
         (Settings().port, "http"),
         (Settings().rpc_port, "grpc"),
     ]
@@ -166,8 +166,8 @@ def test_a_pod_has_no_more_rights_than_it_needs(pod: Document) -> None:
         re.search(r"^USER (\d+):(\d+)$", (DOCKER / "Dockerfile.gpu").read_text(), re.MULTILINE),
     )
     assert user is not None
-    given = pod["securityContext"]
-    assert (given["runAsNonRoot"], given["runAsUser"], given["fsGroup"]) == (
+    context = pod["securityContext"]
+    assert (context["runAsNonRoot"], context["runAsUser"], context["fsGroup"]) == (
         True,
         int(user[1]),
         int(user[2]),
@@ -192,8 +192,8 @@ def test_kubernetes_own_variables_do_not_become_settings(pod: Document) -> None:
 def test_a_pod_has_a_gpu_memory_to_share_and_its_home(pod: Document) -> None:
     container = pod["containers"][0]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    volumes = {each["name"]: each for each in pod["volumes"]}
-    mounted = {each["mountPath"]: volumes[each["name"]] for each in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in mounted["/var/lib/crucible"]
     key = environment(pod)["CRUCIBLE_SERVICE_ADMIN_KEY_FILE"]
@@ -288,7 +288,7 @@ def queries() -> Iterator[str]:
         yield from (rule["expr"] for rule in group["rules"])
 
 
-def told() -> str:
+def metrics_text() -> str:
     """What /metrics says of a server that has answered something over each wire."""
     metrics = Metrics()
     metrics.collect_jobs(dict)
@@ -306,33 +306,33 @@ def told() -> str:
 
 def labels_by_name() -> dict[str, set[str]]:
     """From the table in docs/service.md, which a test holds against what a server says."""
-    found = {}
+    table = {}
     for names, labels in re.findall(
         r"^\| (`crucible_\S.*?) \| ([\w, ]*?) ?\| ", SERVICE_PAGE, re.MULTILINE
     ):
-        found |= {name: set(labels.split(", ")) - {""} for name in re.findall(r"`(\w+)`", names)}
-    return found
+        table |= {name: set(labels.split(", ")) - {""} for name in re.findall(r"`(\w+)`", names)}
+    return table
 
 
 def test_the_page_names_the_labels_of_served_models() -> None:
-    seen = {}
-    for family in text_string_to_metric_families(told()):
+    labels = {}
+    for family in text_string_to_metric_families(metrics_text()):
         if (
             family.samples
             and re.match(r"crucible_(inference|model|grpc)_", family.name)
             and not family.name.endswith("_created")
         ):
             name = family.name + ("_total" if family.type == "counter" else "")
-            seen[name] = {label for sample in family.samples for label in sample.labels} - {"le"}
-    assert len(seen) == 9
+            labels[name] = {label for sample in family.samples for label in sample.labels} - {"le"}
+    assert len(labels) == 9
     known = labels_by_name()
-    assert {name: known.get(name) for name in seen} == seen
+    assert {name: known.get(name) for name in labels} == labels
 
 
 def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
-    kinds = dict(re.findall(r"^# TYPE (crucible_\w+) (\w+)$", told(), re.MULTILINE))
+    kinds = dict(re.findall(r"^# TYPE (crucible_\w+) (\w+)$", metrics_text(), re.MULTILINE))
     known = labels_by_name()
-    asked = set()
+    metrics = set()
     for query in queries():
         names = {
             re.sub(r"_(bucket|sum|count)$", "", name): name
@@ -358,17 +358,17 @@ def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
             for part in group.split(",")
         ]
         assert {*inside, *grouped} <= labels, query
-        asked |= set(names)
+        metrics |= set(names)
     assert {
         "crucible_jobs",
         "crucible_http_request_seconds",
         "crucible_device_memory_used_bytes",
-    } <= asked
+    } <= metrics
     assert {
         name
         for name in kinds
         if re.match(r"crucible_(inference|model|grpc)_", name) and not name.endswith("_created")
-    } <= asked
+    } <= metrics
 
 
 def test_the_dashboard_reads_from_the_source_that_is_given() -> None:

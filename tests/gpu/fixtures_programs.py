@@ -26,8 +26,8 @@ RANGES = {"batch": [1, 4, 16], "sequence": [1, 8, 32]}
 
 def profile_of(name: str) -> Profile:
     """The ranges of the dimensions that a model has, and of no other."""
-    given, _ = MODELS[name]
-    return Profile.model_validate({"dims": {symbol: RANGES[symbol] for symbol in given.symbols}})
+    spec, _ = MODELS[name]
+    return Profile.model_validate({"dims": {symbol: RANGES[symbol] for symbol in spec.symbols}})
 
 
 @contextlib.contextmanager

@@ -110,10 +110,10 @@ class Site:
     @contextlib.contextmanager
     def loaded(self, *models: str, **options: Any) -> Iterator[None]:
         """These models are deployed, and gone afterwards."""
-        with self.client() as client, contextlib.ExitStack() as kept:
+        with self.client() as client, contextlib.ExitStack() as stack:
             for model in models:
                 client.load(model, DeploymentOptions(**options))
-                kept.callback(client.unload, model)
+                stack.callback(client.unload, model)
             yield
 
     def delivered(self, model: str) -> Path:
@@ -147,20 +147,20 @@ class Site:
             if line.startswith("{")
         ]
         ready = [
-            each
-            for each in events
-            if each.get("event") == "worker.ready" and each["worker"].startswith(f"{model}-")
+            event
+            for event in events
+            if event.get("event") == "worker.ready" and event["worker"].startswith(f"{model}-")
         ]
         newest = ready[-1]["worker"].rpartition("-")[0]  # the name ends with the instance's number
         guardians = {
-            each["worker"]: psutil.Process(each["pid"])
-            for each in ready
-            if each["worker"].rpartition("-")[0] == newest
+            event["worker"]: psutil.Process(event["pid"])
+            for event in ready
+            if event["worker"].rpartition("-")[0] == newest
         }
         family = [
             child for guardian in guardians.values() for child in guardian.children(recursive=True)
         ]
-        return [each for each in family if "service.serving.worker" in each.cmdline()]
+        return [process for process in family if "service.serving.worker" in process.cmdline()]
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,10 @@ class Direct:
         """What a session gives for each; with CUDA graphs as far as the backend has them, or by
         plain runs.
         """
-        found: list[Array] = call_in_child(
+        answers: list[Array] = call_in_child(
             direct_answers, self.engine, list(batches), graphs, name="direct session"
         )
-        return found
+        return answers
 
 
 def direct_answers(
@@ -185,7 +185,7 @@ def direct_answers(
     """Runs in a child: each batch thrice, the first two of which capture a graph; the last
     answers.
     """
-    (given,), (asked,) = engine.inputs, engine.outputs
+    (source,), (target,) = engine.inputs, engine.outputs
     with closing(backends.load(engine)) as loaded:
         plain: dict[str, Any] = (
             {} if graphs or engine.target.backend != "tensorrt" else {"graphs": False}
@@ -193,9 +193,9 @@ def direct_answers(
         with closing(loaded.session(**plain)) as session:
 
             def last(feeds: Tensors) -> Array:
-                return [run_session(session, feeds)[asked.name] for _ in range(3)][-1].copy()
+                return [run_session(session, feeds)[target.name] for _ in range(3)][-1].copy()
 
-            return [last({given.name: batch}) for batch in batches]
+            return [last({source.name: batch}) for batch in batches]
 
 
 def images(rows: int, seed: int = 0) -> Array:
@@ -215,7 +215,7 @@ def only_output(answer: Inference) -> Array:
 
 
 @dataclass(frozen=True)
-class Told:
+class Call:
     """What became of one request: its answer, or the status of its refusal."""
 
     number: int  # of what was asked
@@ -223,22 +223,24 @@ class Told:
     status: int = 200
 
 
-def ask_all(site: Site, model: str, asked: Sequence[Array], calls: int, clients: int) -> list[Told]:
-    """So many calls by so many clients at once, which go through `asked` in turn."""
+def ask_all(
+    site: Site, model: str, inputs: Sequence[Array], calls: int, clients: int
+) -> list[Call]:
+    """So many calls by so many clients at once, which go through `inputs` in turn."""
 
-    def one(client_number: int) -> list[Told]:
-        found = []
+    def one(client_number: int) -> list[Call]:
+        results = []
         with site.client() as client:
             for call in range(client_number, calls, clients):
-                number = call % len(asked)
+                number = call % len(inputs)
                 try:
-                    found.append(Told(number, ask(client, model, asked[number])))
+                    results.append(Call(number, ask(client, model, inputs[number])))
                 except RemoteError as error:
-                    found.append(Told(number, None, error.status))
-        return found
+                    results.append(Call(number, None, error.status))
+        return results
 
     with ThreadPoolExecutor(clients) as pool:
-        return [told for each in pool.map(one, range(clients)) for told in each]
+        return [result for each in pool.map(one, range(clients)) for result in each]
 
 
 def assert_agree(got: Array, expected: Array, tolerance: float) -> None:
@@ -253,10 +255,10 @@ def assert_agree(got: Array, expected: Array, tolerance: float) -> None:
 
 
 def padding_ratio(site: Site, model: str) -> float:
-    (found,) = re.findall(
+    (ratio,) = re.findall(
         rf'crucible_inference_padding_ratio{{[^}}]*model="{model}"[^}}]*}} (\S+)', site.figures()
     )
-    return float(found)
+    return float(ratio)
 
 
 def weights_of(architecture: str, file: Path) -> Path:
@@ -269,6 +271,6 @@ def weights_of(architecture: str, file: Path) -> Path:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

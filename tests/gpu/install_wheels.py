@@ -75,8 +75,8 @@ def join(sums: Path, folder: Path) -> Path:
     """
     expected, name = sums.read_text(encoding="ascii").split()
     parts = sorted(sums.parent.rglob(f"{name}.part[0-9][0-9]"))
-    whole, digest = folder / name, hashlib.sha256()
-    with whole.open("wb") as sink:
+    wheel, digest = folder / name, hashlib.sha256()
+    with wheel.open("wb") as sink:
         for part in parts:
             block = part.read_bytes()
             digest.update(block)
@@ -87,7 +87,7 @@ def join(sums: Path, folder: Path) -> Path:
             f"the parts of {name} do not make the whole (here: {here})\n  next: bring all parts"
             f" along, or leave out {sums}"
         )
-    return whole
+    return wheel
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def test_two_processes_build_on_one_gpu_and_both_end_right(tmp_path: Path) -> No
     overloaded = any("other work took" in note.text for note in again.notes)
     assert (
         timing_cache.read(
-            timing_cache.Timed(tensorrt_.probe(), TensorRTOptions().timing_iterations)
+            timing_cache.CacheScope(tensorrt_.probe(), TensorRTOptions().timing_iterations)
         )
         or overloaded
     )  # this build at least was alone, so its times are kept where the CPUs keep up
@@ -142,10 +142,10 @@ def test_two_processes_build_on_one_gpu_and_both_end_right(tmp_path: Path) -> No
 def test_a_compile_on_a_full_gpu_says_so_and_the_next_one_works(tmp_path: Path) -> None:
     plan = fp16_task(tmp_path)
     with full_gpu(FULL_BYTES):
-        done = compiled(plan)
-    assert done.code in (1, 2), done.out + done.err
-    assert "memory" in done.out + done.err
-    assert "Traceback" not in done.err
+        result = compiled(plan)
+    assert result.code in (1, 2), result.out + result.err
+    assert "memory" in result.out + result.err
+    assert "Traceback" not in result.err
     assert compiled(plan).summary["winner"] == "tensorrt fp16"
 
 
@@ -155,9 +155,9 @@ def test_a_session_on_a_full_gpu_says_so_and_the_next_one_works(tmp_path: Path) 
         full_gpu(FULL_BYTES),
         Child(answer_once, engine, name="session", conversation=False) as child,
     ):
-        with pytest.raises(Exception, match="memory") as caught:
+        with pytest.raises(Exception, match="memory") as error:
             child.result(BUILD_S)
-        assert type(caught.value).__name__ in ("OutOfDeviceMemory", "CudaError"), caught.value
+        assert type(error.value).__name__ in ("OutOfDeviceMemory", "CudaError"), error.value
     assert call_in_child(answer_once, engine, name="session") == len(convolution().feeds)
 
 
@@ -171,7 +171,7 @@ def answer_once(engine: Engine, progress: object = None) -> int:
 
 
 @pytest.mark.parametrize(
-    ("candidate", "said"),
+    ("candidate", "message"),
     [
         (
             {"precision": "fp16", "version_compatible": True},
@@ -192,16 +192,16 @@ def answer_once(engine: Engine, progress: object = None) -> int:
     ],
 )
 def test_a_plan_that_asks_for_what_is_lacking_is_refused_by_name(
-    tmp_path: Path, candidate: dict[str, object], said: str
+    tmp_path: Path, candidate: dict[str, object], message: str
 ) -> None:
     if candidate.get("version_compatible") and not trt_library.missing_lean(
         trt_library.numbers(tensorrt_.probe().version)[0]
     ):
         pytest.skip("this host has the lean runtime")
-    done = compiled(fp16_task(tmp_path, candidates=[{"backend": "tensorrt", **candidate}]))
-    assert done.code == 1
-    assert said in done.err
-    assert "\nnext " in done.err  # what to take instead
+    result = compiled(fp16_task(tmp_path, candidates=[{"backend": "tensorrt", **candidate}]))
+    assert result.code == 1
+    assert message in result.err
+    assert "\nnext " in result.err  # what to take instead
 
 
 def test_without_the_library_the_message_says_how_to_install_it(tmp_path: Path) -> None:
@@ -211,13 +211,13 @@ def test_without_the_library_the_message_says_how_to_install_it(tmp_path: Path) 
     place = Path(spec.origin).parents[1]
     if (place / "pydantic").exists():
         pytest.skip(f"TensorRT lies in {place} among the packages that Crucible needs")
-    done = compiled(
+    result = compiled(
         fp16_task(tmp_path),
         PYTHONPATH=os.pathsep.join(path for path in sys.path if path and Path(path) != place),
     )
-    assert done.code == 1
-    assert "`tensorrt` is not installed" in done.err
-    assert "pip install -e '.[tensorrt]'" in done.err
+    assert result.code == 1
+    assert "`tensorrt` is not installed" in result.err
+    assert "pip install -e '.[tensorrt]'" in result.err
 
 
 def test_without_its_shared_libraries_the_message_names_one(tmp_path: Path) -> None:
@@ -225,26 +225,26 @@ def test_without_its_shared_libraries_the_message_names_one(tmp_path: Path) -> N
     others = [
         folder for folder in folders if folder and not list(Path(folder).glob("libnvinfer.so*"))
     ]
-    done = compiled(fp16_task(tmp_path), LD_LIBRARY_PATH=os.pathsep.join(others))
-    if done.code == 0:
+    result = compiled(fp16_task(tmp_path), LD_LIBRARY_PATH=os.pathsep.join(others))
+    if result.code == 0:
         pytest.skip("TensorRT's libraries are found without LD_LIBRARY_PATH")
-    assert "libnvinfer" in done.out + done.err
-    assert "Traceback" not in done.err
+    assert "libnvinfer" in result.out + result.err
+    assert "Traceback" not in result.err
 
 
 def test_a_hidden_gpu_is_named_with_what_hides_it(tmp_path: Path) -> None:
-    done = compiled(fp16_task(tmp_path), CUDA_VISIBLE_DEVICES="")
-    assert done.code == 1
-    assert "CUDA_VISIBLE_DEVICES=''" in done.err
+    result = compiled(fp16_task(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert result.code == 1
+    assert "CUDA_VISIBLE_DEVICES=''" in result.err
 
 
 def test_without_nvml_the_message_names_what_is_missing(tmp_path: Path) -> None:
     write_nvml(tmp_path / "nvml", Nvml(failure=NVMLError_LibraryNotFound()))
     path = os.pathsep.join((str(tmp_path / "nvml"), *filter(None, sys.path)))
-    done = compiled(fp16_task(tmp_path), PYTHONPATH=path)
-    assert done.code == 1
-    assert "libnvidia-ml.so.1" in done.err
-    assert "\nnext " in done.err
+    result = compiled(fp16_task(tmp_path), PYTHONPATH=path)
+    assert result.code == 1
+    assert "libnvidia-ml.so.1" in result.err
+    assert "\nnext " in result.err
 
 
 # -- values ------------------------------------------------------------------

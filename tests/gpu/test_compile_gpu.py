@@ -123,14 +123,14 @@ def test_every_engine_shows_what_it_really_runs(candidates: dict[str, Candidate]
 def test_the_delivered_engine_proves_itself_again(
     compiled: tuple[Report, Path], tmp_path: Path
 ) -> None:
-    done = crucible("validate", compiled[1], cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert done.summary["role"] == "validation"
+    result = crucible("validate", compiled[1], cwd=tmp_path)
+    assert result.code == 0, result.err
+    assert result.summary["role"] == "validation"
 
 
 def test_doctor_names_the_gpu_and_what_tensorrt_can_do_on_it() -> None:
-    done = crucible("doctor")
+    result = crucible("doctor")
     target = tensorrt_.probe()
-    assert done.code == 0, done.err
-    assert target.device in done.out
-    assert target.version in done.out
+    assert result.code == 0, result.err
+    assert target.device in result.out
+    assert target.version in result.out

@@ -73,8 +73,8 @@ def ran(folder: Path, count: int, reason: str, *arguments: str) -> tuple[int, st
         *arguments,
         str(folder),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    return done.returncode, done.stdout, json.loads(file.read_text())
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    return result.returncode, result.stdout, json.loads(file.read_text())
 
 
 def test_each_outcome_is_written_with_its_reason_and_the_environment(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_each_outcome_is_written_with_its_reason_and_the_environment(tmp_path: P
     assert code == 1
     assert "4 GPU tests: 1 passed, 1 skipped, 1 failed, 1 error" in out
     assert document["counts"] == {"passed": 1, "skipped": 1, "failed": 1, "error": 1}
-    tests = {each["test"].rpartition("::")[2]: each for each in document["tests"]}
-    assert {name: each["outcome"] for name, each in tests.items()} == {
+    tests = {test["test"].rpartition("::")[2]: test for test in document["tests"]}
+    assert {name: test["outcome"] for name, test in tests.items()} == {
         "test_good": "passed",
         "test_wrong": "failed",
         "test_skipped": "skipped",
@@ -101,7 +101,7 @@ def test_each_outcome_is_written_with_its_reason_and_the_environment(tmp_path: P
 
 def test_the_revision_is_a_commit_that_says_whether_its_files_have_changed(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
-        given = [
+        command = [
             "git",
             "-C",
             str(tmp_path),
@@ -111,7 +111,7 @@ def test_the_revision_is_a_commit_that_says_whether_its_files_have_changed(tmp_p
             "user.email=x@x",
             *arguments,
         ]
-        return subprocess.run(given, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     assert revision_of(tmp_path) == ""
     git("init")
@@ -137,7 +137,7 @@ def test_a_gpu_host_on_which_no_gpu_test_runs_is_no_success(tmp_path: Path) -> N
     code, out, document = ran(tmp_path, 1, "the library is not installed")
     assert code == 1
     assert "4 GPU tests skipped: the library is not installed" in out
-    assert {each["reason"] for each in document["tests"]} == {
+    assert {test["reason"] for test in document["tests"]} == {
         "GPU test: the library is not installed"
     }
 
@@ -174,9 +174,9 @@ def split_wheel(folder: Path) -> Path:
 def test_a_wheel_that_travelled_in_parts_is_whole_again(tmp_path: Path) -> None:
     sums = split_wheel(tmp_path)
     (tmp_path / "joined").mkdir()
-    whole = join(sums, tmp_path / "joined")
-    assert whole.name == "some_weights-1.0-py3-none-any.whl"
-    assert zipfile.ZipFile(whole).read("some_weights/model.bin") == bytes(range(256)) * 10
+    wheel = join(sums, tmp_path / "joined")
+    assert wheel.name == "some_weights-1.0-py3-none-any.whl"
+    assert zipfile.ZipFile(wheel).read("some_weights/model.bin") == bytes(range(256)) * 10
 
 
 def test_a_part_that_is_missing_is_an_error_that_names_those_here(tmp_path: Path) -> None:
@@ -204,14 +204,14 @@ def test_without_a_folder_of_wheels_the_next_step_is_said(tmp_path: Path) -> Non
         str(tmp_path / "none"),
         str(tmp_path / "site"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 1
-    assert "tests/gpu/fetch_wheels.sh" in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 1
+    assert "tests/gpu/fetch_wheels.sh" in result.stderr
 
 
 def test_every_wheel_that_is_fetched_has_a_version() -> None:
     script = (ROOT / "tests" / "gpu" / "fetch_wheels.sh").read_text()
-    found = re.search(r'names="(.*?)"', script, re.DOTALL)
-    assert found is not None
+    match = re.search(r'names="(.*?)"', script, re.DOTALL)
+    assert match is not None
     versions = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().split()}
-    assert set(found[1].split()) <= versions
+    assert set(match[1].split()) <= versions

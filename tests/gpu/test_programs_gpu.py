@@ -88,9 +88,9 @@ def package_crash(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def source_and_model(name: str, out: Path) -> tuple[ModelSource, OnnxModel]:
     """The source, and what of its export a program needs."""
-    given, returned = MODELS[name]
-    source = source_of(name, given)
-    interface = {"inputs": (given,), "outputs": (returned,)}
+    input_spec, returned = MODELS[name]
+    source = source_of(name, input_spec)
+    interface = {"inputs": (input_spec,), "outputs": (returned,)}
     return source, OnnxModel(root=out, file="model.onnx", digest=name, opset=20, **interface)
 
 
@@ -98,8 +98,8 @@ def build(name: str, case: Case, out: Path, progress: Progress) -> Engine:
     out.mkdir(parents=True, exist_ok=True)
     source, model = source_and_model(name, out)
     form, precision, mode = case
-    asked = {"backend": "torch", "precision": precision, "form": form, "mode": mode}
-    recipe = Recipe.model_validate({**asked, "realised_in": "runtime"})
+    fields = {"backend": "torch", "precision": precision, "form": form, "mode": mode}
+    recipe = Recipe.model_validate({**fields, "realised_in": "runtime"})
     return torch_programs.build(
         model,
         recipe,
@@ -115,23 +115,23 @@ def errors(name: str, cases: Sequence[Case], out: Path, progress: Progress) -> l
     points = [*(profile.sizes(point) for point in ("opt", "min", "max")), profile.odd_sizes()]
     feeds = [draw_feeds(source.inputs, sizes, seed) for seed, sizes in enumerate(points)]
     module = load_module(source, "cuda")
-    wanted = [run_module(module, source, each, "cuda")["output_0"] for each in feeds]
-    found = []
+    expected = [run_module(module, source, feed, "cuda")["output_0"] for feed in feeds]
+    maxima = []
     for number, case in enumerate(cases):
         engine = build(name, case, out / str(number), progress)
         assert engine.target.compute_capability
         loaded = torch_programs.load(engine)
         session = loaded.session()
-        got = [run_session(session, each)["output_0"] for each in feeds]
-        found.append(max(map(relative_error, got, wanted)))
+        got = [run_session(session, feed)["output_0"] for feed in feeds]
+        maxima.append(max(map(relative_error, got, expected)))
         session.close()
         loaded.close()
-    return found
+    return maxima
 
 
-def relative_error(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> float:
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+def relative_error(got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 @pytest.mark.parametrize("form", ["exported", "aoti", "compile"])
@@ -144,8 +144,8 @@ def test_every_form_answers_as_eager_fp32_within_its_precision(
     plain: tuple[Case, ...] = tuple((form, precision, None) for precision in FLOATS)
     cases = COMPILED[name] if form == "compile" else plain
     with skipped_if_packages_crash():
-        found = call_in_child(errors, name, cases, tmp_path, name=f"{name} {form}")
-    for (_, precision, mode), error in zip(cases, found, strict=True):
+        measured = call_in_child(errors, name, cases, tmp_path, name=f"{name} {form}")
+    for (_, precision, mode), error in zip(cases, measured, strict=True):
         assert error <= MAX_ERROR[precision], f"{name} {form} {mode} {precision}: {error}"
         if precision in (Precision.FP16, Precision.BF16):
             assert error > 1e-6, f"{name} {form} {precision} answers exactly: it runs in fp32"
@@ -177,13 +177,13 @@ def test_programs_and_baselines_are_timed_in_one_race(tmp_path: Path, package_cr
         tmp_path / "export",
         name="export",
     )
-    wanted: list[tuple[str, Precision, CompileMode | None]] = [
+    baselines: list[tuple[str, Precision, CompileMode | None]] = [
         ("eager", Precision.FP32, None),
         ("eager", Precision.FP16, None),
         ("compile", Precision.FP16, "reduce-overhead"),
     ]
     engines = []
-    for number, (variant, precision, mode) in enumerate(wanted):
+    for number, (variant, precision, mode) in enumerate(baselines):
         place = tmp_path / f"baseline-{number}"
         arguments = (source, precision, variant, mode, place)
         engines.append(call_in_child(baseline_in_child, *arguments, name=variant))
@@ -197,11 +197,11 @@ def test_programs_and_baselines_are_timed_in_one_race(tmp_path: Path, package_cr
         engine = call_in_child(build, "residual_cnn", case, place, name=case[0])
         engines.append(engine.model_copy(update={"outputs": (CLASSES,)}))
     engines = [engine.model_copy(update={"profiles": profiles}) for engine in engines]
-    roles = [*[Role.BASELINE] * len(wanted), *[Role.CANDIDATE] * len(cases)]
+    roles = [*[Role.BASELINE] * len(baselines), *[Role.CANDIDATE] * len(cases)]
     entries = list(map(RaceEntry, engines, roles))
     options = BenchmarkConfig(duration_s=0.3, sizes=({"batch": 2},))
-    found = benchmark(entries, model, options)
-    for engine, result in zip(engines, found.results, strict=True):
+    report = benchmark(entries, model, options)
+    for engine, result in zip(engines, report.results, strict=True):
         assert isinstance(result, BenchmarkReport), f"{engine.recipe.label}: {result}"
         assert 0 < result.rows[0].end_to_end.median_s < math.inf
 
@@ -223,9 +223,9 @@ def test_a_worker_serves_programs_from_the_gpu(tmp_path: Path, case: Case) -> No
 
     async def story() -> None:
         async with deployed(tmp_path, engine, by_row, device="gpu:0", load_s=300.0) as bench:
-            for each in feeds:
-                answer = await bench.deployment.infer(asking(each))
-                want = run_module(module, source, each)["output_0"]
+            for feed in feeds:
+                answer = await bench.deployment.infer(asking(feed))
+                want = run_module(module, source, feed)["output_0"]
                 assert relative_error(answer.outputs["output_0"], want) <= MAX_ERROR[case[1]]
 
     play(story)
@@ -276,14 +276,14 @@ def test_default_candidates_and_the_best_baselines_end_with_a_verdict(
     assert set(candidates) >= {f"tensorrt {precision}" for precision in FLOATS}
     assert not any(each.recipe.form == "aoti" for each in candidates.values())
     for label, candidate in candidates.items():
-        told = f"{label}: {candidate.state}: {candidate.reason}"
+        message = f"{label}: {candidate.state}: {candidate.reason}"
         more = {
             "tensorrt": {"mislabelled"},  # it may find fp32 kernels faster
             "torch": {"built"},  # with `keep`: the baseline as a program
         }.get(candidate.recipe.backend, set())
-        assert candidate.state in {"measured"} | more, told
+        assert candidate.state in {"measured"} | more, message
     notes = [note.text for note in first.notes]
-    assert {each.label for each in first.baselines} >= BEST | {"pytorch eager tf32"}, notes
+    assert {baseline.label for baseline in first.baselines} >= BEST | {"pytorch eager tf32"}, notes
     steps = {step.subject: step for step in first.steps if step.stage == "torch.compile"}
     assert set(steps) == BEST
     assert all(step.seconds > 0 and not step.reused for step in steps.values())
@@ -308,11 +308,11 @@ def test_packages_that_a_plan_names_are_measured_unless_they_crash_here(
     tensorrt = {"backend": "tensorrt", "precision": "fp32"}
     plan.write_text(yaml.safe_dump({**document, "candidates": [*named, tensorrt]}))
     report = compiled(plan)
-    found = {each.label: each for each in report.candidates}
-    states = [found[f"torch aoti {precision}"].state for precision in ("fp32", "fp16")]
+    candidates = {candidate.label: candidate for candidate in report.candidates}
+    states = [candidates[f"torch aoti {precision}"].state for precision in ("fp32", "fp16")]
     expected = ["failed", "refused"] if package_crash else ["measured", "measured"]
-    assert states == expected, [each.reason for each in report.candidates]
-    assert found["tensorrt fp32"].state == "measured", found["tensorrt fp32"].reason
+    assert states == expected, [candidate.reason for candidate in report.candidates]
+    assert candidates["tensorrt fp32"].state == "measured", candidates["tensorrt fp32"].reason
 
 
 def test_baselines_of_the_gpu_are_checked_and_delivered(tmp_path: Path) -> None:
@@ -353,12 +353,14 @@ def test_a_delivered_program_is_validated_and_measured_again(
     plan = perceptron(tmp_path)
     form = "exported" if package_crash else "aoti"
     only = f"candidates=[{{backend: torch, precision: fp16, form: {form}}}]"
-    done = crucible("compile", plan, "--set", only, "--out", tmp_path / "out")
-    assert done.code == 0, done.err
+    result = crucible("compile", plan, "--set", only, "--out", tmp_path / "out")
+    assert result.code == 0, result.err
     assert (tmp_path / "out" / "engine" / "program.pt2").is_file()
     for command in ("validate", "bench"):
-        done = crucible(command, tmp_path / "out")
-        assert done.code == 0, f"{command}: {done.err}"
-    done = crucible("export", "--triton", "net/1", tmp_path / "models", "--from", tmp_path / "out")
-    assert done.code == 1
-    assert "a PyTorch backend of Triton's" in done.err
+        result = crucible(command, tmp_path / "out")
+        assert result.code == 0, f"{command}: {result.err}"
+    result = crucible(
+        "export", "--triton", "net/1", tmp_path / "models", "--from", tmp_path / "out"
+    )
+    assert result.code == 1
+    assert "a PyTorch backend of Triton's" in result.err

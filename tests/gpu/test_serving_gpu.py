@@ -26,8 +26,8 @@ from tests.gpu.fixtures_serving_gpu import (
     ROWS,
     SMALL,
     Array,
+    Call,
     Site,
-    Told,
     ask,
     ask_all,
     assert_agree,
@@ -64,17 +64,17 @@ def tolerance_of(site: Site) -> float:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_thousand_batched_calls_are_answered_as_by_a_session(site: Site, overlap: bool) -> None:
-    asked = [images(1, seed) for seed in range(ROWS)]
-    expected = site.direct.answers(asked)
+    inputs = [images(1, seed) for seed in range(ROWS)]
+    expected = site.direct.answers(inputs)
     with site.loaded(RESNET, overlap=overlap):
-        told = ask_all(site, RESNET, asked, CALLS, CLIENTS)
-    assert Counter(each.status for each in told) == {200: CALLS}
-    for each in told:
-        assert each.answer is not None
-        assert_agree(only_output(each.answer), expected[each.number], tolerance_of(site))
-    sizes = Counter(each.answer.batch_size for each in told if each.answer)
+        calls = ask_all(site, RESNET, inputs, CALLS, CLIENTS)
+    assert Counter(call.status for call in calls) == {200: CALLS}
+    for call in calls:
+        assert call.answer is not None
+        assert_agree(only_output(call.answer), expected[call.number], tolerance_of(site))
+    sizes = Counter(call.answer.batch_size for call in calls if call.answer)
     assert max(sizes) > 1, "no requests ran together"
-    assert {(each.answer.version, each.answer.device) for each in told if each.answer} == {
+    assert {(call.answer.version, call.answer.device) for call in calls if call.answer} == {
         (1, site.kind.device)
     }
     rows = [expected[number] for number in range(ROWS)]
@@ -85,22 +85,22 @@ def test_a_thousand_batched_calls_are_answered_as_by_a_session(site: Site, overl
 
 
 def test_the_same_batch_is_answered_bit_for_bit_as_by_a_session(site: Site) -> None:
-    whole = images(ROWS, 20)
-    (expected,) = site.direct.answers([whole])
+    batch = images(ROWS, 20)
+    (expected,) = site.direct.answers([batch])
     with site.loaded(RESNET), site.client() as client:
         for _ in range(5):
-            answer = ask(client, RESNET, whole)
+            answer = ask(client, RESNET, batch)
             assert answer.batch_size == ROWS
             np.testing.assert_array_equal(only_output(answer), expected)
 
 
 def test_answers_of_padded_graphs_are_those_of_plain_runs(site: Site) -> None:
-    asked = [
+    inputs = [
         images(rows, 30 + rows) for rows in (3, 5, 6, 7)
     ]  # graphs are captured for 1, 2, 4 and 8 rows
-    expected = site.direct.answers(asked, graphs=False)
+    expected = site.direct.answers(inputs, graphs=False)
     with site.loaded(RESNET), site.client() as client:
-        for x, rows in zip(asked, expected, strict=True):
+        for x, rows in zip(inputs, expected, strict=True):
             for _ in range(3):
                 assert_agree(only_output(ask(client, RESNET, x)), rows, tolerance_of(site))
         captured = site.direct.engine.target.backend == "tensorrt"
@@ -135,46 +135,47 @@ def test_tritonclient_asks_over_http_and_grpc(site: Site) -> None:
     ):
         for library, client in ((tritonclient.http, http), (tritonclient.grpc, grpc)):
             assert client.is_model_ready(RESNET)
-            given = library.InferInput("image", list(x.shape), "FP32")
-            given.set_data_from_numpy(x)
-            answer = client.infer(RESNET, [given])
+            tensor = library.InferInput("image", list(x.shape), "FP32")
+            tensor.set_data_from_numpy(x)
+            answer = client.infer(RESNET, [tensor])
             assert_agree(answer.as_numpy("logits"), expected, tolerance_of(site))
-            told = (
+            response = (
                 answer.get_response()
                 if library is tritonclient.http
                 else answer.get_response(as_json=True)
             )
             assert site.kind.device in str(
-                told["parameters"]["device"]
+                response["parameters"]["device"]
             )  # in gRPC's JSON with the type around it
-            assert re.search(r"[1-9]", str(told["parameters"]["compute_ms"]))
+            assert re.search(r"[1-9]", str(response["parameters"]["compute_ms"]))
 
 
 def test_two_engines_on_one_gpu_answer_at_once(both: Site) -> None:
-    asked = {RESNET: [images(1, seed) for seed in range(4)], SMALL: small_rows()}
+    inputs = {RESNET: [images(1, seed) for seed in range(4)], SMALL: small_rows()}
     alone = {
-        model: [told.answer for told in ask_all(both, model, asked[model], 4, 1)] for model in asked
+        model: [call.answer for call in ask_all(both, model, inputs[model], 4, 1)]
+        for model in inputs
     }
-    found: dict[str, list[Told]] = {}
+    calls: dict[str, list[Call]] = {}
     threads = [
         threading.Thread(
-            target=lambda model=model: found.update(
-                {model: ask_all(both, model, asked[model], 200, 4)}
+            target=lambda model=model: calls.update(
+                {model: ask_all(both, model, inputs[model], 200, 4)}
             )
         )
-        for model in asked
+        for model in inputs
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for model in asked:
-        for told in found[model]:
-            assert told.answer is not None, told.status
-            expected = alone[model][told.number]
+    for model in inputs:
+        for call in calls[model]:
+            assert call.answer is not None, call.status
+            expected = alone[model][call.number]
             assert expected is not None
-            assert told.answer.model == model
-            assert_agree(only_output(told.answer), only_output(expected), tolerance_of(both))
+            assert call.answer.model == model
+            assert_agree(only_output(call.answer), only_output(expected), tolerance_of(both))
 
 
 def small_rows() -> list[Array]:
@@ -200,16 +201,16 @@ class Asking(threading.Thread):
 
     def __init__(self, site: Site, model: str, x: Array) -> None:
         super().__init__(daemon=True)
-        self.told: list[Told] = []
+        self.calls: list[Call] = []
         self._site, self._model, self._x = site, model, x
         self._stopped = threading.Event()
 
     def run(self) -> None:
         while not self._stopped.is_set():
-            self.told += ask_all(self._site, self._model, [self._x], 1, 1)
+            self.calls += ask_all(self._site, self._model, [self._x], 1, 1)
 
     def statuses(self) -> Counter[int]:
-        return Counter(each.status for each in self.told)
+        return Counter(call.status for call in self.calls)
 
     def __enter__(self) -> Asking:
         self.start()
@@ -231,34 +232,34 @@ def first_answer(site: Site, model: str, x: Array) -> Array:
     """Once there is a worker again; until then a request is refused as one that may be sent
     again.
     """
-    found: list[Told] = []
+    calls: list[Call] = []
 
     def is_answered() -> bool:
-        found[:] = ask_all(site, model, [x], 1, 1)
-        assert found[0].status in (200, 503)
-        return found[0].answer is not None
+        calls[:] = ask_all(site, model, [x], 1, 1)
+        assert calls[0].status in (200, 503)
+        return calls[0].answer is not None
 
     wait_until(is_answered)
-    assert found[0].answer is not None
-    return only_output(found[0].answer)
+    assert calls[0].answer is not None
+    return only_output(calls[0].answer)
 
 
 def test_two_instances_of_one_engine_both_answer_and_give_the_memory_back(site: Site) -> None:
     before = used_bytes()
-    whole = images(ROWS, 70)
-    (expected,) = site.direct.answers([whole])
-    clients = [Asking(site, RESNET, whole) for _ in range(6)]
+    batch = images(ROWS, 70)
+    (expected,) = site.direct.answers([batch])
+    clients = [Asking(site, RESNET, batch) for _ in range(6)]
 
     def answers() -> int:
-        return sum(len(each.told) for each in clients)
+        return sum(len(client.calls) for client in clients)
 
     with site.loaded(RESNET, instances=2):
         assert used_bytes() > before + 2 * HELD_BYTES
         workers = site.workers(RESNET)
         assert len(workers) == 2
-        with ExitStack() as kept:
-            for each in clients:
-                kept.enter_context(each)
+        with ExitStack() as stack:
+            for client in clients:
+                stack.enter_context(client)
             for worker in workers:  # while it stands still, what is answered is the other's
                 worker.suspend()
                 try:
@@ -266,33 +267,33 @@ def test_two_instances_of_one_engine_both_answer_and_give_the_memory_back(site: 
                     wait_until(lambda enough=enough: answers() >= enough)
                 finally:
                     worker.resume()
-    for told in (told for each in clients for told in each.told):
-        assert told.answer is not None, told.status
-        np.testing.assert_array_equal(only_output(told.answer), expected)
+    for call in (call for client in clients for call in client.calls):
+        assert call.answer is not None, call.status
+        np.testing.assert_array_equal(only_output(call.answer), expected)
     wait_for(before + SLACK_BYTES, above=False)
 
 
 def test_a_worker_killed_in_mid_request_costs_its_requests_and_nothing_else(both: Site) -> None:
-    whole = images(ROWS, 60)
-    (expected,) = both.direct.answers([whole])
+    batch = images(ROWS, 60)
+    (expected,) = both.direct.answers([batch])
     busy, other = (
-        [Asking(both, RESNET, whole) for _ in range(4)],
+        [Asking(both, RESNET, batch) for _ in range(4)],
         Asking(both, SMALL, small_rows()[0]),
     )
-    with ExitStack() as kept:
+    with ExitStack() as stack:
         for each in (*busy, other):
-            kept.enter_context(each)
-        wait_until(lambda: min(len(each.told) for each in (*busy, other)) >= 5)
+            stack.enter_context(each)
+        wait_until(lambda: min(len(each.calls) for each in (*busy, other)) >= 5)
         (worker,) = both.workers(RESNET)
         worker.kill()
-        wait_until(lambda: any(each.statuses()[503] for each in busy))
-        answer = first_answer(both, RESNET, whole)
+        wait_until(lambda: any(client.statuses()[503] for client in busy))
+        answer = first_answer(both, RESNET, batch)
     assert set(other.statuses()) == {200}
-    assert set().union(*(each.statuses() for each in busy)) == {200, 503}
+    assert set().union(*(client.statuses() for client in busy)) == {200, 503}
     np.testing.assert_array_equal(answer, expected)
-    for told in (told for each in busy for told in each.told if told.answer is not None):
-        assert told.answer is not None
-        np.testing.assert_array_equal(only_output(told.answer), expected)
+    for call in (call for client in busy for call in client.calls if call.answer is not None):
+        assert call.answer is not None
+        np.testing.assert_array_equal(only_output(call.answer), expected)
 
 
 def test_a_load_without_memory_is_refused_and_leaves_the_other_engine_serving(site: Site) -> None:

@@ -39,10 +39,10 @@ def test_the_delivered_engine_answers_as_onnx_runtime_does(task: Path) -> None:
         str(task / "model.onnx"), providers=["CPUExecutionProvider"]
     )
     with pipeline.open_engine(task / "out") as engine:
-        assert [(each.name, each.dtype, each.shape) for each in engine.inputs] == [
+        assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in engine.inputs] == [
             ("x", "float32", ("batch", 16))
         ]
-        assert [each.name for each in engine.outputs] == ["y"]
+        assert [tensor.name for tensor in engine.outputs] == ["y"]
         for rows in (1, 3, 16):
             x = np.random.default_rng(rows).normal(size=(rows, 16)).astype(np.float32)
             outputs = engine.run({"x": x})
@@ -208,10 +208,10 @@ def test_what_the_package_exports_is_documented() -> None:
 
 def test_importing_the_package_is_light() -> None:
     code = "import sys, pipeline; print(sorted({'numpy', 'onnx', 'pydantic'} & set(sys.modules)))"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert result.stdout.strip() == "[]"
 
 
 def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert len(code.splitlines()) == 10
     write_task(tmp_path, candidates=CANDIDATES)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
@@ -227,8 +227,8 @@ def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
         env=environment(),
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
         "unproven onnxruntime fp32",
         "{'y': (1, 4)}",
         "onnxruntime fp32 measured",

@@ -45,7 +45,7 @@ def test_a_profile_survives_being_stored() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         [1, 5, 10],
         [[1], [5], [10]],
@@ -53,8 +53,8 @@ def test_a_profile_survives_being_stored() -> None:
         {"min": [1], "opt": [5], "max": [10]},
     ],
 )
-def test_a_range_of_values_may_be_written_in_several_ways(given: object) -> None:
-    assert ValueRange.model_validate(given) == ValueRange(min=(1,), opt=(5,), max=(10,))
+def test_a_range_of_values_may_be_written_in_several_ways(value: object) -> None:
+    assert ValueRange.model_validate(value) == ValueRange(min=(1,), opt=(5,), max=(10,))
 
 
 def test_one_number_is_a_range_too() -> None:
@@ -62,7 +62,7 @@ def test_one_number_is_a_range_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         [1, 2],
         [3, 2, 5],
@@ -73,9 +73,9 @@ def test_one_number_is_a_range_too() -> None:
         "a",
     ],
 )
-def test_a_range_that_is_none_is_refused(given: object) -> None:
+def test_a_range_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ValidationError):
-        ValueRange.model_validate(given)
+        ValueRange.model_validate(value)
 
 
 # --- targets ---

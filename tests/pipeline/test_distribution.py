@@ -40,13 +40,13 @@ def text_files() -> Iterator[Path]:
 
 
 def test_no_file_names_the_package_of_another_project() -> None:
-    found = [
+    lines = [
         f"{file.relative_to(ROOT)}: {line.strip()}"
         for file in text_files()
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
         if FOREIGN.search(line)
     ]
-    assert found == []
+    assert lines == []
 
 
 def test_the_installed_name_is_that_of_the_project() -> None:
@@ -69,11 +69,11 @@ def test_the_command_works_in_a_checkout() -> None:
 
 
 def test_the_command_line_says_its_version() -> None:
-    done = crucible("--version")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.strip() == distribution.version_line()
+    result = crucible("--version")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.strip() == distribution.version_line()
     name = distribution.DISTRIBUTION
-    assert done.out.startswith(f"crucible {PROJECT['version']} (distribution {name}")
+    assert result.out.startswith(f"crucible {PROJECT['version']} (distribution {name}")
 
 
 def git(folder: Path, *words: str) -> str:

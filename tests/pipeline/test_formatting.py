@@ -8,7 +8,7 @@ from pipeline.formatting import bytes_text, date, number_text, time_text
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [
         (4.12e-4, "412 us"),
         (5.214e-3, "5.21 ms"),
@@ -19,8 +19,8 @@ from pipeline.formatting import bytes_text, date, number_text, time_text
         (150, "2.5 min"),
     ],
 )
-def test_times_have_three_digits_and_a_unit(seconds: float, said: str) -> None:
-    assert time_text(seconds) == said
+def test_times_have_three_digits_and_a_unit(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
 
 
 def test_sizes_counts_and_dates() -> None:

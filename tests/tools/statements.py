@@ -18,11 +18,11 @@ BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 
 def statements(source: str) -> Counter[str]:
     """Return each statement of a module; of a compound statement without those in its bodies."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
-            found[_own_text(node)] += 1
-    return found
+            counts[_own_text(node)] += 1
+    return counts
 
 
 def _own_text(node: ast.stmt | ast.ExceptHandler | ast.match_case) -> str:
@@ -66,8 +66,8 @@ def _file(revision: str, name: str) -> str:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
+    result = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
+    return result.stdout
 
 
 def main(revision: str) -> None:

@@ -65,8 +65,8 @@ def test_one_min_opt_and_max_of_every_profile_besides_what_all_samples_ran_at(
     tmp_path: Path,
 ) -> None:
     profiles = (profile((1, 8, 64)), profile((2, 4, 16)))
-    found = looked_at(rows_of_x(tmp_path, *profiles), *profiles)
-    assert found == [
+    points = looked_at(rows_of_x(tmp_path, *profiles), *profiles)
+    assert points == [
         (0, "samples", {"batch": 1}),
         (0, "samples", {"batch": 64}),
         (1, "samples", {"batch": 2}),
@@ -77,8 +77,8 @@ def test_one_min_opt_and_max_of_every_profile_besides_what_all_samples_ran_at(
 
 def test_the_batch_of_the_whole_set_is_looked_at_in_a_second_profile_too(tmp_path: Path) -> None:
     profiles = (profile((1, 8, 8)), profile((8, 8, 16)))
-    found = looked_at(rows_of_x(tmp_path, *profiles), *profiles)
-    assert found == [
+    points = looked_at(rows_of_x(tmp_path, *profiles), *profiles)
+    assert points == [
         (0, "samples", {"batch": 1}),
         (1, "samples", {"batch": 8}),
         (1, "samples", {"batch": 16}),
@@ -87,8 +87,8 @@ def test_the_batch_of_the_whole_set_is_looked_at_in_a_second_profile_too(tmp_pat
 
 def test_sizes_that_no_sample_has_are_generated(tmp_path: Path) -> None:
     profiles = (profile((1, 8, 8), (8, 16, 32)), profile((1, 1, 2), (64, 64, 128)))
-    found = looked_at(texts(tmp_path, *profiles), *profiles)
-    assert found == [
+    points = looked_at(texts(tmp_path, *profiles), *profiles)
+    assert points == [
         (0, "samples", {"batch": 1}),
         (0, "generated", {"batch": 1, "sequence": 8}),
         (0, "generated", {"batch": 8, "sequence": 32}),
@@ -99,8 +99,8 @@ def test_sizes_that_no_sample_has_are_generated(tmp_path: Path) -> None:
 
 def test_batch_one_is_looked_at_where_only_generated_inputs_have_the_sizes(tmp_path: Path) -> None:
     first, second = profile((1, 8, 8), (16, 16, 16)), profile((0, 4, 4), (32, 32, 32))
-    found = looked_at(texts(tmp_path, first, second), first, second)
-    assert (1, "generated", {"batch": 1, "sequence": 32}) in found
+    points = looked_at(texts(tmp_path, first, second), first, second)
+    assert (1, "generated", {"batch": 1, "sequence": 32}) in points
 
 
 def test_a_size_that_samples_have_is_not_generated_again(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_whole_feeds_are_run_as_they_are_in_a_second_profile(tmp_path: Path) -> 
     feeds = {f"{number}/x": np.full((3, 4), number, np.float32) for number in range(5)}
     np.savez(tmp_path / "feeds.npz", **feeds)
     samples = open_set(SelectionSet, (tmp_path / "feeds.npz",), (X,), (wide, other))
-    found = gate_points(samples, (wide, other), 1)
-    second = [point for point in found if point.profile == 1]
+    points = gate_points(samples, (wide, other), 1)
+    second = [point for point in points if point.profile == 1]
     assert [(point.inputs, point.sizes) for point in second] == [
         ("samples", {}),
         ("generated", {"batch": 1}),

@@ -108,7 +108,7 @@ def test_topk_of_a_row_with_nan_is_nan_never_a_hit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "labels", "said"),
+    ("outputs", "labels", "message"),
     [
         (np.zeros((2, 3, 4)), np.array([0, 1]), "got (2, 3, 4) with labels of shape (2,)"),
         (
@@ -126,8 +126,8 @@ def test_topk_of_a_row_with_nan_is_nan_never_a_hit() -> None:
         (np.zeros((2, 3)), np.array([-1, 2]), "labels run from -1 to 2"),
     ],
 )
-def test_topk_says_what_does_not_fit(outputs: np.ndarray, labels: np.ndarray, said: str) -> None:
+def test_topk_says_what_does_not_fit(outputs: np.ndarray, labels: np.ndarray, message: str) -> None:
     with pytest.raises(DataError) as raised:
         topk_hits(outputs, labels, 1)
-    assert said in raised.value.message
+    assert message in raised.value.message
     assert "accuracy.metric: cosine" in raised.value.next_step

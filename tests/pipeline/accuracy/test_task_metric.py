@@ -22,13 +22,13 @@ def exits(*arguments: object) -> object:
 
 
 def test_a_users_function_that_returns_nothing_or_ends_the_process_is_named() -> None:
-    for function, said in (
+    for function, message in (
         (lambda *arguments: None, "returned None"),
         (exits, "failed: SystemExit: 3"),
     ):
         metric = TaskMetric("mine:f", "y", max_drop=0.1, function=function)
         metric.add(np.ones((2, 4), np.float32), None, np.ones((2, 4), np.float32))
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             metric.result()
 
 
@@ -84,10 +84,10 @@ def task(samples: int = 200) -> tuple[np.ndarray, np.ndarray]:
 def test_labels_that_do_not_belong_to_the_samples_are_chance_and_true_ones_are_not() -> None:
     outputs, labels = task()
     assert scored(TaskMetric("top1", "y", max_drop=0.1), outputs, labels) == []
-    (said,) = scored(
+    (warning,) = scored(
         TaskMetric("top1", "y", max_drop=0.1), outputs, np.random.default_rng(2).permutation(labels)
     )
-    assert said.startswith("the reference itself scores at chance: top1 0.2")
+    assert warning.startswith("the reference itself scores at chance: top1 0.2")
 
 
 def accuracy(outputs: np.ndarray, labels: np.ndarray, reference: np.ndarray) -> float:
@@ -97,12 +97,12 @@ def accuracy(outputs: np.ndarray, labels: np.ndarray, reference: np.ndarray) -> 
 def test_a_metric_of_the_whole_set_is_held_against_chance_too() -> None:
     outputs, labels = task()
     assert scored(TaskMetric("mine:f", "y", max_drop=0.1, function=accuracy), outputs, labels) == []
-    (said,) = scored(
+    (warning,) = scored(
         TaskMetric("mine:f", "y", max_drop=0.1, function=accuracy),
         outputs,
         np.random.default_rng(2).permutation(labels),
     )
-    assert "mine:f 0.2" in said
+    assert "mine:f 0.2" in warning
 
 
 BLIND = {

@@ -28,7 +28,7 @@ def test_results_are_unpacked(rt: CudaDouble, result: tuple[object, ...], value:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said", "next_step"),
+    ("error", "code", "message", "next_step"),
     [
         (2, "host.out_of_device_memory", "the GPU is out of memory", "nvidia-smi"),
         (
@@ -45,21 +45,23 @@ def test_results_are_unpacked(rt: CudaDouble, result: tuple[object, ...], value:
         ),
     ],
 )
-def test_error_codes_of_the_real_library(error: int, code: str, said: str, next_step: str) -> None:
+def test_error_codes_of_the_real_library(
+    error: int, code: str, message: str, next_step: str
+) -> None:
     real = pytest.importorskip("cuda.bindings.runtime")
-    with pytest.raises(HostError) as caught:
+    with pytest.raises(HostError) as failure:
         cuda.check(real, (real.cudaError_t(error), None))
-    assert caught.value.code == code
-    assert caught.value.message.startswith(said)
-    assert next_step in caught.value.next_step
+    assert failure.value.code == code
+    assert failure.value.message.startswith(message)
+    assert next_step in failure.value.next_step
 
 
 def test_out_of_memory_names_requested_and_free_memory(rt: CudaDouble) -> None:
     buffer = cuda.DeviceBuffer(rt, 64 << 20)
-    with pytest.raises(cuda.OutOfDeviceMemory) as caught:
+    with pytest.raises(cuda.OutOfDeviceMemory) as error:
         buffer.reserve(rt.total + 1)
     assert (
-        caught.value.message
+        error.value.message
         == "the GPU is out of memory: requested 256.0 MiB, 256.0 MiB of 256.0 MiB are free"
     )
     assert (buffer.pointer, buffer.size) == (0, 0)
@@ -85,9 +87,9 @@ def test_buffers_grow_and_are_freed_once(rt: CudaDouble) -> None:
 
 
 def test_what_is_dropped_is_freed(rt: CudaDouble) -> None:
-    kept = [cuda.DeviceBuffer(rt, 10), cuda.PinnedBuffer(rt, 10), cuda.Stream(rt), cuda.Event(rt)]
+    items = [cuda.DeviceBuffer(rt, 10), cuda.PinnedBuffer(rt, 10), cuda.Stream(rt), cuda.Event(rt)]
     assert (len(rt.device), len(rt.pinned), len(rt.streams), len(rt.events)) == (1, 1, 1, 1)
-    kept.clear()
+    items.clear()
     assert (len(rt.device), len(rt.pinned), len(rt.streams), len(rt.events)) == (0, 0, 0, 0)
 
 
@@ -137,14 +139,14 @@ def test_a_timer_outlives_its_stream(rt: CudaDouble) -> None:
 
 def test_a_capture_runs_nothing_and_its_graph_runs_all(rt: CudaDouble) -> None:
     stream = cuda.Stream(rt)
-    done: list[int] = []
-    graph = cuda.capture(stream, lambda: rt.stream_at(stream.pointer).put(lambda: done.append(1)))
+    calls: list[int] = []
+    graph = cuda.capture(stream, lambda: rt.stream_at(stream.pointer).put(lambda: calls.append(1)))
     stream.synchronize()
-    assert done == []
+    assert calls == []
     graph.launch()
     graph.launch()
     stream.synchronize()
-    assert done == [1, 1]
+    assert calls == [1, 1]
     graph.close()
     graph.close()
     assert rt.graphs == []

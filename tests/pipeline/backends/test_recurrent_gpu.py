@@ -64,25 +64,25 @@ def built(
     (folder / "converted").mkdir()
     (folder / "built").mkdir()
     recipe = Recipe(backend="tensorrt", precision=precision)
-    made = convert(model, recipe, None, samples, folder / "converted")
+    result = convert(model, recipe, None, samples, folder / "converted")
     options = BuildOptions(profiles=profiles, tensorrt=QUICK)
     return (
         backends.backend("tensorrt").build(
-            made, recipe, options, folder / "built", lambda fraction, text: None
+            result, recipe, options, folder / "built", lambda fraction, text: None
         ),
-        made,
+        result,
     )
 
 
 def smallest_cosine(engine: Engine, model: OnnxModel, batches: list[Tensors]) -> float:
     """Over all outputs and batches, against ONNX Runtime in fp32."""
-    reference, found = open_reference(model.path), []
+    reference, cosines = open_reference(model.path), []
     with closing(backends.load(engine)) as loaded, closing(loaded.session(0)) as session:
         for feeds in batches:
             got = run_session(session, feeds)
             for name, want in reference(feeds).items():
-                found.append(cosine(got[name], want))
-    return min(found)
+                cosines.append(cosine(got[name], want))
+    return min(cosines)
 
 
 def cosine(got: Array, want: Array) -> float:
@@ -125,14 +125,14 @@ def test_a_recurrent_node_builds_and_answers_as_in_fp32(
 ) -> None:
     model = write(tmp_path / "source", form)
     profiles = (PROFILE,) if form.dynamic else (Profile(),)
-    engine, made = built(model, precision, profiles, (feeds_of(form),), tmp_path)
+    engine, result = built(model, precision, profiles, (feeds_of(form),), tmp_path)
     sizes = SIZES if form.dynamic else SIZES[:1]
     batches = [feeds_of(form, time, batch, seed=1) for time, batch in sizes]
     assert smallest_cosine(engine, model, batches) > MIN_COSINE[precision]
-    table = prove(engine, feeds_of(form), made).table
+    table = prove(engine, feeds_of(form), result).table
     assert table is not None
-    assert bool(made.kept_fp32) is stays_in_fp32(form, precision)
-    assert mislabelled(precision, table, forced=made.kept_fp32) == "", table.model_dump_json(
+    assert bool(result.kept_fp32) is stays_in_fp32(form, precision)
+    assert mislabelled(precision, table, forced=result.kept_fp32) == "", table.model_dump_json(
         indent=1
     )
 
@@ -143,8 +143,8 @@ def test_the_clip_of_an_lstm_reaches_its_cell_too(tmp_path: Path) -> None:
     model = write(tmp_path / "source", form)
     engine, _ = built(model, Precision.FP16, (PROFILE,), (feeds_of(form),), tmp_path)
     weights = {
-        each.name: numpy_helper.to_array(each)[0]
-        for each in onnx.load(model.path).graph.initializer
+        tensor.name: numpy_helper.to_array(tensor)[0]
+        for tensor in onnx.load(model.path).graph.initializer
     }
     feeds = feeds_of(form, seed=1)
     with closing(backends.load(engine)) as loaded, closing(loaded.session(0)) as session:
@@ -159,15 +159,15 @@ def clipped_lstm(x: Array, w: Array, r: Array, b: Array, clip: float) -> Array:
     """Hidden states [time, batch, hidden] of an LSTM by ONNX's equations, from zero states; gates
     in ONNX's order, i o f c.
     """
-    state, cell, found = np.zeros((x.shape[1], r.shape[1])), np.zeros((x.shape[1], r.shape[1])), []
+    state, cell, states = np.zeros((x.shape[1], r.shape[1])), np.zeros((x.shape[1], r.shape[1])), []
     of_input, of_state = np.split(b, 2)
     for step in x:
         gates = step @ w.T + of_input + state @ r.T + of_state
         i, o, f, c = np.split(np.clip(gates, -clip, clip), 4, axis=1)
         cell = sigmoid(f) * cell + sigmoid(i) * np.tanh(c)
         state = sigmoid(o) * np.tanh(np.clip(cell, -clip, clip))
-        found.append(state)
-    return np.stack(found)
+        states.append(state)
+    return np.stack(states)
 
 
 def sigmoid(values: Array) -> Array:
@@ -186,8 +186,8 @@ class Recurrent(torch.nn.Module):
         self.head = torch.nn.Linear(64, 8)
 
     def forward(self, x, h0=None, c0=None):
-        given = h0 if c0 is None else (h0, c0)
-        return self.head(self.body(x, given)[0])
+        state = h0 if c0 is None else (h0, c0)
+        return self.head(self.body(x, state)[0])
 
 def of(kind):
     torch.manual_seed(0)
@@ -236,9 +236,9 @@ def test_torchs_own_modules_run_in_fp16(
     plan = torch_plan(tmp_path, kind, states, exporter)
     model = export_plan(plan, Runner(Store(tmp_path / "store")))
     feeds = [draw_feeds(model.inputs, {"batch": batch}, seed=batch) for batch in (1, 4, 8)]
-    engine, made = built(model, Precision.FP16, plan.profiles, (feeds[1],), tmp_path)
+    engine, result = built(model, Precision.FP16, plan.profiles, (feeds[1],), tmp_path)
     assert smallest_cosine(engine, model, feeds) > MIN_COSINE[Precision.FP16]
-    table = prove(engine, feeds[1], made).table
+    table = prove(engine, feeds[1], result).table
     assert table is not None
-    assert made.kept_fp32 == ()
+    assert result.kept_fp32 == ()
     assert mislabelled(Precision.FP16, table) == "", table.model_dump_json(indent=1)

@@ -12,9 +12,9 @@ from pipeline.errors import BackendUnavailable, DataError, PlanError
 
 
 def test_an_unknown_backend_is_named_with_the_near_one() -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError) as error:
         backends.backend("onxruntime")
-    assert (caught.value.message, caught.value.next_step) == (
+    assert (error.value.message, error.value.next_step) == (
         "unknown backend 'onxruntime'",
         "did you mean 'onnxruntime'?",
     )
@@ -30,8 +30,10 @@ from pipeline.backends import BACKENDS, backend
 for name in BACKENDS:
     assert backend(name).DISTRIBUTIONS
 print([name for name in {heavy} if name in sys.modules])"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
 
 
 def test_a_contestant_imports_its_own_backend_only() -> None:
@@ -42,15 +44,17 @@ from pipeline.backends import backend
 backend("onnxruntime")
 others = ("openvino.backend", "pytorch.backend", "tensorrt.backend", "tensorrt.rtx")
 print([name for name in others if f"pipeline.backends.{name}" in sys.modules])"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
 
 
 def test_a_missing_package_names_what_to_install() -> None:
-    with pytest.raises(BackendUnavailable) as caught:
+    with pytest.raises(BackendUnavailable) as error:
         installed_version("no-such-package-here", "pip install it")
-    assert "`no-such-package-here` is not installed" in caught.value.message
-    assert caught.value.next_step == "pip install it"
+    assert "`no-such-package-here` is not installed" in error.value.message
+    assert error.value.next_step == "pip install it"
 
 
 def test_feeds_fit_any_one_profile() -> None:
@@ -62,12 +66,12 @@ def test_feeds_fit_any_one_profile() -> None:
     check = FeedCheck((spec,), profiles)
     for shape in ((1, 512), (64, 32)):
         assert check({"x": np.zeros(shape, np.float32)}) is None
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         check({"x": np.zeros((64, 512), np.float32)})
-    assert "batch = 64, length = 512" in caught.value.message
+    assert "batch = 64, length = 512" in error.value.message
     assert (
         "batch from 1 to 1, length from 1 to 512; or batch from 1 to 64, length from 1 to 32"
-        in caught.value.message
+        in error.value.message
     )
 
 
@@ -86,12 +90,12 @@ def test_feeds_fit_one_profile_by_their_values_too() -> None:
     for k in (5, 16):  # of this shape, or of the other profile
         feeds["k"][0] = k  # the same array, so that only its value differs from what was accepted
         for _ in range(2):
-            with pytest.raises(DataError) as caught:
+            with pytest.raises(DataError) as error:
                 check(feeds)
-            assert f"no profile of this engine holds n = 8, k = [{k}]" in caught.value.message
+            assert f"no profile of this engine holds n = 8, k = [{k}]" in error.value.message
             assert (
                 "n from 1 to 8, k from [1] to [4]; or n from 9 to 64, k from [1] to [16]"
-                in caught.value.message
+                in error.value.message
             )
     feeds["k"][0] = 1
     assert check(feeds) is None

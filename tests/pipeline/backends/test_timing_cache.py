@@ -107,9 +107,7 @@ def test_what_is_written_is_read(own_home: Path) -> None:
     assert folder(TIMED).parent == own_home / "timing"
 
 
-def test_another_driver_shares_the_cache_another_gpu_version_or_number_of_timings_does_not() -> (
-    None
-):
+def test_drivers_share_a_cache_but_gpus_versions_and_timing_counts_do_not() -> None:
     assert folder(CacheScope(TARGET.model_copy(update={"driver": "590.1"}), 8)) == folder(TIMED)
     others = [
         {"version": "10.8.0"},
@@ -191,8 +189,8 @@ def test_a_build_that_timed_nothing_new_writes_nothing() -> None:
     write(TIMED, b'{"conv": "tactic 1"}')
 
     def published() -> tuple[int, int]:
-        found = (folder(TIMED) / FILE).stat()
-        return found.st_ino, found.st_mtime_ns  # not atime, which reading changes
+        status = (folder(TIMED) / FILE).stat()
+        return status.st_ino, status.st_mtime_ns  # not atime, which reading changes
 
     before, config = published(), Config()
     merge(config, TIMED, attach(config, TIMED).cache)
@@ -283,12 +281,12 @@ def test_work_of_others_on_the_cpus_is_seen() -> None:
 def test_only_cpus_that_may_be_used_count() -> None:
     allowed = os.sched_getaffinity(0)
     try:
-        whole = cpu_time()
+        total = cpu_time()
         os.sched_setaffinity(0, {min(allowed)})
         one = cpu_time()
     finally:
         os.sched_setaffinity(0, allowed)
-    assert one.total < whole.total or len(allowed) == 1
+    assert one.total < total.total or len(allowed) == 1
 
 
 # -- the GPU to itself -------------------------------------------------------
@@ -305,13 +303,13 @@ def test_other_processes_are_found_on_the_gpu_that_is_used() -> None:
 def test_this_process_its_parents_and_its_children_are_not_others() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         nvml = nvml_of(os.getpid(), os.getppid(), child.pid)
-        found = other_processes(H200, nvml)
+        others = other_processes(H200, nvml)
         child.kill()
-    assert found == OtherProcesses()
+    assert others == OtherProcesses()
 
 
 @pytest.mark.parametrize(
-    ("nvml", "said"),
+    ("nvml", "reason"),
     [
         (nvml_of(2**32 - 1, 4194301), "NVML lists a process without its number"),
         (nvml_of(0, 4194301), "NVML lists a process without its number"),
@@ -324,18 +322,18 @@ def test_this_process_its_parents_and_its_children_are_not_others() -> None:
         (Nvml(), "NVML lists no GPU"),
     ],
 )
-def test_an_answer_that_tells_nothing_is_not_taken_for_nobody(nvml: Nvml, said: str) -> None:
-    found = other_processes(H200, nvml)
-    assert found.pids == ()
-    assert found.unknown.startswith(said)
-    assert found.unknown != ""
+def test_an_answer_that_tells_nothing_is_not_taken_for_nobody(nvml: Nvml, reason: str) -> None:
+    others = other_processes(H200, nvml)
+    assert others.pids == ()
+    assert others.unknown.startswith(reason)
+    assert others.unknown != ""
 
 
 def test_a_second_build_on_one_gpu_waits_and_says_so(own_home: Path) -> None:
-    said, waiting, done = [], threading.Event(), threading.Event()
+    events, waiting, done = [], threading.Event(), threading.Event()
 
     def progress(fraction: float | None, text: str) -> None:
-        said.append((fraction, text))
+        events.append((fraction, text))
         waiting.set()
 
     def second() -> None:
@@ -350,16 +348,16 @@ def test_a_second_build_on_one_gpu_waits_and_says_so(own_home: Path) -> None:
         assert not done.is_set()
     assert done.wait(60)
     thread.join()
-    assert said == [(None, "another build uses this GPU; waiting")]
+    assert events == [(None, "another build uses this GPU; waiting")]
 
 
 def test_a_gpu_that_is_free_is_taken_without_a_word_and_given_back() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     for _ in range(2):
         with (
-            gpu_lock(H200, lambda fraction, text: said.append(text)),
-            gpu_lock(OTHER, lambda fraction, text: said.append(text)),
+            gpu_lock(H200, lambda fraction, text: messages.append(text)),
+            gpu_lock(OTHER, lambda fraction, text: messages.append(text)),
         ):
             pass
-    assert said == []
+    assert messages == []
     assert timing_cache.home().joinpath("locks").is_dir()

@@ -41,15 +41,15 @@ def linear(
 
 @BACKENDS
 def test_rows_of_a_plain_model_run_together(tmp_path: Path, backend: str) -> None:
-    found = proved(linear(("batch", 6), ("batch", 5)), tmp_path, backend=backend)
-    assert (found.axes, found.maximum, found.proved, found.reason) == (
+    result = proved(linear(("batch", 6), ("batch", 5)), tmp_path, backend=backend)
+    assert (result.axes, result.maximum, result.proved, result.reason) == (
         {"x": 0, "z": 0},
         8,
         True,
         "",
     )
-    assert found.largest_error is not None
-    assert found.largest_error < 1e-5
+    assert result.largest_error is not None
+    assert result.largest_error < 1e-5
 
 
 def test_it_runs_in_a_child(tmp_path: Path) -> None:
@@ -72,10 +72,10 @@ def test_rows_may_lie_along_axis_1(tmp_path: Path) -> None:
         [("z", "float32", ("time", "batch", 5))],
         constants,
     )
-    found = proved(
+    result = proved(
         Case("time first", proto, profiles_of({"time": [1, 4, 6], **BATCH}), ()), tmp_path
     )
-    assert (found.axes, found.maximum, found.proved) == ({"x": 1, "z": 1}, 8, True)
+    assert (result.axes, result.maximum, result.proved) == ({"x": 1, "z": 1}, 8, True)
 
 
 def test_a_scalar_is_shared_by_all_rows(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_a_scalar_is_shared_by_all_rows(tmp_path: Path) -> None:
         [("x", "float32", ("batch", 3)), ("scale", "float32", ())],
         [("y", "float32", ("batch", 3))],
     )
-    found = proved(Case("scalar", proto, profiles_of(BATCH), ()), tmp_path)
-    assert (found.axes, found.proved) == ({"x": 0, "scale": None, "y": 0}, True)
+    result = proved(Case("scalar", proto, profiles_of(BATCH), ()), tmp_path)
+    assert (result.axes, result.proved) == ({"x": 0, "scale": None, "y": 0}, True)
 
 
 @pytest.mark.parametrize(("of", "agrees"), [("constant", True), ("x", False)])
@@ -99,9 +99,9 @@ def test_an_output_without_rows_must_not_depend_on_them(
     ]
     outputs = [("y", "float32", ("batch", 3)), ("mean", "float32", ())]
     proto = model(nodes, [("x", "float32", ("batch", 3))], outputs, {"constant": WEIGHTS})
-    found = proved(Case("mean", proto, profiles_of(BATCH), ()), tmp_path)
-    assert (found.axes["mean"], found.proved) == (None, agrees)
-    assert agrees or "differ in output 'mean'" in found.reason
+    result = proved(Case("mean", proto, profiles_of(BATCH), ()), tmp_path)
+    assert (result.axes["mean"], result.proved) == (None, agrees)
+    assert agrees or "differ in output 'mean'" in result.reason
 
 
 def test_a_model_whose_outputs_have_no_rows_is_not_batched(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_a_model_whose_outputs_have_no_rows_is_not_batched(tmp_path: Path) -> No
         [("x", "float32", ("batch", 3))],
         [("mean", "float32", ())],
     )
-    found = proved(Case("mean only", proto, profiles_of(BATCH), ()), tmp_path)
-    assert found == BatchSpec(
+    result = proved(Case("mean only", proto, profiles_of(BATCH), ()), tmp_path)
+    assert result == BatchSpec(
         axes={"x": None, "mean": None},
         reason="inputs and outputs share no symbolic axis that could count rows",
     )
@@ -126,10 +126,10 @@ def test_a_scale_taken_over_the_batch_is_found(tmp_path: Path) -> None:
     proto = model(
         nodes, [("x", "float32", ("batch", 6))], [("z", "float32", ("batch", 5))], {"w": WEIGHTS}
     )
-    found = proved(Case("dynamic", proto, profiles_of(BATCH), ()), tmp_path)
-    assert not found.proved
-    assert found.maximum == 1
-    assert "rows influence each other" in found.reason
+    result = proved(Case("dynamic", proto, profiles_of(BATCH), ()), tmp_path)
+    assert not result.proved
+    assert result.maximum == 1
+    assert "rows influence each other" in result.reason
     engine = build(
         "onnxruntime", Case("dynamic", proto, profiles_of(BATCH), ()), tmp_path / "as int8"
     )
@@ -150,22 +150,22 @@ def test_an_output_that_is_no_number_proves_nothing(tmp_path: Path) -> None:
         [("y", "float32", ("batch", 3))],
         {"zero": np.array(0, np.float32)},
     )
-    found = proved(Case("nan", proto, profiles_of(BATCH), ()), tmp_path)
-    assert (found.proved, "no finite value" in found.reason) == (False, True)
+    result = proved(Case("nan", proto, profiles_of(BATCH), ()), tmp_path)
+    assert (result.proved, "no finite value" in result.reason) == (False, True)
 
 
-@pytest.mark.parametrize(("range_", "said"), [([1, 1, 1], "one row only"), ([4, 4, 4], "")])
-def test_a_profile_of_one_size(tmp_path: Path, range_: list[int], said: str) -> None:
-    found = proved(linear(("batch", 6), ("batch", 5), batch=range_), tmp_path)
-    assert (found.proved, found.maximum) == (not said, range_[2])
-    assert said in found.reason
+@pytest.mark.parametrize(("range_", "message"), [([1, 1, 1], "one row only"), ([4, 4, 4], "")])
+def test_a_profile_of_one_size(tmp_path: Path, range_: list[int], message: str) -> None:
+    result = proved(linear(("batch", 6), ("batch", 5), batch=range_), tmp_path)
+    assert (result.proved, result.maximum) == (not message, range_[2])
+    assert message in result.reason
 
 
 def test_symbols_that_lead_are_tried_first() -> None:
     inputs = (spec("ids", "batch", "length"), spec("mask", "batch", "length"))
-    found = rows_of_specs(inputs, (spec("state", "batch", "length", 8), spec("pooled", "batch", 8)))
-    assert found[0] == Rows("batch", {"ids": 0, "mask": 0, "state": 0, "pooled": 0})
-    assert found[1].axes == {"ids": 1, "mask": 1, "state": 1, "pooled": None}
+    rows = rows_of_specs(inputs, (spec("state", "batch", "length", 8), spec("pooled", "batch", 8)))
+    assert rows[0] == Rows("batch", {"ids": 0, "mask": 0, "state": 0, "pooled": 0})
+    assert rows[1].axes == {"ids": 1, "mask": 1, "state": 1, "pooled": None}
     assert rows_of_specs((spec("x", "n", "n"),), (spec("y", "n"),)) == ()
     assert rows_of_specs((spec("x", 8, 3),), (spec("y", 8),)) == ()
 
@@ -208,12 +208,12 @@ def encoder(masked: bool) -> Case:
 def test_mixed_lengths_are_padded_where_a_mask_hides_what_is_added(
     tmp_path: Path, backend: str
 ) -> None:
-    found = proved(encoder(masked=True), tmp_path, (IDS, MASK), backend)
-    assert (found.proved, found.padding, found.reason) == (True, (IDS, MASK), "")
+    result = proved(encoder(masked=True), tmp_path, (IDS, MASK), backend)
+    assert (result.proved, result.padding, result.reason) == (True, (IDS, MASK), "")
 
 
 @pytest.mark.parametrize(
-    ("masked", "padding", "said"),
+    ("masked", "padding", "message"),
     [
         (
             False,
@@ -235,16 +235,16 @@ def test_mixed_lengths_are_padded_where_a_mask_hides_what_is_added(
     ],
 )
 def test_padding_that_shows_in_the_answer_is_refused_and_rows_still_run_together(
-    tmp_path: Path, masked: bool, padding: tuple[Padding, ...], said: str
+    tmp_path: Path, masked: bool, padding: tuple[Padding, ...], message: str
 ) -> None:
-    found = proved(encoder(masked), tmp_path, padding)
-    assert (found.proved, found.maximum, found.padding) == (True, 8, ())
-    assert said in found.reason
+    result = proved(encoder(masked), tmp_path, padding)
+    assert (result.proved, result.maximum, result.padding) == (True, 8, ())
+    assert message in result.reason
 
 
 def test_an_axis_that_is_always_the_same_is_not_padded(tmp_path: Path) -> None:
-    found = proved(linear(("batch", 6), ("batch", 5)), tmp_path, (Padding(input="x", axis=1),))
-    assert found.reason == "padding is off: axis 1 of 'x' is always 6"
+    result = proved(linear(("batch", 6), ("batch", 5)), tmp_path, (Padding(input="x", axis=1),))
+    assert result.reason == "padding is off: axis 1 of 'x' is always 6"
 
 
 def test_no_padding_where_rows_do_not_run_together(tmp_path: Path) -> None:

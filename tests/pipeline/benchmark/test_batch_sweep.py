@@ -32,10 +32,10 @@ def swept(limit_ms: float | None, values: int = 1500) -> Sweep:
 def test_the_best_batch_is_the_fastest_within_the_limit(
     limit_ms: float | None, best: int | None
 ) -> None:
-    found = swept(limit_ms)
-    assert found.best == best
-    assert [point.batch for point in found.points] == [1, 2, 4, 8]
-    assert all(point.tail_s > point.median_s for point in found.points)
+    sweep = swept(limit_ms)
+    assert sweep.best == best
+    assert [point.batch for point in sweep.points] == [1, 2, 4, 8]
+    assert all(point.tail_s > point.median_s for point in sweep.points)
 
 
 @pytest.mark.parametrize(("values", "percentile"), [(1500, 99), (300, 95), (120, 90), (40, 50)])
@@ -74,9 +74,9 @@ def test_the_batch_is_the_first_symbolic_dimension() -> None:
 
 
 def test_json_and_plot_are_written(tmp_path: Path) -> None:
-    found = swept(1.8)
-    document, plot = write_sweep(found, tmp_path / "out")
-    assert Sweep.model_validate(json.loads(document.read_text())) == found
+    sweep = swept(1.8)
+    document, plot = write_sweep(sweep, tmp_path / "out")
+    assert Sweep.model_validate(json.loads(document.read_text())) == sweep
     drawn = plot.read_text()
     assert drawn.startswith("<svg")
     for text in ("limit, 1.8 ms", "best", "samples per second", ">8<"):

@@ -27,12 +27,12 @@ def runner(
 def stops(runners: Sequence[Runner]) -> dict[str, Stop]:
     """Who stops, by label."""
     reasons = elimination.stops(runners)
-    return {each.label: reason for each, reason in zip(runners, reasons, strict=True) if reason}
+    return {runner.label: reason for runner, reason in zip(runners, reasons, strict=True) if reason}
 
 
 def test_after_one_process_only_who_is_far_behind_stops() -> None:
-    found = stops([runner("best", [1.0]), runner("near", [1.5]), runner("far", [2.0])])
-    assert found == {"far": Stop(StopReason.FAR_BEHIND, "best", 2.0)}
+    losers = stops([runner("best", [1.0]), runner("near", [1.5]), runner("far", [2.0])])
+    assert losers == {"far": Stop(StopReason.FAR_BEHIND, "best", 2.0)}
 
 
 def test_a_process_that_waited_for_a_cpu_stops_nobody() -> None:
@@ -47,7 +47,7 @@ def test_after_two_processes_both_must_be_far_behind() -> None:
 
 def test_baselines_and_candidates_are_held_against_their_own_kind() -> None:
     """The baseline is usually far slower than the best candidate, and needed all the same."""
-    found = stops(
+    losers = stops(
         [
             runner("eager", [9.0], Role.BASELINE),
             runner("traced", [20.0], Role.BASELINE),
@@ -55,17 +55,17 @@ def test_baselines_and_candidates_are_held_against_their_own_kind() -> None:
             runner("compared", [30.0], Role.COMPARED),
         ]
     )
-    assert list(found) == ["traced"]
+    assert list(losers) == ["traced"]
 
 
 def test_once_the_interval_tells_who_is_certainly_slower_stops() -> None:
     best = runner("best", [1.0, 1.02, 0.99, 1.01])
     slower = runner("slower", [1.2, 1.21, 1.19, 1.22])
     equal = runner("equal", [1.02, 1.01, 1.0, 1.02])
-    found = stops([best, slower, equal])
-    assert list(found) == ["slower"]
-    assert found["slower"].reason is StopReason.SLOWER
-    assert found["slower"].times_slower == pytest.approx(1.2, rel=0.02)
+    losers = stops([best, slower, equal])
+    assert list(losers) == ["slower"]
+    assert losers["slower"].reason is StopReason.SLOWER
+    assert losers["slower"].times_slower == pytest.approx(1.2, rel=0.02)
 
 
 def test_who_cannot_win_is_shown_by_one_undisturbed_process() -> None:

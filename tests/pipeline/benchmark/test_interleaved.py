@@ -98,13 +98,13 @@ def test_on_a_gpu_enqueueing_is_timed_on_the_host() -> None:
         }
     )
     peer = LocalPeer("0", TimedSession(host, 0.001))
-    (found,) = results(
+    (report,) = results(
         race(entries(device), [WORKLOAD], SHORT, lambda engine: peer.start(0.0)),
         [WORKLOAD],
         QUIET_HOST,
     )
-    assert isinstance(found, BenchmarkReport)
-    row = found.rows[0]
+    assert isinstance(report, BenchmarkReport)
+    row = report.rows[0]
     assert row.latency is not None
     assert row.enqueue is not None
     assert (row.compute.clock, row.latency.clock, row.enqueue.clock) == ("device", "device", "host")
@@ -121,7 +121,7 @@ def test_each_round_is_in_an_order_of_its_own_and_gives_everyone_one_turn() -> N
     assert len(set(rounds)) > 1
 
 
-def test_who_took_longest_to_load_is_started_first_the_next_time_and_holds_nobody_up() -> None:
+def test_the_slowest_to_load_starts_first_next_time_and_delays_nobody() -> None:
     contestants = [
         Contestant(engine_named(str(index)), Role.CANDIDATE, [[]], [[]], loading_s=index)
         for index in range(4)
@@ -178,12 +178,12 @@ def test_blocks_may_end_once_they_hold_enough_runs(
     """A block of half a second holds 1,000 runs of this engine; its median is the same."""
     options = SHORT.model_copy(update={"duration_s": 18.0})
     host = Host()
-    peers, (_, found) = run_race(host, [0.0005, 0.0005], options=options, enough_runs=enough_runs)
-    blocks = found.rows[0].end_to_end.blocks
-    takes = {each for each in peers[0].received if isinstance(each, Take)}
+    peers, (_, report) = run_race(host, [0.0005, 0.0005], options=options, enough_runs=enough_runs)
+    blocks = report.rows[0].end_to_end.blocks
+    takes = {message for message in peers[0].received if isinstance(message, Take)}
     assert takes == {Take(0.5, enough_runs)}
     assert fewest <= min(blocks) <= max(blocks) <= most
-    assert found.rows[0].end_to_end.median_s == pytest.approx(0.0005, rel=0.1)
+    assert report.rows[0].end_to_end.median_s == pytest.approx(0.0005, rel=0.1)
 
 
 # -- who gets how many processes ---------------------------------------------
@@ -335,10 +335,10 @@ def test_a_death_that_may_pass_is_measured_again_by_the_next_run(
         )
 
     contestants = race(entries(engine_named("0"), engine_named("1")), [WORKLOAD], SHORT, start)
-    found = Benchmarks(created="", results=results(contestants, [WORKLOAD], QUIET_HOST))
-    assert isinstance(found.results[0], BenchmarkReport)
-    assert isinstance(found.results[1], BenchmarkFailure)
-    assert BENCHMARK.is_cacheable(found) is lasts
+    benchmarks = Benchmarks(created="", results=results(contestants, [WORKLOAD], QUIET_HOST))
+    assert isinstance(benchmarks.results[0], BenchmarkReport)
+    assert isinstance(benchmarks.results[1], BenchmarkFailure)
+    assert BENCHMARK.is_cacheable(benchmarks) is lasts
 
 
 def test_without_its_baseline_there_is_no_ratio() -> None:

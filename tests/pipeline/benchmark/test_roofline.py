@@ -62,34 +62,34 @@ def row_of(
     ],
 )
 def test_what_binds(row: LatencyRow, kind: str, next_step: str) -> None:
-    found = bound_of(row, Precision.FP32, PEAKS)
-    assert found.kind == kind
-    assert next_step in found.next_step
+    bound = bound_of(row, Precision.FP32, PEAKS)
+    assert bound.kind == kind
+    assert next_step in bound.next_step
 
 
 def test_the_sentence_holds_the_three_times() -> None:
-    found = bound_of(row_of(10, 0.8e9, 0.1e9), Precision.FP32, PEAKS)
+    bound = bound_of(row_of(10, 0.8e9, 0.1e9), Precision.FP32, PEAKS)
     assert (
-        found.why
+        bound.why
         == "computing takes 10.0 ms; at the device's peak its arithmetic 8.00 ms (fp32), its data"
         " 5.00 ms if nothing is fused"
     )
-    assert found.share_of_peak_flops == pytest.approx(0.8)
-    assert found.share_of_peak_bytes == pytest.approx(0.5)
+    assert bound.share_of_peak_flops == pytest.approx(0.8)
+    assert bound.share_of_peak_bytes == pytest.approx(0.5)
 
 
 def test_a_narrower_precision_has_its_own_peak_and_moves_less() -> None:
-    found = bound_of(row_of(10, 3.2e9, 0.1e9), Precision.INT8, PEAKS)
-    assert found.kind == "compute"
-    assert found.share_of_peak_flops == pytest.approx(0.8)
-    assert found.share_of_peak_bytes == pytest.approx(0.125)
-    assert "narrowest" in found.next_step
+    bound = bound_of(row_of(10, 3.2e9, 0.1e9), Precision.INT8, PEAKS)
+    assert bound.kind == "compute"
+    assert bound.share_of_peak_flops == pytest.approx(0.8)
+    assert bound.share_of_peak_bytes == pytest.approx(0.125)
+    assert "narrowest" in bound.next_step
 
 
-def test_over_half_of_the_peak_is_compute_although_the_unfused_bytes_would_take_longer() -> None:
-    found = bound_of(row_of(10, 0.6e9, 0.4e9), Precision.FP32, PEAKS)
-    assert found.kind == "compute"
-    assert found.share_of_peak_bytes == pytest.approx(2.0)
+def test_over_half_of_the_peak_is_compute_even_if_unfused_bytes_take_longer() -> None:
+    bound = bound_of(row_of(10, 0.6e9, 0.4e9), Precision.FP32, PEAKS)
+    assert bound.kind == "compute"
+    assert bound.share_of_peak_bytes == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_over_half_of_the_peak_is_compute_although_the_unfused_bytes_would_take_
 def test_without_a_peak_there_is_no_share_and_a_way_to_get_it(
     peaks: Peaks | None, clock: str, why: str, next_step: str
 ) -> None:
-    found = bound_of(row_of(10, 0.8e9, clock=clock), Precision.BF16, peaks)
-    assert (found.kind, found.share_of_peak_flops, found.why) == ("unknown", None, why)
-    assert next_step in found.next_step
+    bound = bound_of(row_of(10, 0.8e9, clock=clock), Precision.BF16, peaks)
+    assert (bound.kind, bound.share_of_peak_flops, bound.why) == ("unknown", None, why)
+    assert next_step in bound.next_step
 
 
 def test_copies_are_told_without_peaks() -> None:

@@ -28,24 +28,24 @@ from tests.builders.cli import (
 
 def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, Path]) -> None:
     folder, home = compiled
-    done = crucible(
+    result = crucible(
         "compile", folder / "plan.yaml", "--out", folder / "again", env={"CRUCIBLE_HOME": str(home)}
     )
-    assert done.code == 0
-    assert "onnxruntime int8 minmax" in done.out
-    assert "UNPROVEN" in done.out
-    assert (done.summary["verdict"], done.summary["ratio"]) == ("unproven", None)
-    assert "`benchmark.budget_s`) was over after" in str(done.summary["ratio_missing"])
-    for file in done.summary["reports"].values():  # type: ignore[attr-defined]
+    assert result.code == 0
+    assert "onnxruntime int8 minmax" in result.out
+    assert "UNPROVEN" in result.out
+    assert (result.summary["verdict"], result.summary["ratio"]) == ("unproven", None)
+    assert "`benchmark.budget_s`) was over after" in str(result.summary["ratio_missing"])
+    for file in result.summary["reports"].values():  # type: ignore[attr-defined]
         assert Path(file).is_file()
-    assert (Path(str(done.summary["engine"])) / "engine.json").is_file()
-    assert "reused" in done.err
-    assert "done" not in done.err  # nothing was made again
+    assert (Path(str(result.summary["engine"])) / "engine.json").is_file()
+    assert "reused" in result.err
+    assert "done" not in result.err  # nothing was made again
 
 
 def test_json_alone_goes_to_stdout_with_json(compiled: tuple[Path, Path]) -> None:
     folder, home = compiled
-    done = crucible(
+    result = crucible(
         "compile",
         folder / "plan.yaml",
         "--json",
@@ -53,8 +53,8 @@ def test_json_alone_goes_to_stdout_with_json(compiled: tuple[Path, Path]) -> Non
         folder / "again",
         env={"CRUCIBLE_HOME": str(home)},
     )
-    assert json.loads(done.out)["verdict"] == "unproven"
-    assert done.err == ""
+    assert json.loads(result.out)["verdict"] == "unproven"
+    assert result.err == ""
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_validate_checks_the_delivered_engine_again(
     compiled: tuple[Path, Path], command: tuple[str, ...]
 ) -> None:
     folder, home = compiled
-    done = crucible(*command, folder / "out", cwd=folder, env={"CRUCIBLE_HOME": str(home)})
-    assert done.code == 0, done.err
-    assert "passed" in done.out
-    assert done.summary["samples"] == 220
+    result = crucible(*command, folder / "out", cwd=folder, env={"CRUCIBLE_HOME": str(home)})
+    assert result.code == 0, result.err
+    assert "passed" in result.out
+    assert result.summary["samples"] == 220
 
 
 def test_validate_reads_the_engine_that_lies_there(compiled: tuple[Path, Path]) -> None:
@@ -79,9 +79,9 @@ def test_validate_reads_the_engine_that_lies_there(compiled: tuple[Path, Path]) 
     shutil.copytree(folder / "out", folder / "damaged")
     for file in (folder / "damaged" / "engine").glob("model.*"):
         file.write_bytes(b"junk")
-    done = crucible("validate", folder / "damaged", env={"CRUCIBLE_HOME": str(home)})
-    assert done.code == 1, done.out
-    assert "'model.onnx' has another digest than when it was written" in done.err
+    result = crucible("validate", folder / "damaged", env={"CRUCIBLE_HOME": str(home)})
+    assert result.code == 1, result.out
+    assert "'model.onnx' has another digest than when it was written" in result.err
 
 
 def test_out_that_cannot_be_a_folder_is_said_before_the_work(
@@ -89,15 +89,15 @@ def test_out_that_cannot_be_a_folder_is_said_before_the_work(
 ) -> None:
     folder, _ = compiled
     (tmp_path / "file").write_text("mine")
-    done = crucible(
+    result = crucible(
         "compile",
         folder / "plan.yaml",
         "--out",
         tmp_path / "file" / "sub",
         env={"CRUCIBLE_HOME": str(tmp_path / "home")},
     )
-    assert done.code == 1
-    assert "is a file" in done.err
+    assert result.code == 1
+    assert "is a file" in result.err
     assert not (tmp_path / "home").exists()
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -107,11 +107,11 @@ def test_a_reader_that_leaves_is_no_error(compiled: tuple[Path, Path]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "pipeline.cli", "report", str(folder / "out")]
-    done = subprocess.run(
+    result = subprocess.run(
         command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment(), check=False
     )
     os.close(writing)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_model_without_inputs_is_refused(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_a_model_without_inputs_is_refused(tmp_path: Path) -> None:
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
         tmp_path / "constant.onnx",
     )
-    done = crucible("compile", tmp_path / "constant.onnx", cwd=tmp_path)
-    assert done.code == 1, done.err
-    assert "has no inputs" in done.err
+    result = crucible("compile", tmp_path / "constant.onnx", cwd=tmp_path)
+    assert result.code == 1, result.err
+    assert "has no inputs" in result.err
 
 
 def test_inspect_names_nodes_of_an_operator_set_that_the_file_does_not_declare(
@@ -142,9 +142,9 @@ def test_inspect_names_nodes_of_an_operator_set_that_the_file_does_not_declare(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
         tmp_path / "own.onnx",
     )
-    done = crucible("inspect", tmp_path / "own.onnx", "--backend", "onnxruntime")
-    assert done.code == 1, done.err
-    assert "my.own::Frobnicate" in done.out
+    result = crucible("inspect", tmp_path / "own.onnx", "--backend", "onnxruntime")
+    assert result.code == 1, result.err
+    assert "my.own::Frobnicate" in result.out
 
 
 def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(
@@ -155,18 +155,18 @@ def test_an_engine_whose_source_has_changed_is_not_judged_by_the_new_one(
     proto.graph.doc_string = "another file"
     onnx.save(proto, tmp_path / "model.onnx")
     for command in ("validate", "bench"):
-        done = crucible(
+        result = crucible(
             command,
             folder / "out",
             "--set",
             f"model.path={tmp_path / 'model.onnx'}",
             env={"CRUCIBLE_HOME": str(home)},
         )
-        assert done.code == 1, done.out + done.err
-        assert "have changed since this engine was compiled" in done.err
+        assert result.code == 1, result.out + result.err
+        assert "have changed since this engine was compiled" in result.err
 
 
-def test_an_engine_over_its_budget_is_rejected_with_exit_code_2_and_no_earlier_engine_stays(
+def test_an_engine_over_its_budget_is_rejected_and_no_earlier_engine_stays(
     compiled: tuple[Path, Path], tmp_path: Path
 ) -> None:
     shutil.copytree(compiled[0] / "out", tmp_path / "crucible-out" / "tiny")
@@ -178,32 +178,32 @@ def test_an_engine_over_its_budget_is_rejected_with_exit_code_2_and_no_earlier_e
         candidates=candidates,
         accuracy={"metric": "top1", "max_drop": 0.0, "thresholds": {"max_abs": 1e-6}},
     )
-    done = crucible("compile", plan, cwd=tmp_path, env={"CRUCIBLE_HOME": str(compiled[1])})
-    assert done.code == 2, done.err
-    assert done.summary["verdict"] == "rejected"
-    assert done.summary["engine"] is None
-    assert "next: the worst layers unquantised" in done.out
-    assert "another calibration method" not in done.out, "`method: auto` has tried the others"
+    result = crucible("compile", plan, cwd=tmp_path, env={"CRUCIBLE_HOME": str(compiled[1])})
+    assert result.code == 2, result.err
+    assert result.summary["verdict"] == "rejected"
+    assert result.summary["engine"] is None
+    assert "next: the worst layers unquantised" in result.out
+    assert "another calibration method" not in result.out, "`method: auto` has tried the others"
     assert not (tmp_path / "crucible-out" / "tiny" / "engine").exists()
 
 
 def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
     folder, home = compiled
-    done = crucible(
+    result = crucible(
         "bench",
         folder / "out",
         "--set",
         "benchmark.duration_s=0.2",
         env={"CRUCIBLE_HOME": str(home)},
     )
-    assert done.code == 0, done.err
-    assert "times baseline" in done.out
-    assert len(done.summary["engines"]) == 2  # type: ignore[arg-type]
-    assert "end to end, host" in done.out
-    assert "mean latency" in done.out
-    assert "crucible doctor --measure" in done.out, "no peaks were measured here"
-    assert "expected at least 0.2 s and 3 s" in done.out
-    (summary,) = done.summary["summary"]  # type: ignore[misc]
+    assert result.code == 0, result.err
+    assert "times baseline" in result.out
+    assert len(result.summary["engines"]) == 2  # type: ignore[arg-type]
+    assert "end to end, host" in result.out
+    assert "mean latency" in result.out
+    assert "crucible doctor --measure" in result.out, "no peaks were measured here"
+    assert "expected at least 0.2 s and 3 s" in result.out
+    (summary,) = result.summary["summary"]  # type: ignore[misc]
     assert summary["queries"] > 0
 
 
@@ -219,16 +219,16 @@ def test_bench_sweeps_over_the_batch(compiled: tuple[Path, Path], tmp_path: Path
         "--out",
         tmp_path / "sweep",
     )
-    done = crucible(
+    result = crucible(
         *arguments, "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)}
     )
-    assert done.code == 0, done.err
-    points = done.summary["points"]
+    assert result.code == 0, result.err
+    points = result.summary["points"]
     assert [point["batch"] for point in points] == [1, 4, 16]  # type: ignore[attr-defined]
-    assert done.summary["best"] in (1, 4, 16)
-    assert "best batch with" in done.out
+    assert result.summary["best"] in (1, 4, 16)
+    assert "best batch with" in result.out
     assert (tmp_path / "sweep" / "sweep.svg").read_text().startswith("<svg")
-    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text()) == done.summary
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text()) == result.summary
 
 
 @pytest.mark.parametrize(
@@ -247,9 +247,9 @@ def test_a_bad_sweep_is_refused(
     compiled: tuple[Path, Path], options: tuple[str, ...], message: str
 ) -> None:
     folder, home = compiled
-    done = crucible("bench", folder / "out", *options, env={"CRUCIBLE_HOME": str(home)})
-    assert done.code == 1, done.out
-    assert message in done.err
+    result = crucible("bench", folder / "out", *options, env={"CRUCIBLE_HOME": str(home)})
+    assert result.code == 1, result.out
+    assert message in result.err
 
 
 def test_bench_completes_a_report_that_lacks_a_ratio_if_the_host_can_tell_now(
@@ -262,14 +262,14 @@ def test_bench_completes_a_report_that_lacks_a_ratio_if_the_host_can_tell_now(
     assert (report["verdict"], report["ratio"]) == ("unproven", None)
     report["plan"]["benchmark"]["budget_s"] = 60
     file.write_text(json.dumps(report))
-    done = crucible("bench", tmp_path / "out", cwd=tmp_path, env={"CRUCIBLE_HOME": str(home)})
-    assert done.code == 0, done.err
+    result = crucible("bench", tmp_path / "out", cwd=tmp_path, env={"CRUCIBLE_HOME": str(home)})
+    assert result.code == 0, result.err
     after = json.loads(file.read_text())
-    if "verdict" in done.summary:
-        assert after["verdict"] == done.summary["verdict"] in ("accepted", "keep")
-        assert after["ratio"] == done.summary["ratio"] is not None
+    if "verdict" in result.summary:
+        assert after["verdict"] == result.summary["verdict"] in ("accepted", "keep")
+        assert after["ratio"] == result.summary["ratio"] is not None
         assert after["delivered"] is not None
-        assert "replaced the report" in done.out
+        assert "replaced the report" in result.out
     else:  # the host is busy
         assert after == report
 
@@ -278,9 +278,9 @@ def test_report_prints_and_writes_again(compiled: tuple[Path, Path]) -> None:
     folder, _ = compiled
     html = folder / "out" / "report.html"
     html.unlink()
-    done = crucible("report", folder / "out")
-    assert done.code == 0, done.err
-    assert "unproven" in done.out.lower()
+    result = crucible("report", folder / "out")
+    assert result.code == 0, result.err
+    assert "unproven" in result.out.lower()
     assert html.is_file()
 
 
@@ -296,11 +296,11 @@ def test_inspect_shows_a_model_and_an_engine(compiled: tuple[Path, Path]) -> Non
 
 def test_export_writes_the_graph_that_candidates_are_made_from(tmp_path: Path) -> None:
     plan = write_task(tmp_path)
-    done = crucible("onnx", plan, "--out", tmp_path / "new" / "made.onnx", cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert "MatMul 2" in done.out
-    assert "nodes became" in done.out
-    assert done.summary["model"] == str(tmp_path / "new" / "made.onnx")
+    result = crucible("onnx", plan, "--out", tmp_path / "new" / "made.onnx", cwd=tmp_path)
+    assert result.code == 0, result.err
+    assert "MatMul 2" in result.out
+    assert "nodes became" in result.out
+    assert result.summary["model"] == str(tmp_path / "new" / "made.onnx")
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["made.onnx"]
     plain = crucible(
         "onnx", plan, "--out", tmp_path / "plain.onnx", "--no-simplify", "--json", cwd=tmp_path
@@ -320,28 +320,28 @@ def test_export_writes_the_graph_that_candidates_are_made_from(tmp_path: Path) -
 def test_export_refuses_a_file_that_it_must_not_write(tmp_path: Path, out: str, words: str) -> None:
     plan = write_task(tmp_path)
     before = (tmp_path / "model.onnx").read_bytes()
-    done = crucible_here("onnx", plan, "--out", tmp_path / out, cwd=tmp_path)
-    assert done.code == 1, done.out
-    assert words in done.err
+    result = crucible_here("onnx", plan, "--out", tmp_path / out, cwd=tmp_path)
+    assert result.code == 1, result.out
+    assert words in result.err
     assert (tmp_path / "model.onnx").read_bytes() == before
 
 
 def test_doctor_names_what_is_here_and_what_to_install() -> None:
-    done = crucible("doctor")
-    assert done.code == 0, done.err
-    assert "onnxruntime" in done.out
+    result = crucible("doctor")
+    assert result.code == 0, result.err
+    assert "onnxruntime" in result.out
     assert json.loads(crucible("doctor", "--json").out)
 
 
 @pytest.mark.slow
 def test_doctor_measures_the_peaks_of_this_cpu_once() -> None:
     assert "CPU peak" in crucible("doctor", "--measure", "--threads", "1").out
-    kept = json.loads(crucible("doctor", "--json").out)["cpu_peaks"]
-    assert (kept is None) == (usable_cores() > 1), "they are of one thread"
-    found = load_peaks(1)
-    assert found is not None
-    assert found.flops_per_s[Precision.FP32] > 1e8
-    assert Precision.INT8 in found.flops_per_s
+    stored = json.loads(crucible("doctor", "--json").out)["cpu_peaks"]
+    assert (stored is None) == (usable_cores() > 1), "they are of one thread"
+    peaks = load_peaks(1)
+    assert peaks is not None
+    assert peaks.flops_per_s[Precision.FP32] > 1e8
+    assert Precision.INT8 in peaks.flops_per_s
 
 
 def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
@@ -350,12 +350,12 @@ def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
         "--set",
         "candidates=[{backend: onnxruntime, precision: fp32}]",
     ]
-    done = crucible(
+    result = crucible(
         "compile", tmp_path / "model.onnx", "--profile", "batch=1:2:8", *settings, cwd=tmp_path
     )
-    assert done.code == 0, done.err
-    assert done.summary["verdict"] == "unproven"
-    assert "no data: accuracy not proven" in done.out
+    assert result.code == 0, result.err
+    assert result.summary["verdict"] == "unproven"
+    assert "no data: accuracy not proven" in result.out
 
 
 @pytest.mark.parametrize(
@@ -411,11 +411,11 @@ def test_an_onnx_file_alone_compiles_to_unproven(tmp_path: Path) -> None:
 def test_a_bad_plan_ends_with_exit_code_1_and_a_next_step(
     tmp_path: Path, change: dict[str, object], words: str
 ) -> None:
-    done = crucible_here("compile", write_task(tmp_path, **change), cwd=tmp_path)
-    assert done.code == 1, done.out + done.err
-    assert words in done.err
-    assert "next" in done.err
-    assert "Traceback" not in done.err
+    result = crucible_here("compile", write_task(tmp_path, **change), cwd=tmp_path)
+    assert result.code == 1, result.out + result.err
+    assert words in result.err
+    assert "next" in result.err
+    assert "Traceback" not in result.err
     assert not (tmp_path / "crucible-out").exists()
 
 
@@ -440,19 +440,19 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
         ({"x": x, "labels": labels[:-1]}, "labels"),
     ]:
         np.savez(tmp_path / "selection.npz", **arrays)  # type: ignore[arg-type]
-        done = crucible_here("compile", plan, cwd=tmp_path)
-        assert done.code == 1, done.out + done.err
-        assert words.lower() in done.err.lower()
+        result = crucible_here("compile", plan, cwd=tmp_path)
+        assert result.code == 1, result.out + result.err
+        assert words.lower() in result.err.lower()
 
 
 def test_a_corrupt_model_is_refused(tmp_path: Path) -> None:
     plan = write_task(tmp_path)
-    whole = (tmp_path / "model.onnx").read_bytes()
-    for content in (b"", b"rubbish", whole[: len(whole) // 2]):
+    model = (tmp_path / "model.onnx").read_bytes()
+    for content in (b"", b"rubbish", model[: len(model) // 2]):
         (tmp_path / "model.onnx").write_bytes(content)
-        done = crucible_here("compile", plan, cwd=tmp_path)
-        assert done.code == 1, done.out + done.err
-        assert "model.onnx" in done.err
+        result = crucible_here("compile", plan, cwd=tmp_path)
+        assert result.code == 1, result.out + result.err
+        assert "model.onnx" in result.err
 
 
 def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path) -> None:
@@ -464,9 +464,9 @@ def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path) -> N
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="../secret")
     (tmp_path / "inner" / "model.onnx").write_bytes(proto.SerializeToString())
-    done = crucible_here("compile", plan, cwd=tmp_path)
-    assert done.code == 1
-    assert "../secret" in done.err
+    result = crucible_here("compile", plan, cwd=tmp_path)
+    assert result.code == 1
+    assert "../secret" in result.err
 
 
 def test_unsupported_tensor_kinds_are_named(tmp_path: Path) -> None:
@@ -478,10 +478,10 @@ def test_unsupported_tensor_kinds_are_named(tmp_path: Path) -> None:
         helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:])),
         tmp_path / "words.onnx",
     )
-    done = crucible_here("compile", tmp_path / "words.onnx", cwd=tmp_path)
-    assert done.code == 1
-    assert "words" in done.err
-    assert "string" in done.err
+    result = crucible_here("compile", tmp_path / "words.onnx", cwd=tmp_path)
+    assert result.code == 1
+    assert "words" in result.err
+    assert "string" in result.err
 
 
 @pytest.mark.parametrize(
@@ -497,9 +497,9 @@ def test_unsupported_tensor_kinds_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_usage_errors_end_with_exit_code_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    done = crucible_here(*arguments, cwd=tmp_path)
-    assert done.code == (0 if not arguments else 1)
-    assert "Traceback" not in done.err
+    result = crucible_here(*arguments, cwd=tmp_path)
+    assert result.code == (0 if not arguments else 1)
+    assert "Traceback" not in result.err
 
 
 def test_help_names_every_command() -> None:

@@ -33,22 +33,22 @@ T4 = H200.model_copy(
 
 
 def test_exactly_one_onnxruntime_is_installed() -> None:
-    found = doctor.onnxruntime_distributions()
-    assert len(found) == 1, f"expected one distribution of onnxruntime, found {found}"
+    names = doctor.onnxruntime_distributions()
+    assert len(names) == 1, f"expected one distribution of onnxruntime, found {names}"
 
 
 def test_examine_tells_of_every_backend(tmp_path: Path) -> None:
-    found = doctor.examine(tmp_path / "not" / "there")
-    checks = {check.name: check for check in found.backends}
+    report = doctor.examine(tmp_path / "not" / "there")
+    checks = {check.name: check for check in report.backends}
     assert {"onnxruntime", "openvino", "tensorrt_rtx", "tensorrt", "pytorch"} <= set(checks)
     assert checks["onnxruntime"].runs
     assert {Precision.FP32, Precision.INT8, Precision.INT4} <= set(checks["onnxruntime"].builds)
     assert Precision.FP16 not in checks["onnxruntime"].builds
-    assert all(check.runs or check.reason for check in found.backends)
-    assert all(check.builds or check.install for check in found.backends)
-    assert found.store_free_bytes > 0
-    assert not found.store.exists()
-    assert doctor.Doctor.model_validate_json(found.model_dump_json()) == found
+    assert all(check.runs or check.reason for check in report.backends)
+    assert all(check.builds or check.install for check in report.backends)
+    assert report.store_free_bytes > 0
+    assert not report.store.exists()
+    assert doctor.Doctor.model_validate_json(report.model_dump_json()) == report
 
 
 def test_lines_show_host_backends_and_problems(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_lines_show_host_backends_and_problems(tmp_path: Path) -> None:
         ),
         doctor.BackendCheck(name="tensorrt", reason="no NVIDIA driver", install="pip install it"),
     )
-    found = doctor.examine(tmp_path).model_copy(
+    report = doctor.examine(tmp_path).model_copy(
         update={
             "backends": checks,
             "gpus": (),
@@ -66,7 +66,7 @@ def test_lines_show_host_backends_and_problems(tmp_path: Path) -> None:
             "problems": ("the disk is full",),
         }
     )
-    text = "\n".join(doctor.lines(found))
+    text = "\n".join(doctor.lines(report))
     assert re.search(r"^GPU +none: no NVIDIA driver$", text, re.MULTILINE)
     assert re.search(r"^openvino +2026.4: builds fp32, int8; runs here$", text, re.MULTILINE)
     assert re.search(
@@ -87,9 +87,9 @@ def test_every_kind_of_gpu_shows_its_peaks_and_what_tensorrt_can_do(tmp_path: Pa
             strict=True,
         )
     )
-    found = doctor.examine(tmp_path).model_copy(update={"gpus": checks})
-    assert doctor.Doctor.model_validate_json(found.model_dump_json()) == found
-    text = "\n".join(doctor.lines(found))
+    report = doctor.examine(tmp_path).model_copy(update={"gpus": checks})
+    assert doctor.Doctor.model_validate_json(report.model_dump_json()) == report
+    text = "\n".join(doctor.lines(report))
     assert re.search(
         r"^GPU +2 x NVIDIA H200 \(compute capability 9\.0, driver 580\.159, 140\.4 GiB\)$",
         text,
@@ -123,10 +123,10 @@ def test_a_tensorrt_with_reported_wrong_answers_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor.trt_library, "version", lambda: "10.13.3.9")
-    found = doctor.examine(tmp_path)
-    (warning,) = found.warnings
+    report = doctor.examine(tmp_path)
+    (warning,) = report.warnings
     assert re.search(
-        rf"^WARNING +{re.escape(warning)}$", "\n".join(doctor.lines(found)), re.MULTILINE
+        rf"^WARNING +{re.escape(warning)}$", "\n".join(doctor.lines(report)), re.MULTILINE
     )
     assert "#4813" in warning
 
@@ -158,9 +158,9 @@ def test_rtx_builds_here_and_runs_elsewhere() -> None:
     ],
 )
 def test_cpu_flags_decide_the_advice(flags: tuple[str, ...], int8: str, bf16: str) -> None:
-    found = doctor.check_cpu(flags)
-    assert int8 in found.int8
-    assert bf16 in found.bf16
+    advice = doctor.check_cpu(flags)
+    assert int8 in advice.int8
+    assert bf16 in advice.bf16
 
 
 def test_amx_that_the_machine_hides_is_said() -> None:

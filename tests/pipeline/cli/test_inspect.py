@@ -76,18 +76,18 @@ def test_an_engine_says_which_gpu_or_cpu_it_needs() -> None:
 
 def test_inspecting_for_tensorrt_without_a_gpu_says_what_is_missing(tmp_path: Path) -> None:
     write_model(tmp_path / "model.onnx")
-    done = crucible(
+    result = crucible(
         "inspect",
         tmp_path / "model.onnx",
         "--backend",
         "tensorrt",
         env={"CUDA_VISIBLE_DEVICES": ""},
     )
-    assert done.code == 1
-    assert done.out == ""
-    assert done.err.startswith("error backend.unavailable TensorRT cannot be used on this host: ")
-    assert "next" in done.err
-    assert "use onnxruntime or openvino" in done.err
+    assert result.code == 1
+    assert result.out == ""
+    assert result.err.startswith("error backend.unavailable TensorRT cannot be used on this host: ")
+    assert "next" in result.err
+    assert "use onnxruntime or openvino" in result.err
 
 
 # -- plugin libraries --------------------------------------------------------
@@ -155,7 +155,7 @@ def test_a_plugin_library_is_loaded_into_the_parsers_registry(
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"),
+    ("backend", "message"),
     [
         ("tensorrt", "--plugin: no file at 'none.so'"),
         ("onnxruntime", "only TensorRT loads plugin libraries"),
@@ -163,18 +163,18 @@ def test_a_plugin_library_is_loaded_into_the_parsers_registry(
     ],
 )
 def test_plugin_libraries_that_are_given_in_vain_are_refused(
-    backend: str | None, said: str
+    backend: str | None, message: str
 ) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError) as error:
         plugin_libraries([Path("none.so")], backend)
-    assert said in caught.value.message
-    assert caught.value.next_step
+    assert message in error.value.message
+    assert error.value.next_step
     assert plugin_libraries([], backend) == ()
 
 
 def test_the_command_takes_plugin_libraries(tmp_path: Path) -> None:
     write_model(tmp_path / "model.onnx")
-    done = crucible(
+    result = crucible(
         "inspect",
         tmp_path / "model.onnx",
         "--backend",
@@ -185,5 +185,5 @@ def test_the_command_takes_plugin_libraries(tmp_path: Path) -> None:
         "libb.so",
         cwd=tmp_path,
     )
-    assert done.code == 1
-    assert "--plugin: no file at 'liba.so'" in done.err
+    assert result.code == 1
+    assert "--plugin: no file at 'liba.so'" in result.err

@@ -110,17 +110,17 @@ def test_bad_input_is_refused_with_a_next_step(
     normed: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     write_model(normed.parent / "plain.onnx")
-    done = crucible("lint", *arguments, cwd=normed.parent)
-    assert done.code == 1
-    assert words in done.err
-    assert "next" in done.err
+    result = crucible("lint", *arguments, cwd=normed.parent)
+    assert result.code == 1
+    assert words in result.err
+    assert "next" in result.err
     assert not (normed.parent / "out.onnx").exists()
 
 
 def test_lint_as_json(normed: Path) -> None:
-    done = crucible("lint", normed, "--backend", "openvino", "--json")
-    assert done.code == 0, done.err
-    assert {finding["rule"] for finding in json.loads(done.out)["openvino"]} >= {
+    result = crucible("lint", normed, "--backend", "openvino", "--json")
+    assert result.code == 0, result.err
+    assert {finding["rule"] for finding in json.loads(result.out)["openvino"]} >= {
         "norm-after",
         "weight-in-floats",
     }
@@ -198,10 +198,13 @@ def test_a_model_that_runs_in_floats_is_rejected_and_mending_it_brings_8_bits(
         "r = Relu(n) [q2] rq = QuantizeLinear(r, t, u0) [dq2] y = DequantizeLinear(rq, t, u0)",
     )
     onnx.save(quantised(rounded, constants=CONSTANTS + GAINS), tmp_path / "model.onnx")
-    asked = ["profiles=[{N: [1, 2, 4]}]", "candidates=[{backend: onnxruntime, precision: int8}]"]
+    overrides = [
+        "profiles=[{N: [1, 2, 4]}]",
+        "candidates=[{backend: onnxruntime, precision: int8}]",
+    ]
     runner = Runner(store(tmp_path), run=run_here)
     report = compile_plan(
-        plan_from_model(tmp_path / "model.onnx", asked), runner, "crucible compile model.onnx"
+        plan_from_model(tmp_path / "model.onnx", overrides), runner, "crucible compile model.onnx"
     )
     assert (report.verdict, report.candidates[0].state) == ("rejected", "mislabelled")
     assert heavy_precisions(report) == {Precision.FP32}
@@ -210,7 +213,9 @@ def test_a_model_that_runs_in_floats_is_rejected_and_mending_it_brings_8_bits(
     )
     fixed = fix_model(tmp_path / "model.onnx", tmp_path / "fixed.onnx", "onnxruntime", PROFILES)
     assert fixed.applied["norm-after"] == 1
-    mended = compile_plan(plan_from_model(fixed.path, asked), runner, "crucible compile fixed.onnx")
+    mended = compile_plan(
+        plan_from_model(fixed.path, overrides), runner, "crucible compile fixed.onnx"
+    )
     assert mended.candidates[0].state == "measured"
     assert heavy_precisions(mended) == {Precision.INT8}
 
@@ -227,9 +232,9 @@ def test_only_a_cpu_that_saturates_is_said_to(
         onnx_model(tmp_path, "wide.onnx"),
         Target(backend="openvino", version="1", device="CPU", cpu_flags=flags),
     )
-    given = Recipe(backend="openvino", precision=Precision.INT8, quantizer="given")
-    assert any(SATURATES in note.text for note in lint_notes(wide, given, target)) is warned
-    assert lint_notes(wide, given.model_copy(update={"quantizer": "crucible"}), target) == ()
+    recipe = Recipe(backend="openvino", precision=Precision.INT8, quantizer="given")
+    assert any(SATURATES in note.text for note in lint_notes(wide, recipe, target)) is warned
+    assert lint_notes(wide, recipe.model_copy(update={"quantizer": "crucible"}), target) == ()
 
 
 def test_what_such_a_model_does_not_need_is_said_and_not_done(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def plain() -> Console:
     return Console(file=io.StringIO(), width=130)
 
 
-def said(console: Console) -> str:
+def output_of(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -92,7 +92,7 @@ def test_a_long_stage_says_that_it_is_alive() -> None:
     shown(StageEvent("build", "tensorrt fp16", "started", estimate_s=68.0))
     clock.now += 29
     shown.say_alive()
-    assert said(console) == ""
+    assert output_of(console) == ""
     shown(
         StageEvent(
             "build",
@@ -107,13 +107,13 @@ def test_a_long_stage_says_that_it_is_alive() -> None:
     clock.now += 2
     shown.say_alive()
     assert (
-        said(console)
+        output_of(console)
         == "  running   31.0 s  build tensorrt fp16  40%, about 37 s left, [timing] kernels\n"
     )
     shown(StageEvent("build", "tensorrt fp16", "finished", seconds=33.0))
     clock.now += 100
     shown.say_alive()
-    assert said(console).splitlines()[1:] == ["  done      33.0 s  build tensorrt fp16"]
+    assert output_of(console).splitlines()[1:] == ["  done      33.0 s  build tensorrt fp16"]
 
 
 def test_each_of_two_stages_says_that_it_is_alive_and_ends_on_its_own() -> None:
@@ -126,10 +126,12 @@ def test_each_of_two_stages_says_that_it_is_alive_and_ends_on_its_own() -> None:
     shown(StageEvent("build", "b", "progress", 0.5, "half way"))
     clock.now += 15
     shown.say_alive()
-    assert said(console).splitlines() == ["  running   35.0 s  build a"], "b has not run for long"
+    assert output_of(console).splitlines() == ["  running   35.0 s  build a"], (
+        "b has not run for long"
+    )
     clock.now += 20
     shown.say_alive()
-    assert said(console).splitlines()[1:] == [
+    assert output_of(console).splitlines()[1:] == [
         "  running   55.0 s  build a",
         "  running   35.0 s  build b  50%, half way",
     ]
@@ -139,12 +141,12 @@ def test_each_of_two_stages_says_that_it_is_alive_and_ends_on_its_own() -> None:
     shown(StageEvent("build", "a", "failed", text="no kernel"))
     clock.now += 100
     shown.say_alive()
-    assert [line.split()[0] for line in said(console).splitlines()[3:]] == [
+    assert [line.split()[0] for line in output_of(console).splitlines()[3:]] == [
         "done",
         "running",
         "failed",
     ]
-    assert said(console).splitlines()[4] == "  running   60.0 s  build a"
+    assert output_of(console).splitlines()[4] == "  running   60.0 s  build a"
 
 
 def test_a_silent_stage_is_shown_alive_too() -> None:
@@ -152,9 +154,9 @@ def test_a_silent_stage_is_shown_alive_too() -> None:
     with StageProgress(console, every_s=0.02) as shown:
         shown(StageEvent("build", "", "started"))
         end = time.monotonic() + 60
-        while "running" not in said(console) and time.monotonic() < end:
+        while "running" not in output_of(console) and time.monotonic() < end:
             time.sleep(0.01)
-    assert "s  build" in said(console)
+    assert "s  build" in output_of(console)
 
 
 def test_a_quiet_run_says_nothing() -> None:
@@ -163,7 +165,7 @@ def test_a_quiet_run_says_nothing() -> None:
         shown(StageEvent("build", "", "started", estimate_s=5.0))
         time.sleep(0.05)
         shown(StageEvent("build", "", "finished"))
-    assert said(console) == ""
+    assert output_of(console) == ""
 
 
 def test_bars_show_what_is_left() -> None:
@@ -172,9 +174,9 @@ def test_bars_show_what_is_left() -> None:
         shown(StageEvent("build", "x", "started", estimate_s=68.0))
         shown(StageEvent("build", "x", "progress", 0.25, "timing", elapsed_s=0.1, estimate_s=68.0))
         shown._bars.refresh()
-        assert "about 68 s left" in said(console)
+        assert "about 68 s left" in output_of(console)
         shown(StageEvent("build", "x", "finished", seconds=60.0))
-    assert "done      60.0 s  build x" in said(console)
+    assert "done      60.0 s  build x" in output_of(console)
 
 
 BUILD_A, BUILD_B = "build [dim]a[/dim]", "build [dim]b[/dim]"
@@ -199,5 +201,5 @@ def test_each_of_two_stages_has_a_bar_until_it_ends() -> None:
         assert [bar.description for bar in bars.tasks] == [BUILD_B]
         shown(StageEvent("build", "b", "failed", text="no kernel"))
         assert bars.tasks == []
-    text = said(console)
+    text = output_of(console)
     assert text.index("20.0 s  build b") < text.index("60.0 s  build a") < text.index("failed")

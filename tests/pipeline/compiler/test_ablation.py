@@ -21,7 +21,7 @@ from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.report.files import load_report, write_report
 from pipeline.report.markdown import markdown
-from pipeline.report.tables import sections
+from pipeline.report.sections import sections
 from pipeline.results.report import Ablation, AblationRow, Candidate, State
 from tests.builders.report import EVIL, benchmark, latency_row, sample_report, selection
 

@@ -14,7 +14,7 @@ from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
 from pipeline.report.files import load_report, write_report
-from pipeline.report.tables import sections
+from pipeline.report.sections import sections
 from pipeline.results.report import Ablation, AblationRow, Benchmarks, Candidate, Report, Step
 from pipeline.stages.benchmark import ENOUGH_RUNS
 from pipeline.stages.benchmark import benchmark as measure

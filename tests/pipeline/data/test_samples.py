@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.core import DimRange, Profile, TensorSpec
+from pipeline.data.batch import batch_sizes
 from pipeline.data.samples import (
     CalibrationSet,
     SampleSet,
     SelectionSet,
     ValidationSet,
-    _cut,
     check_disjoint,
     open_set,
 )
@@ -131,7 +131,7 @@ def test_cutting_keeps_to_the_range_and_to_the_size_asked_for(
     most = fewest + more
     if math.ceil(samples / most) > samples // fewest:
         return  # cannot be cut; open_set refuses it
-    counts = list(_cut(samples, size, (fewest, most)))
+    counts = list(batch_sizes(samples, size, (fewest, most)))
     assert sum(counts) == samples
     assert all(fewest <= count <= most for count in counts)
     if fewest == 1:
@@ -160,7 +160,7 @@ def test_an_opened_set_crosses_process_boundaries(tmp_path: Path) -> None:
 
 
 def test_generated_samples_depend_on_seed_and_index_only() -> None:
-    whole = next(open_set(CalibrationSet, random_data(7), (IMAGE,), BATCHES).batches(7)).feeds[
+    all_images = next(open_set(CalibrationSet, random_data(7), (IMAGE,), BATCHES).batches(7)).feeds[
         "image"
     ]
     parts = [
@@ -171,8 +171,8 @@ def test_generated_samples_depend_on_seed_and_index_only() -> None:
         open_set(CalibrationSet, random_data(7, seed=1), (IMAGE,), BATCHES).batches(7)
     ).feeds["image"]
     assert [len(part) for part in parts] == [3, 3, 1]
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
-    assert not np.array_equal(whole, other)
+    np.testing.assert_array_equal(np.concatenate(parts), all_images)
+    assert not np.array_equal(all_images, other)
 
 
 def test_generated_samples_cover_every_profile_and_dtype() -> None:
@@ -372,10 +372,10 @@ BAD: dict[str, tuple[dict[str, Array], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arrays_are_refused_with_the_next_step(tmp_path: Path, case: str) -> None:
     arrays, message = BAD[case]
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as error:
         open_images(save(tmp_path / "bad.npz", **arrays))
-    assert "bad.npz" in caught.value.message
-    assert caught.value.next_step
+    assert "bad.npz" in error.value.message
+    assert error.value.next_step
 
 
 def test_large_finite_values_are_no_infinity(tmp_path: Path) -> None:
@@ -409,9 +409,9 @@ def test_files_that_are_no_npz_are_refused(tmp_path: Path) -> None:
         "short.npz": "'image' ends before its last row",
     }
     for name, message in messages.items():
-        with pytest.raises(DataError, match=re.escape(message)) as caught:
+        with pytest.raises(DataError, match=re.escape(message)) as error:
             open_images(tmp_path / name)
-        assert caught.value.next_step
+        assert error.value.next_step
 
 
 def test_shapes_must_fit_a_profile_and_each_other(tmp_path: Path) -> None:

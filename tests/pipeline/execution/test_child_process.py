@@ -75,25 +75,27 @@ def test_the_last_progress_is_told_again_while_a_child_is_silent(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(process, "ALIVE_S", 0.2)
-    told: list[tuple[float | None, str]] = []
+    events: list[tuple[float | None, str]] = []
 
     def hear(fraction: float | None, text: str) -> None:
-        told.append((fraction, text))
-        if told.count((0.5, "half way")) == 3:
+        events.append((fraction, text))
+        if events.count((0.5, "half way")) == 3:
             (tmp_path / "enough").touch()
 
     assert call_in_child(work_silently, tmp_path / "enough", name="silent", progress=hear) == "done"
-    assert set(told) <= {(None, ""), (0.5, "half way")}
+    assert set(events) <= {(None, ""), (0.5, "half way")}
 
 
 def test_a_child_returns_its_value_and_reports_progress(tmp_path: Path) -> None:
-    seen: list[tuple[float | None, str]] = []
+    events: list[tuple[float | None, str]] = []
     log = tmp_path / "log"
     assert (
-        call_in_child(double, 21, name="double", log=log, progress=lambda f, t: seen.append((f, t)))
+        call_in_child(
+            double, 21, name="double", log=log, progress=lambda f, t: events.append((f, t))
+        )
         == 42
     )
-    assert seen == [(0.5, "half way")]
+    assert events == [(0.5, "half way")]
     assert "noise on stdout" in log.read_text()
 
 
@@ -110,15 +112,15 @@ def test_a_users_folder_on_our_path_hides_no_module_of_ours(
 
 
 def test_our_errors_cross_the_boundary_whole() -> None:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         call_in_child(refuse, name="refuse")
-    assert caught.value.next_step == "send good data"
+    assert error.value.next_step == "send good data"
 
 
 def test_any_other_exception_is_our_bug_and_keeps_its_traceback() -> None:
-    with pytest.raises(InternalError, match="KeyError") as caught:
+    with pytest.raises(InternalError, match="KeyError") as error:
         call_in_child(stumble, name="stumble")
-    assert "a bug" in caught.value.__notes__[0]
+    assert "a bug" in error.value.__notes__[0]
 
 
 def test_a_full_disk_is_named_with_the_file() -> None:
@@ -127,9 +129,9 @@ def test_a_full_disk_is_named_with_the_file() -> None:
 
 
 def test_a_dead_child_names_its_log(tmp_path: Path) -> None:
-    with pytest.raises(ChildDied, match=r"signal 11") as caught:
+    with pytest.raises(ChildDied, match=r"signal 11") as error:
         call_in_child(die, 11, name="die", log=tmp_path / "die.log")
-    assert str(tmp_path / "die.log") in caught.value.next_step
+    assert str(tmp_path / "die.log") in error.value.next_step
 
 
 @pytest.mark.parametrize(
@@ -137,10 +139,10 @@ def test_a_dead_child_names_its_log(tmp_path: Path) -> None:
     [(signal.SIGSEGV, "SIGSEGV", "your own code"), (signal.SIGKILL, "SIGKILL", "more memory")],
 )
 def test_a_death_by_signal_is_named(number: int, words: str, advice: str) -> None:
-    with pytest.raises(ChildDied, match=words) as caught:
+    with pytest.raises(ChildDied, match=words) as error:
         call_in_child(die, int(number), name="die")
-    assert advice in caught.value.next_step
-    assert caught.value.may_pass is (number == signal.SIGKILL)
+    assert advice in error.value.next_step
+    assert error.value.may_pass is (number == signal.SIGKILL)
 
 
 def test_a_deadline_kills_a_child_that_ignores_sigterm() -> None:
@@ -190,12 +192,12 @@ def test_the_children_of_every_thread_are_stopped_and_whoever_waits_hears_of_it(
         waiting = [pool.submit(wait, number) for number in range(count)]
         barrier.wait(60)
         stop_children()
-        for each in waiting:
+        for future in waiting:
             with pytest.raises(ChildDied, match="SIGTERM"):
-                each.result(60)
+                future.result(60)
     stop_children()  # there is nobody left
     living = psutil.Process().children(recursive=True)
-    assert [each for each in living if each.status() != psutil.STATUS_ZOMBIE] == []
+    assert [process for process in living if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_a_conversation_goes_both_ways() -> None:

@@ -65,9 +65,9 @@ def test_the_file_stays_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     for number in range(60):
         history.add("build", "x" * 10_000, float(number))
     assert (tmp_path / FILE).stat().st_size <= MAX_BYTES
-    kept = [entry.seconds for entry in history.entries()]
-    assert kept == [float(number) for number in range(60 - len(kept), 60)]
-    assert len(kept) >= 20
+    durations = [entry.seconds for entry in history.entries()]
+    assert durations == [float(number) for number in range(60 - len(durations), 60)]
+    assert len(durations) >= 20
 
 
 def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

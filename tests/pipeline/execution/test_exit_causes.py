@@ -37,8 +37,8 @@ KILLED = "was killed by signal 9 (SIGKILL)"
     ],
 )
 def test_a_path_that_cannot_be_used_is_the_hosts_fault(error: OSError) -> None:
-    found = crucible_error(error)
-    assert (found.exit_code, "'/somewhere'" in found.message, bool(found.next_step)) == (
+    result = crucible_error(error)
+    assert (result.exit_code, "'/somewhere'" in result.message, bool(result.next_step)) == (
         1,
         True,
         True,
@@ -71,9 +71,9 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_exhausted_memory_is_named_with_the_child_whatever_a_library_says(error: Exception) -> None:
-    found = crucible_error(error, "build")
-    assert isinstance(found, ChildDied)
-    assert found.message.startswith("the child process for 'build' ran out of memory: ")
+    result = crucible_error(error, "build")
+    assert isinstance(result, ChildDied)
+    assert result.message.startswith("the child process for 'build' ran out of memory: ")
     assert crucible_error(error).message.startswith("this process ran out of memory: ")
 
 
@@ -89,9 +89,9 @@ def test_exhausted_memory_is_named_with_the_child_whatever_a_library_says(error:
     ],
 )
 def test_a_full_disk_is_named_whoever_met_it(error: Exception) -> None:
-    found = crucible_error(error)
-    assert isinstance(found, DiskFull)
-    assert found.message.startswith("the disk is full")
+    result = crucible_error(error)
+    assert isinstance(result, DiskFull)
+    assert result.message.startswith("the disk is full")
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_anything_else_is_our_bug() -> None:
 def test_a_death_is_told_with_as_much_as_is_known(
     code: int, before: MemoryKills, after: MemoryKills, printed: str, how: str, advice: str
 ) -> None:
-    said, next_step = how_it_died(code, before, after, printed)
-    assert said.startswith(how)
+    message, next_step = how_it_died(code, before, after, printed)
+    assert message.startswith(how)
     assert advice in next_step
 
 
@@ -258,9 +258,9 @@ def test_what_an_earlier_run_left_in_the_log_is_no_evidence(tmp_path: Path) -> N
     log = tmp_path / "log"
     with pytest.raises(ChildDied, match="ran out of memory and ended by signal 6"):
         call_in_child(abort_as_libraries_do, name="abort", log=log)
-    with pytest.raises(ChildDied, match="ended by signal 6") as caught:
+    with pytest.raises(ChildDied, match="ended by signal 6") as error:
         call_in_child(abort, name="abort", log=log)
-    assert "memory" not in caught.value.message
+    assert "memory" not in error.value.message
 
 
 def abort(progress: Progress) -> None:

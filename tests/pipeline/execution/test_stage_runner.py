@@ -158,10 +158,10 @@ def test_a_branch_has_steps_of_its_own_until_they_are_taken_over(tmp_path: Path)
     assert (first.steps, first.store, first.plan) == ([], runner.store, "tiny")
     second.stage(call(22, "second"))
     first.stage(call(23, "first"))
-    assert [each.subject for each in runner.steps] == ["before"]
+    assert [step.subject for step in runner.steps] == ["before"]
     runner.take_over(first)
     runner.take_over(second)
-    assert [each.subject for each in runner.steps] == ["before", "first", "second"]
+    assert [step.subject for step in runner.steps] == ["before", "first", "second"]
 
 
 def test_of_two_branches_with_one_artifact_the_step_that_made_it_counts(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_of_two_branches_with_one_artifact_the_step_that_made_it_counts(tmp_path
         branch = runner.branch()
         branch.steps += steps
         runner.take_over(branch)
-    assert [(each.digest, each.reused) for each in runner.steps] == [("a", False), ("b", False)]
+    assert [(step.digest, step.reused) for step in runner.steps] == [("a", False), ("b", False)]
 
 
 def test_the_version_of_a_missing_package_is_absent() -> None:

@@ -95,7 +95,7 @@ def edit(file: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda folder: (folder / "sub" / "text").write_text("hellO"), CHANGED),
         (
@@ -127,7 +127,7 @@ def edit(file: Path, old: str, new: str) -> None:
     ],
 )
 def test_a_damaged_artifact_is_made_again_and_said(
-    tmp_path: Path, damage: Callable[[Path], object], said: str
+    tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     folder = Store(tmp_path).get(KEY, Text, make).value.root
     damage(folder)
@@ -136,7 +136,7 @@ def test_a_damaged_artifact_is_made_again_and_said(
     assert again.reused is False
     assert again.value.path.read_text() == "hello"
     assert f"export {KEY.digest[:12]} was damaged and is made again" in store.notes[0].text
-    assert said in store.notes[0].text
+    assert message in store.notes[0].text
     assert Store(tmp_path).get(KEY, Text, never).value.length == 5
     assert list((tmp_path / "tmp").iterdir()) == []
 
@@ -244,9 +244,9 @@ def test_a_refusal_stays_what_it_is_on_a_full_disk(tmp_path: Path, refusal: Base
             file.write(bytes(1 << 20))
         raise refusal
 
-    with small_disk(tmp_path / "home", "size=256k"), pytest.raises(type(refusal)) as caught:
+    with small_disk(tmp_path / "home", "size=256k"), pytest.raises(type(refusal)) as error:
         Store(tmp_path / "home").get(KEY, Text, fill)
-    assert caught.value is refusal
+    assert error.value is refusal
 
 
 FAULTS = [
@@ -301,8 +301,8 @@ def test_what_does_not_last_is_there_until_its_store_closes(tmp_path: Path) -> N
     assert first.value.path.read_text() == "hello"
     assert store.get(KEY, Text, never).value == first.value
     assert Store(tmp_path).find(KEY, Text) is None
-    kept = Store(tmp_path).get(KEY, Text, make, is_cacheable=lambda text: text.length == 5)
-    assert kept.value.root != first.value.root
+    artifact = Store(tmp_path).get(KEY, Text, make, is_cacheable=lambda text: text.length == 5)
+    assert artifact.value.root != first.value.root
     assert first.value.path.exists(), "another may still read it"
     assert Store(tmp_path / "home").adopt(tmp_path) == ()
     del store
@@ -329,7 +329,7 @@ def test_what_is_there_already_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda folder: (folder / "sub" / "text").write_text("hellO"), "another digest"),
         (lambda folder: (folder / "more").touch(), "'more' was added"),
@@ -362,10 +362,10 @@ def test_what_is_there_already_is_not_replaced(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_is_adopted_that_is_not_what_it_says(
-    tmp_path: Path, damage: Callable[[Path], object], said: str
+    tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(Store(tmp_path / "job").get(KEY, Text, make).value.root)
     store = Store(tmp_path / "home")
     (refused,) = [why for why in store.adopt(tmp_path / "job") if "twin" not in why]
-    assert said in refused
+    assert message in refused
     assert list((tmp_path / "home" / "artifacts").glob("*/*")) == []

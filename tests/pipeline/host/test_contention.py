@@ -20,17 +20,17 @@ def proc(root: Path, threads: dict[str, str], stat: str) -> Path:
 
 def test_counts_are_summed_over_threads_and_cpus(tmp_path: Path) -> None:
     stat = "cpu  10 0 10 60 5 0 5 10 0 0\ncpu0 1 2 3\n"
-    found = cpu_clock(
+    counts = cpu_clock(
         proc(tmp_path, {"1": "2000000000 500000000 3", "2": "1000000000 0 1", "3": "rubbish"}, stat)
     )
-    assert (found.ran_s, found.waited_s) == pytest.approx((3.0, 0.5))
-    assert (found.machine_ticks, found.stolen_ticks) == (100, 10)
+    assert (counts.ran_s, counts.waited_s) == pytest.approx((3.0, 0.5))
+    assert (counts.machine_ticks, counts.stolen_ticks) == (100, 10)
 
 
 @pytest.mark.parametrize("stat", ["", "intr 1 2 3", "cpu 1 2"])
 def test_where_the_kernel_does_not_count_nothing_waited(tmp_path: Path, stat: str) -> None:
-    found = cpu_clock(proc(tmp_path, {}, stat))
-    assert found.waiting_since(CpuClock()) == 0.0
+    counts = cpu_clock(proc(tmp_path, {}, stat))
+    assert counts.waiting_since(CpuClock()) == 0.0
     assert cpu_clock(tmp_path / "missing").waiting_since(CpuClock()) == 0.0
 
 

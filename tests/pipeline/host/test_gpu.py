@@ -49,12 +49,12 @@ def both() -> Nvml:
 
 def test_each_device_is_a_gpu() -> None:
     nvml = both()
-    found = find_gpus(nvml)
-    assert found.reason == ""
-    assert found.devices[0] == H200
-    assert found.devices[1].name == "NVIDIA GB10"
-    assert found.devices[1].memory_bytes == 0
-    assert found.devices[1].memory_clock_mhz is None
+    gpus = find_gpus(nvml)
+    assert gpus.reason == ""
+    assert gpus.devices[0] == H200
+    assert gpus.devices[1].name == "NVIDIA GB10"
+    assert gpus.devices[1].memory_bytes == 0
+    assert gpus.devices[1].memory_clock_mhz is None
     assert nvml.open == 0
 
 
@@ -67,13 +67,13 @@ def test_each_device_is_a_gpu() -> None:
     ],
 )
 def test_no_gpu_has_a_reason(nvml: Nvml, reason: str) -> None:
-    found = find_gpus(nvml)
-    assert found.devices == ()
-    assert reason in found.reason
+    gpus = find_gpus(nvml)
+    assert gpus.devices == ()
+    assert reason in gpus.reason
 
 
 @pytest.mark.parametrize(
-    ("wanted", "capabilities"),
+    ("variable", "capabilities"),
     [
         ("", []),
         ("-1", []),
@@ -85,13 +85,13 @@ def test_no_gpu_has_a_reason(nvml: Nvml, reason: str) -> None:
     ],
 )
 def test_only_visible_gpus_may_be_used(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, capabilities: list[str]
+    monkeypatch: pytest.MonkeyPatch, variable: str, capabilities: list[str]
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
-    found = find_gpus(both())
-    assert [gpu.compute_capability for gpu in found.devices] == capabilities
-    hidden = f"no GPU may be used: CUDA_VISIBLE_DEVICES='{wanted}' hides NVIDIA H200, NVIDIA GB10"
-    assert found.reason == ("" if capabilities else hidden)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    gpus = find_gpus(both())
+    assert [gpu.compute_capability for gpu in gpus.devices] == capabilities
+    hidden = f"no GPU may be used: CUDA_VISIBLE_DEVICES='{variable}' hides NVIDIA H200, NVIDIA GB10"
+    assert gpus.reason == ("" if capabilities else hidden)
 
 
 class OneUnreadable(Nvml):
@@ -120,8 +120,8 @@ def test_a_device_is_found_by_number_and_by_uuid() -> None:
 
 def test_pynvml_is_not_imported_before_it_is_asked() -> None:
     script = "import sys, pipeline.host.gpu; print('pynvml' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "False"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout.strip() == "False"
 
 
 def test_pynvml_has_every_name_that_is_asked_for() -> None:
@@ -241,19 +241,19 @@ def gpu(name: str, capability: str, sms: int, mhz: int, memory_mhz: int, bits: i
 def test_peaks_are_those_of_the_data_sheets(
     device: Gpu, tera: dict[str, float], giga_bytes: float
 ) -> None:
-    found = peaks(device)
-    assert {name: found.flops_per_s[Precision(name)] / 1e12 for name in tera} == pytest.approx(
+    limits = peaks(device)
+    assert {name: limits.flops_per_s[Precision(name)] / 1e12 for name in tera} == pytest.approx(
         tera, rel=0.01
     )
-    assert found.bytes_per_s is not None
-    assert found.bytes_per_s / 1e9 == pytest.approx(giga_bytes, rel=0.025)
+    assert limits.bytes_per_s is not None
+    assert limits.bytes_per_s / 1e9 == pytest.approx(giga_bytes, rel=0.025)
 
 
 def test_peaks_of_the_h200_at_its_highest_clocks() -> None:
-    (whole,) = with_hardware(Gpus(devices=(H200,)), Cuda()).devices
-    found = peaks(whole)
-    assert found.bytes_per_s == pytest.approx(4.81e12, rel=0.001)  # data sheet: 4.8 TB/s
-    assert found.flops_per_s[Precision.FP16] == pytest.approx(1070e12, rel=0.001)
+    (gpu,) = with_hardware(Gpus(devices=(H200,)), Cuda()).devices
+    limits = peaks(gpu)
+    assert limits.bytes_per_s == pytest.approx(4.81e12, rel=0.001)  # data sheet: 4.8 TB/s
+    assert limits.flops_per_s[Precision.FP16] == pytest.approx(1070e12, rel=0.001)
 
 
 def test_what_is_not_known_is_left_out() -> None:
@@ -264,9 +264,9 @@ def test_what_is_not_known_is_left_out() -> None:
     assert Precision.FP8 not in FLOPS_PER_SM_AND_CLOCK["8.6"]
 
 
-def test_without_a_driver_an_error_of_the_caller_has_no_error_of_nvml_as_its_context() -> None:
+def test_without_a_driver_an_error_has_no_nvml_error_as_its_context() -> None:
     nvml = Nvml(failure=NVMLError("Driver Not Loaded"))
-    with pytest.raises(ValueError, match="of the caller") as caught, open_nvml(nvml):
+    with pytest.raises(ValueError, match="of the caller") as error, open_nvml(nvml):
         raise ValueError("of the caller")
-    assert caught.value.__context__ is None
+    assert error.value.__context__ is None
     assert nvml.open == 0

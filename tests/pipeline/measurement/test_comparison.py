@@ -36,10 +36,10 @@ def processes(
 
 def test_the_ratio_is_the_geometric_mean_of_pairs_with_students_interval() -> None:
     ours, theirs = processes([2.0, 2.2, 2.0, 2.2]), processes([1.0, 1.0, 1.0, 1.0])
-    found = compare_processes(ours, theirs)
-    assert found.value == pytest.approx((2.0 * 2.2) ** 0.5)
+    ratio = compare_processes(ours, theirs)
+    assert ratio.value == pytest.approx((2.0 * 2.2) ** 0.5)
     error = np.std(np.log([2.0, 2.2, 2.0, 2.2]), ddof=1) / 2
-    assert math.log(found.high / found.value) == pytest.approx(WIDENING * 3.182 * error, rel=1e-6)
+    assert math.log(ratio.high / ratio.value) == pytest.approx(WIDENING * 3.182 * error, rel=1e-6)
 
 
 def test_only_generations_that_both_ran_in_are_compared() -> None:
@@ -55,6 +55,13 @@ def test_three_processes_are_never_enough(count: int) -> None:
     with pytest.raises(NotMeasurable, match="expected at least 4") as raised:
         compare_processes(equal, equal)
     assert raised.value.obstacle is Obstacle.OUT_OF_TIME
+
+
+def test_one_disturbed_process_of_four_asks_for_more_time_and_not_for_a_quieter_host() -> None:
+    with pytest.raises(NotMeasurable) as raised:
+        compare_processes(processes([1.0, 1.0, 1.0, 5.0]), processes([1.0] * 4))
+    assert raised.value.obstacle is Obstacle.OUT_OF_TIME
+    assert raised.value.text == ("3 undisturbed processes of each engine, expected at least 4")
 
 
 def test_a_stalled_process_does_not_move_the_ratio() -> None:
@@ -108,7 +115,7 @@ def test_an_interval_is_never_tenfold_wide() -> None:
     assert narrower.high / narrower.low < MAX_SPAN
 
 
-def test_samples_know_their_generations_and_reports_of_earlier_versions_have_them_all() -> None:
+def test_samples_know_their_generations_also_in_reports_of_earlier_versions() -> None:
     blocks = [[1.0], [1.0], [2.0], [2.0]]
     known = samples_from_blocks(
         blocks, (), processes=(2, 2), generations=(0, 3), waiting=(0.0, 0.2)

@@ -31,12 +31,12 @@ def test_equal_candidates_are_found_equal(rounds: int) -> None:
 
 def test_five_percent_slower_is_told_apart() -> None:
     trials = 200
-    found = 0
+    detections = 0
     for seed in range(trials):
         baseline, candidate = race(NoisyHost(seed), (0.01, 0.0105), rounds=6)
         interval = ratio_of_medians(baseline, candidate, seed, resamples=500)
-        found += interval.high < 1.0
-    assert found / trials >= 0.95
+        detections += interval.high < 1.0
+    assert detections / trials >= 0.95
 
 
 def test_blocks_alone_do_not_know_how_processes_differ() -> None:
@@ -122,11 +122,11 @@ def test_bootstrap_mean_of_equal_values_is_a_point_and_of_one_is_refused() -> No
         bootstrap_mean([0.1])
 
 
-def test_the_interval_of_a_whole_sets_figure_holds_it_and_survives_undefined_resamples() -> None:
+def test_a_bootstrap_interval_holds_its_value_and_survives_undefined_resamples() -> None:
     scores = np.linspace(0, 1, 100)
-    found = bootstrap(lambda drawn: float(scores[drawn].mean()), 100, resamples=200)
-    assert found.low < found.value < found.high
-    assert found.high - found.low == pytest.approx(4 * scores.std() / 10, rel=0.25)
+    interval = bootstrap(lambda drawn: float(scores[drawn].mean()), 100, resamples=200)
+    assert interval.low < interval.value < interval.high
+    assert interval.high - interval.low == pytest.approx(4 * scores.std() / 10, rel=0.25)
     assert bootstrap(lambda drawn: float(scores[drawn].mean()), 100) == bootstrap_mean(
         scores.tolist()
     )

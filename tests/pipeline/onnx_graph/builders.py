@@ -4,14 +4,14 @@ from pathlib import Path
 
 import onnx
 
-HEADER = '<ir_version: 8, opset_import: ["" : 17]>\n'
+
+def parse(graph: str, opset: int = 17) -> onnx.ModelProto:
+    """Return the model of one graph."""
+    return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]>\n{graph}')
 
 
-def parse(graph: str) -> onnx.ModelProto:
-    return onnx.parser.parse_model(HEADER + graph)
-
-
-def save(folder: Path, graph: str) -> Path:
+def save(folder: Path, graph: str, opset: int = 17) -> Path:
+    """Write the model of one graph as `model.onnx`."""
     path = folder / "model.onnx"
-    path.write_bytes(parse(graph).SerializeToString())
+    path.write_bytes(parse(graph, opset).SerializeToString())
     return path

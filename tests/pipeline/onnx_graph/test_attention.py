@@ -17,9 +17,9 @@ PLAIN = ["Add", "MatMul", "MatMul", "Mul", "Softmax", *["Transpose"] * 3]
 
 def plain(model: onnx.ModelProto) -> onnx.ModelProto:
     """Of a copy, for the surgery may change what it is given."""
-    found = plain_attention(onnx.ModelProto.FromString(model.SerializeToString()))
-    assert found is not None
-    return found
+    result = plain_attention(onnx.ModelProto.FromString(model.SerializeToString()))
+    assert result is not None
+    return result
 
 
 def operators(model: onnx.ModelProto) -> list[str]:
@@ -44,7 +44,7 @@ def test_attention_with_a_mask_of_two_numbers_becomes_plain(
 
 def test_a_scale_that_a_node_gives_is_one_too_and_bf16_stays() -> None:
     before = written_out()
-    (scale,) = [each for each in before.graph.initializer if each.name == "scale"]
+    (scale,) = [tensor for tensor in before.graph.initializer if tensor.name == "scale"]
     before.graph.node.insert(0, helper.make_node("Constant", [], ["scale"], value=scale))
     before.graph.initializer.remove(scale)
     after = plain(before)
@@ -60,7 +60,7 @@ def test_a_scale_that_a_node_gives_is_one_too_and_bf16_stays() -> None:
 
 @pytest.mark.parametrize("opset", [14, 20])
 @pytest.mark.parametrize(("dtype", "close"), [(np.float32, 1e-5), (np.float16, 5e-3)])
-def test_a_mask_of_minus_infinity_needs_no_guard_where_the_product_counts_what_rows_see(
+def test_a_mask_of_minus_infinity_needs_no_guard_if_a_product_counts_positions(
     opset: int, dtype: type, close: float
 ) -> None:
     before = written_out(-np.inf, dtype=dtype)

@@ -43,7 +43,7 @@ def attention(
       => ({outputs}) {{ {body} }}"""
     )
     model.graph.initializer.extend(
-        numpy_helper.from_array(np.asarray(each), name) for name, each in tensors.items()
+        numpy_helper.from_array(np.asarray(tensor), name) for name, tensor in tensors.items()
     )
     return onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
 
@@ -233,18 +233,18 @@ def test_what_torchscript_writes_of_scaled_dot_product_attention_is_known(tmp_pa
     import torch
 
     class Masked(torch.nn.Module):  # type: ignore[misc]  # torch is not checked
-        def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.scaled_dot_product_attention(
-                x, x, x, attn_mask=seen[:, None, None, :]
+                x, x, x, attn_mask=mask[:, None, None, :]
             )
 
-    seen = torch.tensor([[True, True, False], [False, False, False]])
+    mask = torch.tensor([[True, True, False], [False, False, False]])
     file = tmp_path / "model.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's, which is not under test
         torch.onnx.export(
             Masked(),
-            (torch.rand(2, 2, 3, 4), seen),
+            (torch.rand(2, 2, 3, 4), mask),
             str(file),
             dynamo=False,
             input_names=["x", "seen"],

@@ -10,14 +10,11 @@ import pytest
 from pipeline.core import Tensors
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.compare import compare_graphs, compare_outputs, open_reference
+from tests.pipeline.onnx_graph.builders import parse
 
 
 def save(path: Path, graph: str) -> Path:
-    path.write_bytes(
-        onnx.parser.parse_model(
-            '<ir_version: 8, opset_import: ["" : 17]>\n' + graph
-        ).SerializeToString()
-    )
+    path.write_bytes(parse(graph).SerializeToString())
     return path
 
 
@@ -134,7 +131,7 @@ def test_feeds_that_the_first_graph_refuses_are_passed_over_but_not_all(double: 
     assert compare_graphs(double, double, [wrong, *FEEDS]) == ""
     with pytest.raises(ModelError, match="cannot run"):
         compare_graphs(double, double, [wrong])
-    with pytest.raises(ModelError, match="nothing to be compared on"):
+    with pytest.raises(ModelError, match="no inputs to compare"):
         compare_graphs(double, double, [])
 
 
@@ -160,8 +157,8 @@ A = np.array([1.0, np.nan, np.inf, -np.inf, 0.0], np.float32)
     ],
 )
 def test_what_counts_as_equal(expected: np.ndarray, got: np.ndarray, fault: str) -> None:
-    told = compare_outputs({"y": expected}, {"y": got}, 1e-4)
-    assert told == "" if fault == "" else fault in told
+    difference = compare_outputs({"y": expected}, {"y": got}, 1e-4)
+    assert difference == "" if fault == "" else fault in difference
 
 
 def test_renamed_missing_or_reordered_outputs_are_told() -> None:

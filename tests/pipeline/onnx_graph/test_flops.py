@@ -4,23 +4,13 @@ import math
 import warnings
 from pathlib import Path
 
-import onnx
 import pytest
 import torch
 import torchvision
 
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.flops import node_costs, total
-
-
-def save(folder: Path, graph: str, opset: int = 17) -> Path:
-    path = folder / "model.onnx"
-    path.write_bytes(
-        onnx.parser.parse_model(
-            f'<ir_version: 8, opset_import: ["" : {opset}]>\n{graph}'
-        ).SerializeToString()
-    )
-    return path
+from tests.pipeline.onnx_graph.builders import save
 
 
 def flops_of(path: Path, sizes: dict[str, int]) -> float | None:
@@ -120,9 +110,9 @@ def test_an_encoder_layer_agrees_with_the_formula(tmp_path: Path) -> None:
         costs = node_costs(tmp_path / "layer.onnx", {"batch": batch, "tokens": tokens})
         products = sum(cost.flops or 0 for cost in costs if cost.operator in ("Gemm", "MatMul"))
         assert products == 2 * batch * tokens * (12 * 768**2 + 2 * tokens * 768)
-        whole = total(cost.flops for cost in costs)
-        assert whole is not None
-        assert products < whole < 1.02 * products
+        layer_flops = total(cost.flops for cost in costs)
+        assert layer_flops is not None
+        assert products < layer_flops < 1.02 * products
 
 
 def test_bytes_of_a_convolution(tmp_path: Path) -> None:

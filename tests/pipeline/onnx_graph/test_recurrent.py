@@ -48,13 +48,13 @@ def types_of(proto: onnx.ModelProto) -> dict[str, int]:
     return types | {tensor.name: tensor.data_type for tensor in graph.initializer}
 
 
-def runnable(made: OnnxModel, folder: Path) -> Path:
+def runnable(model: OnnxModel, folder: Path) -> Path:
     """The graph as ONNX Runtime can run it on a CPU, which has no bf16: fp32, rounded to bf16 at
     each tensor.
     """
-    if made.precision is not Precision.BF16:
-        return made.path
-    proto = onnx.load(made.path)
+    if model.precision is not Precision.BF16:
+        return model.path
+    proto = onnx.load(model.path)
     round_16_bits(proto, tensors_of_16_bits(proto))
     onnx.save(proto, folder / "rounded.onnx")
     return folder / "rounded.onnx"
@@ -65,8 +65,8 @@ def runnable(made: OnnxModel, folder: Path) -> Path:
 def test_every_input_of_a_recurrent_node_has_one_type_and_the_answers_stay(
     tmp_path: Path, form: Form, precision: Precision
 ) -> None:
-    model, made = converted(tmp_path, form, precision)
-    proto = onnx.load(made.path)
+    model, result = converted(tmp_path, form, precision)
+    proto = onnx.load(result.path)
     onnx.checker.check_model(proto, full_check=True)
     (node,) = (node for node in proto.graph.node if node.op_type == form.operator)
     types = types_of(proto)
@@ -77,14 +77,14 @@ def test_every_input_of_a_recurrent_node_has_one_type_and_the_answers_stay(
     }
     if stays_in_fp32(form, precision):
         assert floats == {TensorProto.FLOAT}
-        assert any("'recurrent'" in note.text for note in made.notes)
+        assert any("'recurrent'" in note.text for note in result.notes)
     else:
         assert floats == {LOW[precision]}
         assert all(node.input[place] for place in STATES[form.operator]), (
             "the parser makes what is missing in fp32"
         )
-        assert made.notes == ()
-    graph = runnable(made, tmp_path)
+        assert result.notes == ()
+    graph = runnable(result, tmp_path)
     for time, batch in ((6, 3), (1, 1), (9, 4)) if form.dynamic else ((6, 3),):
         feeds = feeds_of(form, time, batch, seed=time)
         expected, got = open_reference(model.path)(feeds), open_reference(graph)(feeds)
@@ -95,17 +95,17 @@ def test_every_input_of_a_recurrent_node_has_one_type_and_the_answers_stay(
 @pytest.mark.parametrize("precision", [Precision.FP32, *SIXTEEN_BITS])
 @pytest.mark.parametrize("form", [*forms()], ids=str)
 def test_tensorrt_rtx_builds_every_form(tmp_path: Path, form: Form, precision: Precision) -> None:
-    _, made = converted(tmp_path, form, precision, "tensorrt_rtx")
+    _, result = converted(tmp_path, form, precision, "tensorrt_rtx")
     recipe = Recipe(backend="tensorrt_rtx", precision=precision, compute_capability="8.9")
     options = BuildOptions(profiles=(PROFILE if form.dynamic else Profile(),))
     (tmp_path / "built").mkdir()
-    engine = tensorrt_rtx_.build(made, recipe, options, tmp_path / "built")
+    engine = tensorrt_rtx_.build(result, recipe, options, tmp_path / "built")
     assert engine.size_bytes
 
 
 def test_nodes_of_one_shape_share_their_zeros(tmp_path: Path) -> None:
-    _, made = converted(tmp_path, Form("LSTM"), Precision.FP16)
-    graph = onnx.load(made.path).graph
+    _, result = converted(tmp_path, Form("LSTM"), Precision.FP16)
+    graph = onnx.load(result.path).graph
     (node,) = (node for node in graph.node if node.op_type == "LSTM")
     assert node.input[5] == node.input[6]
     assert sum(node.op_type == "Expand" for node in graph.node) == 1
@@ -117,12 +117,12 @@ def test_another_layout_has_its_batch_in_front(tmp_path: Path) -> None:
     { [recurrent] y = GRU <hidden_size = 4, layout = 1> (x, w, r) }"""
     (tmp_path / "out").mkdir()
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
-    made = convert(
+    result = convert(
         onnx_model(tmp_path, "model.onnx"),
         Recipe(backend="tensorrt", precision=Precision.FP16),
         None,
         (),
         tmp_path / "out",
     )
-    shape = next(node for node in onnx.load(made.path).graph.node if node.op_type == "Concat")
+    shape = next(node for node in onnx.load(result.path).graph.node if node.op_type == "Concat")
     assert shape.input[0].endswith("batch")

@@ -55,13 +55,13 @@ def test_a_folded_stride_gives_the_same(
     }
     assert (attributes["kernel_shape"], attributes["strides"]) == (left, [1, 1])
     fed = {"x": np.random.default_rng(2).standard_normal((2, 3, side, side)).astype(np.float32)}
-    expected, found = (
+    expected, actual = (
         onnxruntime.InferenceSession(
             each.SerializeToString(), providers=["CPUExecutionProvider"]
         ).run(None, fed)[0]
         for each in (before, after)
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_two_convolutions_of_one_weight_are_folded_each_in_its_way() -> None:
@@ -81,8 +81,8 @@ def test_two_convolutions_of_one_weight_are_folded_each_in_its_way() -> None:
         ).run(["y", "z"], fed)
         for each in (before, after)
     ]
-    for expected, found in zip(*answers, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    for expected, actual in zip(*answers, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.builders.attention import HEADS, KEYS, ONLY_TOKENS, SELECT, WIDTH, pa
 
 
 def answer(model: onnx.ModelProto, rows: int, number: int = 0) -> np.ndarray:
-    shape = [each.dim_value or rows for each in model.graph.input[0].type.tensor_type.shape.dim]
+    shape = [dim.dim_value or rows for dim in model.graph.input[0].type.tensor_type.shape.dim]
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )
@@ -61,17 +61,17 @@ def unpacked(model: onnx.ModelProto) -> onnx.ModelProto:
 def test_each_known_form_gets_three_products_and_moves_only_its_heads(
     form: str, select: str, keys: str
 ) -> None:
-    found = operators(unpacked(packed(form, select, keys)))
-    assert found.count("MatMul") == (6 if form == "tokens" else 5)
-    assert found.count("Transpose") == 4 + (keys == "at once"), (
+    names = operators(unpacked(packed(form, select, keys)))
+    assert names.count("MatMul") == (6 if form == "tokens" else 5)
+    assert names.count("Transpose") == 4 + (keys == "at once"), (
         "queries, keys, values and the answer; simplification merges that of the keys"
     )
-    assert not {"Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Gemm"} & set(found)
+    assert not {"Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Gemm"} & set(names)
 
 
 def test_tokens_that_come_first_stay_first() -> None:
-    found = operators(unpacked(packed("tokens", turned=False)))
-    assert (found.count("MatMul"), found.count("Transpose"), found.count("Gather")) == (5, 5, 0)
+    names = operators(unpacked(packed("tokens", turned=False)))
+    assert (names.count("MatMul"), names.count("Transpose"), names.count("Gather")) == (5, 5, 0)
 
 
 def test_a_transposition_that_does_not_say_its_order_is_no_error() -> None:
@@ -140,8 +140,8 @@ def test_an_answer_that_is_projected_otherwise_keeps_its_way_out() -> None:
     model = packed("tokens")
     (gemm,) = [node for node in model.graph.node if node.op_type == "Gemm"]
     gemm.attribute.append(onnx.helper.make_attribute("alpha", 0.5))
-    found = operators(unpacked(model))
-    assert (found.count("Gemm"), found.count("MatMul")) == (1, 5)
+    names = operators(unpacked(model))
+    assert (names.count("Gemm"), names.count("MatMul")) == (1, 5)
 
 
 @pytest.mark.parametrize(("kind", "left"), [("none", 0), ("empty", 0), ("of every token", 1)])
@@ -188,6 +188,6 @@ def test_what_torch_exports_is_one_of_the_known_forms(tmp_path: Path, need_weigh
         dynamic_shapes=shapes,
         verbose=False,
     )
-    found = operators(unpacked(onnx.load(tmp_path / "model.onnx")))
-    assert found.count("MatMul") + found.count("Gemm") == 6
-    assert not {"Gather", "Squeeze"} & set(found)
+    names = operators(unpacked(onnx.load(tmp_path / "model.onnx")))
+    assert names.count("MatMul") + names.count("Gemm") == 6
+    assert not {"Gather", "Squeeze"} & set(names)

@@ -39,9 +39,9 @@ def test_a_config_loads_and_its_data_opens(name: str) -> None:
     source = source_from_config(plan.model, plan.profiles)
     sources = [(kind, getattr(plan.data, kind.role)) for kind in KINDS]
     sets = [
-        open_set(kind, given, source.inputs, plan.profiles)
-        for kind, given in sources
-        if given is not None
+        open_set(kind, value, source.inputs, plan.profiles)
+        for kind, value in sources
+        if value is not None
     ]
     assert {opened.role: opened.samples for opened in sets} == EXPECTED[name]
     assert all(opened.has_labels == (name in ("digits", "surgery")) for opened in sets)

@@ -78,7 +78,7 @@ def test_int8_named_without_calibration_data_is_an_error(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "asked", "words"),
+    ("backend", "options", "words"),
     [
         (
             "onnxruntime",
@@ -100,9 +100,9 @@ def test_int8_named_without_calibration_data_is_an_error(plan: Plan) -> None:
     ],
 )
 def test_what_a_backend_would_ignore_is_refused(
-    plan: Plan, backend: str, asked: dict[str, object], words: str
+    plan: Plan, backend: str, options: dict[str, object], words: str
 ) -> None:
-    candidate = CandidateConfig.model_validate({"backend": backend, **asked})
+    candidate = CandidateConfig.model_validate({"backend": backend, **options})
     with pytest.raises(PlanError, match=words):
         recipe_from_candidate(candidate, target(backend, VNNI), plan, True)
 
@@ -122,9 +122,11 @@ def gpu(version: str = "10.6.0", generation: str = "9.0") -> Target:
 
 
 def tensorrt_recipe(
-    plan: Plan, precision: Precision, calibrated: bool = True, **asked: object
+    plan: Plan, precision: Precision, calibrated: bool = True, **options: object
 ) -> Recipe:
-    named = CandidateConfig.model_validate({"backend": "tensorrt", "precision": precision, **asked})
+    named = CandidateConfig.model_validate(
+        {"backend": "tensorrt", "precision": precision, **options}
+    )
     return recipe_from_candidate(named, gpu(), plan, calibrated)
 
 
@@ -166,8 +168,8 @@ def test_a_gpu_host_tries_what_its_generation_and_its_tensorrt_have(
     }
     candidates = default_candidates(targets, calibrated)
     assert [
-        recipe_from_candidate(each, targets[each.backend], plan, calibrated).label
-        for each in candidates
+        recipe_from_candidate(candidate, targets[candidate.backend], plan, calibrated).label
+        for candidate in candidates
     ] == expected
 
 
@@ -213,7 +215,7 @@ def test_modelopt_places_qdq_for_tensorrt_only(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "language_model", "method"),
+    ("method_name", "language_model", "method"),
     [
         ("auto", True, CalibrationMethod.MINMAX),
         ("auto", False, CalibrationMethod.ENTROPY),
@@ -221,16 +223,16 @@ def test_modelopt_places_qdq_for_tensorrt_only(plan: Plan) -> None:
     ],
 )
 def test_auto_is_minmax_for_language_models_else_entropy(
-    asked: str, language_model: bool, method: CalibrationMethod
+    method_name: str, language_model: bool, method: CalibrationMethod
 ) -> None:
-    assert resolve_method(asked, language_model) is method
+    assert resolve_method(method_name, language_model) is method
 
 
 # --- nodes kept in fp32 ---
 
 
 def test_auto_is_no_name_of_a_node_and_leaves_the_recipe_what_it_is(plan: Plan) -> None:
-    auto, plain = (tensorrt_recipe(plan, Precision.FP16, keep_fp32=kept) for kept in ("auto", ()))
+    auto, plain = (tensorrt_recipe(plan, Precision.FP16, keep_fp32=nodes) for nodes in ("auto", ()))
     assert (auto.keep_worst, auto.keep_fp32) == (True, ())
     assert auto.label == plain.label
     assert auto.model_dump() == plain.model_dump()  # so that the same engine comes from the store
@@ -243,25 +245,25 @@ def test_auto_is_no_name_of_a_node_and_leaves_the_recipe_what_it_is(plan: Plan) 
         {"tensorrt": gpu()},
     ],
 )
-def test_without_candidates_in_the_plan_int8_by_our_own_rules_keeps_its_worst_nodes(
+def test_default_int8_candidates_of_our_own_rules_keep_their_worst_nodes(
     plan: Plan, targets: dict[str, Target]
 ) -> None:
     recipes = [
-        recipe_from_candidate(each, targets[each.backend], plan, True)
-        for each in default_candidates(targets, True)
+        recipe_from_candidate(candidate, targets[candidate.backend], plan, True)
+        for candidate in default_candidates(targets, True)
     ]
     own = [
-        each.precision is Precision.INT8
-        and each.quantizer == "crucible"
-        and each.realised_in == "graph"
-        for each in recipes
+        recipe.precision is Precision.INT8
+        and recipe.quantizer == "crucible"
+        and recipe.realised_in == "graph"
+        for recipe in recipes
     ]
-    assert [each.keep_worst for each in recipes] == own
+    assert [recipe.keep_worst for recipe in recipes] == own
     assert any(own)
 
 
 @pytest.mark.parametrize(
-    ("backend", "asked", "words"),
+    ("backend", "options", "words"),
     [
         ("openvino", {"precision": "int8", "quantizer": "nncf"}, "another library places them"),
         ("tensorrt", {"precision": "int8", "quantizer": "modelopt"}, "another library places them"),
@@ -274,22 +276,20 @@ def test_without_candidates_in_the_plan_int8_by_our_own_rules_keeps_its_worst_no
     ],
 )
 def test_auto_where_there_is_nothing_to_choose_from_is_refused(
-    plan: Plan, backend: str, asked: dict[str, object], words: str
+    plan: Plan, backend: str, options: dict[str, object], words: str
 ) -> None:
-    candidate = CandidateConfig.model_validate({"backend": backend, "keep_fp32": "auto", **asked})
-    with pytest.raises(PlanError, match=words) as caught:
+    candidate = CandidateConfig.model_validate({"backend": backend, "keep_fp32": "auto", **options})
+    with pytest.raises(PlanError, match=words) as error:
         recipe_from_candidate(
             candidate, gpu() if backend == "tensorrt" else target(backend, VNNI), plan, True
         )
-    assert "keep_fp32" in caught.value.next_step
+    assert "keep_fp32" in error.value.next_step
 
 
-def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_either_says_so(
-    plan: Plan,
-) -> None:
+def test_equal_recipes_are_one_candidate_that_keeps_worst_nodes_if_either_does(plan: Plan) -> None:
     plain, auto, other = (
-        tensorrt_recipe(plan, precision, keep_fp32=kept)
-        for precision, kept in (("fp16", ()), ("fp16", "auto"), ("bf16", ()))
+        tensorrt_recipe(plan, precision, keep_fp32=nodes)
+        for precision, nodes in (("fp16", ()), ("fp16", "auto"), ("bf16", ()))
     )
     assert distinct([plain, other, auto]) == (auto, other)
 
@@ -297,9 +297,9 @@ def test_the_same_recipe_twice_is_one_candidate_that_keeps_its_worst_nodes_if_ei
 # -- one candidate that stands for several -----------------------------------
 
 
-def recipes(plan: Plan, **asked: object) -> list[str]:
+def recipes(plan: Plan, **options: object) -> list[str]:
     candidate = CandidateConfig.model_validate(
-        {"backend": "onnxruntime", "precision": "int8", **asked}
+        {"backend": "onnxruntime", "precision": "int8", **options}
     )
     return [
         recipe.label
@@ -340,7 +340,7 @@ def test_a_candidate_that_stands_for_too_many_is_refused_with_the_count(plan: Pl
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "words"),
     [
         (
             {"precision": "fp32", "method": ["entropy", "minmax"]},
@@ -389,11 +389,11 @@ def test_a_candidate_that_stands_for_too_many_is_refused_with_the_count(plan: Pl
     ],
 )
 def test_a_list_that_changes_nothing_is_refused_by_name(
-    plan: Plan, asked: dict[str, object], words: str
+    plan: Plan, options: dict[str, object], words: str
 ) -> None:
-    with pytest.raises(PlanError) as caught:
-        recipes(plan, **asked)
-    assert words in caught.value.message
+    with pytest.raises(PlanError) as error:
+        recipes(plan, **options)
+    assert words in error.value.message
 
 
 def test_quantizers_that_take_a_method_take_a_list_of_them(plan: Plan) -> None:
@@ -411,7 +411,7 @@ def test_the_switches_of_the_plan_are_those_of_a_recipe_with_the_same_defaults()
 
 
 @pytest.mark.parametrize(
-    ("backend", "asked", "label"),
+    ("backend", "options", "label"),
     [
         ("onnxruntime", {"precision": "int4"}, "onnxruntime int4 weight-only b32"),
         (
@@ -449,11 +449,11 @@ def test_the_switches_of_the_plan_are_those_of_a_recipe_with_the_same_defaults()
     ],
 )
 def test_each_switch_shows_in_the_label(
-    plan: Plan, backend: str, asked: dict[str, object], label: str
+    plan: Plan, backend: str, options: dict[str, object], label: str
 ) -> None:
     assert (
         recipe_from_candidate(
-            CandidateConfig.model_validate({"backend": backend, **asked}),
+            CandidateConfig.model_validate({"backend": backend, **options}),
             target(backend, VNNI),
             plan,
             True,
@@ -474,7 +474,7 @@ def test_weights_alone_need_no_calibration_data(plan: Plan, backend: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("backend", "asked", "words"),
+    ("backend", "options", "words"),
     [
         (
             "tensorrt",
@@ -542,15 +542,15 @@ def test_weights_alone_need_no_calibration_data(plan: Plan, backend: str) -> Non
     ],
 )
 def test_what_weights_alone_would_ignore_is_refused(
-    plan: Plan, backend: str, asked: dict[str, object], words: str
+    plan: Plan, backend: str, options: dict[str, object], words: str
 ) -> None:
-    candidate = CandidateConfig.model_validate({"backend": backend, **asked})
+    candidate = CandidateConfig.model_validate({"backend": backend, **options})
     with pytest.raises(PlanError, match=words):
         recipe_from_candidate(candidate, target(backend, VNNI), plan, True)
 
 
 @pytest.mark.parametrize(
-    ("given", "names", "expected"),
+    ("precision", "names", "expected"),
     [
         (
             Precision.INT8,
@@ -563,13 +563,13 @@ def test_what_weights_alone_would_ignore_is_refused(
     ],
 )
 def test_a_model_with_its_own_scales_is_tried_on_every_backend(
-    plan: Plan, given: Precision, names: tuple[str, ...], expected: list[str]
+    plan: Plan, precision: Precision, names: tuple[str, ...], expected: list[str]
 ) -> None:
     targets = {name: gpu() if name == "tensorrt" else target(name, VNNI) for name in names}
-    candidates = default_candidates(targets, False, given)
+    candidates = default_candidates(targets, False, precision)
     recipes = [
-        recipe_from_candidate(each, targets[each.backend], plan, False, given)
-        for each in candidates
+        recipe_from_candidate(candidate, targets[candidate.backend], plan, False, precision)
+        for candidate in candidates
     ]
     assert [recipe.label for recipe in recipes] == expected
     assert {recipe.rest for recipe in recipes} == (
@@ -577,9 +577,9 @@ def test_a_model_with_its_own_scales_is_tried_on_every_backend(
     )
 
 
-def given_recipes(plan: Plan, **asked: object) -> tuple[Recipe, ...]:
+def given_recipes(plan: Plan, **options: object) -> tuple[Recipe, ...]:
     candidate = CandidateConfig.model_validate(
-        {"backend": "tensorrt", "precision": "int8", **asked}
+        {"backend": "tensorrt", "precision": "int8", **options}
     )
     at = gpu() if candidate.backend == "tensorrt" else target(candidate.backend, VNNI)
     return recipes_from_candidate(candidate, at, plan, True, Precision.INT8)
@@ -595,7 +595,7 @@ def test_what_the_pairs_of_a_model_leave_open_may_be_asked_for(plan: Plan) -> No
 
 
 @pytest.mark.parametrize(
-    ("key", "asked"),
+    ("key", "options"),
     [
         ("method", {"method": "minmax"}),
         ("method", {"method": ["auto", "minmax"]}),
@@ -616,15 +616,15 @@ def test_what_the_pairs_of_a_model_leave_open_may_be_asked_for(plan: Plan) -> No
     ],
 )
 def test_what_the_pairs_of_a_model_have_decided_is_refused_by_name(
-    plan: Plan, key: str, asked: dict[str, object]
+    plan: Plan, key: str, options: dict[str, object]
 ) -> None:
-    with pytest.raises(PlanError, match=f"brings its own Q/DQ, which decide `{key}`") as caught:
-        given_recipes(plan, **asked)
-    assert caught.value.next_step.startswith(f"leave `{key}` out")
+    with pytest.raises(PlanError, match=f"brings its own Q/DQ, which decide `{key}`") as error:
+        given_recipes(plan, **options)
+    assert error.value.next_step.startswith(f"leave `{key}` out")
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"precision": "fp16"},
         {"precision": "fp16", "keep_fp32": "auto"},
@@ -632,16 +632,16 @@ def test_what_the_pairs_of_a_model_have_decided_is_refused_by_name(
     ],
 )
 def test_a_precision_that_is_not_that_of_the_pairs_is_refused(
-    plan: Plan, asked: dict[str, object]
+    plan: Plan, options: dict[str, object]
 ) -> None:
     with pytest.raises(
-        PlanError, match=f"it would run int8 under the name of {asked['precision']}"
+        PlanError, match=f"it would run int8 under the name of {options['precision']}"
     ):
-        given_recipes(plan, **asked)
+        given_recipes(plan, **options)
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "words"),
     [
         (
             {
@@ -684,9 +684,9 @@ def test_a_precision_that_is_not_that_of_the_pairs_is_refused(
     ],
 )
 def test_what_a_label_would_claim_and_an_engine_ignore_is_refused(
-    plan: Plan, asked: dict[str, object], words: str
+    plan: Plan, options: dict[str, object], words: str
 ) -> None:
-    candidate = CandidateConfig.model_validate(asked)
+    candidate = CandidateConfig.model_validate(options)
     with pytest.raises(PlanError, match=words):
         recipe_from_candidate(
             candidate,
@@ -709,8 +709,8 @@ ON_GPU = Target(backend="torch", version="2", device="gpu", compute_capability="
 ON_CPU = Target(backend="torch", version="2", device="cpu", cpu_flags=VNNI)
 
 
-def torch_recipe(**asked: object) -> Recipe:
-    candidate = CandidateConfig.model_validate({"backend": "torch", "precision": "fp16", **asked})
+def torch_recipe(**options: object) -> Recipe:
+    candidate = CandidateConfig.model_validate({"backend": "torch", "precision": "fp16", **options})
     return recipe_from_candidate(
         candidate,
         ON_GPU,
@@ -723,8 +723,10 @@ def default_labels(plan: Plan, on_gpu: bool, providers: tuple[OrtProvider, ...] 
     targets = {name: target(name, VNNI) for name in ("onnxruntime", "openvino")}
     if on_gpu:
         targets |= {"tensorrt": gpu(), "torch": ON_GPU}
-    found = default_candidates(targets, True, providers=providers)
-    return [recipe_from_candidate(each, targets[each.backend], plan, True).label for each in found]
+    candidates = default_candidates(targets, True, providers=providers)
+    return [
+        recipe_from_candidate(each, targets[each.backend], plan, True).label for each in candidates
+    ]
 
 
 def test_the_documentation_lists_exactly_the_default_candidates() -> None:
@@ -769,7 +771,7 @@ def test_a_program_is_called_by_its_form_and_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "words"),
     [
         ({"keep_fp32": ["conv"]}, "`keep_fp32` has no effect on a PyTorch program"),
         ({"quantizer": "nncf", "precision": "int8"}, "`quantizer` has no effect"),
@@ -777,13 +779,13 @@ def test_a_program_is_called_by_its_form_and_mode() -> None:
         ({"provider": "cuda"}, "`provider` has no effect"),
     ],
 )
-def test_what_says_nothing_of_a_program_is_refused(asked: dict[str, object], words: str) -> None:
+def test_what_says_nothing_of_a_program_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        torch_recipe(**asked)
+        torch_recipe(**options)
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "words"),
     [
         ({"backend": "torch", "precision": "fp32"}, "an ONNX file, which has no PyTorch program"),
         ({"backend": "onnxruntime", "precision": "fp32", "form": "aoti"}, "only torch has `form`"),
@@ -823,10 +825,10 @@ def test_what_says_nothing_of_a_program_is_refused(asked: dict[str, object], wor
 )
 def test_a_program_of_an_onnx_file_and_keys_of_other_backends_are_refused(
     plan: Plan,
-    asked: dict[str, object],
+    options: dict[str, object],
     words: str,
 ) -> None:
-    candidate = CandidateConfig.model_validate(asked)
+    candidate = CandidateConfig.model_validate(options)
     with pytest.raises(PlanError, match=words):
         recipe_from_candidate(candidate, target(candidate.backend, VNNI), plan, True)
 
@@ -870,7 +872,7 @@ def test_baselines_by_name(names: tuple[str, ...], target: Target, expected: lis
 
 
 def test_the_best_baselines_of_a_gpu_are_every_mode_in_every_fast_precision() -> None:
-    found = [
+    labels = [
         recipe.label.removeprefix("pytorch ")
         for recipe in baseline_recipes(
             ("best",),
@@ -879,12 +881,12 @@ def test_the_best_baselines_of_a_gpu_are_every_mode_in_every_fast_precision() ->
     ]
     modes = ("compile", "compile reduce-overhead", "compile max-autotune")
     compiled = [f"{mode} {precision}" for mode in modes for precision in ("tf32", "fp16", "bf16")]
-    assert found == ["eager fp32", "eager tf32", "eager fp16", *compiled]
+    assert labels == ["eager fp32", "eager tf32", "eager fp16", *compiled]
 
 
 def test_a_program_that_cannot_be_cast_has_no_baseline_in_16_bits() -> None:
-    found = [recipe.label for recipe in baseline_recipes(("best",), ON_GPU, castable=False)]
-    assert [label for label in found if label.endswith(("fp16", "bf16"))] == []
+    labels = [recipe.label for recipe in baseline_recipes(("best",), ON_GPU, castable=False)]
+    assert [label for label in labels if label.endswith(("fp16", "bf16"))] == []
     with pytest.raises(PlanError, match="cannot be cast"):
         baseline_recipes(("eager fp16",), ON_GPU, castable=False)
     with pytest.raises(PlanError, match="needs an NVIDIA GPU"):
@@ -918,7 +920,7 @@ def test_a_baseline_of_pytorch_is_delivered_as_a_program(name: str, delivered: s
 
 
 @pytest.mark.parametrize(
-    ("given", "tensorrt", "providers", "expected"),
+    ("precision", "tensorrt", "providers", "expected"),
     [
         (
             None,
@@ -936,12 +938,12 @@ def test_a_baseline_of_pytorch_is_delivered_as_a_program(name: str, delivered: s
     ],
 )
 def test_on_a_gpu_the_baseline_of_an_onnx_file_is_what_the_gpu_makes_of_it(
-    given: Precision | None,
+    precision: Precision | None,
     tensorrt: Target | None,
     providers: tuple[OrtProvider, ...],
     expected: list[str],
 ) -> None:
-    recipes = gpu_recipes_as_given(given, tensorrt, providers)
+    recipes = gpu_recipes_as_given(precision, tensorrt, providers)
     assert [recipe.label for recipe in recipes] == expected
     assert [deliverable_recipe(recipe) for recipe in recipes] == list(
         recipes,

@@ -173,17 +173,17 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
 def test_a_bad_plan_is_refused_with_a_sentence(
     tmp_path: Path, document: object, words: str
 ) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError) as error:
         plan_from_document(document, tmp_path)
-    assert words in caught.value.message
-    assert caught.value.next_step
+    assert words in error.value.message
+    assert error.value.next_step
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError) as error:
         plan_from_document({**MODEL, "nmae": "x", "accuracy": {"max_drop": "much"}}, tmp_path)
-    assert "nmae" in caught.value.message
-    assert "accuracy.max_drop" in caught.value.message
+    assert "nmae" in error.value.message
+    assert "accuracy.max_drop" in error.value.message
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_nodes_to_keep_are_named_or_left_to_the_compile(tmp_path: Path) -> None:
         },
         tmp_path,
     )
-    assert [each.keep_fp32 for each in plan.candidates] == ["auto", ("fc", "norm*")]
+    assert [candidate.keep_fp32 for candidate in plan.candidates] == ["auto", ("fc", "norm*")]
     assert override_plan(plan, []).candidates == plan.candidates
     assert override_plan(plan, ["candidates.1.keep_fp32=auto"]).candidates[1].keep_fp32 == "auto"
 
@@ -296,9 +296,9 @@ def _keys_below(annotation: object) -> list[str]:
 
 def test_a_binary_file_is_no_plan_and_the_next_step_says_where_it_belongs(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").write_bytes(b"PK\x03\x04\xff\xfe")
-    with pytest.raises(PlanError, match="not a text file") as caught:
+    with pytest.raises(PlanError, match="not a text file") as error:
         load_plan(tmp_path / "model.pt2")
-    assert "model: {path" in caught.value.next_step
+    assert "model: {path" in error.value.next_step
 
 
 def test_a_profile_is_overridden_as_it_is_written(tmp_path: Path) -> None:
@@ -353,9 +353,9 @@ def test_a_dimension_may_be_called_values(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_range_of_values_is_refused(tmp_path: Path, values: object, words: str) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError) as error:
         plan_from_document({**MODEL, "profiles": [{"values": values}]}, tmp_path)
-    assert words in caught.value.message
+    assert words in error.value.message
 
 
 def test_plugins_are_found_from_the_folder_of_the_plan_and_must_be_there(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ OUTPUTS = (TensorSpec(name="y", dtype="float32", shape=("n", 2)),)
 
 
 @pytest.mark.parametrize(
-    ("serving", "said"),
+    ("serving", "message"),
     [
         (
             {"padding": [{"input": "id", "axis": 1}]},
@@ -420,9 +420,9 @@ OUTPUTS = (TensorSpec(name="y", dtype="float32", shape=("n", 2)),)
         ),
     ],
 )
-def test_how_a_model_is_served_names_what_it_has(serving: dict[str, object], said: str) -> None:
+def test_how_a_model_is_served_names_what_it_has(serving: dict[str, object], message: str) -> None:
     plan = plan_from_document({**MODEL, "serving": serving}, Path())
-    with pytest.raises(PlanError, match=re.escape(said)):
+    with pytest.raises(PlanError, match=re.escape(message)):
         check_serving(plan.serving, INPUTS, OUTPUTS)
 
 
@@ -471,6 +471,6 @@ def test_baselines_are_one_name_or_several(
 @pytest.mark.parametrize("name", ["fast", "eager int8", "traced max-autotune", "compile fp16 best"])
 def test_a_baseline_of_another_name_is_refused_with_an_example(tmp_path: Path, name: str) -> None:
     document = {"model": {"path": "m.onnx"}, "benchmark": {"baselines": [name]}}
-    with pytest.raises(PlanError, match="as in `compile max-autotune fp16`") as caught:
+    with pytest.raises(PlanError, match="as in `compile max-autotune fp16`") as error:
         plan_from_document(document, tmp_path)
-    assert name in caught.value.message
+    assert name in error.value.message

@@ -140,9 +140,9 @@ def test_an_impossible_source_is_named(
     tmp_path: Path, changes: dict[str, object], expected: str
 ) -> None:
     write_net(tmp_path)
-    with pytest.raises(PlanError, match=expected) as caught:
+    with pytest.raises(PlanError, match=expected) as error:
         source_from_config(config(tmp_path, **changes), (PROFILE,))
-    assert caught.value.next_step
+    assert error.value.next_step
 
 
 def test_a_corrupt_onnx_file_and_external_data_outside_the_folder_are_refused(
@@ -166,13 +166,13 @@ def test_a_corrupt_onnx_file_and_external_data_outside_the_folder_are_refused(
 def test_a_symbol_without_a_range_is_an_error_that_says_what_to_write() -> None:
     with pytest.raises(
         PlanError, match=r"dimension 'sequence' of input 'ids' \[batch, sequence\] has no range"
-    ) as caught:
+    ) as error:
         check_profiles((IDS,), (PROFILE,))
-    assert "{batch: [1, 8, 64], sequence: [1, 8, 64]}" in caught.value.next_step
-    assert "--profile sequence=1:8:64" in caught.value.next_step
+    assert "{batch: [1, 8, 64], sequence: [1, 8, 64]}" in error.value.next_step
+    assert "--profile sequence=1:8:64" in error.value.next_step
 
 
-def test_no_profile_at_all_is_an_error_where_there_are_symbols_and_an_empty_one_where_not() -> None:
+def test_no_profile_is_an_error_with_symbols_and_an_empty_profile_without() -> None:
     with pytest.raises(PlanError, match="no profiles"):
         check_profiles((IMAGE,), ())
     assert check_profiles((TensorSpec(name="x", dtype="float32", shape=(1, 2)),), ()) == (
@@ -181,9 +181,9 @@ def test_no_profile_at_all_is_an_error_where_there_are_symbols_and_an_empty_one_
 
 
 def test_an_unknown_symbol_in_a_profile_names_the_near_one() -> None:
-    with pytest.raises(PlanError, match="'bacth'") as caught:
+    with pytest.raises(PlanError, match="'bacth'") as error:
         check_profiles((IMAGE,), (Profile.model_validate({"dims": {"bacth": [1, 2, 3]}}),))
-    assert caught.value.next_step == "did you mean 'batch'?"
+    assert error.value.next_step == "did you mean 'batch'?"
 
 
 K = TensorSpec(name="k", dtype="int64", shape=(1,))
@@ -201,7 +201,7 @@ def test_ranges_of_values_fit_scalars_and_vectors_of_integers(spec: TensorSpec) 
 
 
 @pytest.mark.parametrize(
-    ("spec", "profiles", "said", "advice"),
+    ("spec", "profiles", "message", "advice"),
     [
         (K, valued("kk", [1, 5, 10]), "the model has no input 'kk'", "did you mean 'k'?"),
         (K, valued("zzz", [1, 5, 10]), "the model has no input 'zzz'", "its inputs are image, k"),
@@ -232,11 +232,11 @@ def test_ranges_of_values_fit_scalars_and_vectors_of_integers(spec: TensorSpec) 
     ],
 )
 def test_ranges_of_values_that_fit_no_input_are_refused(
-    spec: TensorSpec, profiles: tuple[Profile, ...], said: str, advice: str
+    spec: TensorSpec, profiles: tuple[Profile, ...], message: str, advice: str
 ) -> None:
-    with pytest.raises(PlanError, match=said) as caught:
+    with pytest.raises(PlanError, match=message) as error:
         check_profiles((IMAGE, spec), profiles)
-    assert advice in caught.value.next_step
+    assert advice in error.value.next_step
 
 
 def test_inputs_may_share_symbols() -> None:

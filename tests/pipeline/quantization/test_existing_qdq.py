@@ -17,14 +17,14 @@ from tests.builders.qat import PLAIN, WEIGHTS, quantised
 
 
 def test_each_scale_is_counted_by_operator_and_by_the_tensors_it_belongs_to() -> None:
-    found = scales_of(quantised(PLAIN).graph)
-    assert {operator: found[operator, "", b"", b""] for operator in QDQ} == {
+    scales = scales_of(quantised(PLAIN).graph)
+    assert {operator: scales[operator, "", b"", b""] for operator in QDQ} == {
         "QuantizeLinear": ["x"],
         "DequantizeLinear": ["xq", "wi", "vi"],
     }
     by_scale = {
         (key[0], key[1], np.frombuffer(key[2], np.float64).size): tensors
-        for key, tensors in found.items()
+        for key, tensors in scales.items()
         if key[2]
     }
     assert by_scale == {

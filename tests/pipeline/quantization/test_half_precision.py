@@ -23,17 +23,17 @@ from tests.builders.convert import (
     images,
     model_from_text,
     operators,
-    seen_by,
+    ranges_on,
 )
 
 
 def test_fp32_is_the_same_graph(tmp_path: Path) -> None:
     model = model_from_text(tmp_path / "source", RESIDUAL)
-    made = convert(
+    result = convert(
         model, Recipe(backend="onnxruntime", precision=Precision.FP32), None, (), tmp_path
     )
-    assert made.digest == model.digest
-    assert made.path != model.path
+    assert result.digest == model.digest
+    assert result.path != model.path
 
 
 @pytest.mark.parametrize("text", [RESIDUAL, ATTENTION])
@@ -45,11 +45,11 @@ def test_fp16_casts_at_the_borders_only(tmp_path: Path, text: str) -> None:
         else {"x": random.standard_normal((2, 5, 8)), "mask": random.standard_normal((2, 1, 5))}
     )
     feeds = {name: array.astype(np.float32) for name, array in feeds.items()}
-    model, made, graph = converted(tmp_path, text, FP16, feeds)
+    model, result, graph = converted(tmp_path, text, FP16, feeds)
     assert operators(graph)["Cast"] == len(model.inputs) + len(model.outputs)
     assert set(dtypes(graph).values()) == {TensorProto.FLOAT16}
-    assert made.notes == ()
-    assert error_of(model, made, feeds) < 5e-3
+    assert result.notes == ()
+    assert error_of(model, result, feeds) < 5e-3
 
 
 OVERFLOW = """
@@ -71,47 +71,47 @@ net (float[N, 4] x) => (float[N, 4] y)
 def test_nodes_that_fp16_would_overflow_stay_in_fp32(tmp_path: Path, source: str) -> None:
     model = model_from_text(tmp_path / "source", OVERFLOW)
     feeds = {"x": np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)}
-    table, samples = (seen_by(model, feeds), ()) if source == "table" else (None, (feeds,))
-    made = convert(model, FP16, table, samples, tmp_path)
-    graph = onnx.load(str(made.path)).graph
+    table, samples = (ranges_on(model, feeds), ()) if source == "table" else (None, (feeds,))
+    result = convert(model, FP16, table, samples, tmp_path)
+    graph = onnx.load(str(result.path)).graph
     by_name = {node.name: node for node in graph.node}
-    assert [each.node for each in made.kept_fp32] == ["square", "root"]
-    assert "'square'" in made.notes[0].text
-    assert "'root'" in made.notes[0].text
+    assert [node.node for node in result.kept_fp32] == ["square", "root"]
+    assert "'square'" in result.notes[0].text
+    assert "'root'" in result.notes[0].text
     assert (
         by_name["square"].output[0] == by_name["root"].input[0] == "c"
     )  # no fp16 between two kept nodes: the value would not survive it
     assert by_name["last"].input[0] == "e_fp16"
-    assert error_of(model, made, feeds) < 5e-3
+    assert error_of(model, result, feeds) < 5e-3
 
 
 def test_without_data_nobody_looked_and_a_note_says_so(tmp_path: Path) -> None:
-    made = convert(model_from_text(tmp_path / "source", RESIDUAL), FP16, None, (), tmp_path)
-    assert "no data" in made.notes[0].text
+    result = convert(model_from_text(tmp_path / "source", RESIDUAL), FP16, None, (), tmp_path)
+    assert "no data" in result.notes[0].text
 
 
 def test_constants_that_fp16_cannot_hold_keep_their_node_in_fp32(tmp_path: Path) -> None:
     text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 4] y)
       <float eps = {1e-12}, float low = {-3.4e38}>
     { [eps] a = Add (x, eps) [root] b = Sqrt (a) [floor] c = Max (b, low) y = Neg (c) }"""
-    _, made, graph = converted(tmp_path, text, FP16, {"x": np.ones((2, 4), np.float32)})
+    _, result, graph = converted(tmp_path, text, FP16, {"x": np.ones((2, 4), np.float32)})
     assert dtypes(graph) == {"eps": TensorProto.FLOAT, "low": TensorProto.FLOAT}
-    assert "2 nodes stay in fp32" in made.notes[0].text
+    assert "2 nodes stay in fp32" in result.notes[0].text
 
 
-@pytest.mark.parametrize(("bias", "kept"), [(5e-8, False), (3e-4, False), (1e6, True)])
-def test_a_bias_keeps_its_node_in_fp32_only_where_the_result_shows_what_fp16_loses_of_it(
-    tmp_path: Path, bias: float, kept: bool
+@pytest.mark.parametrize(("bias", "in_fp32"), [(5e-8, False), (3e-4, False), (1e6, True)])
+def test_a_bias_keeps_its_node_in_fp32_only_if_the_loss_in_fp16_shows(
+    tmp_path: Path, bias: float, in_fp32: bool
 ) -> None:
     text = f"""<ir_version: 9, opset_import: ["" : 20]> net (float[N, 4] x) => (float[N, 2] y)
     <float[4, 2] w = {{1, 0, 0, 1, 1, 0, 0, 1}}, float[2] b = {{{bias}, 0}}> {{
       [gemm] a = Gemm (x, w, b) y = Neg (a) }}"""
     feeds = {"x": np.ones((2, 4), np.float32)}
-    model, made, graph = converted(tmp_path, text, FP16, feeds)
-    assert dtypes(graph)["b" if kept else "b_fp16"] == (
-        TensorProto.FLOAT if kept else TensorProto.FLOAT16
+    model, result, graph = converted(tmp_path, text, FP16, feeds)
+    assert dtypes(graph)["b" if in_fp32 else "b_fp16"] == (
+        TensorProto.FLOAT if in_fp32 else TensorProto.FLOAT16
     )
-    assert error_of(model, made, feeds) <= 2**-11
+    assert error_of(model, result, feeds) <= 2**-11
 
 
 @pytest.mark.parametrize("node", ["Gemm <beta = 4e7> (x, w, b)", "Gemm (x, b, b)"])
@@ -119,16 +119,16 @@ def test_what_is_more_than_a_small_bias_keeps_its_node_in_fp32(tmp_path: Path, n
     text = f"""<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1] x) => (float[N, 1] y)
       <float[1, 1] w = {{1.0}}, float[1, 1] b = {{2.5e-8}}>
     {{ [gemm] a = {node} y = Neg (a) }}"""
-    _, made, _ = converted(tmp_path, text, FP16, {"x": np.ones((2, 1), np.float32)})
-    assert "'gemm'" in made.notes[0].text
+    _, result, _ = converted(tmp_path, text, FP16, {"x": np.ones((2, 1), np.float32)})
+    assert "'gemm'" in result.notes[0].text
 
 
 def test_a_bias_that_is_not_small_beside_the_result_keeps_its_node_in_fp32(tmp_path: Path) -> None:
     text = """<ir_version: 9, opset_import: ["" : 20]> net (float[N, 1] x) => (float[N, 1] y)
       <float[1, 1] w = {1.0}, float[1] b = {2e-8}>
     { [gemm] a = Gemm (x, w, b) [scaled] y = Mul (a, w) }"""
-    _, made, _ = converted(tmp_path, text, FP16, {"x": np.full((2, 1), 1e-5, np.float32)})
-    assert "'gemm'" in made.notes[0].text
+    _, result, _ = converted(tmp_path, text, FP16, {"x": np.full((2, 1), 1e-5, np.float32)})
+    assert "'gemm'" in result.notes[0].text
 
 
 SUBGRAPH = """
@@ -150,13 +150,13 @@ net (float[N, 4] x, bool flag) => (float[N, 4] y, int64[2] size)
 
 def test_subgraphs_and_shape_arithmetic_stay_in_fp32(tmp_path: Path) -> None:
     feeds = {"x": np.ones((3000, 4), np.float32), "flag": np.array(True)}
-    model, made, graph = converted(tmp_path, SUBGRAPH, FP16, feeds)
+    model, result, graph = converted(tmp_path, SUBGRAPH, FP16, feeds)
     by_name = {node.name: node for node in graph.node}
     assert by_name["half"].input[0] == "f"
     assert by_name["outer"].output[0] == "a_fp16"
-    assert open_reference(made.path)(feeds)["size"].tolist() == [9_000_000, 16]
+    assert open_reference(result.path)(feeds)["size"].tolist() == [9_000_000, 16]
     for flag in (True, False):
-        assert error_of(model, made, feeds | {"flag": np.array(flag)}) < 5e-3
+        assert error_of(model, result, feeds | {"flag": np.array(flag)}) < 5e-3
 
 
 def test_inputs_that_an_operator_takes_in_fp32_only_stay(tmp_path: Path) -> None:
@@ -164,19 +164,19 @@ def test_inputs_that_an_operator_takes_in_fp32_only_stay(tmp_path: Path) -> None
       => (float[N, 1, 8, 8] y) <float[4] scales = {1.0, 1.0, 2.0, 2.0}>
     { y = Resize <mode = "nearest"> (x, , scales) }"""
     feeds = {"x": np.random.default_rng(0).standard_normal((2, 1, 4, 4)).astype(np.float32)}
-    model, made, graph = converted(tmp_path, text, FP16, feeds)
+    model, result, graph = converted(tmp_path, text, FP16, feeds)
     assert dtypes(graph)["scales"] == TensorProto.FLOAT
     assert operators(graph)["Cast"] == 2
-    assert error_of(model, made, feeds) < 1e-3
+    assert error_of(model, result, feeds) < 1e-3
 
 
 def test_bf16_raises_the_opset_and_no_constant_becomes_infinite(tmp_path: Path) -> None:
     text = RESIDUAL.replace("float[5] b3>", "float[5] b3, float low = {-3.4028235e38}>").replace(
         "[relu1] r1 = Relu (c1)", "[relu1] r1 = Max (c1, low)"
     )
-    _, made, graph = converted(tmp_path, text, BF16, images(2))
-    assert made.opset >= 22
-    assert made.notes == ()
+    _, result, graph = converted(tmp_path, text, BF16, images(2))
+    assert result.opset >= 22
+    assert result.notes == ()
     assert set(dtypes(graph).values()) == {TensorProto.BFLOAT16}
     assert all(
         np.isfinite(numpy_helper.to_array(tensor).astype(np.float32)).all()

@@ -164,14 +164,14 @@ def findings(
 def test_each_breach_is_found_with_its_nodes(
     rule: str, backend: str, body: str, constants: str, nodes: tuple[str, ...]
 ) -> None:
-    found = {
+    by_nodes = {
         finding.nodes: finding
         for finding in findings(body, backend, constants)
         if finding.rule == rule
     }
-    assert nodes in found, findings(body, backend, constants)
-    assert found[nodes].why
-    assert found[nodes].cost
+    assert nodes in by_nodes, findings(body, backend, constants)
+    assert by_nodes[nodes].why
+    assert by_nodes[nodes].cost
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_rules_without_a_pair_of_their_own() -> None:
         CONSTANTS + ", int8[8, 2] small = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, -15}"
     )
     assert ("unused-range", ("wdq",)) in [
-        (each.rule, each.nodes) for each in findings(few, "tensorrt", constants)
+        (finding.rule, finding.nodes) for finding in findings(few, "tensorrt", constants)
     ]
-    assert "rest-fp32" in {each.rule for each in findings(PLAIN, "tensorrt")}
-    assert "rest-fp32" not in {each.rule for each in findings(PLAIN, "openvino")}
+    assert "rest-fp32" in {finding.rule for finding in findings(PLAIN, "tensorrt")}
+    assert "rest-fp32" not in {finding.rule for finding in findings(PLAIN, "openvino")}
     lone = f"{INPUT} [q2] xi = QuantizeLinear(x, t, z) y = Cast<to = 1>(xi)"
     assert ("lone-q", ("q2",)) in [(each.rule, each.nodes) for each in findings(lone, "openvino")]
 

@@ -24,7 +24,7 @@ TENSORRT, ONNXRUNTIME, OPENVINO = KERNELS["tensorrt"], KERNELS["onnxruntime"], K
 def sites_of(
     text: str,
     rules: Placement = DEFAULTS,
-    kept: frozenset[str] = frozenset(),
+    fp32_nodes: frozenset[str] = frozenset(),
     kernels: Kernels = TENSORRT,
 ) -> Sites:
     graph = proto_from_text(text).graph
@@ -32,7 +32,7 @@ def sites_of(
     ranged = (
         frozenset(name for node in graph.node for name in (*node.input, *node.output)) - constants
     )
-    return place(graph, rules, ranged, kept, kernels)
+    return place(graph, rules, ranged, fp32_nodes, kernels)
 
 
 def reads(sites: Sites) -> list[tuple[str, str]]:
@@ -79,7 +79,7 @@ def test_a_sum_that_no_quantised_operator_reads_leaves_its_kernel_in_8_bits_too(
 
 
 def test_an_add_beside_a_convolution_that_stays_in_floats_stays_too() -> None:
-    assert nodes(sites_of(RESIDUAL, kept=frozenset({"conv2"}))) == {"conv1", "conv3"}
+    assert nodes(sites_of(RESIDUAL, fp32_nodes=frozenset({"conv2"}))) == {"conv1", "conv3"}
     assert nodes(sites_of(RESIDUAL, Placement(conv=False))) == set()
 
 
@@ -133,7 +133,7 @@ def test_each_switch_is_a_rule() -> None:
     assert nodes(sites_of(RESIDUAL, Placement(conv=False), kernels=OPENVINO)) == {"add"}
     assert "fc" in nodes(sites_of(RESIDUAL, Placement(last_layer=True)))
     assert "fc" not in nodes(sites_of(RESIDUAL, Placement(last_layer=True, matmul_weight=False)))
-    assert nodes(sites_of(RESIDUAL, kept=frozenset({"conv2", "add"}))) == {"conv1", "conv3"}
+    assert nodes(sites_of(RESIDUAL, fp32_nodes=frozenset({"conv2", "add"}))) == {"conv1", "conv3"}
 
 
 def test_weights_lie_on_the_output_axis() -> None:
@@ -165,7 +165,7 @@ def test_attention_keeps_its_products_its_mask_and_sums_that_are_normalised() ->
     assert nodes(sites_of(ATTENTION, Placement(matmul_weight=False))) == set()
 
 
-def test_integer_io_also_quantises_results_and_shares_a_scale_through_what_moves_bytes() -> None:
+def test_integer_io_quantises_results_and_shares_scales_through_byte_moves() -> None:
     sites = sites_of(
         RESIDUAL.replace("GlobalAveragePool (c3)", "MaxPool <kernel_shape = [8, 8]> (c3)"),
         kernels=ONNXRUNTIME,
@@ -260,7 +260,7 @@ def test_without_the_first_layer_nothing_up_to_it_is_quantised(kernels: Kernels)
         ("Relu (x)", "w1", False),
     ],
 )
-def test_what_moves_an_input_or_scales_it_by_constants_comes_before_the_first_layer(
+def test_nodes_that_move_or_scale_an_input_come_before_the_first_layer(
     before: str, weight: str, first: bool
 ) -> None:
     constants = (

@@ -42,7 +42,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "artifact.json").write_text("{"), "'artifact.json'"),
     (lambda folder: (folder / "engine.json").write_text("{"), "is not an engine of this version"),
     (lambda folder: (folder / "engine.json").write_text("[]"), "is not an engine of this version"),
-    (change_threads, "'engine.json' is not what 'artifact.json' says"),
+    (change_threads, "'engine.json' differs from 'artifact.json'"),
 ]
 
 
@@ -124,16 +124,16 @@ def test_commands_that_run_a_delivered_engine_refuse_a_damaged_one(
 ) -> None:
     write_out(tmp_path / "out", tmp_path / "store")
     flip(tmp_path / "out" / "engine" / "model.onnx")
-    done = crucible_here(*command, cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert "host.damaged the engine in 'out/engine' is damaged: 'model.onnx' has" in done.err
-    assert "next compile the model again" in done.err
+    result = crucible_here(*command, cwd=tmp_path)
+    assert (result.code, result.out) == (1, "")
+    assert "host.damaged the engine in 'out/engine' is damaged: 'model.onnx' has" in result.err
+    assert "next compile the model again" in result.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "store"]
 
 
 def test_an_engine_that_cannot_be_checked_is_said_to_be(tmp_path: Path) -> None:
     write_out(tmp_path / "out", tmp_path / "store")
     (tmp_path / "out" / "engine" / "artifact.json").unlink()
-    done = crucible_here("export", "--triton", "net/1", "models", "--from", "out", cwd=tmp_path)
-    assert "changes of its files cannot be detected" in done.err
-    assert done.code == 1  # it is no engine at all
+    result = crucible_here("export", "--triton", "net/1", "models", "--from", "out", cwd=tmp_path)
+    assert "changes of its files cannot be detected" in result.err
+    assert result.code == 1  # it is no engine at all

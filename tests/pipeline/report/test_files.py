@@ -76,13 +76,13 @@ def test_a_rejected_report_without_winner_validation_or_figures_is_written_whole
         item.model_copy(update={"benchmark": None, "selection": None, "engine": None})
         for item in report.candidates
     )
-    told = {
+    fields = {
         "verdict": "rejected",
         "reasons": ("no candidate came through",),
         "nearest_miss": "openvino bf16",
         "candidates": bare,
     }
-    files = write_report(report.model_copy(update={**nothing, **told}), tmp_path)
+    files = write_report(report.model_copy(update={**nothing, **fields}), tmp_path)
     text = files.html_file.read_text()
     assert "Nearest miss: openvino bf16" in text
     assert 'class="banner rejected"' in text
@@ -99,7 +99,7 @@ def test_the_published_schema_is_in_step_and_a_report_fits_it(report: Report) ->
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "no report at"),
         ("{", "is not a report"),
@@ -110,11 +110,13 @@ def test_the_published_schema_is_in_step_and_a_report_fits_it(report: Report) ->
         ('{"schema_version": 1, "candidates": 3}', "does not fit the schema"),
     ],
 )
-def test_a_file_that_is_no_report_is_named(content: str | None, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_report_is_named(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "report.json").write_text(content)
     with pytest.raises(UserError) as raised:
         load_report(tmp_path)
-    assert said in raised.value.message
+    assert message in raised.value.message
     assert str(tmp_path) in raised.value.message
     assert raised.value.next_step

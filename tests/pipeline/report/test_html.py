@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.report.entries import entries
 from pipeline.report.files import write_report
 from pipeline.report.html import page
-from pipeline.report.tables import entries
 from pipeline.results.report import Report
 from tests.builders.report import EVIL, proven_report, sample_report
 
@@ -88,11 +88,11 @@ def test_figures_speak_to_screen_readers_and_stages_show_what_was_reused(html_pa
     assert html_page.count('class="ran" style="width:') == 4
 
 
-@pytest.mark.parametrize("made", [sample_report, proven_report])
+@pytest.mark.parametrize("make", [sample_report, proven_report])
 def test_names_from_a_model_are_text_everywhere(
-    made: Callable[..., Report], tmp_path: Path
+    make: Callable[..., Report], tmp_path: Path
 ) -> None:
-    evil = made(evil=EVIL)
+    evil = make(evil=EVIL)
     files = write_report(evil, tmp_path)
     written = files.html_file.read_text()
     assert "alert(" in written

@@ -7,8 +7,13 @@ import pytest
 from pipeline.core import CalibrationMethod
 from pipeline.report.figures import plots
 from pipeline.report.files import load_report, write_report
+from pipeline.report.layer_errors import (
+    LAYER_ERRORS,
+    error_text,
+    layer_error_section,
+    layer_error_table,
+)
 from pipeline.report.markdown import markdown
-from pipeline.report.tables import LAYER_ERRORS, error_text, layer_error_table, layer_errors
 from pipeline.results.report import NodeHarm, NodeRanking, Report, RescueStep
 from pipeline.stages.sensitivity import MAX_ERROR
 from tests.builders.report import EVIL, proven_report
@@ -35,28 +40,28 @@ OTHERS = tuple(
 )
 
 
-def told(state: str = "measured") -> Report:
+def report_of(state: str = "measured") -> Report:
     """A report whose rescue ranked 30 nodes and kept two of them at last."""
     report = proven_report()
     first = report.candidates[2]
     recipe = first.recipe.model_copy(
         update={"keep_fp32": ("[<]script*", "/layer.1/MatMul"), "variant": "rescued"}
     )
-    made = first.model_copy(update={"recipe": recipe, "label": "the last", "state": state})
+    fallback = first.model_copy(update={"recipe": recipe, "label": "the last", "state": state})
     step = RescueStep(step="2 nodes kept", label="the last", outcome="passed")
     rescue = report.rescues[0].model_copy(
         update={"steps": (step,), "ranking": NodeRanking(nodes=(LOST, *OTHERS), samples=128)}
     )
     return report.model_copy(
-        update={"candidates": (*report.candidates, made), "rescues": (rescue,)}
+        update={"candidates": (*report.candidates, fallback), "rescues": (rescue,)}
     )
 
 
 def test_the_worst_ten_nodes_are_told_with_what_was_kept_at_last() -> None:
-    (found,) = layer_errors(told()).tables
-    assert found.headings[0] == "of 30 nodes of tensorrt fp16 flags"
-    assert len(found.rows) == 10
-    assert found.rows[0] == (
+    (table,) = layer_error_section(report_of()).tables
+    assert table.headings[0] == "of 30 nodes of tensorrt fp16 flags"
+    assert len(table.rows) == 10
+    assert table.rows[0] == (
         EVIL,
         "MatMul",
         "all is lost",
@@ -64,13 +69,13 @@ def test_the_worst_ten_nodes_are_told_with_what_was_kept_at_last() -> None:
         "3.1e+05 (overflows)",
         "fp32",
     )
-    assert found.rows[1] == ("/layer.1/MatMul", "MatMul", "0.3 (10 dB)", "0.5 (6 dB)", "4", "fp32")
-    assert {row[-1] for row in found.rows[2:]} == {""}
+    assert table.rows[1] == ("/layer.1/MatMul", "MatMul", "0.3 (10 dB)", "0.5 (6 dB)", "4", "fp32")
+    assert {row[-1] for row in table.rows[2:]} == {""}
 
 
 def test_nothing_is_called_kept_where_no_engine_passed() -> None:
-    (found,) = layer_errors(told("failed accuracy")).tables
-    assert {row[-1] for row in found.rows} == {""}
+    (table,) = layer_error_section(report_of("failed accuracy")).tables
+    assert {row[-1] for row in table.rows} == {""}
 
 
 @pytest.mark.parametrize(
@@ -87,10 +92,10 @@ def test_an_error_is_told_as_share_and_as_signal_to_noise(error: float, text: st
     assert error_text(error) == text
 
 
-def test_the_section_and_its_figure_stand_behind_the_rescue_and_the_report_reads_back(
+def test_the_section_and_its_figure_follow_the_rescue_and_the_report_reads_back(
     tmp_path: Path,
 ) -> None:
-    report = told()
+    report = report_of()
     files = write_report(report, tmp_path)
     assert load_report(tmp_path).rescues == report.rescues
     titles = [line for line in markdown(report).splitlines() if line.startswith("## ")]
@@ -100,7 +105,12 @@ def test_the_section_and_its_figure_stand_behind_the_rescue_and_the_report_reads
     drawn = (tmp_path / "figures" / "layer-errors-1.svg").read_text()
     assert all(
         text in drawn
-        for text in ("own error, kept in fp32 at last", "accumulated", "/layer.9/MatMul", "0.001")
+        for text in (
+            "own error, kept in fp32 in the end",
+            "accumulated",
+            "/layer.9/MatMul",
+            "0.001",
+        )
     )
     assert "mathdefault" not in drawn
     (plot,) = (plot for plot in plots(report) if plot.section == LAYER_ERRORS)
@@ -108,18 +118,18 @@ def test_the_section_and_its_figure_stand_behind_the_rescue_and_the_report_reads
 
 
 def test_without_a_ranking_there_is_no_section_and_no_figure() -> None:
-    assert layer_errors(proven_report()).tables == ()
+    assert layer_error_section(proven_report()).tables == ()
     assert all(plot.section != LAYER_ERRORS for plot in plots(proven_report()))
     assert "Which layers hurt" not in markdown(proven_report())
 
 
 def test_the_example_of_the_docs_is_what_the_ranking_says(tmp_path: Path) -> None:
     recipe = ONNXRUNTIME.model_copy(update={"method": CalibrationMethod.MINMAX})
-    found = layer_error_table(
+    table = layer_error_table(
         recipe.label,
         ranked(tmp_path, write_broken_task(tmp_path, "stretched"), recipe),
         ("broken",),
     )
     text = (Path(__file__).parents[3] / "docs" / "accuracy.md").read_text()
-    for row in (found.headings, *found.rows):
+    for row in (table.headings, *table.rows):
         assert f"| {' | '.join(row)} |".replace("|  |", "| |") in text

@@ -10,6 +10,7 @@ from pipeline.core import DimRange, Precision, Profile
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.clock import Samples
+from pipeline.report.latency_sections import LIMIT_COLUMNS
 from pipeline.report.performance_summary import (
     gpu_lines,
     limit_cells,
@@ -19,7 +20,6 @@ from pipeline.report.performance_summary import (
     summary_of,
     summary_rows,
 )
-from pipeline.report.tables import LIMIT_COLUMNS
 from pipeline.results.report import LatencyRow, Totals
 
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=64)})
@@ -67,13 +67,13 @@ def measured(
 
 
 def test_the_summary_holds_what_trtexec_prints() -> None:
-    found = summary_of("engine", measured(enqueue_ms=0.1), [PROFILE])
-    assert found.warnings == ()
-    assert found.queries_per_s == pytest.approx(1200 / 3.1)
-    assert found.samples_per_s == pytest.approx(8 / 2.6e-3)
-    assert (found.timed_queries, found.compute_s, found.warmup_runs) == (240, 0.48, 10)
-    assert found.identity_off_s == pytest.approx(0, abs=1e-12)
-    rows = summary_rows(found)
+    summary = summary_of("engine", measured(enqueue_ms=0.1), [PROFILE])
+    assert summary.warnings == ()
+    assert summary.queries_per_s == pytest.approx(1200 / 3.1)
+    assert summary.samples_per_s == pytest.approx(8 / 2.6e-3)
+    assert (summary.timed_queries, summary.compute_s, summary.warmup_runs) == (240, 0.48, 10)
+    assert summary.identity_off_s == pytest.approx(0, abs=1e-12)
+    rows = summary_rows(summary)
     assert [row[0] for row in rows] == [
         "latency",
         "end to end, host",
@@ -83,11 +83,11 @@ def test_the_summary_holds_what_trtexec_prints() -> None:
         "download (D2H)",
     ]
     assert rows[4][1:] == ("2.00 ms",) * 7
-    text = "\n".join(summary_lines(found))
+    text = "\n".join(summary_lines(summary))
     assert "387 queries/s (1,200 in 3.100 s of host walltime)" in text
     assert "mean latency 2.50 ms = upload + compute + download = 250 us + 2.00 ms + 250 us" in text
     assert "0.480 s in 240 further queries" in text
-    assert type(found).model_validate_json(found.model_dump_json()) == found
+    assert type(summary).model_validate_json(summary.model_dump_json()) == summary
 
 
 def test_on_a_cpu_there_is_no_enqueue() -> None:
@@ -97,7 +97,7 @@ def test_on_a_cpu_there_is_no_enqueue() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         (measured(spread=0.02), "vary by 2.0 %"),
         (
@@ -115,9 +115,9 @@ def test_on_a_cpu_there_is_no_enqueue() -> None:
         (measured(warmup_s=0.1), "warmed up and measured for 0.10 s"),
     ],
 )
-def test_each_warning_has_its_cause_and_its_advice(row: LatencyRow, said: str) -> None:
+def test_each_warning_has_its_cause_and_its_advice(row: LatencyRow, message: str) -> None:
     (warning,) = summary_of("engine", row, [PROFILE]).warnings
-    assert said in warning
+    assert message in warning
 
 
 def test_phases_may_be_off_by_what_reading_a_clock_takes() -> None:
@@ -166,7 +166,7 @@ def test_what_the_gpu_did_is_told() -> None:
         sm_clock_mhz=Span(least=1755, median=1980, most=1980),
         temperature_c=Span(least=40, median=40, most=40),
     )
-    told = "\n".join(gpu_lines(use.model_copy(update={"other_processes": (7, 9)})))
-    assert "GPU, seen 9 times: SM clock 1980 (1755 to 1980) MHz, temperature 40 C" in told
-    assert "other processes on the GPU: 7, 9" in told
+    text = "\n".join(gpu_lines(use.model_copy(update={"other_processes": (7, 9)})))
+    assert "GPU, 9 samples: SM clock 1980 (1755 to 1980) MHz, temperature 40 C" in text
+    assert "other processes on the GPU: 7, 9" in text
     assert gpu_lines(None) == ()

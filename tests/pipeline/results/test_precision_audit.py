@@ -21,8 +21,8 @@ from tests.builders.layers import CAPTURED, layer, real_table, table
 @pytest.mark.parametrize("label", list(Precision))
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_real_engine_passes_its_own_label_only(name: str, label: Precision) -> None:
-    said = mislabelled(label, real_table(name))
-    assert bool(said) == (label is not CAPTURED[name])
+    reason = mislabelled(label, real_table(name))
+    assert bool(reason) == (label is not CAPTURED[name])
 
 
 def test_an_fp16_engine_that_runs_fp32_is_told_with_shares_and_its_slowest_layers() -> None:
@@ -53,13 +53,13 @@ def test_an_fp16_engine_that_runs_fp32_is_told_with_shares_and_its_slowest_layer
 )
 def test_heavy_time_decides(label: str, parts: dict[str, float], wrong: bool) -> None:
     pooling = layer("fp32", 10.0, heavy=False, kind="pooling")
-    found = mislabelled(
+    reason = mislabelled(
         Precision(label), table(*(layer(name, seconds) for name, seconds in parts.items()), pooling)
     )
-    assert bool(found) is wrong
+    assert bool(reason) is wrong
 
 
-def test_without_heavy_layers_or_without_evidence_nothing_is_held_against_an_engine() -> None:
+def test_without_heavy_layers_or_evidence_an_engine_is_not_mislabelled() -> None:
     assert mislabelled(Precision.FP16, table(layer("fp32", heavy=False))) == ""
     assert mislabelled(Precision.FP16, table(layer("unknown"), layer("fp32", 0.5))) == ""
     assert mislabelled(Precision.FP16, table(layer("fp32", None))) == ""
@@ -77,12 +77,12 @@ def test_fp32_inputs_prove_neither_fp32_nor_tf32() -> None:
 
 
 def test_what_a_recipe_keeps_in_fp32_is_asked_for() -> None:
-    kept = layer("fp32", 4.0, nodes=("/ffn/MatMul", "/ffn/Add"))
-    mixed = table(kept, layer("fp16", nodes=("/q/MatMul",)))
+    ffn = layer("fp32", 4.0, nodes=("/ffn/MatMul", "/ffn/Add"))
+    mixed = table(ffn, layer("fp16", nodes=("/q/MatMul",)))
     assert "20 % fp16, 80 % fp32" in mislabelled(Precision.FP16, mixed)
     assert mislabelled(Precision.FP16, mixed, ("/ffn/*",)) == ""
     assert "every heavy layer is kept" in mislabelled(
-        Precision.FP16, mixed.model_copy(update={"layers": (kept,)}), ("/ffn/*",)
+        Precision.FP16, mixed.model_copy(update={"layers": (ffn,)}), ("/ffn/*",)
     )
     bf16 = table(layer("bf16", nodes=("/ffn/MatMul",)))
     assert mislabelled(Precision.FP16, bf16, ("/ffn/*",)) != ""  # kept, yet not in fp32
@@ -101,9 +101,9 @@ def test_unknown_time_is_a_warning_with_names() -> None:
 
 
 def test_reformats_are_counted_with_their_share() -> None:
-    found = reformats(real_table("resnet_int8qdq"))
-    assert found.count == 30
-    assert found.share == pytest.approx(0.455, abs=0.001)
+    totals = reformats(real_table("resnet_int8qdq"))
+    assert totals.count == 30
+    assert totals.share == pytest.approx(0.455, abs=0.001)
     (note,) = precision_notes(real_table("resnet_int8qdq"), Precision.INT8)
     assert (note.level, note.text) == (
         "info",
@@ -132,8 +132,8 @@ def test_shares_add_up_and_are_sorted() -> None:
 
 
 def test_the_slowest_layers_come_first() -> None:
-    found = slowest((layer("fp16", 1.0), layer("fp32", None), layer("int8", 3.0)), 5)
-    assert [each.precision for each in found] == ["int8", "fp16"]
+    layers = slowest((layer("fp16", 1.0), layer("fp32", None), layer("int8", 3.0)), 5)
+    assert [layer.precision for layer in layers] == ["int8", "fp16"]
     assert node_text(layer("fp16", nodes=("a", "b", "c"))) == "a and 2 more"
     assert node_text(layer("fp16", nodes=("a", "b", "c")), 3) == "a, b, c"
     assert node_text(layer("fp16")) == "fp16 layer"
@@ -178,14 +178,14 @@ def test_attention_in_one_kernel_or_not() -> None:
 def test_batch_normalisation_that_is_still_there_and_layernorm_written_out() -> None:
     conv = layer("fp16", nodes=("c", "r", "n"), operators=("Conv", "Relu", "BatchNormalization"))
     assert fusions(table(conv)) == ("Conv + BatchNormalization + Relu in one kernel: 1",)
-    whole = layer("fp16", heavy=False, nodes=("m", "s"), operators=("ReduceMean", "Sqrt"))
+    norm = layer("fp16", heavy=False, nodes=("m", "s"), operators=("ReduceMean", "Sqrt"))
     half = layer("fp16", heavy=False, nodes=("s2",), operators=("Sqrt",))
-    assert fusions(table(whole, half)) == (
+    assert fusions(table(norm, half)) == (
         "LayerNorm written out (ReduceMean to Sqrt) in one kernel: 1 of 2",
     )
 
 
-def test_a_softmax_without_matmuls_is_no_attention_and_unknown_operators_tell_nothing() -> None:
+def test_a_softmax_without_matmuls_or_an_unknown_operator_is_no_attention() -> None:
     classifier = layer("fp16", heavy=False, nodes=("s",), operators=("Softmax",))
     assert fusions(table(classifier, layer("fp16", nodes=("c",), operators=("Conv",)))) == ()
     assert fusions(table(layer("fp16", nodes=("a", "b")))) == ()
@@ -207,9 +207,9 @@ def test_weights_alone_are_judged_by_what_the_products_read() -> None:
     assert mislabelled(Precision.INT8, table(packed, scores), weight_only=True) == ""
     assert mislabelled(Precision.INT4, table(narrow, scores), weight_only=True) == ""
     assert mislabelled(Precision.INT4, table(narrow, scores)) != ""
-    said = mislabelled(Precision.INT8, table(wide, scores), weight_only=True)
+    reason = mislabelled(Precision.INT8, table(wide, scores), weight_only=True)
     assert (
-        said
+        reason
         == "called int8 weight-only, but by time only 0 % of its heavy layers read weights in 4 or"
         " 8 bits"
     )
@@ -228,7 +228,7 @@ def test_weights_of_which_nothing_is_known_are_not_judged() -> None:
 
 
 def test_weights_kept_in_fp32_count_neither_way() -> None:
-    kept = layer("fp32", 9.9, inputs=("fp32", "fp32"), nodes=("/head/MatMul",))
+    head = layer("fp32", 9.9, inputs=("fp32", "fp32"), nodes=("/head/MatMul",))
     narrow = layer("fp32", 0.1, inputs=("fp32", "i4"))
-    assert mislabelled(Precision.INT4, table(kept, narrow), weight_only=True) != ""
-    assert mislabelled(Precision.INT4, table(kept, narrow), ("/head/*",), weight_only=True) == ""
+    assert mislabelled(Precision.INT4, table(head, narrow), weight_only=True) != ""
+    assert mislabelled(Precision.INT4, table(head, narrow), ("/head/*",), weight_only=True) == ""

@@ -99,17 +99,17 @@ def twins(engine: Engine) -> list[RaceEntry]:
 
 
 def test_two_real_engines_in_children(model: OnnxModel, engine: Engine) -> None:
-    seen: list[float] = []
+    fractions: list[float] = []
 
     def progress(fraction: float | None, text: str) -> None:
         assert fraction is not None
-        seen.append(fraction)
+        fractions.append(fraction)
 
     options = SHORT.model_copy(update={"sizes": ({"batch": 1}, {"batch": 8}), "threads": 1})
-    found = benchmark(twins(engine), model, options, None, progress)
-    assert seen == sorted(seen)
-    assert len(found.results) == 2
-    for result in found.results:
+    benchmarks = benchmark(twins(engine), model, options, None, progress)
+    assert fractions == sorted(fractions)
+    assert len(benchmarks.results) == 2
+    for result in benchmarks.results:
         assert isinstance(result, BenchmarkReport)
         assert [row.sizes for row in result.rows] == [{"batch": 1}, {"batch": 8}]
         assert all(value > 0 for row in result.rows for value in row.end_to_end.values_s)
@@ -117,13 +117,13 @@ def test_two_real_engines_in_children(model: OnnxModel, engine: Engine) -> None:
             2 * 8 * 4 * 3 / result.rows[1].end_to_end.median_s
         )
         assert 10_000_000 < result.rows[0].peak_memory_bytes < 2_000_000_000
-    assert isinstance(found.results[1], BenchmarkReport)
-    assert found.baseline == engine.recipe.label
-    row = found.results[1].rows[0]
+    assert isinstance(benchmarks.results[1], BenchmarkReport)
+    assert benchmarks.baseline == engine.recipe.label
+    row = benchmarks.results[1].rows[0]
     assert (row.ratio is None) == bool(row.ratio_missing), (
         "a busy host may not tell, and then says so"
     )
-    assert type(found).model_validate_json(found.model_dump_json()) == found
+    assert type(benchmarks).model_validate_json(benchmarks.model_dump_json()) == benchmarks
 
 
 def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(
@@ -137,10 +137,10 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(
             victims.extend(psutil.Process().children()[-1:])
             victims[0].kill()
 
-    found = benchmark(
+    benchmarks = benchmark(
         [*twins(engine), RaceEntry(missing, Role.COMPARED)], model, SHORT, None, kill_one
     )
-    *loaded, unloadable = found.results
+    *loaded, unloadable = benchmarks.results
     (killed,) = (result for result in loaded if isinstance(result, BenchmarkFailure))
     assert "SIGKILL" in killed.reason
     (lasting,) = (result for result in loaded if isinstance(result, BenchmarkReport))
@@ -154,15 +154,17 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "message"),
     [
         ({"batch": 9}, "expected batch 1 to 8, got {'batch': 9}"),
         ({}, r"expected a size for each of batch, got {}"),
         ({"batch": 2, "length": 3}, r"expected a size for each of batch, got"),
     ],
 )
-def test_sizes_that_cannot_be_measured(model: OnnxModel, sizes: dict[str, int], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_sizes_that_cannot_be_measured(
+    model: OnnxModel, sizes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
         benchmark(
             [RaceEntry(engine_named("a"), Role.BASELINE)],
             model,

@@ -57,9 +57,11 @@ def test_bounds_are_signed_and_count_the_last_short_batch(tmp_path: Path) -> Non
     assert table.ranges["x"].maximum == table.ranges["x"].high == 50.0
     for tensor in ("c1", "r1", "s", "y"):
         values = every_value(model, feeds, tensor, tmp_path)
-        seen = table.ranges[tensor]
-        assert (seen.minimum, seen.maximum) == pytest.approx((values.min(), values.max()), rel=1e-4)
-        assert seen.count == values.size == sum(seen.histogram)
+        bounds = table.ranges[tensor]
+        assert (bounds.minimum, bounds.maximum) == pytest.approx(
+            (values.min(), values.max()), rel=1e-4
+        )
+        assert bounds.count == values.size == sum(bounds.histogram)
     assert table.ranges["f"] == table.ranges["p"]  # a Flatten holds the same values
     assert set(table.ranges) == {"x", "c1", "r1", "c2", "s", "r2", "c3", "p", "f", "y"}
 
@@ -85,13 +87,13 @@ def test_searches_agree_with_onnxruntime_on_all_the_data_at_once(
         )
         collector.collect({tensor: [values]})
         low, high, *_ = collector.compute_collection_result()[tensor]
-        seen = table.ranges[tensor]
-        bin_width = 2 * max(-seen.minimum, seen.maximum) / BINS
+        bounds = table.ranges[tensor]
+        bin_width = 2 * max(-bounds.minimum, bounds.maximum) / BINS
         allowed = bin_width * (
             3 if method is CalibrationMethod.PERCENTILE else BINS / 20
         )  # neighbours of the least divergence are nearly as good
-        assert (seen.low, seen.high) == pytest.approx((float(low), float(high)), abs=allowed)
-        assert seen.minimum <= seen.low < seen.high <= seen.maximum
+        assert (bounds.low, bounds.high) == pytest.approx((float(low), float(high)), abs=allowed)
+        assert bounds.minimum <= bounds.low < bounds.high <= bounds.maximum
 
 
 def test_percentile_cuts_an_outlier_that_minmax_keeps(tmp_path: Path) -> None:
@@ -112,15 +114,15 @@ def test_counts_do_not_depend_on_the_order_of_the_batches() -> None:
         (np.random.default_rng(i).standard_normal(1000) * 10.0 ** (i - 3)).astype(np.float32)
         for i in range(7)
     ]
-    forward, backward, whole = Tally(), Tally(), Tally()
+    forward, backward, total = Tally(), Tally(), Tally()
     for batch in batches:
         forward.add(batch)
     for batch in reversed(batches):
         backward.add(batch)
-    whole.add(np.concatenate(batches))
-    assert forward.limit == backward.limit == whole.limit
-    assert np.array_equal(forward.counts, whole.counts)
-    assert np.array_equal(backward.counts, whole.counts)
+    total.add(np.concatenate(batches))
+    assert forward.limit == backward.limit == total.limit
+    assert np.array_equal(forward.counts, total.counts)
+    assert np.array_equal(backward.counts, total.counts)
 
 
 def test_bins_are_those_of_numpy() -> None:

@@ -40,9 +40,9 @@ INT8 = {"tensorrt": TENSORRT, "openvino": OPENVINO, "onnxruntime": ONNXRUNTIME}
 
 @pytest.mark.parametrize("backend", INT8)
 def test_int8_graphs_stay_close_and_hold_no_float_weights(tmp_path: Path, backend: str) -> None:
-    model, made, graph = converted(tmp_path, RESIDUAL, INT8[backend], images(16))
-    assert error_of(model, made, images(8, seed=3)) < 0.06
-    assert made.precision is Precision.INT8
+    model, result, graph = converted(tmp_path, RESIDUAL, INT8[backend], images(16))
+    assert error_of(model, result, images(8, seed=3)) < 0.06
+    assert result.precision is Precision.INT8
     left = {
         tensor.name
         for tensor in graph.initializer
@@ -137,12 +137,12 @@ def test_an_int32_bias_has_the_scale_of_its_accumulator_behind_a_pool_too(tmp_pa
 def test_scales_and_weights_follow_the_formula_by_hand(tmp_path: Path) -> None:
     model = model_from_text(tmp_path / "source", RESIDUAL)
     ranges = dict.fromkeys(("x", "c1", "r1", "c2", "s", "r2", "c3", "p", "f", "y"), (-1.0, 2.54))
-    made = convert(
+    result = convert(
         model, Recipe(backend="openvino", precision=Precision.INT8), table_of(ranges), (), tmp_path
     )
     constants = {
         tensor.name: numpy_helper.to_array(tensor)
-        for tensor in onnx.load(str(made.path)).graph.initializer
+        for tensor in onnx.load(str(result.path)).graph.initializer
     }
     weights = next(
         numpy_helper.to_array(t)
@@ -158,19 +158,19 @@ def test_scales_and_weights_follow_the_formula_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_rest_of_a_tensorrt_graph_is_fp16_without_casts_inside(tmp_path: Path) -> None:
-    _, made, graph = converted(tmp_path, RESIDUAL, TENSORRT, images(16))
+    _, result, graph = converted(tmp_path, RESIDUAL, TENSORRT, images(16))
     casts = [node for node in graph.node if node.op_type == "Cast"]
     assert [node.output[0] for node in casts] == [
         "y"
     ]  # the input goes straight into its QuantizeLinear
-    assert made.opset >= 19
+    assert result.opset >= 19
 
 
 def test_a_block_with_two_convolutions_stays_close_with_one_of_them_in_floats(
     tmp_path: Path,
 ) -> None:
-    model, made, graph = converted(tmp_path, DOWNSAMPLE, TENSORRT, images(16))
-    assert error_of(model, made, images(8, seed=3)) < 0.08
+    model, result, graph = converted(tmp_path, DOWNSAMPLE, TENSORRT, images(16))
+    assert error_of(model, result, images(8, seed=3)) < 0.08
     made_by = {name: node for node in graph.node for name in node.output}
     into = {
         node.name: [made_by[name].op_type for name in node.input]
@@ -194,12 +194,12 @@ def test_tensorrt_builds_the_graph(tmp_path: Path, text: str) -> None:
         "mask": random.standard_normal((2, 1, 5)).astype(np.float32),
     }
     recipe = TENSORRT.model_copy(update={"backend": "tensorrt_rtx", "compute_capability": "8.9"})
-    _, made, _ = converted(tmp_path, text, recipe, text_feeds if text is ATTENTION else images(4))
+    _, result, _ = converted(tmp_path, text, recipe, text_feeds if text is ATTENTION else images(4))
     options = BuildOptions(
         profiles=(Profile(dims={"N": [1, 2, 4]} | ({"T": [1, 5, 8]} if text is ATTENTION else {})),)
     )
     assert (
-        backends.backend("tensorrt_rtx").build(made, recipe, options, tmp_path, silent).size_bytes
+        backends.backend("tensorrt_rtx").build(result, recipe, options, tmp_path, silent).size_bytes
         > 0
     )
 
@@ -208,11 +208,11 @@ def test_onnxruntime_runs_the_graph_in_8_bit_kernels(tmp_path: Path) -> None:
     import onnxruntime
 
     recipe = ONNXRUNTIME.model_copy(update={"placement": Placement(last_layer=True)})
-    _, made, _ = converted(tmp_path, RESIDUAL, recipe, images(16))
+    _, result, _ = converted(tmp_path, RESIDUAL, recipe, images(16))
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3
-    onnxruntime.InferenceSession(str(made.path), options, providers=["CPUExecutionProvider"])
+    onnxruntime.InferenceSession(str(result.path), options, providers=["CPUExecutionProvider"])
     optimised = operators(onnx.load(str(tmp_path / "optimised.onnx")).graph)
     assert (optimised["QLinearConv"], optimised["QLinearAdd"], optimised["QGemm"]) == (3, 1, 1)
     assert optimised["Conv"] == optimised["Add"] == optimised["Gemm"] == optimised["Relu"] == 0
@@ -232,14 +232,14 @@ def test_without_the_first_layer_its_result_is_that_of_floats(tmp_path: Path, ba
         recipe = INT8[backend].model_copy(
             update={"placement": Placement(first_layer=first), "rest": Precision.FP32}
         )
-        model, made, graph = converted(tmp_path / str(first), text, recipe, images(16))
+        model, result, graph = converted(tmp_path / str(first), text, recipe, images(16))
         makers = {name: node.op_type for node in graph.node for name in node.output}
         assert (
             makers.get(next(node for node in graph.node if node.name == "conv1").input[1])
             == "DequantizeLinear"
         ) is first
-        assert error_of(model, made, images(8, seed=3)) < 0.06
-        before, after = (observed(each.path, "c1", images(8, seed=3)) for each in (model, made))
+        assert error_of(model, result, images(8, seed=3)) < 0.06
+        before, after = (observed(each.path, "c1", images(8, seed=3)) for each in (model, result))
         assert np.array_equal(before, after) is not first
 
 
@@ -277,15 +277,15 @@ def test_an_encoder_keeps_attention_products_mask_and_skips_in_floats(tmp_path: 
     mask = np.where(random.random((2, 1, 5)) < 0.3, np.finfo(np.float32).min, 0).astype(np.float32)
     feeds = {"x": random.standard_normal((2, 5, 8)).astype(np.float32), "mask": mask}
     for name, recipe in INT8.items():
-        model, made, graph = converted(tmp_path / name, ATTENTION, recipe, feeds)
+        model, result, graph = converted(tmp_path / name, ATTENTION, recipe, feeds)
         quantised = {node.name for node in graph.node for tensor in node.input if "_dq" in tensor}
         assert quantised >= {"q", "k", "o"}
         assert not quantised & {"scores", "masked", "softmax", "mix", "bias", "skip", "norm"}
-        assert error_of(model, made, feeds) < 0.05
+        assert error_of(model, result, feeds) < 0.05
 
 
 def test_seven_bit_weights_where_the_cpu_would_saturate(tmp_path: Path) -> None:
-    model, made, graph = converted(
+    model, result, graph = converted(
         tmp_path, RESIDUAL, ONNXRUNTIME.model_copy(update={"weight_bits": 7}), images(16)
     )
     weights = [
@@ -295,7 +295,7 @@ def test_seven_bit_weights_where_the_cpu_would_saturate(tmp_path: Path) -> None:
     ]
     assert len(weights) == 3
     assert all(w.min() >= -64 and w.max() <= 63 and np.abs(w).max() == 63 for w in weights)
-    assert error_of(model, made, images(8, seed=3)) < 0.08
+    assert error_of(model, result, images(8, seed=3)) < 0.08
 
 
 def test_keep_fp32_leaves_nodes_alone(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_keep_fp32_leaves_nodes_alone(tmp_path: Path) -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_named_with_near_names(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="conv22") as caught:
+    with pytest.raises(PlanError, match="conv22") as error:
         convert(
             model_from_text(tmp_path / "source", RESIDUAL),
             FP16.model_copy(update={"keep_fp32": ("conv22",)}),
@@ -317,7 +317,7 @@ def test_a_pattern_that_matches_nothing_is_named_with_near_names(tmp_path: Path)
             (),
             tmp_path,
         )
-    assert "conv2" in caught.value.next_step
+    assert "conv2" in error.value.next_step
 
 
 def test_int8_without_a_table_is_refused(tmp_path: Path) -> None:
@@ -326,15 +326,15 @@ def test_int8_without_a_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_calibration_did_not_see_leaves_its_node_in_floats(tmp_path: Path) -> None:
-    made = convert(
+    result = convert(
         model_from_text(tmp_path / "source", RESIDUAL),
         OPENVINO,
         table_of({"x": (-1.0, 1.0)}),
         (),
         tmp_path,
     )
-    assert "conv2" in made.notes[0].text
-    assert operators(onnx.load(str(made.path)).graph)["QuantizeLinear"] == 1
+    assert "conv2" in result.notes[0].text
+    assert operators(onnx.load(str(result.path)).graph)["QuantizeLinear"] == 1
 
 
 def test_a_model_with_its_own_scales_keeps_every_one(tmp_path: Path) -> None:
@@ -356,11 +356,11 @@ def test_a_quantised_source_is_an_int8_graph_to_an_int8_recipe(tmp_path: Path) -
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_an_old_opset_is_raised_for_scales_per_channel(tmp_path: Path, backend: str) -> None:
-    model, made, _ = converted(
+    model, result, _ = converted(
         tmp_path, RESIDUAL.replace('"" : 20', '"" : 11'), INT8[backend], images(4)
     )
-    assert (model.opset, made.opset) == (11, 13)
-    assert error_of(model, made, images(8, seed=3)) < 0.06
+    assert (model.opset, result.opset) == (11, 13)
+    assert error_of(model, result, images(8, seed=3)) < 0.06
 
 
 def test_int8_in_name_only_is_refused(tmp_path: Path) -> None:
@@ -389,10 +389,10 @@ def test_a_half_precision_source_is_not_quantised(tmp_path: Path) -> None:
 
 
 def test_an_old_opset_is_raised_for_fp16_scales(tmp_path: Path) -> None:
-    model, made, _ = converted(
+    model, result, _ = converted(
         tmp_path, RESIDUAL.replace('"" : 20', '"" : 13'), TENSORRT, images(4)
     )
-    assert (model.opset, made.opset) == (13, 19)
+    assert (model.opset, result.opset) == (13, 19)
 
 
 def test_constants_as_nodes_and_nodes_without_names_convert(tmp_path: Path) -> None:
@@ -404,14 +404,14 @@ def test_constants_as_nodes_and_nodes_without_names_convert(tmp_path: Path) -> N
     recipe = OPENVINO.model_copy(
         update={"placement": Placement(last_layer=True), "keep_fp32": ("Mul_*",)}
     )
-    model, made, graph = converted(tmp_path, text, recipe, feeds)
+    model, result, graph = converted(tmp_path, text, recipe, feeds)
     assert operators(graph) == {
         "MatMul": 2,
         "Mul": 1,
         "QuantizeLinear": 2,
         "DequantizeLinear": 3,
     }  # one copy of the shared weight
-    assert error_of(model, made, feeds) < 0.02
+    assert error_of(model, result, feeds) < 0.02
 
 
 def test_weights_in_external_data_convert_and_link(tmp_path: Path) -> None:
@@ -428,13 +428,11 @@ def test_weights_in_external_data_convert_and_link(tmp_path: Path) -> None:
         "half": FP16,
     }.items():
         (tmp_path / name).mkdir()
-        made = convert(model, recipe, None, (images(2),), tmp_path / name)
-        assert error_of(model, made, images(2)) < 5e-3
+        result = convert(model, recipe, None, (images(2),), tmp_path / name)
+        assert error_of(model, result, images(2)) < 5e-3
 
 
-def test_around_the_models_own_pairs_tensorrt_gets_fp16_and_a_note_tells_how_far_scales_moved(
-    tmp_path: Path,
-) -> None:
+def test_around_own_pairs_tensorrt_gets_fp16_and_a_note_on_rounded_scales(tmp_path: Path) -> None:
     onnx.save(quantised(PLAIN), tmp_path / "model.onnx")
     (tmp_path / "out").mkdir()
     recipe = Recipe(
@@ -442,9 +440,9 @@ def test_around_the_models_own_pairs_tensorrt_gets_fp16_and_a_note_tells_how_far
     )
     feeds = {"x": np.random.default_rng(0).normal(0, 1, (2, 4, 8, 8)).astype(np.float32)}
     model = onnx_model(tmp_path, "model.onnx")
-    made = convert(model, recipe, None, (feeds,), tmp_path / "out")
-    graph = onnx.load(str(made.path)).graph
-    assert made.precision is Precision.INT8
+    result = convert(model, recipe, None, (feeds,), tmp_path / "out")
+    graph = onnx.load(str(result.path)).graph
+    assert result.precision is Precision.INT8
     assert len(scales_of(graph)["DequantizeLinear", "", b"", b""]) == 3
     makers = {name: node.op_type for node in graph.node for name in node.output}
     (conv,) = (node for node in graph.node if node.op_type == "Conv")
@@ -458,7 +456,7 @@ def test_around_the_models_own_pairs_tensorrt_gets_fp16_and_a_note_tells_how_far
         for node in graph.node
         if node.op_type == "DequantizeLinear" and node.output[0] in conv.input
     } == {TensorProto.FLOAT16}
-    (note,) = (note for note in made.notes if "scales of the model are rounded" in note.text)
+    (note,) = (note for note in result.notes if "scales of the model are rounded" in note.text)
     assert note.level == "info"
     assert float(note.text.split(" by ")[1].split(" at most")[0]) < 2**-11
-    assert error_of(model, made, feeds) < 0.02
+    assert error_of(model, result, feeds) < 0.02

@@ -152,17 +152,17 @@ def test_an_output_may_be_as_long_as_its_data_says(tmp_path: Path) -> None:
 
 
 def test_a_batch_baked_in_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError) as error:
         export(
             source_of("baked_batch", spec("x", "float32", "batch", 6)), (BATCH,), AUTO, (), tmp_path
         )
-    assert "the model's code fixes 'batch' at its example's 4" in caught.value.message
-    assert "the torchscript exporter: at batch=1" in caught.value.message
+    assert "the model's code fixes 'batch' at its example's 4" in error.value.message
+    assert "the torchscript exporter: at batch=1" in error.value.message
 
 
 @pytest.mark.parametrize("options", [AUTO, TORCHSCRIPT])
 def test_a_branch_on_data_is_refused_with_its_line(tmp_path: Path, options: ExportConfig) -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError) as error:
         export(
             source_of("frozen_branch", spec("x", "float32", "batch", 4)),
             (BATCH,),
@@ -170,13 +170,13 @@ def test_a_branch_on_data_is_refused_with_its_line(tmp_path: Path, options: Expo
             (),
             tmp_path,
         )
-    assert "models.py:" in caught.value.message
-    assert "torch.cond" in str(caught.value)
-    assert ("if x.sum() < 0" in caught.value.message) == (options is AUTO)
+    assert "models.py:" in error.value.message
+    assert "torch.cond" in str(error.value)
+    assert ("if x.sum() < 0" in error.value.message) == (options is AUTO)
 
 
 def test_an_operator_no_exporter_takes_is_named_with_both_attempts(tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError) as error:
         export(
             source_of("no_exporter", spec("x", "float32", "batch", 4, 4)),
             (BATCH,),
@@ -184,11 +184,11 @@ def test_an_operator_no_exporter_takes_is_named_with_both_attempts(tmp_path: Pat
             (),
             tmp_path,
         )
-    assert "the dynamo exporter: No ONNX function found" in caught.value.message
-    assert "aten.linalg_eig" in caught.value.message
+    assert "the dynamo exporter: No ONNX function found" in error.value.message
+    assert "aten.linalg_eig" in error.value.message
     assert (
         "the torchscript exporter: Exporting the operator 'aten::linalg_eigvals'"
-        in caught.value.message
+        in error.value.message
     )
 
 

@@ -37,8 +37,8 @@ def test_each_node_has_its_operator_and_those_without_a_name_go_by_their_output(
 
 
 def test_operators_stand_beside_their_nodes() -> None:
-    given = table(layer("fp16", nodes=("conv1", "relu1", "made by the library")), layer("fp16"))
-    first, second = with_operators(given, {"conv1": "Conv", "relu1": "Relu"}).layers
+    layers = table(layer("fp16", nodes=("conv1", "relu1", "made by the library")), layer("fp16"))
+    first, second = with_operators(layers, {"conv1": "Conv", "relu1": "Relu"}).layers
     assert first.operators == ("Conv", "Relu", "")
     assert second.operators == ()
 

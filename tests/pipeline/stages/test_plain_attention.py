@@ -36,17 +36,17 @@ def keep(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def sample(seen: bool) -> Tensors:
+def sample(visible: bool) -> Tensors:
     random = np.random.default_rng(0)
     return {name: random.standard_normal((2, 4, 3, 5)).astype(np.float32) for name in "qkv"} | {
-        "seen": np.full((2, 1, 1, 4), seen)
+        "seen": np.full((2, 1, 1, 4), visible)
     }
 
 
 def test_it_comes_after_the_users_own_surgery(tmp_path: Path, out: Path) -> None:
     options = SimplifyConfig(surgery="test_plain_attention:keep", python_path=Path(__file__).parent)
     result = simplify(
-        model_of(tmp_path, written_out()), (), options, (sample(seen=True),), out, silent
+        model_of(tmp_path, written_out()), (), options, (sample(visible=True),), out, silent
     )
     assert [note.level for note in result.notes] == ["info"] * 3
     assert result.notes[0].text.startswith(
@@ -67,15 +67,15 @@ def test_it_can_be_left_out(tmp_path: Path, out: Path) -> None:
 
 def test_a_sample_without_any_token_keeps_its_answer(tmp_path: Path, out: Path) -> None:
     result = simplify(
-        model_of(tmp_path, written_out()), (), ONLY, (sample(seen=False),), out, silent
+        model_of(tmp_path, written_out()), (), ONLY, (sample(visible=False),), out, silent
     )
     (note,) = result.notes
     assert (
         "computes the same, but for its masks and what they hide: with new ones output 'y'"
         " differs by" in note.text
     )
-    found = operator_histogram(result.path)
-    assert (found.get("Reshape", 0), found["IsNaN"]) == (
+    counts = operator_histogram(result.path)
+    assert (counts.get("Reshape", 0), counts["IsNaN"]) == (
         0,
         1,
     ), "keys are transposed at once, and the guard stays"
@@ -196,7 +196,7 @@ def test_it_does_not_become_an_operator_of_one_library(tmp_path: Path, out: Path
     assert operator_histogram(result.path)["Softmax"] == 1
 
 
-def test_an_old_model_is_written_in_a_form_that_needs_no_initializers_among_its_inputs(
+def test_an_old_model_is_written_without_initializers_among_its_inputs(
     tmp_path: Path, out: Path
 ) -> None:
     model = written_out()
@@ -208,7 +208,7 @@ def test_an_old_model_is_written_in_a_form_that_needs_no_initializers_among_its_
         model.graph.input.append(
             helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         )
-    result = simplify(model_of(tmp_path, model), (), ONLY, (sample(seen=True),), out, silent)
+    result = simplify(model_of(tmp_path, model), (), ONLY, (sample(visible=True),), out, silent)
     assert [note.text.partition(" (")[0] for note in result.notes] == [
         "attention is written plainly"
     ]
@@ -217,7 +217,7 @@ def test_an_old_model_is_written_in_a_form_that_needs_no_initializers_among_its_
     assert [each.value for each in after.metadata_props] == ["somebody"]
 
 
-def test_a_last_try_that_fails_for_now_leaves_the_simplified_model_to_be_made_again(
+def test_a_transient_failure_of_the_last_try_is_retried_at_the_next_compile(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, tries = attention_rewrite.call_in_child, []

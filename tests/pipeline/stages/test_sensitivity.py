@@ -31,11 +31,11 @@ def ranked(folder: Path, plan: Path, recipe: Recipe, worst: tuple[int, ...] = ()
     loaded = load_plan(plan)
     model = onnx_model(folder, "model.onnx")
     samples = open_set(SelectionSet, loaded.data.selection or (), model.inputs, loaded.profiles)
-    for made in ("low", "rank"):
-        (folder / made).mkdir()
-    seen = observe(open_probe(model), samples.first(128))
+    for subfolder in ("low", "rank"):
+        (folder / subfolder).mkdir()
+    ranges = observe(open_probe(model), samples.first(128))
     table = (
-        table_of({name: (each.minimum, each.maximum) for name, each in seen.items()})
+        table_of({name: (bounds.minimum, bounds.maximum) for name, bounds in ranges.items()})
         if recipe.precision is Precision.INT8
         else None
     )
@@ -44,39 +44,39 @@ def ranked(folder: Path, plan: Path, recipe: Recipe, worst: tuple[int, ...] = ()
 
 
 def names(ranking: NodeRanking) -> list[str]:
-    return [each.node for each in ranking.nodes]
+    return [node.node for node in ranking.nodes]
 
 
 @pytest.mark.parametrize("recipe", [ONNXRUNTIME, TENSORRT], ids=["onnxruntime", "tensorrt"])
 def test_every_node_in_8_bits_ranks_by_its_own_error_and_errors_gather(
     tmp_path: Path, recipe: Recipe
 ) -> None:
-    found = ranked(tmp_path, write_broken_task(tmp_path, "stretched"), recipe)
-    assert names(found)[0] == "broken"
+    ranking = ranked(tmp_path, write_broken_task(tmp_path, "stretched"), recipe)
+    assert names(ranking)[0] == "broken"
     assert {"broken", "first", "third"} <= set(
-        names(found)
+        names(ranking)
     )  # for ONNX Runtime also what lies between and reads 8 bits
-    by_name = {each.node: each for each in found.nodes}
+    by_name = {node.node: node for node in ranking.nodes}
     assert by_name["broken"].error > 0.5
     assert by_name["first"].error == pytest.approx(
         by_name["first"].accumulated
     )  # nothing stands before it
     assert by_name["third"].error < 0.1 < by_name["third"].accumulated
-    assert not any(each.overflows for each in found.nodes)
+    assert not any(node.overflows for node in ranking.nodes)
     assert (
         list((tmp_path / "rank").iterdir()) == []
     )  # a graph with shadows is as large as the model
 
 
 def test_a_kept_node_does_not_rank_and_what_follows_it_is_no_longer_hurt(tmp_path: Path) -> None:
-    found = ranked(
+    ranking = ranked(
         tmp_path,
         write_broken_task(tmp_path, "stretched"),
         ONNXRUNTIME.model_copy(update={"keep_fp32": ("broken",)}),
     )
-    assert {"first", "third"} <= set(names(found))
-    assert "broken" not in names(found)
-    assert max(each.accumulated for each in found.nodes) < 0.1
+    assert {"first", "third"} <= set(names(ranking))
+    assert "broken" not in names(ranking)
+    assert max(node.accumulated for node in ranking.nodes) < 0.1
 
 
 def test_a_residual_block_ranks_what_computes_and_not_what_moves_bytes(tmp_path: Path) -> None:
@@ -84,24 +84,24 @@ def test_a_residual_block_ranks_what_computes_and_not_what_moves_bytes(tmp_path:
     samples = {"x": np.random.default_rng(2).normal(0, 1, (8, 3, 8, 8)).astype(np.float32)}
     np.savez(tmp_path / "selection.npz", **samples)
     model = onnx_model(tmp_path, "model.onnx")
-    seen = observe(open_probe(model), [samples])
+    ranges = observe(open_probe(model), [samples])
     (tmp_path / "low").mkdir()
     low = convert(
         model,
         ONNXRUNTIME,
-        table_of({name: (each.minimum, each.maximum) for name, each in seen.items()}),
+        table_of({name: (bounds.minimum, bounds.maximum) for name, bounds in ranges.items()}),
         (),
         tmp_path / "low",
     )
     opened = open_set(SelectionSet, (tmp_path / "selection.npz",), model.inputs, ())
-    found = rank_nodes(model, low, opened, (), tmp_path)
-    assert sorted(names(found)) == [
+    ranking = rank_nodes(model, low, opened, (), tmp_path)
+    assert sorted(names(ranking)) == [
         "add",
         "conv1",
         "conv2",
         "fc",
     ]  # fc is no int8 node, and reads what is 8 bits
-    assert all(0 < each.error < 0.1 for each in found.nodes)
+    assert all(0 < node.error < 0.1 for node in ranking.nodes)
 
 
 def write_residual(folder: Path) -> None:
@@ -132,25 +132,25 @@ def test_a_model_with_its_own_scales_is_not_ranked_and_says_why(tmp_path: Path) 
         quantised.inputs,
         load_plan(plan).profiles,
     )
-    found = rank_nodes(quantised, quantised, samples, (), tmp_path)
-    assert found.nodes == ()
-    assert "its own Q/DQ pairs" in found.failure
+    ranking = rank_nodes(quantised, quantised, samples, (), tmp_path)
+    assert ranking.nodes == ()
+    assert "its own Q/DQ pairs" in ranking.failure
 
 
 # --- 16 bits ---
 
 
 def test_what_overflows_ranks_first_and_plain_layers_do_not_rank(tmp_path: Path) -> None:
-    found = ranked(tmp_path, overflowing_task(tmp_path), FP16)
-    assert [each.node for each in found.nodes if each.overflows] == [
+    ranking = ranked(tmp_path, overflowing_task(tmp_path), FP16)
+    assert [node.node for node in ranking.nodes if node.overflows] == [
         "up",
         "wide_relu",
         "down",
         "norm",
     ]  # the norm by its squares
-    assert names(found) == ["up", "wide_relu", "down", "norm"]
-    assert found.nodes[0].error == found.nodes[0].accumulated == MAX_ERROR
-    assert found.samples == 128
+    assert names(ranking) == ["up", "wide_relu", "down", "norm"]
+    assert ranking.nodes[0].error == ranking.nodes[0].accumulated == MAX_ERROR
+    assert ranking.samples == 128
     assert list((tmp_path / "rank").iterdir()) == []
 
 
@@ -159,10 +159,10 @@ def test_the_worst_samples_are_looked_at_wherever_they_lie(tmp_path: Path) -> No
 
 
 def test_bf16_holds_what_overflows_fp16_and_ranks_by_precision(tmp_path: Path) -> None:
-    found = ranked(tmp_path, overflowing_task(tmp_path), BF16)
-    assert "norm" in names(found)
-    assert not any(each.overflows for each in found.nodes)
-    assert all(0 < each.error <= each.accumulated < 0.2 for each in found.nodes)
+    ranking = ranked(tmp_path, overflowing_task(tmp_path), BF16)
+    assert "norm" in names(ranking)
+    assert not any(node.overflows for node in ranking.nodes)
+    assert all(0 < node.error <= node.accumulated < 0.2 for node in ranking.nodes)
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def hang(source: Path, target: Path, progress: Progress) -> None:
         (rename_output, "outputs were y float32[N, 4] and became renamed"),
         (grow, "the file grew from"),
         (put_in_foreign_operator, "com.example::Relu"),
-        (write_rubbish, "not a whole ONNX file"),
+        (write_rubbish, "not a complete ONNX file"),
         (write_nothing, "no model at"),
         (raise_error, "RuntimeError: the optimizer met a bug"),
         (segfault, "SIGSEGV"),
@@ -274,9 +274,9 @@ def test_lost_quantizers_are_rolled_back(tmp_path: Path, out: Path) -> None:
 
 def test_shape_arithmetic_loses_at_least_half_of_its_nodes(tmp_path: Path, out: Path) -> None:
     source = model_from(tmp_path / "in", SHAPE_ARITHMETIC)
-    seen: list[str] = []
+    messages: list[str] = []
     result = simplify(
-        source, PROFILES, SimplifyConfig(), (), out, lambda fraction, text: seen.append(text)
+        source, PROFILES, SimplifyConfig(), (), out, lambda fraction, text: messages.append(text)
     )
     assert nodes(source) == 17
     assert nodes(result) <= nodes(source) // 2
@@ -288,7 +288,7 @@ def test_shape_arithmetic_loses_at_least_half_of_its_nodes(tmp_path: Path, out: 
     assert [note.level for note in result.notes] == ["info"]
     assert "17 nodes became" in result.notes[0].text
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
-    assert "folding constants" in seen
+    assert "folding constants" in messages
     feeds: Tensors = {"x": np.random.default_rng(0).standard_normal((5, 4, 6)).astype(np.float32)}
     before, after = open_reference(source.path)(feeds), open_reference(result.path)(feeds)
     assert all(np.allclose(before[name], after[name], rtol=1e-6) for name in before)

@@ -151,7 +151,7 @@ def test_larger_matrices_are_refused_by_the_example(tmp_path: Path, out: Path) -
         (
             "lose_a_tensor",
             ModelError,
-            "left a faulty model: node .* reads 'd', which nothing before it makes",
+            "left a faulty model: node .* reads 'd', which no earlier node produces",
         ),
         ("forget_to_return", ModelError, "returned NoneType, expected an onnx.ModelProto"),
         ("raise_error", ModelError, "raised KeyError: 'no such node'"),
@@ -162,10 +162,10 @@ def test_larger_matrices_are_refused_by_the_example(tmp_path: Path, out: Path) -
 def test_a_surgery_that_fails_is_refused_with_its_reason(
     model: OnnxModel, out: Path, function: str, error: type[Exception], words: str
 ) -> None:
-    with pytest.raises(error, match=words) as caught:
+    with pytest.raises(error, match=words) as refusal:
         simplify(model, PROFILES, own(function), (), out, silent)
-    assert isinstance(caught.value, ModelError | PlanError)
-    assert caught.value.next_step
+    assert isinstance(refusal.value, ModelError | PlanError)
+    assert refusal.value.next_step
 
 
 def test_a_surgery_that_hangs_is_stopped(model: OnnxModel, out: Path) -> None:

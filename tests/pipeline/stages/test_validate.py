@@ -265,7 +265,7 @@ def test_another_shape_fails_and_names_the_samples(bench: Bench) -> None:
 
 def test_both_run_in_children_and_tell_how_far_they_are(bench: Bench) -> None:
     x, labels = labelled()
-    samples, engine, told = bench.samples(x, labels), bench.engine(SAME), []
+    samples, engine, events = bench.samples(x, labels), bench.engine(SAME), []
     out = bench.folder / "expected"
     out.mkdir()
     reference = call_in_child(
@@ -276,9 +276,9 @@ def test_both_run_in_children_and_tell_how_far_they_are(bench: Bench) -> None:
         (),
         out,
         name="reference",
-        progress=lambda part, text: told.append((part, text)),
+        progress=lambda part, text: events.append((part, text)),
     )
-    assert told[-1] == (1.0, "20 of 20 samples")
+    assert events[-1] == (1.0, "20 of 20 samples")
     assert [Path(reference.root, file).is_file() for file in reference.files] == [True, True, True]
     report = call_in_child(
         validate, engine, reference, samples, AccuracyConfig(), 8, name="candidate"

@@ -83,7 +83,7 @@ def test_the_metric_reads_the_output_it_is_told_to(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             AccuracyConfig(output="nope"),
@@ -97,12 +97,12 @@ def test_the_metric_reads_the_output_it_is_told_to(bench: Bench) -> None:
     ],
 )
 def test_a_plan_that_names_what_is_not_there(
-    bench: Bench, options: AccuracyConfig, said: str
+    bench: Bench, options: AccuracyConfig, message: str
 ) -> None:
     x, labels = labelled()
     with pytest.raises(PlanError) as raised:
         bench.validate(bench.engine(SAME), bench.samples(x, labels), options)
-    assert said in raised.value.message
+    assert message in raised.value.message
     assert raised.value.next_step
 
 
@@ -167,22 +167,22 @@ def test_a_users_metric_gives_scores_per_sample_or_one_number(bench: Bench) -> N
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ("nan", "is not a number on 40 of 40 samples"),
         ("nan_for_the_set", "is nan where the reference has 1.0"),
     ],
 )
-def test_a_users_metric_that_is_nan_fails(bench: Bench, function: str, said: str) -> None:
+def test_a_users_metric_that_is_nan_fails(bench: Bench, function: str, message: str) -> None:
     x, labels = labelled(40)
     shifted = bench.engine((("Add", ["x", "1.0"], "logits"),))
     report = bench.validate(shifted, bench.samples(x, labels), user_options(bench, function))
     assert report.metric is None
-    assert any(said in failure for failure in report.failures)
+    assert any(message in failure for failure in report.failures)
 
 
 @pytest.mark.parametrize(
-    ("function", "error", "said"),
+    ("function", "error", "message"),
     [
         ("wrong_shape", DataError, "returned shape (2, 2) for 20 samples"),
         ("raises", DataError, "failed: ZeroDivisionError: division by zero"),
@@ -191,10 +191,10 @@ def test_a_users_metric_that_is_nan_fails(bench: Bench, function: str, said: str
     ],
 )
 def test_a_users_metric_that_cannot_be_used_is_named(
-    bench: Bench, function: str, error: type[Exception], said: str
+    bench: Bench, function: str, error: type[Exception], message: str
 ) -> None:
     x, labels = labelled()
     with pytest.raises(error) as raised:
         bench.validate(bench.engine(SAME), bench.samples(x, labels), user_options(bench, function))
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "next:" in str(raised.value)

@@ -21,7 +21,7 @@ from tests.pipeline.conformance.models import Case, convolution, model, ramp, se
 FP32 = Recipe(backend="onnxruntime", precision=Precision.FP32)
 
 
-def made(root: Path, proto: onnx.ModelProto, precision: Precision = Precision.FP32) -> OnnxModel:
+def save(root: Path, proto: onnx.ModelProto, precision: Precision = Precision.FP32) -> OnnxModel:
     root.mkdir(exist_ok=True)
     (root / "model.onnx").write_bytes(proto.SerializeToString())
     return onnx_model(root, "model.onnx", precision)
@@ -71,15 +71,15 @@ def unsupported_model() -> onnx.ModelProto:
 
 
 def test_names_every_unsupported_node(tmp_path: Path) -> None:
-    found = onnxruntime_.unsupported(made(tmp_path, unsupported_model()), onnxruntime_.probe())
-    assert {(r.node, r.operator, r.opset) for r in found} == {
+    refusals = onnxruntime_.unsupported(save(tmp_path, unsupported_model()), onnxruntime_.probe())
+    assert {(r.node, r.operator, r.opset) for r in refusals} == {
         ("fancy", "acme::Fancy", 3),
         ("no_kernel", "BitShift", 20),
         ("inner_Missing", "acme::Missing", 3),
         ("fancy_again", "acme::Fancy", 3),
     }
-    assert all(r.reason and r.remedy for r in found)
-    assert "not a registered" in found[0].reason
+    assert all(r.reason and r.remedy for r in refusals)
+    assert "not a registered" in refusals[0].reason
 
 
 def test_names_a_node_inside_a_local_function(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_names_a_node_inside_a_local_function(tmp_path: Path) -> None:
         [value("y", 1, [2])],
     )
     proto = helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=10)
-    (refusal,) = onnxruntime_.unsupported(made(tmp_path, proto), onnxruntime_.probe())
+    (refusal,) = onnxruntime_.unsupported(save(tmp_path, proto), onnxruntime_.probe())
     assert refusal.operator == "acme::Fancy"
 
 
@@ -149,7 +149,7 @@ def test_refuses_bfloat16_inputs_by_name(tmp_path: Path) -> None:
         [("y", "float32", (2,))],
     )
     with pytest.raises(UnsupportedError, match="'x' is bfloat16"):
-        onnxruntime_.build(made(tmp_path / "in", proto), FP32, BuildOptions(profiles=()), tmp_path)
+        onnxruntime_.build(save(tmp_path / "in", proto), FP32, BuildOptions(profiles=()), tmp_path)
 
 
 def test_takes_external_data_along(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_runs_an_int8_graph(tmp_path: Path) -> None:
     ]
     proto = model(nodes, [("x", "float32", (3,))], [("y", "float32", (3,))], constants)
     recipe = Recipe(backend="onnxruntime", precision=Precision.INT8)
-    source = made(tmp_path / "in", proto, Precision.INT8)
+    source = save(tmp_path / "in", proto, Precision.INT8)
     engine = onnxruntime_.build(source, recipe, BuildOptions(profiles=()), tmp_path)
     with closing(onnxruntime_.load(engine)) as loaded, closing(loaded.session()) as session:
         session.bind({"x": np.array([0.2, 0.3, -9], np.float32)})
@@ -209,15 +209,15 @@ def test_values_that_the_graph_cannot_take_are_a_data_error(tmp_path: Path) -> N
         {"table": ramp(4, 3)},
     )
     engine = onnxruntime_.build(
-        made(tmp_path / "in", proto), FP32, BuildOptions(profiles=()), tmp_path
+        save(tmp_path / "in", proto), FP32, BuildOptions(profiles=()), tmp_path
     )
     with closing(onnxruntime_.load(engine)) as loaded, closing(loaded.session()) as session:
         session.bind({"ids": np.array([0, 9])})
         with pytest.raises(
             DataError, match=r"cannot run on these inputs: .*out of data bounds"
-        ) as caught:
+        ) as error:
             session.execute()
-        assert "onnxruntime_src" not in caught.value.message
+        assert "onnxruntime_src" not in error.value.message
         session.bind({"ids": np.array([0, 3])})
         session.execute()
         np.testing.assert_array_equal(session.fetch()["y"], ramp(4, 3)[[0, 3]])
@@ -228,8 +228,10 @@ def test_knows_the_host_without_importing_the_library() -> None:
         "import sys; from pipeline import backends; t = backends.backend('onnxruntime').probe();"
         " print(t.version, 'onnxruntime' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    version, imported = done.stdout.split()
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    version, imported = result.stdout.split()
     assert version[0].isdigit()
     assert imported == "False"
 
@@ -243,7 +245,7 @@ def test_q_dq_are_computed_as_written_where_the_recipe_says_so(tmp_path: Path) -
     constants = CONSTANTS.replace(
         "float[4] b,", "float[4] b = {0.00008, 0.00008, 0.00008, 0.00008},"
     ).replace("t = {0.03}", "t = {0.00003}")
-    source = made(tmp_path / "in", quantised(body, constants=constants))
+    source = save(tmp_path / "in", quantised(body, constants=constants))
     recipe = FP32.model_copy(update={"variant": onnxruntime_.AS_WRITTEN})
     (tmp_path / "out").mkdir()
     engine = onnxruntime_.build(
@@ -263,7 +265,7 @@ def test_threads_of_engines_that_serve_soon_sleep(
     tmp_path: Path, load: Callable[[Engine], Loaded], stops: bool
 ) -> None:
     engine = onnxruntime_.build(
-        made(tmp_path / "in", convolution().proto), FP32, BuildOptions(profiles=()), tmp_path
+        save(tmp_path / "in", convolution().proto), FP32, BuildOptions(profiles=()), tmp_path
     )
     with closing(load(engine)) as loaded:
         assert isinstance(loaded, onnxruntime_.OrtLoaded)

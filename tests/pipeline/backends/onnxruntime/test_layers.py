@@ -27,7 +27,7 @@ from pipeline.results.precision_audit import fusions, mislabelled
 from pipeline.stages.build import build
 from pipeline.stages.convert import convert
 from pipeline.stages.inspect_layers import prove
-from tests.builders.convert import ATTENTION, RESIDUAL, model_from_text, seen_by, table_of
+from tests.builders.convert import ATTENTION, RESIDUAL, model_from_text, ranges_on, table_of
 from tests.pipeline.conformance.models import model
 
 OPTIONS = BuildOptions(profiles=(Profile(dims={"N": [1, 4, 8]}),), threads=1)
@@ -132,9 +132,9 @@ def test_an_fp32_graph_labelled_int8_is_found_out(tmp_path: Path, backend: str) 
     else:  # whose build reads it back itself and refuses: so the engine, too, is labelled by hand
         out.mkdir()
         honest = build(source, recipe_of(backend, Precision.FP32), OPTIONS, out)
-        found = prove(honest.model_copy(update={"recipe": recipe}), FEEDS, source).table
-        assert found is not None
-        table = found
+        layers = prove(honest.model_copy(update={"recipe": recipe}), FEEDS, source).table
+        assert layers is not None
+        table = layers
     assert mislabelled(Precision.INT8, table).startswith(
         "called int8, but its heavy layers run 0 % int8, 100 % fp32 by time; slowest: "
     )
@@ -180,7 +180,7 @@ def hidden_in_int8(root: Path, text: str, feeds: Tensors, activation: str = "uin
     recipe = recipe_of("onnxruntime", Precision.INT8).model_copy(update={"activation": activation})
     source = model_from_text(root / "fp32", text)
     return proven(
-        convert(source, recipe, seen_by(source, feeds), (), root / "int8"),
+        convert(source, recipe, ranges_on(source, feeds), (), root / "int8"),
         recipe,
         root / "engine",
         feeds,
@@ -364,11 +364,11 @@ def test_the_profile_gives_medians_after_the_first_runs() -> None:
             event("model_run", start, 5000),
         ]
     empty = helper.make_graph([], "g", [], [])
-    found = {
+    layers = {
         layer.name: layer
         for layer in ort_layers.layers_from_profile(json.dumps(events), empty, empty, 1)
     }
-    assert {name: round((layer.seconds or 0.0) * 1e6) for name, layer in found.items()} == {
+    assert {name: round((layer.seconds or 0.0) * 1e6) for name, layer in layers.items()} == {
         "loop": 7,
         "a": 20,
         "b": 6,
@@ -388,8 +388,8 @@ net (float[4] x) => (float[4] z)
 
 def test_a_kernel_has_no_nodes_that_need_more_than_it_reads() -> None:
     original = onnx.parser.parse_model(SHARED).graph
-    whole = helper.make_graph([helper.make_node("Fused", ["x"], ["z"], name="Fused")], "g", [], [])
-    assert ort_layers.nodes_by_kernel(whole, original) == {"Fused": ("neg", "abs", "add")}
+    graph = helper.make_graph([helper.make_node("Fused", ["x"], ["z"], name="Fused")], "g", [], [])
+    assert ort_layers.nodes_by_kernel(graph, original) == {"Fused": ("neg", "abs", "add")}
     unclosed = helper.make_graph(
         [helper.make_node("Fused", ["made_by_the_optimiser"], ["z"], name="add/AddFusion/")],
         "g",
@@ -418,8 +418,8 @@ def ran(
         inputs=inputs,
         outputs=inputs[:1],
     )
-    (found,) = layers_from_runtime([layer], {"layer": 1e-3}, {"product": "MatMul", "sum": "Add"})
-    return found
+    (result,) = layers_from_runtime([layer], {"layer": 1e-3}, {"product": "MatMul", "sum": "Add"})
+    return result
 
 
 @pytest.mark.parametrize(
@@ -485,9 +485,9 @@ def test_openvinos_means_give_each_runs_time_back() -> None:
         {name: sum(run[name] for run in runs[:count]) // count for name in runs[0]}
         for count in range(1, 6)
     ]
-    found = medians(means, 2)
-    assert found["a"] == pytest.approx(60e-6, abs=5e-6)
-    assert found["b"] == pytest.approx(3e-6)
+    times = medians(means, 2)
+    assert times["a"] == pytest.approx(60e-6, abs=5e-6)
+    assert times["b"] == pytest.approx(3e-6)
 
 
 def test_a_time_of_no_known_layer_is_not_lost() -> None:

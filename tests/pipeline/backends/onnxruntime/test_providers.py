@@ -54,9 +54,9 @@ def test_a_provider_that_the_build_lacks_is_refused_by_name(
     OnnxRuntimeDouble(CUDA).install(monkeypatch)
     onnxruntime_.check_recipe(recipe_of("cuda", Precision.FP16), onnxruntime_.probe())
     words = f"no {TENSORRT}: it has {CUDA}, {CPU}"
-    with pytest.raises(UnsupportedError, match=words) as caught:
+    with pytest.raises(UnsupportedError, match=words) as error:
         onnxruntime_.check_recipe(recipe_of("tensorrt"), onnxruntime_.probe())
-    assert "onnxruntime-gpu" in caught.value.next_step
+    assert "onnxruntime-gpu" in error.value.next_step
 
 
 @pytest.mark.parametrize(("precision", "tf32"), [(Precision.FP32, "0"), (Precision.TF32, "1")])

@@ -70,8 +70,8 @@ def linear(folder: Path) -> OnnxModel:
 
 def compressed(model: OnnxModel, recipe: Recipe, folder: Path) -> tuple[OnnxModel, onnx.GraphProto]:
     folder.mkdir()
-    made = compress_with_onnxruntime(model, recipe, folder)
-    return made, read_proto(made.path).graph
+    result = compress_with_onnxruntime(model, recipe, folder)
+    return result, read_proto(result.path).graph
 
 
 def answers(model: OnnxModel, recipe: Recipe, folder: Path, feeds: Tensors) -> Tensors:
@@ -85,7 +85,7 @@ def test_every_linear_layer_holds_few_bits_and_answers_nearly_alike(
     recipe: Recipe, least: float, most: float, tmp_path: Path
 ) -> None:
     model = linear(tmp_path)
-    made, graph = compressed(model, recipe, tmp_path / "out")
+    result, graph = compressed(model, recipe, tmp_path / "out")
     assert operators(graph)["MatMulNBits"] == 5
     assert operators(graph)["Gemm"] == 1  # its alpha is not 1
     bits = {
@@ -95,14 +95,14 @@ def test_every_linear_layer_holds_few_bits_and_answers_nearly_alike(
         if attribute.name == "bits"
     }
     assert bits == {int(recipe.precision.removeprefix("int"))}
-    assert (made.inputs, made.outputs, made.precision) == (
+    assert (result.inputs, result.outputs, result.precision) == (
         model.inputs,
         model.outputs,
         recipe.precision,
     )
     expected, got = (
         open_reference(model.path)(FEEDS),
-        answers(made, recipe, tmp_path / "engine", FEEDS),
+        answers(result, recipe, tmp_path / "engine", FEEDS),
     )
     error = np.abs(got["y"] - expected["y"]).max() / np.abs(expected["y"]).max()
     assert least < error < most
@@ -110,8 +110,8 @@ def test_every_linear_layer_holds_few_bits_and_answers_nearly_alike(
 
 
 def test_the_note_counts_layers_and_bytes(tmp_path: Path) -> None:
-    made, graph = compressed(linear(tmp_path), INT4, tmp_path / "out")
-    (note,) = made.notes
+    result, graph = compressed(linear(tmp_path), INT4, tmp_path / "out")
+    (note,) = result.notes
     assert note.text.startswith(
         "5 of 6 linear layers hold their weights in 4 bits; as they were: twice; all constants"
         " together: "
@@ -155,7 +155,7 @@ def test_activations_become_int8_only_where_the_recipe_says_so(tmp_path: Path) -
     errors, levels = {}, {}
     for activation in ("float", "int8"):
         recipe = INT8.model_copy(update={"activation": activation})
-        made, graph = compressed(model, recipe, tmp_path / activation)
+        result, graph = compressed(model, recipe, tmp_path / activation)
         levels[activation] = {
             attribute.i
             for node in graph.node
@@ -163,7 +163,7 @@ def test_activations_become_int8_only_where_the_recipe_says_so(tmp_path: Path) -
             if attribute.name == "accuracy_level"
         }
         errors[activation] = np.abs(
-            answers(made, recipe, tmp_path / f"{activation}_engine", FEEDS)["y"] - expected
+            answers(result, recipe, tmp_path / f"{activation}_engine", FEEDS)["y"] - expected
         ).max()
     assert levels == {"float": set(), "int8": {4}}
     assert errors["float"] < errors["int8"]
@@ -184,7 +184,7 @@ def test_a_gemm_split_is_the_same_sum(tmp_path: Path) -> None:
 
 def test_attention_keeps_its_products_of_activations(tmp_path: Path) -> None:
     model = model_from_text(tmp_path / "source", ATTENTION)
-    made, graph = compressed(model, INT8, tmp_path / "out")
+    result, graph = compressed(model, INT8, tmp_path / "out")
     assert operators(graph)["MatMulNBits"] == 3
     assert operators(graph)["MatMul"] == 2
     random = np.random.default_rng(0)
@@ -192,7 +192,7 @@ def test_attention_keeps_its_products_of_activations(tmp_path: Path) -> None:
         "x": random.standard_normal((2, 5, 8)).astype(np.float32),
         "mask": np.zeros((2, 1, 5), np.float32),
     }
-    assert error_of(model, made, feeds) < 0.02
+    assert error_of(model, result, feeds) < 0.02
 
 
 def test_a_weight_that_is_no_matrix_or_comes_first_is_left(tmp_path: Path) -> None:
@@ -200,11 +200,11 @@ def test_a_weight_that_is_no_matrix_or_comes_first_is_left(tmp_path: Path) -> No
       => (float[2, 4, 8] y, float[2, 4, 32] z)
     <float[2, 32, 8] w, float[4, 4] v, float[32, 32] u>
     { [stack] y = MatMul (x, w) [first] a = MatMul (v, x) [plain] z = MatMul (a, u) }"""
-    made, graph = compressed(model_from_text(tmp_path / "source", text), INT8, tmp_path / "out")
+    result, graph = compressed(model_from_text(tmp_path / "source", text), INT8, tmp_path / "out")
     assert operators(graph)["MatMulNBits"] == 1
     assert (
         "1 of 3 linear layers hold their weights in 8 bits; as they were: stack, first"
-        in made.notes[0].text
+        in result.notes[0].text
     )
 
 

@@ -32,7 +32,7 @@ from pipeline.plan.schema import CalibrationConfig
 from pipeline.stages.convert import convert
 from tests.builders.convert import RESIDUAL, model_from_text, table_of
 from tests.integration.robust import needs_root, small_disk
-from tests.pipeline.backends.onnxruntime.test_backend import made, unsupported_model
+from tests.pipeline.backends.onnxruntime.test_backend import save, unsupported_model
 from tests.pipeline.conformance.models import Case, convolution, dtypes, model, ramp, several
 
 openvino = pytest.importorskip("openvino")
@@ -64,14 +64,14 @@ def recipe_of(precision: Precision) -> Recipe:
 
 
 def test_names_every_unsupported_node(tmp_path: Path) -> None:
-    found = openvino_.unsupported(made(tmp_path, unsupported_model()), openvino_.probe())
-    assert {(r.node, r.operator, r.opset) for r in found} >= {
+    refusals = openvino_.unsupported(save(tmp_path, unsupported_model()), openvino_.probe())
+    assert {(r.node, r.operator, r.opset) for r in refusals} >= {
         ("fancy", "acme::Fancy", 3),
         ("inner_Missing", "acme::Missing", 3),
         ("fancy_again", "acme::Fancy", 3),
     }
-    assert not {"first", "after_unknown", "branch", "inner_Relu"} & {r.node for r in found}
-    assert all(r.reason and r.remedy for r in found)
+    assert not {"first", "after_unknown", "branch", "inner_Relu"} & {r.node for r in refusals}
+    assert all(r.reason and r.remedy for r in refusals)
 
 
 def test_names_a_node_with_a_refused_attribute(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_names_a_node_with_a_refused_attribute(tmp_path: Path) -> None:
     )
     constants = {"roi": np.array([0, 0, 1, 1], np.float32), "scales": np.array([2, 2], np.float32)}
     proto = model([resize], [("x", "float32", (4, 4))], [("y", "float32", (8, 8))], constants)
-    (refusal,) = openvino_.unsupported(made(tmp_path, proto), openvino_.probe())
+    (refusal,) = openvino_.unsupported(save(tmp_path, proto), openvino_.probe())
     assert (refusal.node, refusal.operator) == ("crop", "Resize")
     assert "tf_crop_and_resize" in refusal.reason
     assert ".cpp" not in refusal.reason
@@ -172,7 +172,7 @@ def test_refuses_what_it_cannot_do_in_words(tmp_path: Path) -> None:
 
 
 def test_an_int8_graph_that_runs_in_fp32_is_refused(tmp_path: Path) -> None:
-    source = made(tmp_path / "in", convolution().proto, Precision.INT8)  # says int8, holds no Q/DQ
+    source = save(tmp_path / "in", convolution().proto, Precision.INT8)  # says int8, holds no Q/DQ
     with pytest.raises(
         UnsupportedError, match="only pretend to run int8: its 2 heavy layers run in f32"
     ):
@@ -235,7 +235,7 @@ def test_takes_and_gives_bfloat16(tmp_path: Path) -> None:
         [("x", "bfloat16", ("batch", 2))],
         [("wide", "float32", ("batch", 2)), ("y", "bfloat16", ("batch", 2))],
     )
-    engine = built(made(tmp_path / "in", proto), recipe_of(Precision.FP32), BATCH, tmp_path / "out")
+    engine = built(save(tmp_path / "in", proto), recipe_of(Precision.FP32), BATCH, tmp_path / "out")
     x = ramp(3, 2).astype(ml_dtypes.bfloat16)
     got = answers(engine, {"x": x})
     assert got["y"].dtype == x.dtype
@@ -248,8 +248,10 @@ def test_knows_the_host_without_importing_the_library() -> None:
         "import sys; from pipeline import backends; t = backends.backend('openvino').probe();"
         " print(t.version, 'openvino' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[1] == "False"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split()[1] == "False"
 
 
 def test_amx_is_used_only_where_its_tiles_are_described(tmp_path: Path) -> None:

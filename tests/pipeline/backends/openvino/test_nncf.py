@@ -108,14 +108,15 @@ def test_smooth_quant_saves_what_outliers_would_cost(tmp_path: Path) -> None:
     """
     model, feeds = encoder(tmp_path / "source", outliers=60.0), states(8, 1)
     expected = open_reference(model.path)(feeds)
-    made = {smooth: quantised(model, smooth, tmp_path) for smooth in (True, False)}
+    models = {smooth: quantised(model, smooth, tmp_path) for smooth in (True, False)}
     cosines = {
-        smooth: cosine(expected, open_reference(each.path)(feeds)) for smooth, each in made.items()
+        smooth: cosine(expected, open_reference(each.path)(feeds))
+        for smooth, each in models.items()
     }
     assert cosines[True] > 0.995
     assert cosines[False] < cosines[True] - 0.02
-    assert "SmoothQuant rescales 3 activations" in made[True].notes[-1].text
-    assert "without SmoothQuant" in made[False].notes[-1].text
+    assert "SmoothQuant rescales 3 activations" in models[True].notes[-1].text
+    assert "without SmoothQuant" in models[False].notes[-1].text
 
 
 def test_smooth_quant_that_finds_nothing_is_refused(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_smooth_quant_that_finds_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "block", "kept", "least", "said"),
+    ("precision", "block", "fp32", "least", "note"),
     [
         (
             Precision.INT8,
@@ -149,23 +150,23 @@ def test_smooth_quant_that_finds_nothing_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_weights_alone_have_few_bits(
-    precision: Precision, block: int, kept: tuple[str, ...], least: float, said: str, tmp_path: Path
+    precision: Precision, block: int, fp32: tuple[str, ...], least: float, note: str, tmp_path: Path
 ) -> None:
     recipe = NARROW.model_copy(
-        update={"precision": precision, "block_size": block, "keep_fp32": kept}
+        update={"precision": precision, "block_size": block, "keep_fp32": fp32}
     )
     model, feeds = encoder(tmp_path / "source", outliers=1.0), states(8, 1)
     for folder in ("made", "engine", "fp32"):
         (tmp_path / folder).mkdir()
-    made = call_in_child(compress_with_nncf, model, recipe, tmp_path / "made", name="nncf")
-    assert (made.inputs, made.outputs, made.precision) == (model.inputs, model.outputs, precision)
-    assert said in made.notes[-1].text
-    engine = openvino_.build(made, recipe, ALLOWED, tmp_path / "engine")
+    low = call_in_child(compress_with_nncf, model, recipe, tmp_path / "made", name="nncf")
+    assert (low.inputs, low.outputs, low.precision) == (model.inputs, model.outputs, precision)
+    assert note in low.notes[-1].text
+    engine = openvino_.build(low, recipe, ALLOWED, tmp_path / "engine")
     got = run_session(openvino_.load(engine).session(), feeds)
     assert least < cosine(open_reference(model.path)(feeds), got) < 1 - 1e-9
     table = openvino_.layers(engine, feeds)
     assert table is not None
-    assert mislabelled(precision, table, kept, weight_only=True) == ""
+    assert mislabelled(precision, table, fp32, weight_only=True) == ""
     assert (
         engine.path.with_suffix(".bin").stat().st_size
         < openvino_.build(model, FP32, ALLOWED, tmp_path / "fp32").size_bytes

@@ -49,6 +49,7 @@ def source_of(
     weights: Path | None = None,
     folder: Path = BUILDERS,
 ) -> ModelSource:
+    """Source of a module of tests/builders/models.py, or of `module:function` in `folder`."""
     entrypoint = function if ":" in function else f"models:{function}"
     source = ModelSource(
         entrypoint=entrypoint, python_path=folder, inputs=inputs, outputs=outputs, weights=weights
@@ -64,6 +65,7 @@ def engine_of(
     precision: Precision = Precision.FP32,
     mode: CompileMode | None = None,
 ) -> Engine:
+    """Build a baseline of one profile."""
     model = OnnxModel(
         root=out, file="model.onnx", digest="d", opset=20, inputs=source.inputs, outputs=outputs
     )
@@ -74,6 +76,7 @@ def engine_of(
 
 
 def run(engine: Engine, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Load the engine and run it once."""
     loaded = pytorch_.load(engine)
     session = loaded.session()
     session.bind(feeds)

@@ -283,9 +283,9 @@ def test_compile_without_a_compiler_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(HostError, match="no 'no-such-compiler'") as caught:
+    with pytest.raises(HostError, match="no 'no-such-compiler'") as error:
         engine_of(source_of("residual_cnn", IMAGE), (CLASSES,), "compile", tmp_path)
-    assert caught.value.next_step == "install g++, or drop the baseline `compile`"
+    assert error.value.next_step == "install g++, or drop the baseline `compile`"
 
 
 # --- in other precisions ---
@@ -322,9 +322,9 @@ def test_several_outputs_keep_their_names_and_dtypes_in_16_bits(tmp_path: Path) 
 
 def test_an_exported_program_cannot_be_cast(tmp_path: Path) -> None:
     source = ModelSource(path=tmp_path / "model.pt2", inputs=(IMAGE,))
-    with pytest.raises(UnsupportedError, match="cannot be cast to fp16") as caught:
+    with pytest.raises(UnsupportedError, match="cannot be cast to fp16") as error:
         engine_of(source, (CLASSES,), "eager", tmp_path, Precision.FP16)
-    assert "`entrypoint`" in caught.value.next_step
+    assert "`entrypoint`" in error.value.next_step
 
 
 @pytest.mark.parametrize(

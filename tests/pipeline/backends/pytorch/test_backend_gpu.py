@@ -107,9 +107,9 @@ def test_tensors_on_two_devices_and_a_full_gpu_are_told_apart(tmp_path: Path) ->
     source = source_of(
         write_model(tmp_path, f"raise RuntimeError('{message}')"), x, folder=tmp_path
     )
-    with pytest.raises(ModelError, match="two devices") as caught:
+    with pytest.raises(ModelError, match="two devices") as error:
         run_module(load_module(source), source, feeds)
-    assert "on the CPU" in caught.value.next_step
+    assert "on the CPU" in error.value.next_step
     source = source_of(
         write_model(
             tmp_path, "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 TiB.')"
@@ -137,9 +137,9 @@ def answer_on_gpu(
     loaded = pytorch_.load(engine)
     session = loaded.session()
     answers: list[dict[str, np.ndarray] | str] = []
-    for each in feeds:
+    for feed in feeds:
         try:
-            answers.append(dict(run_session(session, each)))
+            answers.append(dict(run_session(session, feed)))
         except HostError as error:
             answers.append(error.message)
     timer = session.timer()
@@ -168,9 +168,9 @@ def test_on_the_gpu_every_variant_answers_as_the_module_does(tmp_path: Path, var
         answer_on_gpu, source, (CLASSES,), variant, tmp_path, feeds, name=variant
     )
     module = load_module(source)
-    for got, each in zip(answers, feeds, strict=True):
+    for got, feed in zip(answers, feeds, strict=True):
         np.testing.assert_allclose(
-            got["classes"], run_module(module, source, each)["classes"], rtol=1e-4, atol=1e-5
+            got["classes"], run_module(module, source, feed)["classes"], rtol=1e-4, atol=1e-5
         )
     assert 0 < time["seconds"] < 1
 
@@ -205,14 +205,14 @@ def test_on_the_gpu_several_inputs_dtypes_and_data_dependent_outputs(tmp_path: P
         atol=1e-5,
     )
     x = TensorSpec(name="x", dtype="float32", shape=("batch",))
-    found = TensorSpec(name="output_0", dtype="int64", shape=("n", 1), kind="data-dependent")
+    spec = TensorSpec(name="output_0", dtype="int64", shape=("n", 1), kind="data-dependent")
     feeds = [
         {"x": np.array(values, np.float32)} for values in ([1, -1, 1], [1, 1, 1], [-1, -1, -1])
     ]
     *answers, _ = call_in_child(
         answer_on_gpu,
         source_of("positions", x),
-        (found,),
+        (spec,),
         "eager",
         tmp_path,
         feeds,
@@ -253,7 +253,7 @@ def test_on_the_gpu_code_that_stays_on_the_cpu_is_named(tmp_path: Path) -> None:
         write_model(tmp_path, "return self.weight * x + torch.arange(4)"), x, folder=tmp_path
     )
     y = x.model_copy(update={"name": "output_0"})
-    with pytest.raises(ModelError, match="same device") as caught:
+    with pytest.raises(ModelError, match="same device") as error:
         call_in_child(
             answer_on_gpu,
             source,
@@ -263,7 +263,7 @@ def test_on_the_gpu_code_that_stays_on_the_cpu_is_named(tmp_path: Path) -> None:
             [{"x": np.ones((3, 4), np.float32)}],
             name="cpu code",
         )
-    assert "CUDA_VISIBLE_DEVICES=" in caught.value.next_step
+    assert "CUDA_VISIBLE_DEVICES=" in error.value.next_step
 
 
 @pytest.mark.gpu

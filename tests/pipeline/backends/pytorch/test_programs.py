@@ -70,7 +70,7 @@ def recipe_of(
     mode: CompileMode | None = None,
     **more: object,
 ) -> Recipe:
-    asked = {
+    fields = {
         "backend": "torch",
         "precision": precision,
         "realised_in": "runtime",
@@ -78,7 +78,7 @@ def recipe_of(
         "mode": mode,
         **more,
     }
-    return Recipe.model_validate(asked)
+    return Recipe.model_validate(fields)
 
 
 def build(
@@ -109,10 +109,10 @@ def answers(engine: Engine, feeds: list[Feeds], progress: Progress) -> list[Feed
     """What one session says to each in turn; in a child, for torch leaves threads behind."""
     loaded = torch_programs.load(engine)
     session = loaded.session()
-    found = [dict(run_session(session, each)) for each in feeds]
+    outputs = [dict(run_session(session, feed)) for feed in feeds]
     session.close()
     loaded.close()
-    return found
+    return outputs
 
 
 def build_and_answer(
@@ -138,10 +138,10 @@ def assert_as_the_module(
     atol: float = 1e-5,
 ) -> None:
     module = load_module(source)
-    for each, found in zip(feeds, got, strict=True):
-        for name, want in run_module(module, source, each).items():
-            assert (found[name].dtype, found[name].shape) == (want.dtype, want.shape)
-            np.testing.assert_allclose(found[name], want, rtol=1e-4, atol=atol)
+    for feed, outputs in zip(feeds, got, strict=True):
+        for name, want in run_module(module, source, feed).items():
+            assert (outputs[name].dtype, outputs[name].shape) == (want.dtype, want.shape)
+            np.testing.assert_allclose(outputs[name], want, rtol=1e-4, atol=atol)
 
 
 # --- what is refused, before anything is built ---
@@ -192,9 +192,9 @@ def test_without_a_compiler_only_the_program_itself_can_be_had(
         (tmp_path / "include" / file).touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv(variable, "no-such-compiler")
-    with pytest.raises(UnsupportedError, match=words) as caught:
+    with pytest.raises(UnsupportedError, match=words) as error:
         check_recipe(recipe_of(form), target)
-    assert "take `form: exported`" in caught.value.next_step
+    assert "take `form: exported`" in error.value.next_step
     check_recipe(recipe_of("exported"), target)
 
 
@@ -262,7 +262,7 @@ def test_the_usual_sizes_are_captured_unless_they_would_be_taken_for_others(
     ranges: list[dict[str, list[int]]],
     sizes: dict[str, int],
 ) -> None:
-    profiles = tuple(Profile.model_validate({"dims": each}) for each in ranges)
+    profiles = tuple(Profile.model_validate({"dims": bounds}) for bounds in ranges)
     assert capture_sizes((IDS, MASK), profiles) == sizes
 
 
@@ -500,7 +500,7 @@ def package_that_dies(out: Path, number: str) -> Engine:
         ("SIGKILL", ChildKilled, "SIGKILL"),
     ],
 )
-def test_a_package_that_crashes_where_it_was_built_is_named_but_not_one_that_was_killed(
+def test_a_package_that_crashes_is_named_but_not_one_that_was_killed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     number: str,
@@ -510,10 +510,10 @@ def test_a_package_that_crashes_where_it_was_built_is_named_but_not_one_that_was
     """A process that is killed has run out of memory: that says nothing of the package."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     engine = package_that_dies(tmp_path / "engine", number)
-    with pytest.raises(error, match=words) as caught:
+    with pytest.raises(error, match=words) as failure:
         torch_programs._loaded_once(engine, silent)
-    assert type(caught.value) is error
-    assert caught.value.may_pass is (number == "SIGKILL")
+    assert type(failure.value) is error
+    assert failure.value.may_pass is (number == "SIGKILL")
 
 
 def cache_hits(engine: Engine, progress: Progress) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
 from pipeline.plan.schema import ExportConfig, SimplifyConfig
 from pipeline.quantization.existing_qdq import QDQ, given_precision, lost_scales, scales_of
-from pipeline.stages.export import export, kept_scales
+from pipeline.stages.export import export, scale_notes
 from pipeline.stages.simplify import simplify
 from tests.builders.qat import digits, prepared, trained
 
@@ -126,8 +126,8 @@ def test_an_export_that_lost_a_scale_is_refused(
         tmp_path / "model.onnx",
     )
     with pytest.raises(Refused, match="1 of the 7 scales"):
-        kept_scales(job)
-    assert kept_scales(replace(job, path=exported.path))
+        scale_notes(job)
+    assert scale_notes(replace(job, path=exported.path))
 
 
 class Learnt(torch.nn.Module):
@@ -151,7 +151,7 @@ def test_bare_operators_are_counted_once_per_tensor(tmp_path: Path) -> None:
     assert list(scales_run(Learnt(), source, feeds).values()) == [1]
     job = Job(source, Learnt(), ("y",), 20, feeds, tmp_path / "model.onnx")
     torchscript(job)
-    assert len(kept_scales(job)) == 1
+    assert len(scale_notes(job)) == 1
     assert (
         given_precision(read_proto(onnx_model(tmp_path, "model.onnx").path).graph) is Precision.INT8
     )
@@ -169,9 +169,9 @@ def test_what_no_exporter_carries_is_refused_by_name() -> None:
         converted = torch.nn.Sequential(torch.ao.nn.quantized.ReLU6())
     with pytest.raises(
         ModelError, match=r"module '0' is a torch\.ao\.nn\.quantized\.\S+ReLU6"
-    ) as caught:
+    ) as error:
         freeze_fake_quantizers(converted)
-    assert "before `convert`" in str(caught.value.next_step)
+    assert "before `convert`" in str(error.value.next_step)
     theirs = type(
         "FakeQuantizedLinear", (torch.nn.Linear,), {"__module__": "torchao.quantization.qat.linear"}
     )

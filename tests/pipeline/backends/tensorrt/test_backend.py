@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
@@ -41,7 +40,7 @@ from pipeline.core import (
 from pipeline.errors import BackendUnavailable, ModelError, PlanError, UnsupportedError
 from pipeline.execution.child_process import call_in_child
 from pipeline.host.gpu import find_gpus
-from pipeline.onnx_graph.files import onnx_model
+from tests.pipeline.backends.tensorrt.builders import Value, save, save_product
 
 FLOAT, INT32, INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 TYPES = {
@@ -59,27 +58,6 @@ HOST = Target(
     compute_capability="9.0",
     driver="580.95.05",
 )
-Value = tuple[str, int, Sequence[int | str]]
-
-
-def save(
-    folder: Path,
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Sequence[Value],
-    outputs: Sequence[Value],
-    weights: Sequence[onnx.TensorProto] = (),
-    precision: Precision = Precision.FP32,
-) -> OnnxModel:
-    folder.mkdir(exist_ok=True)
-    values = [
-        [helper.make_tensor_value_info(*value) for value in side] for side in (inputs, outputs)
-    ]
-    graph = helper.make_graph(list(nodes), "test", *values, list(weights))
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.acme", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "model.onnx")
-    return onnx_model(folder, "model.onnx", precision)
-
-
 WEIGHT = np.linspace(-1, 1, 64 * 32, dtype=np.float32).reshape(64, 32)
 
 
@@ -87,21 +65,7 @@ def linear(
     folder: Path, precision: Precision = Precision.FP32, label: Precision | None = None
 ) -> OnnxModel:
     """x float32 [n, 64] -> y float32 [n, 32], multiplied in `precision`."""
-    dtype = TYPES[precision]
-    weight = helper.make_tensor("w", dtype, WEIGHT.shape, WEIGHT.ravel().tolist())
-    nodes = [
-        helper.make_node("Cast", ["x"], ["x_low"], name="down", to=dtype),
-        helper.make_node("MatMul", ["x_low", "w"], ["y_low"], name="matmul"),
-        helper.make_node("Cast", ["y_low"], ["y"], name="up", to=FLOAT),
-    ]
-    return save(
-        folder,
-        nodes,
-        [("x", FLOAT, ["n", 64])],
-        [("y", FLOAT, ["n", 32])],
-        [weight],
-        label or precision,
-    )
+    return save_product(folder, WEIGHT, TYPES[precision], label or precision)
 
 
 def feeds(rows: int) -> dict[str, NDArray[np.float32]]:
@@ -115,18 +79,18 @@ def recipe(precision: Precision = Precision.FP32, **more: object) -> Recipe:
 
 def build(
     model: OnnxModel,
-    asked: Recipe,
+    recipe: Recipe,
     out: Path,
     options: BuildOptions = OPTIONS,
     progress: Progress = silent,
 ) -> Engine:
     out.mkdir(exist_ok=True)
-    return tensorrt_.build(model, asked, options, out, progress)
+    return tensorrt_.build(model, recipe, options, out, progress)
 
 
-def run(engine: Engine, given: Tensors) -> Mapping[str, NDArray[Any]]:
+def run(engine: Engine, inputs: Tensors) -> Mapping[str, NDArray[Any]]:
     with closing(tensorrt_.load(engine)) as loaded, closing(loaded.session()) as session:
-        return dict(run_session(session, given))
+        return dict(run_session(session, inputs))
 
 
 # -- without a GPU -----------------------------------------------------------
@@ -138,9 +102,9 @@ def test_probing_a_host_without_a_gpu_says_what_is_missing() -> None:
     for call in (tensorrt_.probe, trt_library.library):
         with pytest.raises(
             BackendUnavailable, match="TensorRT cannot be used on this host: "
-        ) as caught:
+        ) as error:
             call()
-        assert "on a host with an NVIDIA GPU" in caught.value.next_step
+        assert "on a host with an NVIDIA GPU" in error.value.next_step
 
 
 def test_a_recipe_is_checked_without_the_library() -> None:
@@ -182,7 +146,7 @@ def test_an_engine_is_for_the_hosts_that_its_recipe_asks_for(
 
 
 @pytest.mark.parametrize(
-    ("asked", "graph"),
+    ("recipe", "graph"),
     [
         (recipe(Precision.FP16), Precision.FP16),
         (recipe(Precision.TF32), Precision.FP32),
@@ -192,16 +156,16 @@ def test_an_engine_is_for_the_hosts_that_its_recipe_asks_for(
         (recipe(Precision.FP8, quantizer="modelopt"), Precision.FP8),
     ],
 )
-def test_a_recipe_takes_one_kind_of_graph(tmp_path: Path, asked: Recipe, graph: Precision) -> None:
+def test_a_recipe_takes_one_kind_of_graph(tmp_path: Path, recipe: Recipe, graph: Precision) -> None:
     for precision in Precision:
         model = linear(tmp_path, label=precision)
         if precision is graph:
-            tensorrt_._check_graph(model, asked)
+            tensorrt_._check_graph(model, recipe)
         else:
             with pytest.raises(
                 UnsupportedError, match=f"takes a graph in {graph}, this one is {precision}"
             ):
-                tensorrt_._check_graph(model, asked)
+                tensorrt_._check_graph(model, recipe)
 
 
 def test_plugin_libraries_go_with_the_engine_in_order(tmp_path: Path) -> None:
@@ -224,12 +188,12 @@ def test_builds_and_runs_what_the_graph_says(tmp_path: Path, precision: Precisio
     model = linear(
         tmp_path / "model", precision, Precision.FP32 if precision is Precision.TF32 else None
     )
-    told: list[tuple[float | None, str]] = []
+    events: list[tuple[float | None, str]] = []
     engine = build(
         model,
         recipe(precision),
         tmp_path / "out",
-        progress=lambda fraction, text: told.append((fraction, text)),
+        progress=lambda fraction, text: events.append((fraction, text)),
     )
     assert engine.target == tensorrt_.probe()
     assert engine.digest == hashlib.sha256(engine.path.read_bytes()).hexdigest()
@@ -239,16 +203,16 @@ def test_builds_and_runs_what_the_graph_says(tmp_path: Path, precision: Precisio
         model.outputs,
         (PROFILE,),
     )
-    assert (None, "timing kernels") in told
-    given = feeds(5)
+    assert (None, "timing kernels") in events
+    feed = feeds(5)
     dtype = {Precision.FP16: np.float16, Precision.BF16: ml_dtypes.bfloat16}.get(
         precision, np.float32
     )
-    expected = given["x"].astype(dtype).astype(np.float64) @ WEIGHT.astype(dtype).astype(np.float64)
+    expected = feed["x"].astype(dtype).astype(np.float64) @ WEIGHT.astype(dtype).astype(np.float64)
     coarseness = {Precision.FP32: 1e-5, Precision.BF16: 2e-2}.get(
         precision, 3e-3
     )  # of the result's own scale
-    assert np.abs(run(engine, given)["y"] - expected).max() < coarseness * np.abs(expected).max()
+    assert np.abs(run(engine, feed)["y"] - expected).max() < coarseness * np.abs(expected).max()
 
 
 @pytest.mark.gpu
@@ -273,23 +237,23 @@ def test_int8_by_q_dq_builds_and_runs(tmp_path: Path) -> None:
         Precision.INT8,
     )
     engine = build(model, recipe(Precision.INT8), tmp_path / "out")
-    given = {"x": np.full((4, 64), 0.25, np.float32)}
+    feed = {"x": np.full((4, 64), 0.25, np.float32)}
     np.testing.assert_allclose(
-        run(engine, given)["y"], given["x"] @ (quantized * np.float32(0.01)), rtol=1e-2, atol=1e-2
+        run(engine, feed)["y"], feed["x"] @ (quantized * np.float32(0.01)), rtol=1e-2, atol=1e-2
     )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", [Precision.FP16, Precision.BF16])
 def test_builder_flags_leave_the_choice_to_tensorrt(tmp_path: Path, precision: Precision) -> None:
-    asked = recipe(precision, realised_in="flags")
+    request = recipe(precision, realised_in="flags")
     if trt_library.numbers(tensorrt_.probe().version) >= (11,):
         with pytest.raises(UnsupportedError, match="ended with TensorRT 11"):
-            build(linear(tmp_path / "model"), asked, tmp_path / "out")
+            build(linear(tmp_path / "model"), request, tmp_path / "out")
         return
-    engine = build(linear(tmp_path / "model"), asked, tmp_path / "out")
-    given = feeds(3)
-    np.testing.assert_allclose(run(engine, given)["y"], given["x"] @ WEIGHT, rtol=5e-2, atol=5e-2)
+    engine = build(linear(tmp_path / "model"), request, tmp_path / "out")
+    feed = feeds(3)
+    np.testing.assert_allclose(run(engine, feed)["y"], feed["x"] @ WEIGHT, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.gpu
@@ -314,9 +278,9 @@ def test_two_profiles_each_run_their_shapes(tmp_path: Path) -> None:
     engine = build(linear(tmp_path / "model"), recipe(), tmp_path / "out", options)
     with closing(tensorrt_.load(engine)) as loaded, closing(loaded.session()) as session:
         for rows in (1, 128, 8, 100):
-            given = feeds(rows)
+            feed = feeds(rows)
             np.testing.assert_allclose(
-                run_session(session, given)["y"], given["x"] @ WEIGHT, rtol=1e-4, atol=1e-4
+                run_session(session, feed)["y"], feed["x"] @ WEIGHT, rtol=1e-4, atol=1e-4
             )
 
 
@@ -397,22 +361,22 @@ def test_a_hardware_compatible_engine_says_so_and_runs(tmp_path: Path) -> None:
         engine.target.accepts(tensorrt_.probe().model_copy(update={"compute_capability": "8.6"}))
         == ()
     )
-    given = feeds(2)
-    np.testing.assert_allclose(run(engine, given)["y"], given["x"] @ WEIGHT, rtol=2e-2, atol=2e-2)
+    feed = feeds(2)
+    np.testing.assert_allclose(run(engine, feed)["y"], feed["x"] @ WEIGHT, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu
 def test_a_version_compatible_engine_needs_the_lean_runtime(tmp_path: Path) -> None:
     major = trt_library.numbers(tensorrt_.probe().version)[0]
-    model, asked = linear(tmp_path / "model"), recipe(version_compatible=True)
+    model, request = linear(tmp_path / "model"), recipe(version_compatible=True)
     if not trt_library.missing_lean(major):
-        assert build(model, asked, tmp_path / "out").target.version.endswith("+")
+        assert build(model, request, tmp_path / "out").target.version.endswith("+")
         return
     with pytest.raises(
         UnsupportedError,
         match=rf"version compatibility needs the lean runtime libnvinfer_lean\.so\.{major}",
     ):
-        build(model, asked, tmp_path / "out")
+        build(model, request, tmp_path / "out")
 
 
 @pytest.mark.gpu
@@ -430,13 +394,13 @@ def test_unsupported_nodes_are_all_named(tmp_path: Path) -> None:
         [("f", FLOAT, ["n"]), ("y", FLOAT, ["n", 3, 5])],
         [weight],
     )
-    found = tensorrt_.unsupported(model, tensorrt_.probe())
-    assert [(refusal.node, refusal.operator) for refusal in found] == [
+    refusals = tensorrt_.unsupported(model, tensorrt_.probe())
+    assert [(refusal.node, refusal.operator) for refusal in refusals] == [
         ("determinant", "Det"),
         ("fancy", "com.acme::Fancy"),
         ("misfit", "MatMul"),
     ]
-    assert "tensorrt.plugins" in found[1].remedy
+    assert "tensorrt.plugins" in refusals[1].remedy
 
 
 @pytest.mark.gpu
@@ -490,7 +454,7 @@ def test_a_build_without_memory_says_so_and_the_next_one_works(tmp_path: Path) -
     """In a child, as every build: what a failure leaves in the library stays there."""
     model = convolution(tmp_path / "model")
     options = BuildOptions(profiles=(Profile(dims={"n": DimRange(min=64, opt=256, max=512)}),))
-    with pytest.raises(OutOfDeviceMemory, match="the GPU's memory") as caught:
+    with pytest.raises(OutOfDeviceMemory, match="the GPU's memory") as error:
         call_in_child(
             build_in_a_full_gpu,
             model,
@@ -500,7 +464,7 @@ def test_a_build_without_memory_says_so_and_the_next_one_works(tmp_path: Path) -
             name="full",
             log=tmp_path / "log",
         )
-    assert "tensorrt.workspace_mib" in caught.value.next_step
+    assert "tensorrt.workspace_mib" in error.value.next_step
     small = BuildOptions(profiles=(PROFILE,))
     assert (
         call_in_child(
@@ -530,20 +494,20 @@ def convolution(folder: Path) -> OnnxModel:
 
 
 def build_and_go(
-    model: OnnxModel, asked: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+    model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
-    return build(model, asked, out, options, progress)
+    return build(model, recipe, out, options, progress)
 
 
 def build_in_a_full_gpu(
-    model: OnnxModel, asked: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
+    model: OnnxModel, recipe: Recipe, options: BuildOptions, out: Path, progress: Progress = silent
 ) -> Engine:
     """Take all of the GPU's memory but 400 MB, then build."""
     rt = cuda.runtime()
     cuda.check(rt, rt.cudaFree(0))  # makes the context
     free, _ = cuda.check(rt, rt.cudaMemGetInfo())
     cuda.check(rt, rt.cudaMalloc(free - 400 * 2**20))
-    return build(model, asked, out, options, progress)
+    return build(model, recipe, out, options, progress)
 
 
 @pytest.mark.gpu

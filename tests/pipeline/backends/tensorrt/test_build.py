@@ -4,12 +4,10 @@ TensorRT-RTX, which needs no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -42,7 +40,7 @@ from pipeline.core import (
     ValueRange,
 )
 from pipeline.errors import BackendUnavailable, CrucibleError, PlanError, UnsupportedError
-from pipeline.onnx_graph.files import onnx_model
+from tests.pipeline.backends.tensorrt.builders import save
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 SMALL = Profile(dims={"n": DimRange(min=1, opt=4, max=8)})
@@ -53,24 +51,6 @@ VALUES = ValueRange(min=(1, 3), opt=(4, 3), max=(8, 3))
 @pytest.fixture(scope="module")
 def trt() -> Any:
     return pytest.importorskip("tensorrt_rtx")
-
-
-def save(
-    folder: Path,
-    nodes: list[onnx.NodeProto],
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
-    weights: Sequence[Any] = (),
-) -> OnnxModel:
-    values = [
-        [helper.make_tensor_value_info(*value) for value in side] for side in (inputs, outputs)
-    ]
-    graph = helper.make_graph(nodes, "test", *values, list(weights))
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
-        folder / "model.onnx",
-    )
-    return onnx_model(folder, "model.onnx")
 
 
 def convolution(folder: Path) -> OnnxModel:
@@ -142,10 +122,10 @@ def test_values_that_are_missing_are_asked_for(
     shape: tuple[int, ...], values: dict[str, ValueRange], message: str
 ) -> None:
     spec = TensorSpec(name="k", dtype="int64", shape=shape)
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError) as error:
         values_of((spec,), ("k",), Profile(values=values))
-    assert caught.value.message.startswith(message)
-    assert caught.value.next_step == "give `values: {k: [[min], [opt], [max]]}` in the profile"
+    assert error.value.message.startswith(message)
+    assert error.value.next_step == "give `values: {k: [[min], [opt], [max]]}` in the profile"
 
 
 def test_profiles_reach_the_library(tmp_path: Path, trt: Any) -> None:
@@ -186,7 +166,7 @@ def test_a_shape_tensor_without_values_is_an_error_of_the_plan(
 
 
 @pytest.mark.parametrize(
-    ("asked", "flags"),
+    ("recipe", "flags"),
     [
         (recipe(Precision.FP16), ()),
         (recipe(Precision.INT8), ()),
@@ -195,8 +175,8 @@ def test_a_shape_tensor_without_values_is_an_error_of_the_plan(
         (recipe(Precision.INT8, realised_in="flags"), ("INT8", "FP16")),
     ],
 )
-def test_flags_only_where_tensorrt_may_choose(asked: Recipe, flags: tuple[str, ...]) -> None:
-    assert flags_of(asked) == flags
+def test_flags_only_where_tensorrt_may_choose(recipe: Recipe, flags: tuple[str, ...]) -> None:
+    assert flags_of(recipe) == flags
 
 
 @pytest.mark.parametrize(("precision", "tf32"), [("fp32", False), ("fp16", False), ("tf32", True)])
@@ -215,11 +195,11 @@ def test_tf32_is_on_for_tf32_only(tmp_path: Path, trt: Any, precision: str, tf32
 def test_what_the_plan_allows_reaches_the_library(tmp_path: Path, trt: Any) -> None:
     model = convolution(tmp_path)
     allowed = TensorRTOptions(workspace_bytes=2**26, optimization_level=1, timing_iterations=3)
-    asked = recipe(version_compatible=True)
+    request = recipe(version_compatible=True)
     config = configure(
         trt,
         parsed_model(trt, model),
-        asked,
+        request,
         BuildOptions(profiles=(SMALL, LARGE), tensorrt=allowed),
         model.inputs,
     )
@@ -245,10 +225,10 @@ def test_a_build_says_what_it_does_and_no_fraction(tmp_path: Path, trt: Any) -> 
     model = convolution(tmp_path)
     parsed = parsed_model(trt, model)
     config = for_ada(trt, parsed, model, (SMALL,))
-    told: list[tuple[float | None, str]] = []
-    plan = serialize(trt, parsed, config, lambda fraction, text: told.append((fraction, text)))
+    events: list[tuple[float | None, str]] = []
+    plan = serialize(trt, parsed, config, lambda fraction, text: events.append((fraction, text)))
     assert len(plan) > 1000
-    assert told == [(None, "timing kernels")]
+    assert events == [(None, "timing kernels")]
     assert (
         config.progress_monitor is None
     )  # it would be Python between the runs of a kernel that is timed
@@ -363,7 +343,7 @@ def test_why_there_is_no_engine(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (NO_KERNEL[1], "Could not find any implementation for node {conv}"),
         (
@@ -388,9 +368,9 @@ def test_why_there_is_no_engine(
     ],
 )
 def test_a_sentence_of_the_library_is_told_without_what_c_plus_plus_puts_around_it(
-    text: str, told: str
+    text: str, message: str
 ) -> None:
-    assert sentence(text) == told
+    assert sentence(text) == message
 
 
 def test_warnings_become_notes_but_not_without_end(tmp_path: Path, trt: Any) -> None:

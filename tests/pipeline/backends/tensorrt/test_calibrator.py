@@ -88,7 +88,7 @@ def test_the_calibration_profile_is_the_batch(tmp_path: Path) -> None:
     assert profiles_of(fixed, chosen.shapes) == ()
 
 
-def test_the_note_names_the_profile_and_warns_where_half_of_the_samples_are_of_no_use(
+def test_the_note_names_the_profile_and_warns_if_half_of_the_samples_are_unused(
     tmp_path: Path,
 ) -> None:
     samples = texts(tmp_path, _16=160, _32=120, _48=100)
@@ -100,9 +100,10 @@ def test_the_note_names_the_profile_and_warns_where_half_of_the_samples_are_of_n
         "minmax calibrator took 160 of 380 samples, 20 batches of the calibration profile x [8,"
         " 16], mask [8, 16]; " in note.text
     )
-    whole = texts(tmp_path, _16=160)
+    uniform = texts(tmp_path, _16=160)
     assert (
-        note_on(choose(whole, CalibrationConfig()), 160, CalibrationMethod.ENTROPY).level == "info"
+        note_on(choose(uniform, CalibrationConfig()), 160, CalibrationMethod.ENTROPY).level
+        == "info"
     )
     assert "pad all samples" in note.text
 
@@ -128,11 +129,11 @@ def test_every_batch_lies_at_the_addresses_that_are_given_and_memory_comes_back(
 ) -> None:
     samples, rt = texts(tmp_path, _16=9, _32=6), CudaDouble()
     chosen = choose(samples, CalibrationConfig(batch=4))
-    said: list[float | None] = []
+    fractions: list[float | None] = []
     with closing(
-        Feeder(rt, samples, chosen, lambda fraction, text: said.append(fraction))
+        Feeder(rt, samples, chosen, lambda fraction, text: fractions.append(fraction))
     ) as feeder:
-        seen = [
+        batches = [
             (
                 feeds["x"],
                 at(feeds["x"], np.empty((4, 16), np.float32)),
@@ -140,12 +141,12 @@ def test_every_batch_lies_at_the_addresses_that_are_given_and_memory_comes_back(
             )
             for feeds in feeder
         ]
-    assert len({address for address, _, _ in seen}) == 1  # one buffer, filled again
+    assert len({address for address, _, _ in batches}) == 1  # one buffer, filled again
     np.testing.assert_array_equal(
-        np.concatenate([x for _, x, _ in seen]).reshape(-1), np.arange(8 * 16) + 16
+        np.concatenate([x for _, x, _ in batches]).reshape(-1), np.arange(8 * 16) + 16
     )
-    assert all((mask == 1).all() for _, _, mask in seen)
-    assert said == [0.0, 0.45]
+    assert all((mask == 1).all() for _, _, mask in batches)
+    assert fractions == [0.0, 0.45]
     assert not rt.device
     assert not rt.pinned
 
@@ -273,18 +274,18 @@ def calibrated(tmp_path: Path) -> Calibrated:
 def test_the_cache_holds_a_scale_per_tensor_and_the_digest_tells_algorithms_apart(
     tmp_path: Path, calibrated: Calibrated
 ) -> None:
-    made = {
+    models = {
         method: calibrated(method)
         for method in (CalibrationMethod.ENTROPY, CalibrationMethod.MINMAX)
     }
-    heads = [(model.root / CACHE).read_text().splitlines()[0] for model in made.values()]
+    heads = [(model.root / CACHE).read_text().splitlines()[0] for model in models.values()]
     assert ["Entropy" in heads[0], "MinMax" in heads[1]] == [True, True]
-    for model in made.values():
+    for model in models.values():
         tensors = {line.split(":")[0] for line in (model.root / CACHE).read_text().splitlines()[1:]}
         assert {"x", "r1", "c2", "r2"} <= tensors
         assert model.precision is Precision.INT8
         assert "16 of 18 samples" in model.notes[0].text
-    digests = {model.digest for model in made.values()} | {
+    digests = {model.digest for model in models.values()} | {
         model_from_text(tmp_path / "again", RESIDUAL).digest
     }
     assert len(digests) == 3

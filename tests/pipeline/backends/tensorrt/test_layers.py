@@ -409,15 +409,15 @@ def test_an_fp32_graph_called_fp16_is_named_with_what_it_runs(
     out.mkdir()
     recipe = Recipe(backend="tensorrt", precision=Precision.FP16)
     engine = backends.backend("tensorrt").build(
-        model, recipe, BuildOptions(profiles=(profile,)), out, lambda fraction, said: None
+        model, recipe, BuildOptions(profiles=(profile,)), out, lambda fraction, message: None
     )
     table = prove(engine, draw_feeds(engine.inputs, profile.sizes("opt"), seed=0), model).table
     assert table is not None
     assert table.sizes == profile.sizes("opt")
     assert all(layer.seconds for layer in table.layers if layer.heavy)
-    said = mislabelled(Precision.FP16, table)
-    assert said.startswith("called fp16, but its heavy layers run 0 % fp16")
-    assert "slowest: " in said
+    message = mislabelled(Precision.FP16, table)
+    assert message.startswith("called fp16, but its heavy layers run 0 % fp16")
+    assert "slowest: " in message
     assert mislabelled(Precision.FP32, table) == ""
     assert {operator for layer in table.layers for operator in layer.operators} & {"Conv", "MatMul"}
     assert fusions(table)

@@ -92,9 +92,9 @@ def test_two_packages_of_one_module_are_named(
     with pytest.raises(
         BackendUnavailable,
         match=r"found tensorrt-cu12-bindings 10.6.0 and tensorrt-cu13-bindings 10.6.0",
-    ) as caught:
+    ) as error:
         trt_library.version()
-    assert caught.value.next_step.startswith(
+    assert error.value.next_step.startswith(
         "pip uninstall tensorrt-cu12-bindings tensorrt-cu13-bindings"
     )
 
@@ -161,7 +161,7 @@ def broken_library(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         (
             'import ctypes\nctypes.CDLL("libnvinfer_plugin.so.98")',
@@ -172,15 +172,15 @@ def broken_library(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -
     ],
 )
 def test_a_library_that_cannot_be_loaded_is_known_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
     broken_library(tmp_path, monkeypatch, source)
-    with pytest.raises(BackendUnavailable, match=said):
+    with pytest.raises(BackendUnavailable, match=message):
         tensorrt_.probe()
     assert "tensorrt" not in sys.modules
     check = check_backend("tensorrt", Gpus(devices=(H200,)))
     assert not check.builds
-    assert re.search(said, check.reason)
+    assert re.search(message, check.reason)
 
 
 def test_a_library_that_loads_is_imported_once_and_not_here(
@@ -263,14 +263,14 @@ def test_bindings_and_library_of_two_versions_are_both_named() -> None:
 def test_what_keeps_a_version_from_a_host(
     gpu: dict[str, str], version: str, cuda: int, expected: str
 ) -> None:
-    found = tuple(faults(Gpus(devices=(H200.model_copy(update=gpu),)), version, cuda))
-    assert len(found) == bool(expected)
-    assert all(expected in fault and advice for fault, advice in found)
+    problems = tuple(faults(Gpus(devices=(H200.model_copy(update=gpu),)), version, cuda))
+    assert len(problems) == bool(expected)
+    assert all(expected in fault and advice for fault, advice in problems)
 
 
 def test_a_host_without_gpu_and_library_is_told_of_both_in_order() -> None:
-    found = [fault for fault, _ in faults(Gpus(reason="no NVIDIA driver"), "", 12)]
-    assert found == ["no NVIDIA driver", "the library `tensorrt` is not installed"]
+    problems = [fault for fault, _ in faults(Gpus(reason="no NVIDIA driver"), "", 12)]
+    assert problems == ["no NVIDIA driver", "the library `tensorrt` is not installed"]
 
 
 # -- what a version and a generation lack ------------------------------------
@@ -293,14 +293,14 @@ def test_a_host_without_gpu_and_library_is_told_of_both_in_order() -> None:
     ],
 )
 def test_the_table_of_features(version: str, capability: str, lean: str, missing: set[str]) -> None:
-    found = features(version, capability, lean)
-    assert {feature.name for feature in found} == set(trt_library.REQUIREMENTS)
-    assert {feature.name for feature in found if not feature.available} == missing
-    assert all(bool(feature.why_not) != feature.available for feature in found)
+    table = features(version, capability, lean)
+    assert {feature.name for feature in table} == set(trt_library.REQUIREMENTS)
+    assert {feature.name for feature in table if not feature.available} == missing
+    assert all(bool(feature.why_not) != feature.available for feature in table)
 
 
 @pytest.mark.parametrize(
-    ("version", "capability", "asked", "reason"),
+    ("version", "capability", "recipe", "reason"),
     [
         (
             "10.6.0",
@@ -398,12 +398,12 @@ def test_the_table_of_features(version: str, capability: str, lean: str, missing
     ],
 )
 def test_what_a_recipe_asks_for_in_vain_is_named(
-    version: str, capability: str, asked: Recipe, reason: str
+    version: str, capability: str, recipe: Recipe, reason: str
 ) -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        check_recipe(version, capability, asked, NO_LEAN)
-    assert reason in caught.value.message
-    assert not caught.value.next_step.startswith(";")
+    with pytest.raises(UnsupportedError) as error:
+        check_recipe(version, capability, recipe, NO_LEAN)
+    assert reason in error.value.message
+    assert not error.value.next_step.startswith(";")
 
 
 @pytest.mark.parametrize("precision", sorted(tensorrt_.PRECISIONS))

@@ -42,7 +42,7 @@ def test_a_damaged_file_that_tensorrt_reads_all_the_same(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "said"),
+    ("inputs", "outputs", "message"),
     [
         ((X,), (Y,), "expected inputs and outputs x, y, found x, flag, y"),
         (
@@ -58,9 +58,9 @@ def test_a_damaged_file_that_tensorrt_reads_all_the_same(bench: Bench) -> None:
     ],
 )
 def test_the_engine_of_another_model(
-    bench: Bench, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], said: str
+    bench: Bench, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], message: str
 ) -> None:
-    with pytest.raises(StoreError, match=said):
+    with pytest.raises(StoreError, match=message):
         bench.load(bench.engine(DOUBLE, inputs, outputs))
     gc.collect()
     assert bench.cuda.used == 0
@@ -82,9 +82,9 @@ def test_code_in_a_version_compatible_engine_runs_only_if_allowed(
 ) -> None:
     recipe = Recipe(backend="tensorrt", precision=Precision.FP32, version_compatible=True)
     engine = bench.engine(recipe=recipe)
-    with pytest.raises(BackendUnavailable, match=r"engine\.plan.*runs code of that file") as caught:
+    with pytest.raises(BackendUnavailable, match=r"engine\.plan.*runs code of that file") as error:
         bench.load(engine)
-    assert "CRUCIBLE_ALLOW_HOST_CODE=1" in caught.value.next_step
+    assert "CRUCIBLE_ALLOW_HOST_CODE=1" in error.value.next_step
     monkeypatch.setenv("CRUCIBLE_ALLOW_HOST_CODE", "1")
     with closing(bench.load(engine)) as loaded:
         assert loaded.cuda_engine.runtime.engine_host_code_allowed

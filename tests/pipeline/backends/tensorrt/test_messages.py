@@ -61,11 +61,11 @@ def test_what_is_printed_to_a_pipe_is_heard_and_arrives_there(trt: Any) -> None:
         " TensorRT\\n')\nsay(trt); assert [text for _, text in messages_of(trt)] == ['a first"
         " word', TWO_LINES, 'a last word\\nnot TensorRT'], messages_of(trt)\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
     assert lines[0] == "before"
     assert [line for line in lines if "TensorRT" in line] == ["not TensorRT"]
     assert sum("a first word" in line for line in lines) == 2
@@ -92,7 +92,7 @@ assert heard == [f"error {number}" for number in range(500)], heard[:5]
 def test_what_others_print_to_the_same_log_hides_nothing(trt: Any, tmp_path: Path) -> None:
     with (tmp_path / "log").open("ab") as log:
         environ = os.environ | {"PYTHONUNBUFFERED": "1"}  # as below the service
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", BESIDE],
             cwd=ROOT,
             env=environ,
@@ -100,7 +100,7 @@ def test_what_others_print_to_the_same_log_hides_nothing(trt: Any, tmp_path: Pat
             stderr=log,
             check=False,
         )
-    assert done.returncode == 0, (tmp_path / "log").read_text()[-300:]
+    assert result.returncode == 0, (tmp_path / "log").read_text()[-300:]
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_a_stdout_that_takes_nothing_is_no_reason_to_fail(
         " import *\n"
     )
     code += f"{before}\nwith listening(trt):\n  say(trt)\n  {after}\n"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", f"{code}os._exit(7)"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (7, "")
+    assert (result.returncode, result.stderr) == (7, "")
 
 
 def test_an_error_does_not_silence_what_was_said(trt: Any) -> None:

@@ -85,8 +85,8 @@ def photos(folder: Path, model: OnnxModel, count: int = 24) -> CalibrationSet:
 
 def test_the_reader_gives_every_batch_once_and_again_after_a_rewind(tmp_path: Path) -> None:
     samples = photos(tmp_path, model_from_text(tmp_path, RESIDUAL), 10)
-    said: list[float | None] = []
-    reader = Reader(samples, 4, 6, lambda fraction, text: said.append(fraction))
+    fractions: list[float | None] = []
+    reader = Reader(samples, 4, 6, lambda fraction, text: fractions.append(fraction))
     first = reader.get_first()["x"]
     batches = [reader.get_next(), reader.get_next(), reader.get_next()]
     np.testing.assert_array_equal(batches[0]["x"], first)  # type: ignore[index]
@@ -97,7 +97,7 @@ def test_the_reader_gives_every_batch_once_and_again_after_a_rewind(tmp_path: Pa
     ]  # six samples, in whole batches
     reader.rewind()
     assert reader.get_next() is not None
-    assert (reader.most, max(fraction or 0 for fraction in said)) == (8, 0.8)
+    assert (reader.most, max(fraction or 0 for fraction in fractions)) == (8, 0.8)
 
 
 def test_methods_have_other_names_and_fp8_only_one() -> None:
@@ -112,11 +112,11 @@ def test_methods_have_other_names_and_fp8_only_one() -> None:
 def test_what_reads_a_mask_is_named() -> None:
     """0 and -inf have no scale; ModelOpt would give one of inf."""
     graph = proto_from_text(ATTENTION).graph
-    seen = dict.fromkeys(("x", "q", "a", "m"), Bounds(-5.0, 5.0, 10, 0))
-    assert masked(graph, seen) == frozenset()
-    assert masked(graph, seen | {"mask": Bounds(0.0, 0.0, 10, 3)}) == {"masked"}
+    bounds = dict.fromkeys(("x", "q", "a", "m"), Bounds(-5.0, 5.0, 10, 0))
+    assert masked(graph, bounds) == frozenset()
+    assert masked(graph, bounds | {"mask": Bounds(0.0, 0.0, 10, 3)}) == {"masked"}
     assert masked(
-        graph, seen | {"mask": Bounds(-3e38, 0.0, 10, 0), "m": Bounds(-3e38, 5.0, 10, 0)}
+        graph, bounds | {"mask": Bounds(-3e38, 0.0, 10, 0), "m": Bounds(-3e38, 5.0, 10, 0)}
     ) == {"masked", "softmax"}
 
 
@@ -137,11 +137,11 @@ def test_a_scale_that_is_no_number_is_refused_by_name(scale: float) -> None:
 @pytest.mark.skipif(HERE, reason="nvidia-modelopt is installed")
 def test_without_modelopt_the_extra_is_named(tmp_path: Path) -> None:
     model = model_from_text(tmp_path / "source", RESIDUAL)
-    with pytest.raises(BackendUnavailable, match="nvidia-modelopt") as caught:
+    with pytest.raises(BackendUnavailable, match="nvidia-modelopt") as error:
         quantize_with_modelopt(
             model, photos(tmp_path, model), INT8, CalibrationConfig(), ALLOWED, tmp_path
         )
-    assert "[modelopt]" in caught.value.next_step
+    assert "[modelopt]" in error.value.next_step
 
 
 # --- what comes of it ---
@@ -164,9 +164,9 @@ def quantised(
         silent,
     )
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        made = pool.submit(quantize_with_modelopt, *arguments).result()
+        result = pool.submit(quantize_with_modelopt, *arguments).result()
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
-    return model, made, onnx.load(str(made.path)).graph
+    return model, result, onnx.load(str(result.path)).graph
 
 
 def makers(graph: onnx.GraphProto, name: str) -> list[str]:
@@ -183,13 +183,13 @@ def makers(graph: onnx.GraphProto, name: str) -> list[str]:
     ids=["entropy", "minmax", "fp8"],
 )
 def test_the_graph_keeps_its_interface_and_stays_close(tmp_path: Path, recipe: Recipe) -> None:
-    model, made, graph = quantised(tmp_path, WIDE, recipe)
-    assert (made.inputs, made.outputs, made.precision) == (
+    model, result, graph = quantised(tmp_path, WIDE, recipe)
+    assert (result.inputs, result.outputs, result.precision) == (
         model.inputs,
         model.outputs,
         recipe.precision,
     )
-    assert "24 of 24 calibration samples" in made.notes[0].text
+    assert "24 of 24 calibration samples" in result.notes[0].text
     assert makers(graph, "conv2")[:2] == ["DequantizeLinear"] * 2
     assert makers(graph, "add") == [
         "Conv",
@@ -197,15 +197,15 @@ def test_the_graph_keeps_its_interface_and_stays_close(tmp_path: Path, recipe: R
     ]  # its rule for residuals is ours too
     zeros = Counter(tensor.data_type for tensor in graph.initializer if "zero_point" in tensor.name)
     assert set(zeros) == {TensorProto.FLOAT8E4M3FN if recipe is FP8 else TensorProto.INT8}
-    expected, got = (open_reference(each.path)(images(8, seed=3))["y"] for each in (model, made))
+    expected, got = (open_reference(each.path)(images(8, seed=3))["y"] for each in (model, result))
     assert np.abs(np.subtract(got, expected)).max() < 0.15 * np.abs(expected).max()
 
 
 @installed
 def test_what_fp16_cannot_hold_and_what_the_recipe_keeps_stay_in_fp32(tmp_path: Path) -> None:
-    _, made, graph = quantised(tmp_path, WIDE, INT8.model_copy(update={"keep_fp32": ("conv2",)}))
+    _, result, graph = quantised(tmp_path, WIDE, INT8.model_copy(update={"keep_fp32": ("conv2",)}))
     by_name = {node.name: node for node in graph.node}
-    assert "'square'" in made.notes[1].text
+    assert "'square'" in result.notes[1].text
     assert by_name["square"].output[0] == by_name["down"].input[0] == "q"
     assert "DequantizeLinear" not in makers(graph, "conv2")
     weights = {tensor.name: tensor.data_type for tensor in graph.initializer}

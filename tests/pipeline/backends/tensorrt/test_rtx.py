@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +24,9 @@ from pipeline.core import (
 from pipeline.errors import BackendUnavailable, PlanError, UnsupportedError
 from pipeline.host.gpu import Gpu, Gpus
 from pipeline.onnx_graph.files import onnx_model
+from tests.pipeline.backends.tensorrt.builders import Value, save, save_product
 
 FLOAT, INT64, UINT8 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8
-Value = tuple[str, int, Sequence[int | str]]
 PROFILE = Profile(dims={"n": DimRange(min=1, opt=4, max=9)})
 OPTIONS = BuildOptions(profiles=(PROFILE,))
 RTX_4090 = Gpu(
@@ -39,37 +38,10 @@ def constant(name: str, array: object) -> onnx.TensorProto:
     return numpy_helper.from_array(np.asarray(array), name)
 
 
-def save(
-    folder: Path,
-    nodes: list[onnx.NodeProto],
-    inputs: list[Value],
-    outputs: list[Value],
-    constants: Sequence[onnx.TensorProto] = (),
-    precision: Precision = Precision.FP32,
-) -> OnnxModel:
-    graph = helper.make_graph(
-        nodes,
-        "test",
-        [helper.make_tensor_value_info(*value) for value in inputs],
-        [helper.make_tensor_value_info(*value) for value in outputs],
-        list(constants),
-    )
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.acme", 3)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "model.onnx")
-    return onnx_model(folder, "model.onnx", precision)
-
-
 def linear(folder: Path, dtype: int = FLOAT, precision: Precision = Precision.FP32) -> OnnxModel:
     """x float32 [n, 3] -> y float32 [n, 5], multiplied in `dtype`."""
-    weight = helper.make_tensor("w", dtype, [3, 5], np.linspace(-1, 1, 15).tolist())
-    nodes = [
-        helper.make_node("Cast", ["x"], ["x_low"], name="down", to=dtype),
-        helper.make_node("MatMul", ["x_low", "w"], ["y_low"], name="matmul"),
-        helper.make_node("Cast", ["y_low"], ["y"], name="up", to=FLOAT),
-    ]
-    return save(
-        folder, nodes, [("x", FLOAT, ["n", 3])], [("y", FLOAT, ["n", 5])], [weight], precision
-    )
+    weight = np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5)
+    return save_product(folder, weight, dtype, precision)
 
 
 def recipe(precision: Precision = Precision.FP32, compute_capability: str | None = "8.9") -> Recipe:
@@ -91,7 +63,7 @@ def test_three_unsupported_nodes_are_three_refusals(tmp_path: Path) -> None:
         helper.make_node("BitShift", ["u", "u"], ["v"], name="shift", direction="LEFT"),
     ]
     inputs: list[Value] = [("x", FLOAT, ["n", 3, 3]), ("u", UINT8, ["n"])]
-    found = refusals(
+    results = refusals(
         save(
             tmp_path,
             nodes,
@@ -99,15 +71,15 @@ def test_three_unsupported_nodes_are_three_refusals(tmp_path: Path) -> None:
             [("y", FLOAT, ["n", 3, 3]), ("d", FLOAT, ["n"]), ("v", UINT8, ["n"])],
         )
     )
-    named = [(refusal.node, refusal.operator, refusal.opset) for refusal in found]
+    named = [(refusal.node, refusal.operator, refusal.opset) for refusal in results]
     assert named == [
         ("determinant", "Det", 20),
         ("fancy", "com.acme::Fancy", 3),
         ("shift", "BitShift", 20),
     ]
-    assert "no importer" in found[0].reason
-    assert "no plugin" in found[1].reason
-    assert all("onnxruntime" in refusal.remedy for refusal in found)
+    assert "no importer" in results[0].reason
+    assert "no plugin" in results[1].reason
+    assert all("onnxruntime" in refusal.remedy for refusal in results)
 
 
 def test_nodes_at_which_the_parser_would_stop_are_all_named(tmp_path: Path) -> None:
@@ -129,15 +101,15 @@ def test_nodes_at_which_the_parser_would_stop_are_all_named(tmp_path: Path) -> N
         constant("w", np.ones((4, 5), np.float32)),
         constant("half", np.ones(3, np.float16)),
     ]
-    found = {
+    by_node = {
         refusal.node: refusal
         for refusal in refusals(save(tmp_path, nodes, inputs, outputs, constants))
     }
-    assert list(found) == ["first", "second", "c", "determinant"]
-    assert found["first"].reason.startswith("last dimension of input0 = 3")
-    assert "Cast" in found["c"].remedy
+    assert list(by_node) == ["first", "second", "c", "determinant"]
+    assert by_node["first"].reason.startswith("last dimension of input0 = 3")
+    assert "Cast" in by_node["c"].remedy
     assert not any(
-        "CUDA" in refusal.reason or "/_src/" in refusal.reason for refusal in found.values()
+        "CUDA" in refusal.reason or "/_src/" in refusal.reason for refusal in by_node.values()
     )
 
 
@@ -160,8 +132,8 @@ def test_nodes_inside_branches_are_named_with_their_place(tmp_path: Path) -> Non
         else_branch=branch("Unique", "no"),
     )
     inputs: list[Value] = [("x", FLOAT, ["n", 3, 3]), ("flag", TensorProto.BOOL, [])]
-    found = refusals(save(tmp_path, [choice], inputs, [("y", FLOAT, ["n"])]))
-    assert {(refusal.node, refusal.operator) for refusal in found} == {
+    results = refusals(save(tmp_path, [choice], inputs, [("y", FLOAT, ["n"])]))
+    assert {(refusal.node, refusal.operator) for refusal in results} == {
         ("choice/yes/yes_node", "Det"),
         ("choice/no/no_node", "Unique"),
     }
@@ -172,12 +144,12 @@ def test_nodes_of_one_name_are_all_refused(tmp_path: Path) -> None:
         helper.make_node("Det", ["x"], ["y"], name="same"),
         helper.make_node("Det", ["x"], ["z"], name="same"),
     ]
-    found = refusals(
+    results = refusals(
         save(
             tmp_path, nodes, [("x", FLOAT, ["n", 3, 3])], [("y", FLOAT, ["n"]), ("z", FLOAT, ["n"])]
         )
     )
-    assert [refusal.node for refusal in found] == ["same", "same"]
+    assert [refusal.node for refusal in results] == ["same", "same"]
 
 
 def test_nodes_inside_functions_are_named_with_their_place(tmp_path: Path) -> None:
@@ -218,7 +190,7 @@ def test_dtypes_that_the_engine_could_not_keep_are_refused_by_name(tmp_path: Pat
         ("z", TensorProto.INT16, ["n"]),
         ("d", FLOAT, ["n"]),
     ]
-    found = {
+    reasons = {
         (refusal.operator, refusal.node): refusal.reason
         for refusal in refusals(save(tmp_path, nodes, inputs, outputs))
     }
@@ -228,9 +200,9 @@ def test_dtypes_that_the_engine_could_not_keep_are_refused_by_name(tmp_path: Pat
         ("output", "y"),
         ("output", "z"),
         ("Det", "det"),
-    } <= set(found)
-    assert "silently narrow to float32" in found["input", "x"]
-    assert "int16" in found["input", "small"]
+    } <= set(reasons)
+    assert "silently narrow to float32" in reasons["input", "x"]
+    assert "int16" in reasons["input", "small"]
 
 
 @pytest.mark.parametrize(
@@ -242,11 +214,11 @@ def test_asymmetric_quantisation_is_refused(tmp_path: Path, zero_point: np.ndarr
         helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"], name="dequantize"),
     ]
     constants = [constant("scale", np.float32(0.01)), constant("zero", zero_point)]
-    found = refusals(
+    results = refusals(
         save(tmp_path, nodes, [("x", FLOAT, ["n", 3])], [("y", FLOAT, ["n", 3])], constants)
     )
-    assert [refusal.node for refusal in found] == ["quantize", "dequantize"]
-    assert {refusal.remedy for refusal in found} == {
+    assert [refusal.node for refusal in results] == ["quantize", "dequantize"]
+    assert {refusal.remedy for refusal in results} == {
         "quantise to int8 with zero point 0 (activation: int8)"
     }
 
@@ -296,8 +268,10 @@ def test_the_remedy_fits_the_operator(
     tmp_path: Path, operator: str, domain: str, remedy: str
 ) -> None:
     node = helper.make_node(operator, ["x"], ["y"], domain=domain)
-    (found,) = refusals(save(tmp_path, [node], [("x", UINT8, ["n"])], [("y", UINT8, ["n", 3, 3])]))
-    assert remedy in found.remedy
+    (refusal,) = refusals(
+        save(tmp_path, [node], [("x", UINT8, ["n"])], [("y", UINT8, ["n", 3, 3])])
+    )
+    assert remedy in refusal.remedy
 
 
 @pytest.mark.parametrize(
@@ -328,8 +302,8 @@ def test_an_input_passed_through_is_refused(tmp_path: Path) -> None:
         [("x", FLOAT, ["n", 3])],
         [("y", FLOAT, ["n", 3]), ("x", FLOAT, ["n", 3])],
     )
-    (found,) = refusals(model)
-    assert (found.node, found.operator) == ("x", "output")
+    (refusal,) = refusals(model)
+    assert (refusal.node, refusal.operator) == ("x", "output")
 
 
 def test_a_supported_model_has_no_refusals(tmp_path: Path) -> None:
@@ -450,7 +424,7 @@ def test_weights_in_a_file_beside_the_model_are_read(tmp_path: Path) -> None:
         [("y", FLOAT, ["n", 64])],
         [weight],
     )
-    whole = tensorrt_rtx_.build(model, recipe(), OPTIONS, tmp_path)
+    engine = tensorrt_rtx_.build(model, recipe(), OPTIONS, tmp_path)
     onnx.save(
         onnx.load(model.path),
         tmp_path / "split.onnx",
@@ -460,7 +434,7 @@ def test_weights_in_a_file_beside_the_model_are_read(tmp_path: Path) -> None:
     )
     split = onnx_model(tmp_path, "split.onnx")
     assert refusals(split) == ()
-    assert tensorrt_rtx_.build(split, recipe(), OPTIONS, tmp_path).digest == whole.digest
+    assert tensorrt_rtx_.build(split, recipe(), OPTIONS, tmp_path).digest == engine.digest
 
 
 def test_float64_inside_the_model_is_noted(tmp_path: Path) -> None:
@@ -474,7 +448,7 @@ def test_float64_inside_the_model_is_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("recipe", "message"),
     [
         (
             recipe(compute_capability="9.0"),
@@ -497,10 +471,10 @@ def test_float64_inside_the_model_is_noted(tmp_path: Path) -> None:
     ],
 )
 def test_an_impossible_recipe_is_refused_by_name(
-    tmp_path: Path, asked: Recipe, message: str
+    tmp_path: Path, recipe: Recipe, message: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        tensorrt_rtx_.build(linear(tmp_path), asked, OPTIONS, tmp_path)
+        tensorrt_rtx_.build(linear(tmp_path), recipe, OPTIONS, tmp_path)
     assert not (tmp_path / tensorrt_rtx_.FILE).exists()
 
 

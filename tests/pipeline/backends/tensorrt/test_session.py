@@ -383,10 +383,10 @@ def test_out_of_memory_is_an_error_of_its_own_kind_and_the_next_request_works(be
             with pytest.raises(
                 HostError,
                 match=r"the GPU is out of memory: requested .*, 0\.0 MiB of 256\.0 MiB are free",
-            ) as caught:
+            ) as error:
                 request()
-            assert caught.value.code == "host.out_of_device_memory"
-            assert caught.value.next_step
+            assert error.value.code == "host.out_of_device_memory"
+            assert error.value.next_step
             assert len(bench.cuda.streams) == streams
         check_runs(session, feeds(2), feeds(2))  # no memory for the context of a graph: runs plain
         assert "out of memory" in session.graph_refusal
@@ -444,14 +444,14 @@ def test_a_run_that_tensorrt_refuses(bench: Bench) -> None:
 def test_an_error_of_a_kernel_is_raised_where_it_is_awaited(bench: Bench) -> None:
     with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
         bench.cuda.fault = Error.cudaErrorIllegalAddress
-        with pytest.raises(HostError, match="cudaErrorIllegalAddress") as caught:
+        with pytest.raises(HostError, match="cudaErrorIllegalAddress") as error:
             run_session(session, feeds(2))
-        assert "start it again" in caught.value.next_step
+        assert "start it again" in error.value.next_step
     assert not bench.cuda.device  # closing works all the same
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "said"),
+    ("text", "code", "message"),
     [
         (
             "IExecutionContext::enqueueV3: Error Code 1: Cuda Runtime (out of memory)",
@@ -470,11 +470,11 @@ def test_an_error_of_a_kernel_is_raised_where_it_is_awaited(bench: Bench) -> Non
         ),
     ],
 )
-def test_errors_of_tensorrt_by_their_words(text: str, code: str, said: str) -> None:
+def test_errors_of_tensorrt_by_their_words(text: str, code: str, message: str) -> None:
     messages = [("ERROR", "an older error"), ("ERROR", text), ("WARNING", "a warning")]
     error = run_error(CudaDouble(), messages, "fails")
     assert error.code == code
-    assert said in error.message
+    assert message in error.message
     assert messages == []
     assert "does not say why" in run_error(CudaDouble(), messages, "fails").message
 

@@ -125,14 +125,14 @@ def fill(rt: Any) -> Iterator[Callable[[int], None]]:
         for buffer in held:
             buffer.close()
         held.clear()
-        wanted = free_bytes(rt) - leave if leave >= 0 else 0
-        while wanted > 2 * MIB:
+        size = free_bytes(rt) - leave if leave >= 0 else 0
+        while size > 2 * MIB:
             try:
-                held.append(cuda.DeviceBuffer(rt, wanted))
+                held.append(cuda.DeviceBuffer(rt, size))
             except cuda.OutOfDeviceMemory:
-                wanted //= 2
+                size //= 2
             else:
-                wanted = min(wanted, free_bytes(rt) - leave)
+                size = min(size, free_bytes(rt) - leave)
 
     yield take
     take(-1)
@@ -294,9 +294,9 @@ def test_out_of_memory_in_a_session_and_in_a_run_and_the_next_request_works(
     with closing(load(engine_of(many_positions))) as loaded, closing(loaded.session()) as session:
         check_runs(session, case, *case.feeds)
         fill(32 * MIB)
-        with pytest.raises(HostError, match="the GPU is out of memory: requested") as caught:
+        with pytest.raises(HostError, match="the GPU is out of memory: requested") as error:
             loaded.session()
-        assert caught.value.code == "host.out_of_device_memory"
+        assert error.value.code == "host.out_of_device_memory"
         with pytest.raises(cuda.OutOfDeviceMemory, match="the GPU is out of memory"):
             run_session(session, many)
         check_runs(session, case, *case.feeds)
@@ -312,9 +312,9 @@ def test_out_of_memory_while_weights_are_loaded(
     case = heavy()
     load(engine_of(heavy)).close()
     fill(24 * MIB)
-    with pytest.raises(HostError) as caught:
+    with pytest.raises(HostError) as error:
         load(engine_of(heavy))
-    assert caught.value.code == "host.out_of_device_memory"
+    assert error.value.code == "host.out_of_device_memory"
     fill(-1)
     with closing(load(engine_of(heavy))) as loaded, closing(loaded.session()) as session:
         check_runs(session, case, *case.feeds)
@@ -366,13 +366,13 @@ for _ in range(3):
     run_session(session, feeds)
 print(session.graphs, sorted({"torch", "onnxruntime", "cuda.core"} & set(sys.modules)))
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "case.pickle")],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout.splitlines()[-1:] == ["1 []"], done.stderr
+    assert result.stdout.splitlines()[-1:] == ["1 []"], result.stderr
 
 
 # -- inputs on the GPU -------------------------------------------------------
@@ -427,7 +427,7 @@ def test_work_that_is_still_making_an_input_is_awaited(torch: Any, session: TrtS
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda x: x.double(), "'x' has dtype float64, expected float32"),
         (lambda x: x[:, :4].reshape(-1), "'x' has rank 1"),
@@ -438,11 +438,11 @@ def test_work_that_is_still_making_an_input_is_awaited(torch: Any, session: TrtS
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
-    torch: Any, session: TrtSession, make: Callable[[Any], Any], said: str
+    torch: Any, session: TrtSession, make: Callable[[Any], Any], message: str
 ) -> None:
     case = two_symbols()
     feeds = case.feeds[2]
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         session.bind({**feeds, "x": make(torch.from_numpy(feeds["x"]).cuda())})
-    assert said in caught.value.message
+    assert message in error.value.message
     check_runs(session, case, feeds)  # and goes on

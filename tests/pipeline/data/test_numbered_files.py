@@ -66,13 +66,13 @@ def test_each_sample_is_a_feed_of_its_own_shape(tmp_path: Path, compress: bool) 
     assert [(batch.first, batch.samples, batch.whole, batch.labels) for batch in batches] == [
         (index, 1, True, None) for index in range(3)
     ]
-    for batch, given in zip(batches, feeds, strict=True):
+    for batch, sample in zip(batches, feeds, strict=True):
         assert list(batch.feeds) == ["x", "h0"]
-        for name, array in given.items():
+        for name, array in sample.items():
             np.testing.assert_array_equal(batch.feeds[name], array)
             assert batch.feeds[name].flags.writeable
     assert (samples.samples, samples.whole, samples.has_labels) == (3, True, False)
-    assert [each["x"].shape for each in samples.first(2)] == [(5, 1, 3), (3, 1, 3)]
+    assert [feed["x"].shape for feed in samples.first(2)] == [(5, 1, 3), (3, 1, 3)]
     assert pickle.loads(pickle.dumps(samples)) == samples
 
 
@@ -113,7 +113,7 @@ def test_caches_may_be_empty_and_differ_in_length(tmp_path: Path) -> None:
 def test_an_axis_of_samples_in_front_makes_the_same_samples(tmp_path: Path) -> None:
     """Where all shapes are alike; so a sample is found in two sets, whichever form each has."""
     feeds = [feed(4, seed=seed) for seed in range(3)]
-    stacked = {name: np.stack([each[name] for each in feeds]) for name in ("x", "h0")}
+    stacked = {name: np.stack([feed[name] for feed in feeds]) for name in ("x", "h0")}
     one = open_set(
         CalibrationSet, (save(tmp_path / "a.npz", numbered(*feeds)),), (X, H0), (PROFILE,)
     )
@@ -148,9 +148,9 @@ def test_an_input_may_be_called_like_an_array_of_a_sample(tmp_path: Path) -> Non
 
 
 def with_nan(time: int) -> dict[str, Array]:
-    found = feed(time)
-    found["h0"][1, 0, 2] = np.nan
-    return found
+    sample = feed(time)
+    sample["h0"][1, 0, 2] = np.nan
+    return sample
 
 
 GOOD = feed(5)
@@ -218,13 +218,13 @@ BAD: dict[str, tuple[dict[str, Array], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_feeds_are_refused_with_the_next_step(tmp_path: Path, case: str) -> None:
     arrays, message = BAD[case]
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         open_feeds(save(tmp_path / "bad.npz", arrays))
-    assert "bad.npz" in caught.value.message
-    assert caught.value.next_step
-    assert re.search(message, f"{caught.value.message} next: {caught.value.next_step}"), (
-        caught.value.message,
-        caught.value.next_step,
+    assert "bad.npz" in error.value.message
+    assert error.value.next_step
+    assert re.search(message, f"{error.value.message} next: {error.value.next_step}"), (
+        error.value.message,
+        error.value.next_step,
     )
 
 
@@ -233,9 +233,9 @@ def test_time_steps_are_not_taken_for_samples(tmp_path: Path) -> None:
     message = (
         r"axis 0 of 'x' would count samples, but x float32 \[time, batch, 3\] has 'batch' on axis 1"
     )
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as error:
         open_set(SelectionSet, (path,), (X,), (PROFILE,))
-    assert "number the samples" in caught.value.next_step
+    assert "number the samples" in error.value.next_step
 
 
 def test_values_that_decide_a_shape_are_looked_at(tmp_path: Path) -> None:
@@ -270,11 +270,11 @@ def test_files_of_a_set_agree_in_what_a_sample_is(tmp_path: Path) -> None:
 
 def test_a_time_major_lstm_with_states_is_judged_on_its_data(tmp_path: Path) -> None:
     plan = write_tagger_task(tmp_path)
-    done = crucible(
+    result = crucible(
         "compile", plan, "--out", tmp_path / "out", env={"CRUCIBLE_HOME": str(tmp_path / "home")}
     )
-    assert done.code == 0, done.err
-    assert done.summary["verdict"] in ("accepted", "keep", "unproven"), done.out
+    assert result.code == 0, result.err
+    assert result.summary["verdict"] in ("accepted", "keep", "unproven"), result.out
     report = load_report(tmp_path / "out")
     states = {
         candidate.label: (candidate.state, candidate.reason) for candidate in report.candidates
@@ -297,10 +297,10 @@ def test_the_command_refuses_what_it_cannot_read_as_samples(tmp_path: Path) -> N
     plan = write_tagger_task(tmp_path)
     first, *_ = tagger_samples("selection")
     np.savez(tmp_path / "selection.npz", **first)
-    done = crucible(
+    result = crucible(
         "compile", plan, "--out", tmp_path / "out", env={"CRUCIBLE_HOME": str(tmp_path / "home")}
     )
-    assert done.code == 1
-    assert "'x' holds 5 samples, 'h0' holds 2" in done.err
-    assert "number the samples" in done.err
-    assert "Traceback" not in done.err
+    assert result.code == 1
+    assert "'x' holds 5 samples, 'h0' holds 2" in result.err
+    assert "number the samples" in result.err
+    assert "Traceback" not in result.err

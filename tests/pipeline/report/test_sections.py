@@ -16,9 +16,12 @@ from pipeline.cli.terminal import (
 from pipeline.core import Precision
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse
+from pipeline.report.entries import entries
 from pipeline.report.html import page
 from pipeline.report.markdown import markdown
-from pipeline.report.tables import _grouped, entries, left, right, sections
+from pipeline.report.run_sections import grouped_notes
+from pipeline.report.sections import sections
+from pipeline.report.tables import left, right
 from pipeline.results.report import Report
 from tests.builders.report import proven_report, sample_report
 
@@ -149,8 +152,8 @@ def bounded(report: Report) -> Report:
 def test_what_binds_each_row_is_told_in_every_form(
     report: Report, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = bounded(report)
-    for text in (markdown(made), page(made)):
+    copy = bounded(report)
+    for text in (markdown(copy), page(copy)):
         assert "What binds each row" in text
         assert (
             "Peaks of EPYC, 2 threads: fp32 1,000 GFLOP/s; memory 50.0 GB/s (measured 2026-11-21)."
@@ -159,13 +162,13 @@ def test_what_binds_each_row_is_told_in_every_form(
         assert "61 % (fp32)" in text, "8.2 GFLOP in 13.4 ms"
         assert "try int8, or a smaller model" in text
         assert "other processes on the GPU: 4711" in text
-    (limits,) = (section for section in sections(made) if section.key == "limits")
-    measured = [entry for entry in entries(made) if entry.benchmark]
+    (limits,) = (section for section in sections(copy) if section.key == "limits")
+    measured = [entry for entry in entries(copy) if entry.benchmark]
     assert [len(table.rows) for table in limits.tables] == [len(measured)] * 2
-    console().print(limits_table(first_rows(made)))
-    told = [line for line in capsys.readouterr().out.splitlines() if "pytorch eager fp32" in line]
-    assert all(each in told[0] for each in ("612", "4.00", "61 % (fp32)", "8.0 %", "compute"))
-    assert any("what binds it is unknown" in line for line in verdict_lines(made)), (
+    console().print(limits_table(first_rows(copy)))
+    rows = [line for line in capsys.readouterr().out.splitlines() if "pytorch eager fp32" in line]
+    assert all(each in rows[0] for each in ("612", "4.00", "61 % (fp32)", "8.0 %", "compute"))
+    assert any("what binds it is unknown" in line for line in verdict_lines(copy)), (
         "the winner's bytes are not known"
     )
 
@@ -178,14 +181,14 @@ def test_rates_are_printed_also_where_no_peak_is_known(
     print_limits(
         console(), [("fast", row.model_copy(update={"bound": bound_of(row, Precision.FP32, None)}))]
     )
-    told = capsys.readouterr().out
-    (line,) = (line for line in told.splitlines() if "fast" in line)
+    output = capsys.readouterr().out
+    (line,) = (line for line in output.splitlines() if "fast" in line)
     assert "612" in line
     assert "4.00" in line
     assert (
-        "what binds each row is not known: measure them once: `crucible doctor --measure`" in told
+        "what binds each row is not known: measure them once: `crucible doctor --measure`" in output
     )
-    assert "of peak" not in told
+    assert "of peak" not in output
 
 
 def test_a_report_without_verdicts_on_rows_has_no_such_section(report: Report) -> None:
@@ -199,4 +202,4 @@ def test_a_note_of_the_graph_itself_names_no_engine() -> None:
         ("openvino int8", "said of one"),
         ("openvino int8", "said of one"),
     ]
-    assert _grouped(notes) == ("said of all", "said of one (openvino int8)")
+    assert grouped_notes(notes) == ("said of all", "said of one (openvino int8)")
