@@ -22,11 +22,11 @@ Bars = dict[str, dict[str, list[float]]]
 """Milliseconds end to end and of the GPU alone by row and engine, the fastest first."""
 
 
-def models_drawings(found: Mapping[str, Any]) -> tuple[Drawing, ...]:
+def models_drawings(document: Mapping[str, Any]) -> tuple[Drawing, ...]:
     """A drawing per model with a panel per row."""
     return tuple(
         Drawing(picture, bars, _draw_models, (9.2, sum(_heights(bars))))
-        for picture, bars in times_by_picture(found).items()
+        for picture, bars in times_by_picture(document).items()
     )
 
 
@@ -62,9 +62,9 @@ def _draw_models(figure: Figure, bars: Bars) -> None:
         axes.set_visible(False)
 
 
-def curve_drawing(found: Mapping[str, Any]) -> Drawing:
+def curve_drawing(document: Mapping[str, Any]) -> Drawing:
     """Time per call against the number of calls, synchronised and not."""
-    row = found["rows"][CURVE]
+    row = document["rows"][CURVE]
     return Drawing("launch_queue.svg", [row["entries"]["curve"], row["events_ms"]], _draw_curve)
 
 

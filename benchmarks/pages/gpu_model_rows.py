@@ -43,9 +43,9 @@ def timings(overrides: Iterable[str]) -> int:
     return next(times, USUAL_TIMINGS)
 
 
-def rows_at_once(found: Document) -> dict[str, tuple[str, ...]]:
+def rows_at_once(document: Document) -> dict[str, tuple[str, ...]]:
     """Return for each row the others that ran during its time. On one host they share its CPU."""
-    spans = {name: _span(row) for name, row in found["rows"].items() if "seconds" in row}
+    spans = {name: _span(row) for name, row in document["rows"].items() if "seconds" in row}
     return {
         name: tuple(
             other
@@ -115,18 +115,18 @@ def fixed_ms(engines: Mapping[str, Entry]) -> float | None:
 # -- figures -----------------------------------------------------------------
 
 
-def times_by_picture(found: Document) -> dict[str, Times]:
+def times_by_picture(document: Document) -> dict[str, Times]:
     """Milliseconds end to end and of the GPU, by the model's picture, row and engine.
 
     The fastest engine comes first. Variants of flexibility keep their order.
     """
     models: dict[str, Times] = {}
-    for name, row in found["rows"].items():
+    for name, row in document["rows"].items():
         times = _times(row) if name != CURVE and "inputs" in row else {}
         if times:
             fastest_first = dict(sorted(times.items(), key=lambda item: item[1]))
             models.setdefault(f"gpu_{name.partition('_')[0]}.svg", {})[name] = fastest_first
-    for name, row in found["rows"].items():
+    for name, row in document["rows"].items():
         shapes = by_shape(row) if name.startswith(FLEXIBILITY) else {}
         for shape, engines in shapes.items():
             if len(engines) > 1:

@@ -75,7 +75,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def ms(value: float | None) -> str:
-    """Four significant digits of what takes milliseconds."""
+    """Three decimals of what takes less than 10 ms, else two."""
     return number(value, ".2f" if value is not None and value >= 10 else ".3f")
 
 

@@ -69,13 +69,13 @@ class Comparison:
         return "max-autotune" in self.modes
 
 
-def comparisons(found: Document) -> list[Comparison]:
+def comparisons(document: Document) -> list[Comparison]:
     """One for each model and shape: of several rows the one that is nearest to the default
     settings.
     """
     best: dict[str, Comparison] = {}
-    at_once = rows_at_once(found)
-    for heading, row in found["rows"].items():
+    at_once = rows_at_once(document)
+    for heading, row in document["rows"].items():
         each = _comparison(heading, row, bool(at_once.get(heading)))
         if each is None:
             continue

@@ -36,20 +36,6 @@ SERVING = (
     "serving.setups",
     "serving.soak",
 )
-PAGES = (
-    "common",
-    "cpu.pitfalls",
-    "cpu.resnet50",
-    "gpu.tensorrt_compile",
-    "pages.accuracy",
-    "pages.figures",
-    "pages.gpu_drawings",
-    "pages.tensorrt_rows",
-    "pages.torch_comparison",
-    "pages.write",
-    "run_all",
-    "serving.json_beside_binary",
-)
 
 
 def modules(places: tuple[str, ...]) -> dict[str, ModuleType]:
@@ -69,9 +55,3 @@ def gpu() -> dict[str, ModuleType]:
 def bench() -> dict[str, ModuleType]:
     """The benchmarks of serving, what they share, and their tables."""
     return modules(SERVING)
-
-
-@pytest.fixture
-def scripts() -> dict[str, ModuleType]:
-    """The generators of pages, and benchmarks whose rows they show."""
-    return modules(PAGES)
