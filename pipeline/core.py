@@ -439,6 +439,10 @@ class Artifact(Frozen):
         return self.root / self.file
 
 
+StageState = Literal["started", "progress", "finished", "reused", "waiting", "failed"]
+"""What an event of a stage reports."""
+
+
 class Note(Frozen):
     """A note to the user: a fallback, a discarded step, a warning."""
 
