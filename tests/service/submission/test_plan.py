@@ -240,6 +240,11 @@ def test_yaml_json_and_nothing_are_read() -> None:
     assert parse(b"") == SubmittedPlan()
 
 
+def test_an_empty_submission_has_the_defaults_of_a_plan(tmp_path: Path, settings: Settings) -> None:
+    plan = plan_from(SubmittedPlan(), {"model": upload(tmp_path, "model", "m.onnx")}, settings)
+    assert plan == Plan(name="m", model=ModelConfig(path=tmp_path / "model.onnx"))
+
+
 def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(
     tmp_path: Path, settings: Settings
 ) -> None:
