@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from pipeline.core import Progress, Target, silent
+from pipeline.core import Progress, StageState, Target, silent
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.content import text_of_content
 from pipeline.execution.durations import History
@@ -32,7 +32,7 @@ class StageEvent:
 
     stage: str
     subject: str  # a candidate's label, or empty
-    state: Literal["started", "progress", "finished", "reused", "waiting", "failed"]
+    state: StageState
     fraction: float | None = None
     text: str = ""
     seconds: float = 0.0  # of a finished stage

@@ -50,13 +50,16 @@ class MetricResult(Frozen):
     passed: bool
 
 
+InputSource = Literal["samples", "generated"]
+
+
 class SizeCheck(Frozen):
     """Result of the accuracy gate at one size, besides the run over the whole set."""
 
     profile: int  # counted from 0
     # of all symbols, or of the one that counts rows where samples bring the others
     sizes: dict[str, int]
-    inputs: Literal["samples", "generated"]  # generated: no sample has these sizes
+    inputs: InputSource  # generated: no sample has these sizes
     samples: int  # rows that were compared, without copies; 0: none
     cosine: float | None = None  # smallest over samples and outputs
     drop: float | None = None  # of the metric, reference minus candidate
@@ -87,10 +90,13 @@ class DataFault(StrEnum):
     CALIBRATION = "calibration"  # the calibration set's ranges do not fit the selection set
 
 
+SetRole = Literal["selection", "validation", "generated"]
+
+
 class ValidationReport(Frozen):
     """Accuracy of one engine on one set, against the reference."""
 
-    role: Literal["selection", "validation", "generated"]
+    role: SetRole
     set_digest: str
     samples: int
     outputs: tuple[OutputError, ...]

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,7 @@ from pipeline.results.report import (
     DataFault,
     MetricResult,
     OutputError,
+    SetRole,
     SizeCheck,
     ValidationReport,
     size_text,
@@ -68,8 +69,6 @@ JOINED_SAMPLES = 64
 
 JOINED_VALUES = 100_000
 """Maximum number of output values in small batches that are compared together."""
-
-Role = Literal["selection", "validation", "generated"]
 
 
 class PointOutputs(Frozen):
@@ -683,7 +682,7 @@ class _Judge:
                 )
                 notes.append(Note(stage="validate", text=text))
         return ValidationReport(
-            role=cast(Role, role),
+            role=cast(SetRole, role),
             set_digest=samples.digest,
             samples=samples.samples,
             outputs=outputs,

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pipeline.core import Frozen
+from pipeline.core import Frozen, StageState
 from pipeline.errors import CrucibleError
 from pipeline.execution.stage_runner import StageEvent
 
@@ -30,7 +30,6 @@ MAX_S = 1e9
 
 Seconds = Annotated[float, Field(ge=0, le=MAX_S, allow_inf_nan=False)]
 Short = Annotated[str, Field(max_length=TEXT)]
-State = Literal["started", "progress", "finished", "reused", "waiting", "failed"]
 
 
 class BadMessage(Exception):
@@ -77,7 +76,7 @@ class Stage(Frozen):
     kind: Literal["stage"] = "stage"
     stage: Annotated[str, Field(max_length=100)]
     subject: Short = ""
-    state: State
+    state: StageState
     fraction: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     text: Short = ""
     seconds: Seconds = 0.0

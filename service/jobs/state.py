@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.core import Frozen
+from pipeline.core import Frozen, StageState
 from pipeline.results.report import Verdict
 
 State = Literal["queued", "running", "cancelling", "succeeded", "failed", "cancelled"]
@@ -105,7 +105,7 @@ class Started:
 class StageSeen:
     """The child has reported the state of a stage."""
 
-    state: Literal["started", "progress", "finished", "reused", "waiting", "failed"]
+    state: StageState
     progress: Progress
     seconds: float = 0.0  # of a finished stage
 

@@ -25,12 +25,12 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from pipeline.backends.layer_timing import TakesInputs, bound_sizes
 from pipeline.core import Precision, Tensors
 from pipeline.errors import InternalError
-from pipeline.results.layer_table import Layer, LayerTable
+from pipeline.results.layer_table import Evidence, Layer, LayerPrecision, LayerTable
 
 RUNS = 20
 WARMUP_RUNS = 5
@@ -283,7 +283,7 @@ def _dtypes(tensors: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 def precision_of(
     kind: str, tactic: str, inputs: Sequence[str], outputs: Sequence[str]
-) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
+) -> tuple[LayerPrecision, Evidence]:
     """Return the precision of a layer and its evidence, by the rules above.
 
     `inputs` and `outputs` are dtypes as in `Layer`.
