@@ -11,26 +11,22 @@ the server reads the result from the report, which it verifies.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from pipeline.core import Frozen
 from pipeline.errors import CrucibleError
-from pipeline.execution.stage_runner import StageEvent
+from pipeline.execution.stage_event import StageEvent
 
 # the longest message: two texts of LONG_TEXT; a character may take six bytes in JSON
 LINE_BYTES = 128 * 1024
 # of one attempt, besides progress: a compile of 64 candidates sends about 2,000
 MAX_MESSAGES = 20_000
 PROGRESS_EVERY_S = 0.5
-TEXT, LONG_TEXT = 500, 8_000
-MAX_S = 1e9
-
-Seconds = Annotated[float, Field(ge=0, le=MAX_S, allow_inf_nan=False)]
-Short = Annotated[str, Field(max_length=TEXT)]
-State = Literal["started", "progress", "finished", "reused", "waiting", "failed"]
+NAME, TEXT, LONG_TEXT = 100, 500, 8_000
 
 
 class BadMessage(Exception):
@@ -71,18 +67,28 @@ class Returned(Frozen):
     contended: bool = False  # engines served there meanwhile
 
 
+def within_limits(event: StageEvent) -> StageEvent:
+    """Cut texts that are too long for a message, and move the fraction to 0 to 1."""
+    return replace(
+        event,
+        stage=_cut(event.stage, NAME),
+        subject=_cut(event.subject, TEXT),
+        text=_cut(event.text, TEXT),
+        fraction=None if event.fraction is None else min(max(event.fraction, 0.0), 1.0),
+    )
+
+
+def _check_limits(event: StageEvent) -> StageEvent:
+    if event != within_limits(event):
+        raise ValueError("a text is too long")
+    return event
+
+
 class Stage(Frozen):
-    """State and progress of a stage."""
+    """An event of a stage."""
 
     kind: Literal["stage"] = "stage"
-    stage: Annotated[str, Field(max_length=100)]
-    subject: Short = ""
-    state: State
-    fraction: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    text: Short = ""
-    seconds: Seconds = 0.0
-    elapsed_s: Seconds = 0.0
-    estimate_s: Seconds | None = None
+    event: Annotated[StageEvent, AfterValidator(_check_limits)]
 
 
 class Wants(Frozen):
@@ -144,20 +150,6 @@ def from_server(line: bytes) -> FromServer:
     return _FROM_SERVER.validate_json(line)
 
 
-def stage_from_event(event: StageEvent) -> Stage:
-    """Convert a pipeline event. Texts that are too long are cut."""
-    return Stage(
-        stage=event.stage,
-        subject=_cut(event.subject, TEXT),
-        state=event.state,
-        fraction=None if event.fraction is None else min(max(event.fraction, 0.0), 1.0),
-        text=_cut(event.text, TEXT),
-        seconds=event.seconds,
-        elapsed_s=event.elapsed_s,
-        estimate_s=event.estimate_s,
-    )
-
-
 def failed_from_error(error: CrucibleError) -> Failed:
     """Convert an error. Texts that are too long are cut."""
     return Failed(
@@ -182,15 +174,15 @@ class Pace:
     def __init__(self) -> None:
         self._last: tuple[str, str, float] | None = None  # one stage runs at a time
 
-    def lets(self, stage: Stage, now_s: float) -> bool:
-        if stage.state != "progress":
+    def lets(self, event: StageEvent, now_s: float) -> bool:
+        if event.state != "progress":
             self._last = None
             return True
         if (
             self._last
-            and self._last[:2] == (stage.stage, stage.subject)
+            and self._last[:2] == (event.stage, event.subject)
             and now_s - self._last[2] < PROGRESS_EVERY_S
         ):
             return False
-        self._last = (stage.stage, stage.subject, now_s)
+        self._last = (event.stage, event.subject, now_s)
         return True

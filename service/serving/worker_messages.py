@@ -18,7 +18,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from pipeline.errors import CrucibleError
-from service.jobs.messages import LONG_TEXT, Seconds
+from pipeline.execution.stage_event import Seconds
+from service.jobs.messages import LONG_TEXT
 from service.jobs.messages import BadMessage as BadMessage
 
 PACKET_BYTES = 128 * 1024  # for the longest: a Run of 1,000 tensors, or two texts of LONG_TEXT

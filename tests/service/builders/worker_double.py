@@ -27,7 +27,7 @@ def main(descriptor: int) -> None:
     work = Path(start["work"])
     name = json.loads(Path(start["plan"]).read_text())["name"]
     print(f"I am {name}", flush=True)
-    say(kind="stage", stage="build", state="started")
+    say(kind="stage", event={"stage": "build", "state": "started"})
     Faults(work, say, reader.readline).do(name)
 
 
@@ -42,9 +42,12 @@ class Faults:
         time.sleep(float(seconds or 0))
         getattr(self, what)()
 
+    def stage(self, stage: str, state: str, **details: object) -> None:
+        self.say(kind="stage", event={"stage": stage, "state": state, **details})
+
     def succeed(self) -> None:
         """Copies the report that the test laid beside the plan."""
-        self.say(kind="stage", stage="build", state="finished", seconds=0.1)
+        self.stage("build", "finished", seconds=0.1)
         template = self.work.parents[1] / "template"
         subprocess.run(["cp", "-r", str(template), str(self.work / "out")], check=True)
         self.say(kind="finished")
@@ -52,9 +55,9 @@ class Faults:
     def measure(self) -> None:
         self.say(kind="wants")
         granted = json.loads(self.hear())
-        self.say(kind="stage", stage="benchmark", state="finished", text=json.dumps(granted))
+        self.stage("benchmark", "finished", text=json.dumps(granted))
         self.say(kind="returns")
-        self.say(kind="stage", stage="validate", state="finished", text=self.hear())
+        self.stage("validate", "finished", text=self.hear())
         self.succeed()
 
     def fail(self) -> None:
@@ -74,7 +77,7 @@ class Faults:
         """One that has left the session, and one whose parent has gone."""
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         subprocess.run(["sh", "-c", "setsid sleep 600 & "], check=True)
-        self.say(kind="stage", stage="grandchild", state="started")
+        self.stage("grandchild", "started")
         time.sleep(600)
 
     def eat(self) -> None:
@@ -98,7 +101,7 @@ class Faults:
         sys.exit(3)
 
     def rubbish(self) -> None:
-        self.say(kind="stage", stage="x" * 200_000, state="started")
+        self.stage("x" * 200_000, "started")
         time.sleep(600)
 
     def lie(self) -> None:
@@ -108,7 +111,7 @@ class Faults:
     def chatter(self) -> None:
         """Progress without end, for a while."""
         for number in range(500):
-            self.say(kind="stage", stage="build", state="progress", fraction=number / 500)
+            self.stage("build", "progress", fraction=number / 500)
         self.succeed()
 
     def flood(self) -> None:

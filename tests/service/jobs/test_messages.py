@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from pipeline.errors import DataError
-from pipeline.execution.stage_runner import StageEvent
+from pipeline.execution.stage_event import StageEvent
 from service.jobs.messages import (
     LINE_BYTES,
     BadMessage,
@@ -25,15 +25,16 @@ from service.jobs.messages import (
     from_child,
     from_server,
     line_of,
-    stage_from_event,
+    within_limits,
 )
 
+STAGE = Stage(event=StageEvent("build", state="finished", seconds=1.5))
 FAILED = Failed(code="data.invalid", message="bad\ndata", next_step="send good data")
 
 
 @pytest.mark.parametrize(
     "message",
-    [Stage(stage="build", state="finished", seconds=1.5), Wants(), Returns(), Finished(), FAILED],
+    [STAGE, Wants(), Returns(), Finished(), FAILED],
 )
 def test_what_a_child_says_comes_whole_and_on_one_line(message: FromChild) -> None:
     line = line_of(message)
@@ -64,14 +65,17 @@ def test_what_the_server_says_comes_whole() -> None:
         b"null\n",
         b"\xff\xfe\n",
         b'{"kind": "start"}\n',
-        b'{"kind": "stage", "stage": "build", "state": "well"}\n',
-        b'{"kind": "stage", "stage": "build", "state": "started", "extra": 1}\n',
-        b'{"kind": "stage", "stage": "build", "state": "progress", "fraction": NaN}\n',
-        b'{"kind": "stage", "stage": "build", "state": "progress", "fraction": 2}\n',
-        b'{"kind": "stage", "stage": "build", "state": "finished", "seconds": -1}\n',
-        b'{"kind": "stage", "stage": "build", "state": "finished", "seconds": 1e999}\n',
-        b'{"kind": "stage", "stage": "build", "state": "finished", "seconds": "1"}\n',
-        json.dumps({"kind": "stage", "stage": "b" * 101, "state": "started"}).encode(),
+        b'{"kind": "stage", "event": {"stage": "build", "state": "well"}}\n',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "started", "extra": 1}}\n',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "progress", "fraction": NaN}}\n',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "progress", "fraction": 2}}\n',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "finished", "seconds": -1}}\n',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "finished", "seconds": 1e999}}\n',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "finished", "seconds": "1"}}\n',
+        json.dumps({"kind": "stage", "event": {"stage": "b" * 101, "state": "started"}}).encode(),
+        json.dumps(
+            {"kind": "stage", "event": {"stage": "b", "text": "t" * 501, "state": "started"}}
+        ).encode(),
         json.dumps({"kind": "failed", "code": "<b>", "message": ""}).encode(),
         json.dumps({"kind": "failed", "code": "x", "message": "m" * 8001}).encode(),
         b'{"kind": "wants", "use": "everything"}\n',
@@ -93,7 +97,8 @@ def test_any_bytes_are_refused_in_few_words(line: bytes) -> None:
 
 @given(some.text(), some.text(), some.floats(-5, 5) | some.none())
 def test_whatever_a_stage_says_fits(subject: str, text: str, fraction: float | None) -> None:
-    message = stage_from_event(StageEvent("build", subject * 50, "progress", fraction, text * 50))
+    event = StageEvent("build", subject * 50, fraction, text * 50, state="progress")
+    message = Stage(event=within_limits(event))
     line = line_of(message)
     assert len(line) < LINE_BYTES
     assert from_child(line) == message
@@ -109,8 +114,8 @@ def test_the_longest_failure_fits(character: str) -> None:
 def test_progress_of_a_stage_comes_twice_a_second_and_all_else_always() -> None:
     pace = Pace()
     progress, other = (
-        Stage(stage="build", state="progress"),
-        Stage(stage="build", subject="b", state="progress"),
+        StageEvent("build", state="progress"),
+        StageEvent("build", "b", state="progress"),
     )
     assert [pace.lets(progress, now) for now in (0.0, 0.1, 0.49, 0.5, 0.7, 1.0)] == [
         True,
@@ -121,5 +126,5 @@ def test_progress_of_a_stage_comes_twice_a_second_and_all_else_always() -> None:
         True,
     ]
     assert pace.lets(other, 1.1)
-    assert [pace.lets(Stage(stage="build", state="finished"), 1.1) for _ in range(3)] == [True] * 3
+    assert [pace.lets(StageEvent("build", state="finished"), 1.1) for _ in range(3)] == [True] * 3
     assert pace.lets(progress, 1.2)

@@ -12,13 +12,14 @@ import psutil
 import pytest
 
 from pipeline.errors import DiskFull
+from pipeline.execution.stage_event import StageEvent
 from service.devices.leases import utc_now
 from service.devices.policy import Lease
 from service.errors import Conflict, NotFound, TooMany, Unavailable
 from service.jobs.attempt import PATIENCE_S
 from service.jobs.publish import DIGESTS, REPORT_FILES
 from service.jobs.queue import MAX_INTERRUPTIONS
-from service.jobs.state import Job, JobEvent, Requeued, StageSeen, Started
+from service.jobs.state import Job, JobEvent, Requeued, Started
 from service.jobs.store import JobStore, Once
 from service.sandbox.process_tree import of_jobs
 from service.storage.database import Database
@@ -185,7 +186,7 @@ class Faulty(JobStore):
     """A bug of ours in the middle of a job."""
 
     def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
-        if isinstance(event, StageSeen) and self.get(job_id).name == "hang":
+        if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
             raise ZeroDivisionError("injected")
         return super().append(job_id, event, now)
 
@@ -226,7 +227,7 @@ class DamagedWhileRunning(JobStore):
     """The row of a job is damaged under it."""
 
     def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
-        if isinstance(event, StageSeen) and self.get(job_id).name == "hang":
+        if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
             with self._database.write() as rows:
                 rows.execute("UPDATE jobs SET job = '{' WHERE id = ?", (job_id,))
         return super().append(job_id, event, now)

@@ -20,7 +20,8 @@ from pipeline.core import Engine, Precision, Progress, silent
 from pipeline.errors import InternalError, ModelError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.durations import History
-from pipeline.execution.stage_runner import Run, Runner, StageEvent
+from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import MANIFEST, Store
 from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
 from pipeline.plan.source import source_from_config
@@ -128,10 +129,10 @@ def test_a_benchmark_that_fails_gives_the_device_back_and_a_server_that_is_gone_
 def test_progress_is_told_seldom(pair: tuple[Server, Peer]) -> None:
     server, peer = pair
     for number in range(1000):
-        server.emit(StageEvent("build", "", "progress", number / 1000))
-    server.emit(StageEvent("build", "", "finished", seconds=2.0))
+        server.emit(StageEvent("build", "", number / 1000, state="progress"))
+    server.emit(StageEvent("build", "", seconds=2.0, state="finished"))
     heard = []
-    while not heard or heard[-1].state != "finished":
+    while not heard or heard[-1].event.state != "finished":
         (message,) = peer.hears(1)
         assert isinstance(message, Stage)
         heard.append(message)
