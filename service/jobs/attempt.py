@@ -28,8 +28,6 @@ from service.devices.policy import Lease
 from service.jobs import process_limits as watchdog
 from service.jobs.messages import (
     MAX_MESSAGES,
-    BadMessage,
-    Failed,
     Finished,
     Granted,
     Pace,
@@ -50,6 +48,7 @@ from service.jobs.state import (
     Succeeded,
 )
 from service.jobs.worker_client import Child, environment_for
+from service.sandbox.framing import BadMessage, Failed
 from service.storage.layout import Folders
 
 PATIENCE_S = 60.0  # how long a measurement waits for engines to stop serving on the device

@@ -28,7 +28,8 @@ from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Run, Runner, installed
 from pipeline.execution.store import Store
 from service.jobs.messages import (
-    LINE_BYTES,
+    FROM_CHILD,
+    FROM_SERVER,
     Finished,
     FromChild,
     FromServer,
@@ -40,11 +41,9 @@ from service.jobs.messages import (
     Stage,
     Start,
     Wants,
-    failed_from_error,
-    from_server,
-    line_of,
     within_limits,
 )
+from service.sandbox.framing import decode, failed_from_error, frame, read_frame
 from service.storage.layout import Work
 
 if TYPE_CHECKING:
@@ -70,12 +69,13 @@ class Server:
         self._pace = Pace()
 
     def send(self, message: FromChild) -> None:
-        self._stream.write(line_of(message))
+        self._stream.writelines(frame(FROM_CHILD.dump_json(message)))
         self._stream.flush()
 
     def receive(self) -> FromServer:
         """Wait for a message. EOFError if the server is gone."""
-        return from_server(self._stream.readline(LINE_BYTES))
+        head, _ = read_frame(self._stream)
+        return decode(FROM_SERVER, head)
 
     def emit(self, event: StageEvent) -> None:
         """Report a stage. Its progress is limited to one message every PROGRESS_EVERY_S."""

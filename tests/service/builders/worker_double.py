@@ -1,7 +1,7 @@
 """A child that speaks the messages as job_worker does, and does what the job's name says: `python
 worker_double.py FD`.
 
-Imports nothing of ours, so that it starts at once; the lines are written by hand, as a stranger's
+Imports nothing of ours, so that it starts at once; the frames are written by hand, as a stranger's
 child could.
 """
 
@@ -9,38 +9,50 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+LENGTHS = struct.Struct("<QQ")
+
 
 def main(descriptor: int) -> None:
     server = socket.socket(fileno=descriptor)
-    reader, writer = server.makefile("r"), server.makefile("w")
+    stream = server.makefile("rwb")
 
-    def say(**message: object) -> None:
-        writer.write(json.dumps(message) + "\n")
-        writer.flush()
+    def write(data: bytes) -> None:
+        stream.write(data)
+        stream.flush()
 
-    start = json.loads(reader.readline())
+    def hear() -> str:
+        length, _ = LENGTHS.unpack(stream.read(LENGTHS.size))
+        return stream.read(length).decode()
+
+    start = json.loads(hear())
     work = Path(start["work"])
     name = json.loads(Path(start["plan"]).read_text())["name"]
     print(f"I am {name}", flush=True)
-    say(kind="stage", event={"stage": "build", "state": "started"})
-    Faults(work, say, reader.readline).do(name)
+    faults = Faults(work, write, hear)
+    faults.stage("build", "started")
+    faults.do(name)
 
 
 class Faults:
     """One method per name; a name may carry seconds: `succeed-0.3`."""
 
-    def __init__(self, work, say, hear) -> None:  # type: ignore[no-untyped-def]
-        self.work, self.say, self.hear = work, say, hear
+    def __init__(self, work, write, hear) -> None:  # type: ignore[no-untyped-def]
+        self.work, self.write, self.hear = work, write, hear
 
     def do(self, name: str) -> None:
         what, _, seconds = name.partition("-")
         time.sleep(float(seconds or 0))
         getattr(self, what)()
+
+    def say(self, **message: object) -> None:
+        head = json.dumps(message).encode()
+        self.write(LENGTHS.pack(len(head), 0) + head)
 
     def stage(self, stage: str, state: str, **details: object) -> None:
         self.say(kind="stage", event={"stage": stage, "state": state, **details})
@@ -99,6 +111,24 @@ class Faults:
 
     def leave(self) -> None:
         sys.exit(3)
+
+    def huge(self) -> None:
+        """A length that no memory holds."""
+        self.write(LENGTHS.pack(2**63, 0))
+        time.sleep(600)
+
+    def body(self) -> None:
+        """A body, which no message has."""
+        self.write(LENGTHS.pack(2, 1) + b"{}x")
+        time.sleep(600)
+
+    def half(self) -> None:
+        """Half a frame, and then nothing."""
+        self.write(LENGTHS.pack(100, 0) + b'{"kind": ')
+
+    def babble(self) -> None:
+        self.write(LENGTHS.pack(5, 0) + b"hello")
+        time.sleep(600)
 
     def rubbish(self) -> None:
         self.stage("x" * 200_000, "started")
