@@ -449,10 +449,6 @@ class NoteCode(StrEnum):
     CHOSEN_CONTENDED = "chosen_contended"  # the candidate was chosen by such latencies
 
 
-StageState = Literal["started", "progress", "finished", "reused", "waiting", "failed"]
-"""What an event of a stage reports."""
-
-
 class Note(Frozen):
     """A note to the user: a fallback, a discarded step, a warning."""
 

@@ -29,7 +29,7 @@ from rich.text import Text
 from pipeline.benchmark.batch_sweep import Sweep, tail_name
 from pipeline.compiler.decision import level_s
 from pipeline.core import KeptNode, Refusal
-from pipeline.execution.stage_runner import StageEvent
+from pipeline.execution.stage_event import StageEvent
 from pipeline.formatting import shape_text, state_label
 from pipeline.measurement.clock import Clock, monotonic
 from pipeline.report.accuracy_sections import ablation_outcome

@@ -15,29 +15,16 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from pipeline.core import Progress, StageState, Target, silent
+from pipeline.core import Progress, Target, silent
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.content import text_of_content
 from pipeline.execution.durations import History
+from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.store import Key, Store
 from pipeline.measurement.clock import monotonic
 from pipeline.results.report import Step
 
 A = TypeVar("A", bound=BaseModel)
-
-
-@dataclass(frozen=True, slots=True)
-class StageEvent:
-    """Event of a stage, for the terminal and the service."""
-
-    stage: str
-    subject: str  # a candidate's label, or empty
-    state: StageState
-    fraction: float | None = None
-    text: str = ""
-    seconds: float = 0.0  # of a finished stage
-    elapsed_s: float = 0.0  # since it started
-    estimate_s: float | None = None  # usual duration; None: the stage never ran on this host
 
 
 Emit = Callable[[StageEvent], None]
@@ -126,7 +113,7 @@ class Runner:
         log = self.store.root / "logs" / f"{stage.name}-{key.digest[:12]}.log"
 
         def emit(state: Any, **details: Any) -> None:
-            self.emit(StageEvent(stage.name, subject, state, **details))
+            self.emit(StageEvent(stage.name, subject, state=state, **details))
 
         def make(out: Path) -> A:
             estimate_s = self.history.estimate(stage.name, subject, self.plan)
@@ -174,7 +161,7 @@ class Runner:
         """
 
         def emit(state: Any, **details: Any) -> None:
-            self.emit(StageEvent(stage, subject, state, **details))
+            self.emit(StageEvent(stage, subject, state=state, **details))
 
         emit("started", estimate_s=self.history.estimate(stage, subject, self.plan))
         begin, created = monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
@@ -215,11 +202,11 @@ class Runner:
                 StageEvent(
                     stage,
                     subject,
-                    "progress",
                     fraction,
                     text,
                     elapsed_s=monotonic() - begin,
                     estimate_s=estimate_s,
+                    state="progress",
                 )
             )
 

@@ -24,10 +24,12 @@ from pipeline.core import Note, NoteCode, Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.exit_causes import crucible_error
-from pipeline.execution.stage_runner import Run, Runner, StageEvent, installed
+from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_runner import Run, Runner, installed
 from pipeline.execution.store import Store
 from service.jobs.messages import (
-    LINE_BYTES,
+    FROM_CHILD,
+    FROM_SERVER,
     Finished,
     FromChild,
     FromServer,
@@ -36,13 +38,12 @@ from service.jobs.messages import (
     Pace,
     Returned,
     Returns,
+    Stage,
     Start,
     Wants,
-    failed_from_error,
-    from_server,
-    line_of,
-    stage_from_event,
+    within_limits,
 )
+from service.sandbox.framing import decode, failed_from_error, frame, read_frame
 from service.storage.layout import Work
 
 if TYPE_CHECKING:
@@ -78,18 +79,18 @@ class Server:
         self._pace = Pace()
 
     def send(self, message: FromChild) -> None:
-        self._stream.write(line_of(message))
+        self._stream.writelines(frame(FROM_CHILD.dump_json(message)))
         self._stream.flush()
 
     def receive(self) -> FromServer:
         """Wait for a message. EOFError if the server is gone."""
-        return from_server(self._stream.readline(LINE_BYTES))
+        head, _ = read_frame(self._stream)
+        return decode(FROM_SERVER, head)
 
     def emit(self, event: StageEvent) -> None:
         """Report a stage. Its progress is limited to one message every PROGRESS_EVERY_S."""
-        message = stage_from_event(event)
-        if self._pace.lets(message, time.monotonic()):
-            self.send(message)
+        if self._pace.lets(event, time.monotonic()):
+            self.send(Stage(event=within_limits(event)))
 
     def lease(self) -> Granted:
         """Wait until the device is granted for a measurement."""
@@ -122,7 +123,7 @@ def run_job(start: Start, server: Server) -> None:
     plan = Plan.model_validate_json(start.plan.read_bytes())
     store = Store(
         work.home,
-        on_wait=lambda text: server.emit(StageEvent("store", "", "waiting", text=text)),
+        on_wait=lambda text: server.emit(StageEvent("store", text=text, state="waiting")),
         shared=start.shared,
     )
     runner = Runner(

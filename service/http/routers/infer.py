@@ -230,8 +230,8 @@ async def _parsed(
 async def _decoded_by_helper(
     service: Service, served: Served, work: str, body: bytes | memoryview, **arguments: object
 ) -> PlainRequest:
-    head, binary = await service.helpers.ask(work, [body], **arguments)
-    content = parse_request(binary, head["header_length"], served.inputs)
+    header_length, binary = await service.helpers.ask(work, [body], **arguments)
+    content = parse_request(binary, header_length, served.inputs)
     return PlainRequest(content.inputs, content.outputs, content.timeout_s)
 
 

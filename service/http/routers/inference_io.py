@@ -113,7 +113,7 @@ async def encode_in_helper(
     body. `binary` names the outputs that are not JSON.
     """
     length, parts = binary_form(answer.outputs, {})
-    head, text = await service.helpers.ask(
+    return await service.helpers.ask(
         "encode",
         parts,
         header_length=length,
@@ -121,7 +121,6 @@ async def encode_in_helper(
         binary=binary or {},
         **answer_head(answer),
     )
-    return head["header_length"], text
 
 
 def headers_of(answer: InferAnswer) -> dict[str, str]:

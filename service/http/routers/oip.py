@@ -228,8 +228,9 @@ async def answer(request: Request, name: str, version: str) -> Response:
     header_length = None if length_header is None else whole_number(length_header, HEADER_LENGTH)
     body = await read_body(request, service.settings.max_infer_bytes)
     if (len(body) if header_length is None else header_length) > HELP_FROM_BYTES:
-        head, body = await service.helpers.ask("decode_oip", [body], header_length=header_length)
-        header_length = head["header_length"]
+        header_length, body = await service.helpers.ask(
+            "decode_oip", [body], header_length=header_length
+        )
     content = parse_request(body, header_length, served.inputs)
     version_number = served.version if version else None
     inference = InferRequest(

@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.core import Artifact, Progress, Target
 from pipeline.errors import DataError
-from pipeline.execution.stage_runner import Runner, Stage, StageCall, StageEvent, installed
+from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_runner import Runner, Stage, StageCall, installed
 from pipeline.execution.store import Store
 from pipeline.results.report import Step
 

@@ -20,7 +20,8 @@ from pipeline.core import Engine, Note, Precision, Progress, silent
 from pipeline.errors import InternalError, ModelError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.durations import History
-from pipeline.execution.stage_runner import Run, Runner, StageEvent
+from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import MANIFEST, Store
 from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
 from pipeline.plan.source import source_from_config
@@ -28,8 +29,11 @@ from pipeline.report.files import load_report
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report
 from pipeline.stages.benchmark import benchmark
 from service.jobs.messages import (
+    FROM_CHILD,
+    FROM_SERVER,
     Finished,
     FromChild,
+    FromServer,
     Granted,
     HostIdentity,
     Returned,
@@ -37,8 +41,6 @@ from service.jobs.messages import (
     Stage,
     Start,
     Wants,
-    from_child,
-    line_of,
 )
 from service.jobs.publish import take_over
 from service.jobs.queue import WORKER
@@ -56,6 +58,7 @@ from service.jobs.worker import (
     seed,
 )
 from service.jobs.worker_client import Child, environment_for
+from service.sandbox.framing import decode, frame, read_frame
 from service.storage.layout import PLAN, Folders, Work
 from tests.builders.report import benchmark as figures
 from tests.builders.report import sample_report
@@ -66,17 +69,21 @@ class Peer:
     """The server's end of the socket."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.end, self.lines = end, end.makefile("rb")
+        self.end, self.frames = end, end.makefile("rb")
+
+    def sends(self, *messages: FromServer) -> None:
+        for message in messages:
+            self.end.sendall(b"".join(frame(FROM_SERVER.dump_json(message))))
 
     def hears(self, count: int) -> list[FromChild]:
-        return [from_child(self.lines.readline()) for _ in range(count)]
+        return [decode(FROM_CHILD, read_frame(self.frames)[0]) for _ in range(count)]
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Server, Peer]]:
     ours, theirs = socket.socketpair()
     peer = Peer(ours)
-    with ours, theirs, peer.lines, theirs.makefile("rwb") as stream:
+    with ours, theirs, peer.frames, theirs.makefile("rwb") as stream:
         yield Server(stream), peer
 
 
@@ -99,7 +106,7 @@ def test_only_the_benchmark_asks_for_the_device_and_gives_it_back(
     server, peer = pair
     run = measuring(bench_stage, server, tmp_path / "contended")
     assert run(other_stage, name="build") == "built"
-    peer.end.sendall(line_of(Granted(contended=before)) + line_of(Returned(contended=after)))
+    peer.sends(Granted(contended=before), Returned(contended=after))
     assert run(bench_stage, name="benchmark") == "measured"
     assert peer.hears(2) == [Wants(), Returns()]
     assert (tmp_path / "contended").exists() == (before or after)
@@ -109,16 +116,14 @@ def test_a_benchmark_that_fails_gives_the_device_back_and_a_server_that_is_gone_
     pair: tuple[Server, Peer], tmp_path: Path
 ) -> None:
     server, peer = pair
-    peer.end.sendall(line_of(Granted()) + line_of(Returned()))
+    peer.sends(Granted(), Returned())
     with pytest.raises(InternalError, match="broken"):
         measuring(broken_stage, server, tmp_path / "contended")(broken_stage, name="benchmark")
     assert peer.hears(2) == [Wants(), Returns()]
-    peer.end.sendall(
-        line_of(Start.model_validate({"plan": "/p", "work": "/w", "shared": "/s", "command": "c"}))
-    )
+    peer.sends(Start(plan=Path("/p"), work=Path("/w"), shared=Path("/s"), command="c"))
     with pytest.raises(InternalError, match="answered start"):
         server.lease()
-    peer.end.sendall(line_of(Granted()))
+    peer.sends(Granted())
     with pytest.raises(InternalError, match="answered granted"):
         server.give_back()
     peer.end.shutdown(socket.SHUT_WR)
@@ -129,10 +134,10 @@ def test_a_benchmark_that_fails_gives_the_device_back_and_a_server_that_is_gone_
 def test_progress_is_told_seldom(pair: tuple[Server, Peer]) -> None:
     server, peer = pair
     for number in range(1000):
-        server.emit(StageEvent("build", "", "progress", number / 1000))
-    server.emit(StageEvent("build", "", "finished", seconds=2.0))
+        server.emit(StageEvent("build", "", number / 1000, state="progress"))
+    server.emit(StageEvent("build", "", seconds=2.0, state="finished"))
     heard = []
-    while not heard or heard[-1].state != "finished":
+    while not heard or heard[-1].event.state != "finished":
         (message,) = peer.hears(1)
         assert isinstance(message, Stage)
         heard.append(message)
