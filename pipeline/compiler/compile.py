@@ -90,7 +90,11 @@ SIMPLIFY = Stage(
 BASELINE = Stage("baseline", 4, pytorch_.DISTRIBUTIONS)
 COMPILE = Stage("torch.compile", 2, pytorch_.DISTRIBUTIONS)
 BENCHMARK = Stage(
-    "benchmark", 6, writes_files=False, is_cacheable=lambda found: not found.provisional
+    "benchmark",
+    6,
+    writes_files=False,
+    needs_quiet_device=True,
+    is_cacheable=lambda found: not found.provisional,
 )
 STAGES = (EXPORT, SIMPLIFY, BASELINE, COMPILE, BENCHMARK)
 

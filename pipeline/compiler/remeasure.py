@@ -15,8 +15,9 @@ from pipeline.benchmark.batch_sweep import Sweep, batch_symbol, sweep_of, sweep_
 from pipeline.benchmark.cpu_peaks import with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidates import reference_outputs
+from pipeline.compiler.candidates import VALIDATE, reference_outputs
 from pipeline.compiler.compile import (
+    BENCHMARK,
     build_baselines,
     build_reference,
     built_to_keep,
@@ -83,9 +84,7 @@ def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -
         batch_rows(context),
     )
     check_if_sealed(engine)  # again: the reference may have taken minutes
-    validation: ValidationReport = runner.anew(
-        "validate", engine.recipe.label, validate, *arguments
-    )
+    validation: ValidationReport = runner.anew(VALIDATE, engine.recipe.label, validate, *arguments)
     return validation
 
 
@@ -178,7 +177,7 @@ def _measured(
     entries.append(RaceEntry(engines[-1], last))
     check_if_sealed(engines[-1])  # again: earlier steps may have taken minutes
     run: Benchmarks = runner.anew(
-        "benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None
+        BENCHMARK, engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None
     )
     for result in run.results:
         if isinstance(result, BenchmarkFailure):
