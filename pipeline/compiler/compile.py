@@ -41,6 +41,7 @@ from pipeline.compiler.decision import (
     is_slower_or_equal,
     ratio_missing,
     ratio_of,
+    why_undelivered,
 )
 from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
 from pipeline.errors import (
@@ -545,9 +546,7 @@ def write_up(
         measured.candidates,
         choose(measured.candidates),
         validation,
-        Baseline(
-            measured.run.baseline, measured.call, kept is not None and kept.engine is not None
-        ),
+        Baseline(measured.run.baseline, measured.call, why_undelivered(kept)),
     )
     winner = decision.winner
     winner_label = winner.label if winner else None

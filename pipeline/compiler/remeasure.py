@@ -27,7 +27,7 @@ from pipeline.compiler.compile import (
     export_model,
 )
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
-from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of
+from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of, why_undelivered
 from pipeline.core import Engine, Note, OnnxModel
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner
@@ -259,8 +259,7 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
     winner = winner.model_copy(update={"engine": engine, "benchmark": last})
     baselines = sorted(reports[:-1], key=lambda benchmark: benchmark.label != run.baseline)
     kept = remeasured.kept
-    kept_engine = kept.engine if kept else None
-    baseline = Baseline(run.baseline, remeasured.call, kept_engine is not None)
+    baseline = Baseline(run.baseline, remeasured.call, why_undelivered(kept))
     decision = decide([winner], winner, report.validation, baseline)
     verdict: dict[str, object] = {
         "candidates": (
@@ -272,7 +271,7 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
         "winner": run.baseline if decision.verdict == "keep" else winner.label,
         "ratio": ratio_of(winner),
         "ratio_missing": ratio_missing(winner),
-        "delivered": delivered_engine(decision, kept_engine),
+        "delivered": delivered_engine(decision, kept.engine if kept else None),
         "verdict": decision.verdict,
         "reasons": decision.reasons,
         "next_steps": decision.next_steps,
