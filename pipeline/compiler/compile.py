@@ -30,6 +30,7 @@ from pipeline.compiler.decision import (
     is_slower_or_equal,
     ratio_missing,
     ratio_of,
+    why_undelivered,
 )
 from pipeline.compiler.further_candidates import Prepared, ablate, rescue
 from pipeline.compiler.host_recipes import check_candidates, recipes_of
@@ -83,7 +84,11 @@ SIMPLIFY = Stage(
 BASELINE = Stage("baseline", 4, pytorch_.DISTRIBUTIONS)
 COMPILE = Stage("torch.compile", 2, pytorch_.DISTRIBUTIONS)
 BENCHMARK = Stage(
-    "benchmark", 6, writes_files=False, is_cacheable=lambda found: not found.provisional
+    "benchmark",
+    6,
+    writes_files=False,
+    needs_quiet_device=True,
+    is_cacheable=lambda found: not found.provisional,
 )
 STAGES = (EXPORT, SIMPLIFY, BASELINE, COMPILE, BENCHMARK)
 
@@ -536,9 +541,7 @@ def write_up(
         measured.candidates,
         choose(measured.candidates),
         validation,
-        Baseline(
-            measured.run.baseline, measured.call, kept is not None and kept.engine is not None
-        ),
+        Baseline(measured.run.baseline, measured.call, why_undelivered(kept)),
     )
     winner = decision.winner
     winner_label = winner.label if winner else None

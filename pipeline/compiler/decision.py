@@ -57,6 +57,9 @@ SEVEN_BITS = (
 
 MEASURE_AGAIN = "measure again on an idle host: `crucible bench DIR --set benchmark.budget_s=120`"
 NO_BASELINE = "the baseline could not be measured"
+DELIVER_BASELINE = (
+    "keep your present deployment, or change what stopped the baseline and compile again"
+)
 OTHER_CANDIDATES = (
     "for a faster engine give other candidates, or other shapes under `benchmark.sizes`"
 )
@@ -80,7 +83,7 @@ class Baseline:
 
     label: str = "the baseline"
     call: str = ""  # Python call of a PyTorch module that is as fast; empty for any other model
-    is_delivered: bool = True  # with `keep`: whether it is delivered as an engine
+    undelivered: str = ""  # with `keep`: why it is not delivered as an engine; empty if it is
 
 
 def first_row(candidate: Candidate) -> LatencyRow | None:
@@ -210,7 +213,8 @@ def decide(
             "rejected", None, _why_none(candidates), _after_none(candidates, miss), miss
         )
     if is_slower_or_equal(winner):
-        return Decision("keep", winner, _why_kept(winner, baseline), (OTHER_CANDIDATES,))
+        steps = (DELIVER_BASELINE,) if baseline.undelivered else ()
+        return Decision("keep", winner, _why_kept(winner, baseline), (*steps, OTHER_CANDIDATES))
     if validation is not None and not validation.passed:
         reasons = tuple(f"validation: {failure}" for failure in validation.failures)
         return Decision(
@@ -267,13 +271,20 @@ def _why_kept(best: Candidate, baseline: Baseline) -> tuple[str, ...]:
     ]
     if baseline.call:
         reasons.append(f"{baseline.label} is the call `{baseline.call}`")
-    if baseline.is_delivered:
-        reasons.append("the baseline is delivered as an engine")
-    else:
+    if baseline.undelivered:
         reasons.append(
-            "the baseline could not be delivered as an engine: keep your present deployment"
+            f"the baseline could not be delivered as an engine, because {baseline.undelivered}"
         )
+    else:
+        reasons.append("the baseline is delivered as an engine")
     return tuple(reasons)
+
+
+def why_undelivered(kept: Candidate | None) -> str:
+    """Return why a baseline cannot be delivered; empty if it can. `kept`: its deliverable form."""
+    if kept is None:
+        return "no engine was built from it"
+    return "" if kept.engine else f"{kept.title} {kept.state}: {kept.reason}"
 
 
 def _why_right(winner: Candidate, validation: ValidationReport | None) -> tuple[str, ...]:

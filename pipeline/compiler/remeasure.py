@@ -15,8 +15,9 @@ from pipeline.benchmark.batch_sweep import Sweep, batch_symbol, sweep_of, sweep_
 from pipeline.benchmark.cpu_peaks import with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidate_stages import reference_outputs
+from pipeline.compiler.candidate_stages import VALIDATE, reference_outputs
 from pipeline.compiler.compile import (
+    BENCHMARK,
     build_baselines,
     build_reference,
     built_to_keep,
@@ -26,7 +27,7 @@ from pipeline.compiler.compile import (
     export_model,
 )
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
-from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of
+from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of, why_undelivered
 from pipeline.core import Engine, Note, NoteCode, OnnxModel
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner
@@ -89,9 +90,7 @@ def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -
         batch_rows(context),
     )
     check_if_sealed(engine)  # again: the reference may have taken minutes
-    validation: ValidationReport = runner.anew(
-        "validate", engine.recipe.label, validate, *arguments
-    )
+    validation: ValidationReport = runner.anew(VALIDATE, engine.recipe.label, validate, *arguments)
     return validation
 
 
@@ -190,7 +189,7 @@ def _measured(
     entries.append(RaceEntry(engines[-1], last))
     check_if_sealed(engines[-1])  # again: earlier steps may have taken minutes
     run: Benchmarks = runner.anew(
-        "benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None
+        BENCHMARK, engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None
     )
     for result in run.results:
         if isinstance(result, BenchmarkFailure):
@@ -272,8 +271,7 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
     winner = winner.model_copy(update={"engine": engine, "benchmark": last})
     baselines = sorted(reports[:-1], key=lambda benchmark: benchmark.label != run.baseline)
     kept = remeasured.kept
-    kept_engine = kept.engine if kept else None
-    baseline = Baseline(run.baseline, remeasured.call, kept_engine is not None)
+    baseline = Baseline(run.baseline, remeasured.call, why_undelivered(kept))
     decision = decide([winner], winner, report.validation, baseline)
     verdict: dict[str, object] = {
         "candidates": (
@@ -285,7 +283,7 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
         "winner": run.baseline if decision.verdict == "keep" else winner.label,
         "ratio": ratio_of(winner),
         "ratio_missing": ratio_missing(winner),
-        "delivered": delivered_engine(decision, kept_engine),
+        "delivered": delivered_engine(decision, kept.engine if kept else None),
         "verdict": decision.verdict,
         "reasons": decision.reasons,
         "next_steps": decision.next_steps,

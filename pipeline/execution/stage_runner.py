@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import importlib.metadata
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,7 @@ class Stage:
     version: int  # raised when a change of the code changes the result
     tools: tuple[str, ...] = ()  # distributions whose versions are part of the key
     writes_files: bool = True  # the function takes `out`, the folder for its files
+    needs_quiet_device: bool = False  # it measures: other work on the device would falsify it
     # False if a transient failure spoiled the value: the next run makes it again
     is_cacheable: Callable[[Any], bool] = lambda value: True
 
@@ -86,6 +88,8 @@ class Runner:
     store: Store
     emit: Emit = lambda event: None
     run: Run = call_in_child
+    # entered for the time in which a stage that needs a quiet device runs
+    quiet_device: Callable[[], AbstractContextManager[None]] = nullcontext
     steps: list[Step] = field(default_factory=list)
     plan: str = ""  # name of the plan, for estimates from its own past runs
     workers: int = 1  # stages that may run in parallel, each in a child
@@ -121,13 +125,14 @@ class Runner:
             arguments = [*call.work.args]
             if stage.writes_files:
                 arguments.append(out)
-            value: A = self.run(
-                call.work.func,
-                *arguments,
-                name=subject or stage.name,
-                log=log,
-                progress=self._progress(stage.name, subject, estimate_s),
-            )
+            with self._device(stage):
+                value: A = self.run(
+                    call.work.func,
+                    *arguments,
+                    name=subject or stage.name,
+                    log=log,
+                    progress=self._progress(stage.name, subject, estimate_s),
+                )
             return value
 
         try:
@@ -153,27 +158,29 @@ class Runner:
         return stored.value
 
     def anew(
-        self, stage: str, subject: str, function: Callable[..., Any], *arguments: object
+        self, stage: Stage, subject: str, function: Callable[..., Any], *arguments: object
     ) -> Any:
         """Run `function(*arguments, progress)` in a child process without caching.
 
-        The call is reported as a stage.
+        The call is reported as this stage.
         """
+        name = stage.name
 
         def emit(state: Any, **details: Any) -> None:
-            self.emit(StageEvent(stage, subject, state=state, **details))
+            self.emit(StageEvent(name, subject, state=state, **details))
 
-        emit("started", estimate_s=self.history.estimate(stage, subject, self.plan))
+        emit("started", estimate_s=self.history.estimate(name, subject, self.plan))
         begin, created = monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         try:
-            value = self.run(
-                function, *arguments, name=stage, progress=self.progress(stage, subject)
-            )
+            with self._device(stage):
+                value = self.run(
+                    function, *arguments, name=name, progress=self.progress(name, subject)
+                )
         except BaseException as error:
             emit("failed", text=_first_line(error))
             raise
         step = Step(
-            stage=stage,
+            stage=name,
             subject=subject,
             seconds=monotonic() - begin,
             reused=False,
@@ -181,9 +188,12 @@ class Runner:
             digest="",
         )
         self.steps.append(step)
-        self.history.add(stage, subject, step.seconds, self.plan)
+        self.history.add(name, subject, step.seconds, self.plan)
         emit("finished", seconds=step.seconds)
         return value
+
+    def _device(self, stage: Stage) -> AbstractContextManager[None]:
+        return self.quiet_device() if stage.needs_quiet_device else nullcontext()
 
     @property
     def history(self) -> History:

@@ -14,18 +14,19 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from io import BufferedRWPair
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline import distribution
 from pipeline.core import Note, NoteCode, Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError
-from pipeline.execution.child_process import call_in_child
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.execution.stage_event import StageEvent
-from pipeline.execution.stage_runner import Run, Runner, installed
+from pipeline.execution.stage_runner import Runner, installed
 from pipeline.execution.store import Store
 from service.jobs.messages import (
     FROM_CHILD,
@@ -115,7 +116,6 @@ def run_job(start: Start, server: Server) -> None:
     """
     from pipeline.compiler.compile import compile_plan, publish_report
     from pipeline.plan.schema import Plan
-    from pipeline.stages.benchmark import benchmark
 
     work = Work(start.work)
     seed(start.shared, work.home)
@@ -126,9 +126,8 @@ def run_job(start: Start, server: Server) -> None:
         on_wait=lambda text: server.emit(StageEvent("store", text=text, state="waiting")),
         shared=start.shared,
     )
-    runner = Runner(
-        store, server.emit, measuring(benchmark, server, _mark(work.home)), plan=plan.name
-    )
+    measuring = partial(quiet_device, server, _mark(work.home))
+    runner = Runner(store, server.emit, quiet_device=measuring, plan=plan.name)
     command, compiled = start.command, start.compiled
     report = (
         compile_plan(plan, runner, command)
@@ -154,29 +153,16 @@ def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> R
     return report if notes == old.notes else doubted(report, CHOSEN_CONTENDED)
 
 
-def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> Run:
-    """Return a stage runner that leases the device before `benchmark`. It creates the file `mark`
-    if engines served there. Other stages run as usual.
-    """
-
-    def run(
-        function: Callable[..., Any],
-        *arguments: object,
-        name: str,
-        log: Path | None = None,
-        progress: Progress = silent,
-    ) -> Any:
-        if function is not benchmark:
-            return call_in_child(function, *arguments, name=name, log=log, progress=progress)
-        if server.lease().contended:
+@contextmanager
+def quiet_device(server: Server, mark: Path) -> Iterator[None]:
+    """Lease the device for a measurement. Creates the file `mark` if engines served there."""
+    if server.lease().contended:
+        mark.touch()
+    try:
+        yield
+    finally:
+        if server.give_back().contended:
             mark.touch()
-        try:
-            return call_in_child(function, *arguments, name=name, log=log, progress=progress)
-        finally:
-            if server.give_back().contended:
-                mark.touch()
-
-    return run
 
 
 def doubted(report: Report, doubt: Note) -> Report:

@@ -53,7 +53,7 @@ def paths_in(text: str) -> list[str]:
 
 
 def files_in(text: str) -> list[str]:
-    """`core.py`, `routers/fast.py`: the end of a path."""
+    """`core.py`, `routers/oip.py`: the end of a path."""
     return FILE.findall(text)
 
 
@@ -162,7 +162,7 @@ def test_every_name_is_one_that_exists(kind: str) -> None:
         ("path", "the folder `{}`", "service/http/routers/", "service/rpc"),
         ("path", ".venv/bin/python {}", "benchmarks/NAME.py", "benchmarks/gpu_/NAME.py"),
         ("file", "`{}` reads those words", "exit_causes.py", "faults.py"),
-        ("file", "`{}` finds them", "routers/fast.py", "routers/slow.py"),
+        ("file", "`{}` finds them", "routers/oip.py", "routers/slow.py"),
         ("file", "see {}: why", "markdown.py", "arkdown.py"),
     ],
 )

@@ -339,15 +339,17 @@ def _loaded_once(engine: Engine, progress: Progress) -> Engine:
 
 
 def cold_start_s(engine: Engine) -> float:
-    """Return the seconds of a new process until its first output, with only the engine's files."""
+    """Return the seconds of a new process until its first output, with only the engine's files.
+
+    Its temporary folder is its own: a package that crashes leaves its extracted files there.
+    """
     started = monotonic()
     with tempfile.TemporaryDirectory(prefix="crucible-cold-") as empty:
-        nothing = {CACHE_DIR: empty}
         with Child(
             first_answer,
             engine,
             name="cold start",
-            env=nothing,
+            env={CACHE_DIR: empty, "TMPDIR": empty},
             conversation=False,
         ) as child:
             child.result()

@@ -220,11 +220,13 @@ def folded_bias(view: View, node: onnx.NodeProto) -> Scale | None:
     if node.op_type != "Conv" or not view.quantised(node):
         return None
     chain = norms_behind(view, node)
-    if not any(norm.op_type == "BatchNormalization" for norm in chain):
+    norm = next((norm for norm in chain if norm.op_type == "BatchNormalization"), None)
+    if norm is None:
         return None
     bias_name = node.input[2] if len(node.input) > 2 else ""
     if not bias_name:
-        bias = np.zeros(view.dims(view.weights[node.input[1]])[0])
+        gamma = view.value(norm.input[1])
+        bias = np.zeros(gamma.shape)
     elif bias_name in view.constants:
         bias = view.value(bias_name)
     else:

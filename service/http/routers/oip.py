@@ -31,10 +31,17 @@ from service.http.routers.inference_io import (
     respond,
     whole_number,
 )
+from service.http.routers.inference_route import InferenceRoute
 from service.inference import InferAnswer, InferRequest, Served
 from service.offload.pool import HELP_FROM_BYTES
 
-router = APIRouter(prefix="/v2", tags=["Open Inference Protocol"], responses=REFUSALS)
+_ROUTER: dict[str, Any] = {
+    "prefix": "/v2",
+    "tags": ["Open Inference Protocol"],
+    "responses": REFUSALS,
+}
+router = APIRouter(**_ROUTER)
+infer_router = APIRouter(**_ROUTER, route_class=InferenceRoute)
 
 _TENSOR = {
     "type": "object",
@@ -210,17 +217,12 @@ async def unload(
     return {}
 
 
-@router.post("/models/{name}/infer", **_INFER)
-@router.post("/models/{name}/versions/{version}/infer", **_INFER)
+@infer_router.post("/models/{name}/infer", **_INFER)
+@infer_router.post("/models/{name}/versions/{version}/infer", **_INFER)
 async def infer(name: str, request: Request, version: str = "") -> Response:
     """Run inference on this model. No Content-Type is needed; Inference-Header-Content-Length
     counts bytes of the body before compression.
     """
-    return await answer(request, name, version)
-
-
-async def answer(request: Request, name: str, version: str) -> Response:
-    """Run inference for a matched route. `version` empty: the current version."""
     caller, service = caller_of(request), service_of(request)
     caller.require("infer")
     served = _find(service, caller, name, version)

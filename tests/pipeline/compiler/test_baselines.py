@@ -232,7 +232,7 @@ def test_where_it_cannot_be_delivered_the_report_says_why(tmp_path: Path) -> Non
     pytest.importorskip("torch")
     report = kept(pytorch_task(tmp_path, forward="x * float(torch.tensor(2.0).numpy())"))
     assert (report.verdict, report.delivered) == ("keep", None)
-    assert "could not be delivered as an engine" in report.reasons[-1]
+    assert "because torch exported fp32 failed: torch.export cannot" in report.reasons[-1]
     program = report.candidates[-1]
     assert (program.label, program.state) == ("torch exported fp32", "failed")
     assert "torch.export cannot capture this model" in program.reason

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from pipeline.compiler.decision import (
+    DELIVER_BASELINE,
     FIX_CALIBRATION,
     FIX_LABELS,
     KEEP_WORST,
@@ -195,18 +196,21 @@ def test_a_winner_that_is_slower_than_the_baseline_is_none() -> None:
     assert "a, is slower: 0.66 times as fast (95 % 0.52 to 0.85)" in decision.reasons[1]
 
 
-@pytest.mark.parametrize("is_delivered", [True, False])
-def test_what_is_kept_is_named_as_it_is_called_and_whether_it_is_delivered(
-    is_delivered: bool,
+@pytest.mark.parametrize("undelivered", ["", "torch exported fp16 failed: it was not exported"])
+def test_what_is_kept_is_named_as_it_is_called_and_why_it_is_not_delivered(
+    undelivered: str,
 ) -> None:
     slower = candidate("a", 0.66).model_copy(
         update={"benchmark": BenchmarkReport(label="a", rows=(row(0.66, 0.52, 0.85),))},
     )
-    baseline = Baseline("pytorch compile fp16", "torch.compile(module.half())", is_delivered)
-    reasons = decide([slower], slower, None, baseline).reasons
-    assert "pytorch compile fp16 is the call `torch.compile(module.half())`" in reasons
-    assert any("is delivered as an engine" in reason for reason in reasons) is is_delivered
-    assert any("could not be delivered" in reason for reason in reasons) is not is_delivered
+    baseline = Baseline("pytorch compile fp16", "torch.compile(module.half())", undelivered)
+    decision = decide([slower], slower, None, baseline)
+    assert "pytorch compile fp16 is the call `torch.compile(module.half())`" in decision.reasons
+    failure = f"the baseline could not be delivered as an engine, because {undelivered}"
+    assert decision.reasons[-1] == (
+        failure if undelivered else "the baseline is delivered as an engine"
+    )
+    assert (DELIVER_BASELINE in decision.next_steps) is bool(undelivered)
 
 
 def test_where_the_host_cannot_tell_the_verdict_is_unproven_with_the_reason() -> None:

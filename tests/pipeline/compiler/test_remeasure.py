@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.cli.terminal import console, print_latency
 from pipeline.compiler.compile import compile_plan
+from pipeline.compiler.decision import DELIVER_BASELINE, OTHER_CANDIDATES
 from pipeline.compiler.remeasure import REMEASURED, Remeasured, benchmark_again, with_figures
 from pipeline.core import Precision, Recipe
 from pipeline.execution.stage_runner import Runner
@@ -93,7 +94,11 @@ def test_a_baseline_that_cannot_be_delivered_says_why() -> None:
     lost = Candidate(label="torch", recipe=recipe, state="failed", reason="it was not exported")
     report = renewed(sample_report(), 16.0, lost)
     assert (report.verdict, report.delivered, report.candidates[-1]) == ("keep", None, lost)
-    assert any("could not be delivered" in reason for reason in report.reasons)
+    assert report.reasons[-1] == (
+        "the baseline could not be delivered as an engine, because torch failed: it was not"
+        " exported"
+    )
+    assert report.next_steps == (DELIVER_BASELINE, OTHER_CANDIDATES)
 
 
 def test_a_baseline_that_was_kept_is_measured_again_as_what_it_is() -> None:

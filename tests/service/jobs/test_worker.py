@@ -53,8 +53,8 @@ from service.jobs.worker import (
     doubted,
     forget_contended,
     measure_again,
-    measuring,
     probe_host,
+    quiet_device,
     seed,
 )
 from service.jobs.worker_client import Child, environment_for
@@ -87,28 +87,15 @@ def pair() -> Iterator[tuple[Server, Peer]]:
         yield Server(stream), peer
 
 
-def bench_stage(progress: Progress) -> str:
-    return "measured"
-
-
-def other_stage(progress: Progress) -> str:
-    return "built"
-
-
-def broken_stage(progress: Progress) -> str:
-    raise InternalError("broken")
-
-
 @pytest.mark.parametrize(("before", "after"), [(False, False), (True, False), (False, True)])
-def test_only_the_benchmark_asks_for_the_device_and_gives_it_back(
+def test_a_measurement_asks_for_the_device_and_gives_it_back(
     pair: tuple[Server, Peer], tmp_path: Path, before: bool, after: bool
 ) -> None:
     server, peer = pair
-    run = measuring(bench_stage, server, tmp_path / "contended")
-    assert run(other_stage, name="build") == "built"
     peer.sends(Granted(contended=before), Returned(contended=after))
-    assert run(bench_stage, name="benchmark") == "measured"
-    assert peer.hears(2) == [Wants(), Returns()]
+    with quiet_device(server, tmp_path / "contended"):
+        assert peer.hears(1) == [Wants()]
+    assert peer.hears(1) == [Returns()]
     assert (tmp_path / "contended").exists() == (before or after)
 
 
@@ -117,8 +104,11 @@ def test_a_benchmark_that_fails_gives_the_device_back_and_a_server_that_is_gone_
 ) -> None:
     server, peer = pair
     peer.sends(Granted(), Returned())
-    with pytest.raises(InternalError, match="broken"):
-        measuring(broken_stage, server, tmp_path / "contended")(broken_stage, name="benchmark")
+    with (
+        pytest.raises(InternalError, match="broken"),
+        quiet_device(server, tmp_path / "contended"),
+    ):
+        raise InternalError("broken")
     assert peer.hears(2) == [Wants(), Returns()]
     peer.sends(Start(plan=Path("/p"), work=Path("/w"), shared=Path("/s"), command="c"))
     with pytest.raises(InternalError, match="answered start"):
