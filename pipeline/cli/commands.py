@@ -204,7 +204,7 @@ def _bench(
         renewed = None
         if completes:
             renewed = renewed_report(compiled, remeasured, runner.steps, command_line())
-    run = remeasured.found
+    run = remeasured.benchmarks
     measured = [result for result in run.results if isinstance(result, BenchmarkReport)]
     summaries = [summary_of(measured[-1].label, row, engine.profiles) for row in measured[-1].rows]
     if not as_json:

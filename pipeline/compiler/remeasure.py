@@ -99,10 +99,10 @@ class Remeasured:
     """New latencies of a delivered engine and its baselines. The engine's result is the last."""
 
     engine: Engine
-    found: Benchmarks
+    benchmarks: Benchmarks
     # if the engine is no faster: the baseline in its deliverable form, or the reason of its failure
     kept: Candidate | None
-    call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
+    call: str = ""  # how the user calls the fastest baseline, if that is a PyTorch module
 
 
 def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
@@ -151,7 +151,7 @@ def _fit_baselines(report: Report, baselines: Sequence[Engine]) -> Sequence[Engi
 
 
 def _is_slower_or_equal(last: BenchmarkReport | BenchmarkFailure) -> bool:
-    """Return whether the engine was compared with the baselines and is not measurably faster."""
+    """Return True if the engine was compared with the baselines and is not measurably faster."""
     ratio = last.rows[0].ratio if isinstance(last, BenchmarkReport) else None
     return ratio is not None and ratio.low <= 1.0
 
@@ -238,7 +238,7 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
     Accuracy stays as the compile measured it. Verdict, ratios and winner follow from the new
     latencies, and the ratios of the ablation are dropped. `steps`: the stages that ran for it.
     """
-    run, engine = remeasured.found, remeasured.engine
+    run, engine = remeasured.benchmarks, remeasured.engine
     reports = [result for result in run.results if isinstance(result, BenchmarkReport)]
     last = reports[-1]
     new_digests = {step.digest for step in steps}

@@ -1,5 +1,7 @@
 """A report as one self-contained HTML file: no script, no network, figures inline.
 
+The content of its tables is in the `*_sections.py`.
+
 Names in a model and texts in a report are untrusted. The template escapes everything except the
 figures, which matplotlib escapes. The content security policy of the page forbids scripts and
 loading.

@@ -80,9 +80,9 @@ def example_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...])
     for symbol in dict.fromkeys(symbol for spec in inputs for symbol in spec.symbols):
         ranges = [profile.dims[symbol] for profile in profiles]
         named = sorted({size for dim in ranges for size in (dim.min, dim.opt, dim.max)})
-        wanted = itertools.chain(named, range(named[0], named[-1] + 1), [2], itertools.count(3))
+        choices = itertools.chain(named, range(named[0], named[-1] + 1), [2], itertools.count(3))
         sizes[symbol] = next(
-            size for size in wanted if size not in taken and (size > 2 or size == 2 == named[-1])
+            size for size in choices if size not in taken and (size > 2 or size == 2 == named[-1])
         )
         taken.add(sizes[symbol])
     return sizes

@@ -266,9 +266,9 @@ def capture_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...])
         ranges = [profile.dims[symbol] for profile in profiles]
         largest = max(dim.max for dim in ranges)
         usual = [*(dim.opt for dim in ranges), *(dim.max for dim in ranges)]
-        wanted = itertools.chain(usual, range(3, largest), itertools.count(2))
+        choices = itertools.chain(usual, range(3, largest), itertools.count(2))
         least = 3 if largest > 2 else 2
-        free = (size for size in wanted if size >= least and size not in taken)
+        free = (size for size in choices if size >= least and size not in taken)
         if symbol not in sizes:
             sizes[symbol] = next(free)
             taken.add(sizes[symbol])
