@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from pydantic import BaseModel
 
 from pipeline.core import Progress, Target, silent
+from pipeline.errors import ChildStopped
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.content import text_of_content
 from pipeline.execution.durations import History
@@ -33,7 +34,7 @@ class StageEvent:
 
     stage: str
     subject: str  # a candidate's label, or empty
-    state: Literal["started", "progress", "finished", "reused", "waiting", "failed"]
+    state: Literal["started", "progress", "finished", "reused", "waiting", "failed", "cancelled"]
     fraction: float | None = None
     text: str = ""
     seconds: float = 0.0  # of a finished stage
@@ -151,7 +152,7 @@ class Runner:
         try:
             stored = self.store.get(key, call.kind, make, stage.is_cacheable)
         except BaseException as error:
-            emit("failed", text=_first_line(error))
+            emit(_end_of(error), text=_first_line(error))
             raise
         if any(step.digest == stored.digest for step in self.steps):
             return stored.value
@@ -190,7 +191,7 @@ class Runner:
                     function, *arguments, name=name, progress=self.progress(name, subject)
                 )
         except BaseException as error:
-            emit("failed", text=_first_line(error))
+            emit(_end_of(error), text=_first_line(error))
             raise
         step = Step(
             stage=name,
@@ -234,6 +235,12 @@ class Runner:
             )
 
         return progress
+
+
+def _end_of(error: BaseException) -> Literal["failed", "cancelled"]:
+    """Return how a stage has ended: `cancelled` if it was only interrupted."""
+    is_failure = isinstance(error, Exception) and not isinstance(error, ChildStopped)
+    return "failed" if is_failure else "cancelled"
 
 
 def _first_line(error: BaseException) -> str:

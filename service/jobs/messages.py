@@ -30,7 +30,7 @@ MAX_S = 1e9
 
 Seconds = Annotated[float, Field(ge=0, le=MAX_S, allow_inf_nan=False)]
 Short = Annotated[str, Field(max_length=TEXT)]
-State = Literal["started", "progress", "finished", "reused", "waiting", "failed"]
+State = Literal["started", "progress", "finished", "reused", "waiting", "failed", "cancelled"]
 
 
 class BadMessage(Exception):

@@ -105,7 +105,7 @@ class Started:
 class StageSeen:
     """The child has reported the state of a stage."""
 
-    state: Literal["started", "progress", "finished", "reused", "waiting", "failed"]
+    state: Literal["started", "progress", "finished", "reused", "waiting", "failed", "cancelled"]
     progress: Progress
     seconds: float = 0.0  # of a finished stage
 
