@@ -123,6 +123,7 @@ def test_ctrl_c_in_every_stage_ends_with_130_and_leaves_what_was_finished(
         done = finish(process)
         assert done.code == 130, f"{stage}: {done.err}"
         assert "run the same command to continue" in done.err
+        assert "  failed  " not in done.err
         assert list((home / "tmp").iterdir()) == []
         finished = set((home / "artifacts").rglob(MANIFEST))
         assert before <= finished

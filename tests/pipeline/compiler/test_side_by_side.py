@@ -30,7 +30,7 @@ from pipeline.errors import (
     ModelError,
 )
 from pipeline.execution.child_process import call_in_child
-from pipeline.execution.stage_runner import Run, Runner
+from pipeline.execution.stage_runner import Emit, Run, Runner, StageEvent
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import load_plan
@@ -87,11 +87,12 @@ def prepared(
     run: Run,
     workers: int,
     recipes: tuple[Recipe, ...] = (),
+    emit: Emit = lambda event: None,
     **changes: object,
 ) -> tuple[list[Candidate], CompileContext, list[InternalError]]:
     """Every candidate of a small task, the context whose runner has the steps, and our bugs."""
     context, model, expected = opened(folder, **changes)
-    runner = Runner(Store(folder / "home"), run=run, workers=workers)
+    runner = Runner(Store(folder / "home"), emit, run=run, workers=workers)
     context = replace(context, runner=runner)
     outcomes = prepare_all(context, model, recipes or recipes_of(context)[0], expected)
     bugs = [outcome.bug for outcome in outcomes if outcome.bug]
@@ -233,8 +234,15 @@ def ended(folder: Path, end: Callable[[], None], again: bool) -> tuple[str, int,
     """What came out, how many children of the first candidate died, and how many still live."""
     (first, second, _) = (each.label for each in recipes_of(opened(folder / "labels")[0])[0])
     line = Hanging(second, end, again)
+    states: list[tuple[str, str]] = []
+
+    def emit(event: StageEvent) -> None:
+        states.append((event.subject, event.state))
+
     with pytest.raises((DiskFull, KeyboardInterrupt)) as raised:
-        prepared(folder / "task", line, workers=2)
+        prepared(folder / "task", line, workers=2, emit=emit)
+    assert (first, "cancelled") in states
+    assert (first, "failed") not in states
     return raised.type.__name__, len(line.deaths[first]), len(living_children())
 
 
