@@ -59,7 +59,7 @@ def engine_of(
     out = source / "engine"
     out.mkdir(parents=True)
     values = [
-        [helper.make_tensor_value_info(name, *given) for name, given in each.items()]
+        [helper.make_tensor_value_info(name, *shape) for name, shape in each.items()]
         for each in (inputs, outputs)
     ]
     initializers = [
@@ -147,8 +147,8 @@ async def deployed(
     """Loaded and ready; closed at the end, and then no process and no file of it is left."""
     registry = CollectorRegistry()
     figures = Figures(registry)
-    given = {"model": MODEL, "version": 1, "owner": "local", "device": "cpu"} | more
-    spec = DeploymentSpec(engine_folder=engine.root, engine=engine, batch=batch, **given)
+    fields = {"model": MODEL, "version": 1, "owner": "local", "device": "cpu"} | more
+    spec = DeploymentSpec(engine_folder=engine.root, engine=engine, batch=batch, **fields)
     work = folder / f"work-{uuid.uuid4().hex}"
     deployment = await Deployment.start(
         spec, work, figures, **({"worker": worker} if worker else {})
@@ -163,15 +163,15 @@ async def deployed(
 
 def processes_of(mark: str) -> list[int]:
     """All processes with a mark that begins so."""
-    found = []
+    processes = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = file.read_bytes().split(b"\0")
         except OSError:
             continue
-        if any(each.startswith(f"{MARK}={mark}".encode()) for each in variables):
-            found.append(int(file.parent.name))
-    return found
+        if any(variable.startswith(f"{MARK}={mark}".encode()) for variable in variables):
+            processes.append(int(file.parent.name))
+    return processes
 
 
 def play(story: Callable[[], Awaitable[None]]) -> None:
