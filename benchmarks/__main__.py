@@ -36,7 +36,7 @@ BENCHMARKS = {
     "gpu_models": "benchmarks.gpu.gpu_models",
     # several, and their pages
     "run_all": "benchmarks.run_all",
-    "pages": "benchmarks.pages.tables",
+    "pages": "benchmarks.pages.write",
 }
 """The module of each name. Its `main` takes the words behind the name."""
 

@@ -337,8 +337,8 @@ class Recipe(Frozen):
     form: ProgramForm | None = None  # torch: how the program is kept and run
     mode: CompileMode | None = None  # of torch.compile, in programs and baselines; None: its own
     provider: OrtProvider = "cpu"  # onnxruntime: which execution provider comes first
-    # of the pytorch baselines: eager, traced, compile; of a candidate that a rescue made: what it
-    # tries
+    # pytorch: eager, traced or compile; onnxruntime: whether Q/DQ are computed as written; of other
+    # recipes a word of the label, which tells recipes apart that are equal in all other fields
     variant: str = ""
 
     @property
@@ -439,12 +439,23 @@ class Artifact(Frozen):
         return self.root / self.file
 
 
+class NoteCode(StrEnum):
+    """What a note says, for notes that programs act on."""
+
+    SATURATES = "saturates"  # products of 8-bit weights can saturate on this CPU
+    GPU_SHARED = "gpu_shared"  # another process used the GPU during a build, or may have used it
+    REMEASURED = "remeasured"  # the latencies are newer than the rest of the report
+    CONTENDED = "contended"  # latency was measured while engines served on the device
+    CHOSEN_CONTENDED = "chosen_contended"  # the candidate was chosen by such latencies
+
+
 class Note(Frozen):
     """A note to the user: a fallback, a discarded step, a warning."""
 
     stage: str
     text: str
     level: Literal["info", "warning"] = "warning"
+    code: NoteCode | None = None
 
 
 class KeptNode(Frozen):

@@ -24,7 +24,7 @@ from service.http.access_log import AccessLog
 from service.http.error_responses import answer_error
 from service.http.guard import Guard
 from service.http.routers import docs, health, infer, jobs, models, oip, reports
-from service.http.routers.fast import FastInference
+from service.http.routers.inference_route import InferenceRoute, InferenceRoutes
 from service.inference import Serving
 from service.jobs.queue import WORKER
 from service.jobs.traces import JobSpans, provider_from, telemetry_of
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 ROUTERS = (
     oip.router,
+    oip.infer_router,
     infer.router,
     jobs.router,
     reports.router,
@@ -45,6 +46,8 @@ ROUTERS = (
     health.router,
     docs.router,
 )
+ROUTES = tuple(chain.from_iterable(router.routes for router in ROUTERS))
+INFERENCE = tuple(route for route in ROUTES if isinstance(route, InferenceRoute))
 ABOUT = (
     "Send a trained model, follow its compilation, read the report of speed and accuracy, and"
     " download the engine."
@@ -62,7 +65,7 @@ def create_app(
     lifespan begins.
 
     A request passes AccessLog (one log line and one set of metrics, even after an error), then
-    Guard (key, host, size), then its router, or FastInference instead.
+    Guard (key, host, size), then InferenceRoutes or its router.
     """
     metrics, folders, traces = Metrics(), Folders(settings.home), traces or provider_from(settings)
 
@@ -95,7 +98,7 @@ def create_app(
         Middleware(Guard, settings=settings, verify=verify),
     ]
     if traces is None:  # with traces, FastAPI's routing creates the spans
-        middleware.append(Middleware(FastInference, answer=answer))
+        middleware.append(Middleware(InferenceRoutes, routes=INFERENCE, answer=answer))
     app = FastAPI(
         title="Crucible",
         description=ABOUT,
@@ -123,7 +126,7 @@ def methods_at(scope: Scope) -> set[str]:
     route.
     """
     methods: set[str] = set()
-    for route in chain.from_iterable(router.routes for router in ROUTERS):
+    for route in ROUTES:
         if isinstance(route, APIRoute) and route.matches(scope)[0] is not Match.NONE:
             methods.update(route.methods or ())
     return methods

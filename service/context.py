@@ -107,7 +107,7 @@ class Service:
         self.runner = JobRunner(
             settings, self.jobs, self._leases, worker, (metrics.observe_job, spans.observe)
         )
-        self.helpers = Helpers()
+        self.helpers = Helpers(max_unpacked_bytes=settings.max_infer_bytes)
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
         self._key_reader = ThreadPoolExecutor(1, "crucible-keys")

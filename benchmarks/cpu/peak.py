@@ -19,10 +19,10 @@ from pathlib import Path
 from benchmarks.common import RESULTS, Row, argument_parser, publish
 from pipeline.benchmark.cpu_peaks import (
     busy_text,
-    keep_peaks,
     load_peaks,
     measure_copy,
     measure_peaks,
+    save_peaks,
 )
 from pipeline.core import Precision
 from pipeline.host.environment import usable_cores
@@ -92,7 +92,7 @@ def row_of(device: str, what: str, unit: str, value: float, known: float | None 
 def cpu_rows() -> Iterator[Row]:
     """Products and copies with all cores, then a copy with one."""
     found = measure_peaks()
-    keep_peaks(found)
+    save_peaks(found)
     assert load_peaks() == found
     for precision, rate in found.flops_per_s.items():
         yield row_of(found.device, f"GEMM {precision}", "GFLOP/s", rate)

@@ -13,7 +13,8 @@ from benchmarks.gpu.rows import Row
 from pipeline.compiler.compile import export_model, simplify_model
 from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import OnnxModel, Tensors, TensorSpec
-from pipeline.execution.stage_runner import Runner, StageEvent
+from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.plan.schema import Plan, home, plan_from_document

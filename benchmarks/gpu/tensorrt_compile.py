@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, ROOT, Row, argument_parser
 from pipeline.backends.tensorrt import backend as tensorrt_
-from pipeline.core import Target
+from pipeline.core import NoteCode, Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.environment import environment
 from pipeline.measurement.clock import monotonic
@@ -244,9 +244,8 @@ def row_from_candidate(candidate: Candidate, report: Report) -> Row:
     checked, engine, layers = candidate.selection, candidate.engine, candidate.layers
     metric = checked.metric if checked else None
     moving = reformats(layers) if layers else None
-    shared = any(
-        "another process used the GPU" in note.text for note in candidate.notes
-    )  # its build time would say nothing
+    # its build time would say nothing
+    shared = any(note.code is NoteCode.GPU_SHARED for note in candidate.notes)
     return {
         "candidate": candidate.label,
         "state": candidate.state,

@@ -1,5 +1,5 @@
-"""The figures of results/gpu_models.json: times of every engine of every row, and the launch queue.
-Without that file there are none.
+"""The figures of results/gpu_models.json: times of every engine of every row, and the launch
+queue.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.pages.figures import Drawing
-from benchmarks.pages.gpu_model_tables import CURVE, ENGINES, times_by_picture
+from benchmarks.pages.gpu_model_rows import CURVE, ENGINES, times_by_picture
 from pipeline.report.figures import INK, MUTED
 
 COLOURS = dict(zip(ENGINES, ("#2f6fb5", "#9db8d6", "#b8860b"), strict=True))
@@ -22,11 +22,11 @@ Bars = dict[str, dict[str, list[float]]]
 """Milliseconds end to end and of the GPU alone by row and engine, the fastest first."""
 
 
-def models_drawings(found: Mapping[str, Any]) -> tuple[Drawing, ...]:
+def models_drawings(document: Mapping[str, Any]) -> tuple[Drawing, ...]:
     """A drawing per model with a panel per row."""
     return tuple(
         Drawing(picture, bars, _draw_models, (9.2, sum(_heights(bars))))
-        for picture, bars in times_by_picture(found).items()
+        for picture, bars in times_by_picture(document).items()
     )
 
 
@@ -62,14 +62,10 @@ def _draw_models(figure: Figure, bars: Bars) -> None:
         axes.set_visible(False)
 
 
-def curve_drawing(found: Mapping[str, Any]) -> tuple[Drawing, ...]:
+def curve_drawing(document: Mapping[str, Any]) -> Drawing:
     """Time per call against the number of calls, synchronised and not."""
-    row = found.get("rows", {}).get(CURVE, {})
-    return (
-        (Drawing("launch_queue.svg", [row["entries"]["curve"], row["events_ms"]], _draw_curve),)
-        if "entries" in row
-        else ()
-    )
+    row = document["rows"][CURVE]
+    return Drawing("launch_queue.svg", [row["entries"]["curve"], row["events_ms"]], _draw_curve)
 
 
 def _draw_curve(figure: Figure, values: tuple[Sequence[Mapping[str, float]], float]) -> None:

@@ -66,7 +66,8 @@ def installed(peer: Peer, folder: Path) -> Path:
     uv = shutil.which("uv")
     if uv is None:
         raise FileNotFoundError(
-            "uv, which makes the environments of the peers, is not on the PATH: https://docs.astral.sh/uv"
+            "uv, which makes the environments of the peers, is not on the PATH:"
+            " https://docs.astral.sh/uv"
         )
     root = folder / peer.script.removesuffix("_.py")
     python, done = root / "bin" / "python", root / "installed"

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from pipeline.core import Frozen, Point, Profile, Tensors, TensorSpec
-from pipeline.data.samples import Batch, GeneratedPart, SampleSet
+from pipeline.data.batch import Batch
+from pipeline.data.generated import GeneratedPart
+from pipeline.data.samples import SampleSet
 from pipeline.onnx_graph.feeds import draw_feeds
+from pipeline.results.report import InputSource
 
 ROWS_PER_SIZE = 256  # rows of the selection set per size, which bounds the cost of each size
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -38,7 +40,7 @@ class GatePoint(Frozen):
     profile: int  # index of the profile
     sizes: Sizes  # of all symbols; samples: only of the batch symbol, the samples have the others
     values: Values = Field(default_factory=dict)  # generated: for inputs that decide a shape
-    inputs: Literal["samples", "generated"]
+    inputs: InputSource
     rows: int = 0  # samples: in each batch; 0: as the set itself cuts them
     parts: tuple[int, ...] = ()  # samples: the files of the set that this profile holds
 

@@ -15,12 +15,6 @@ from pipeline.errors import DataError
 Array = NDArray[np.generic]
 Floats = NDArray[np.float64]
 
-AT_CHANCE = "the reference itself scores at chance"
-NOT_COVERED = "the calibration set's ranges do not fit the selection set"
-"""Openings of two reasons that lie in the data, not in the engine. `decide` has its own advice for
-them.
-"""
-
 Z_95 = 1.959964  # standard deviations that contain 95 % of a normal distribution
 # for identical outputs, which have no noise: JSON has no infinity; float32 reaches about 150 dB
 SNR_LIMIT_DB = 200.0

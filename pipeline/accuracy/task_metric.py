@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.accuracy.metrics import (
-    AT_CHANCE,
     Array,
     Floats,
     cosine_per_sample,
@@ -197,22 +196,11 @@ class TaskMetric:
         if labels is not None:
             self.labels.append(labels)
 
-    def result(self) -> tuple[MetricResult | None, list[str]]:
-        """Return the metric and its failures. The metric is None if a score is NaN.
-
-        PlanError or DataError if the metric scores the reference's outputs no better than the same
-        outputs shuffled across samples.
-        """
-        result, failures = self.compared()
-        if result is None:
-            return None, failures
-        return result, [*self._chance(), *failures]
-
     def compared(self, certain: bool = False) -> tuple[MetricResult | None, list[str]]:
-        """Return the metric and the failures of its drop.
+        """Return the metric and the failures of its drop. The metric is None if a score is NaN.
 
         `certain`: a drop fails only if its whole interval exceeds the limit. Use it for a part of a
-        set. There is no check that the reference scores above chance.
+        set.
         """
         self.certain = certain
         if self.function is None:
@@ -284,24 +272,26 @@ class TaskMetric:
             raise DataError(message, "correct the metric or the labels")
         return self._verdict(float(before.mean()), float(after.mean()), _paired_drop(before, after))
 
-    def _chance(self) -> list[str]:
+    def chance(self) -> str:
         """Return a failure if the reference scores no better than its outputs when shuffled.
 
         PlanError or DataError if the metric cannot tell right answers from wrong ones.
         """
         outputs = np.stack(self.drawn.outputs)
         if len(outputs) < MIN_SHUFFLED:
-            return []
+            return ""
         labels = np.stack(self.drawn.labels) if self.drawn.labels else None
         test = self._shuffle_test(outputs, labels)
         if test.is_above_chance:
-            return []
+            return ""
         figures = (
             f"{self.name} {test.score:.4f}, and up to {test.best_shuffled:.4f} with its outputs"
             " shuffled across the samples"
         )
         if test.notices_order and labels is not None:
-            return [f"{AT_CHANCE}: {figures}; a drop from there says nothing"]
+            return (
+                f"the reference itself scores at chance: {figures}; a drop from there says nothing"
+            )
         message = (
             f"metric '{self.name}' cannot tell right answers from wrong ones: the reference scores"
             f" {figures}"

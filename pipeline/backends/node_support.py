@@ -17,13 +17,16 @@ from pipeline.core import OnnxModel, Refusal
 from pipeline.onnx_graph.files import SMALL_BYTES, read_proto
 from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, bytes_of_tensor, graphs_of, operator_of
 
-TryModel = Callable[[bytes], str]
-"""Tries a serialised model with a library. Returns its error message, empty if it accepts."""
+TryModel = Callable[[str | bytes], str]
+"""Tries a model file or a serialised model with a library.
+
+Returns the library's error message, empty if it accepts the model.
+"""
 
 UNKNOWN_OPERATOR = ("is not a registered function/op", "No conversion rule found")
 """Parts of the messages of ONNX Runtime and OpenVINO for an operator that they do not know.
 
-They do not depend on the operator's inputs.
+They do not depend on the operator's inputs. Both libraries give no code, only a text.
 """
 
 REMEDY = (
@@ -33,6 +36,25 @@ REMEDY = (
 
 
 def refused_nodes(model: OnnxModel, try_model: TryModel) -> tuple[Refusal, ...]:
+    """Return every node that `try_model` refuses; none if it accepts the whole model.
+
+    If it refuses the whole model but no single node, the model itself is returned as one.
+    """
+    message = try_model(str(model.path))
+    if not message:
+        return ()
+    return _refused_single_nodes(model, try_model) or (
+        Refusal(
+            node="(the whole model)",
+            operator="",
+            opset=model.opset,
+            reason=message,
+            remedy=REMEDY,
+        ),
+    )
+
+
+def _refused_single_nodes(model: OnnxModel, try_model: TryModel) -> tuple[Refusal, ...]:
     """Return the nodes that `try_model` refuses, also in subgraphs and local functions."""
     proto = _inlined(read_proto(model.path))
     skeleton = _inlined(read_proto(model.path, weights=False))

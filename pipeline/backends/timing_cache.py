@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import psutil
 from filelock import FileLock, Timeout
 
-from pipeline.core import Frozen, Progress, Target
+from pipeline.core import Frozen, Note, NoteCode, Progress, Target
 from pipeline.host.gpu import open_nvml
 from pipeline.plan.schema import home
 
@@ -113,7 +113,7 @@ class Attached:
     cache: Any
     others: OtherProcesses = OtherProcesses()  # before the build
     cpu: CpuTime = field(default_factory=CpuTime)  # before the build
-    notes: list[str] = field(default_factory=list)
+    notes: tuple[Note, ...] = ()
 
 
 # -- files -------------------------------------------------------------------
@@ -184,36 +184,42 @@ def attach(config: Any, scope: CacheScope, gpu: str = "") -> Attached:
     The notes report a stored cache that cannot be read.
     """
     data = read(scope)
-    notes = []
+    unreadable = (_note(UNREADABLE.format(folder(scope) / FILE)),)
+    notes: tuple[Note, ...] = ()
     if not data and (folder(scope) / FILE).exists():
-        notes = [UNREADABLE.format(folder(scope) / FILE)]
+        notes = unreadable
     cache = config.create_timing_cache(data)
     # False: TensorRT refuses a cache of another device or version
     if cache is None or not config.set_timing_cache(cache, False):
-        notes = [UNREADABLE.format(folder(scope) / FILE)]
+        notes = unreadable
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, False)
     return Attached(cache, other_processes(gpu), cpu_time(), notes)
 
 
-def keep(config: Any, scope: CacheScope, attached: Attached, gpu: str = "") -> tuple[str, ...]:
-    """Add the times of a finished build to the stored cache. Return the texts of the notes.
+def keep(config: Any, scope: CacheScope, attached: Attached, gpu: str = "") -> tuple[Note, ...]:
+    """Add the times of a finished build to the stored cache. Return notes on the cache.
 
     Nothing is added if another process used the GPU, or if other work took the CPUs.
     """
     others = other_processes(gpu)
     unknown = attached.others.unknown or others.unknown
     if unknown:
-        return (*attached.notes, UNKNOWN.format(unknown))
+        return (*attached.notes, _note(UNKNOWN.format(unknown), NoteCode.GPU_SHARED))
     pids = sorted({*attached.others.pids, *others.pids})
     if pids:
         hint = "" if all(map(psutil.pid_exists, pids)) else HIDDEN
-        return (*attached.notes, SHARED.format(", ".join(map(str, pids))) + hint)
+        text = SHARED.format(", ".join(map(str, pids))) + hint
+        return (*attached.notes, _note(text, NoteCode.GPU_SHARED))
     others_share, idle = cpu_time().shares_since(attached.cpu)
     if others_share > MAX_OTHERS and idle < MIN_IDLE:
-        return (*attached.notes, BUSY.format(others_share, idle))
+        return (*attached.notes, _note(BUSY.format(others_share, idle)))
     merge(config, scope, attached.cache)
-    return tuple(attached.notes)
+    return attached.notes
+
+
+def _note(text: str, code: NoteCode | None = None) -> Note:
+    return Note(stage="build", text=text, level="info", code=code)
 
 
 def merge(config: Any, scope: CacheScope, cache_from_build: Any) -> None:

@@ -161,89 +161,70 @@ class _Trial:
     def check_rows(self, session: Session, profile: Profile) -> None:
         """Run rows in batches of every size in the profile; _Refuted if their outputs change."""
         dim = profile.dims[self.rows.symbol]
-        least, most = max(1, dim.min), dim.max
-        if most == 1:
+        smallest, size = max(1, dim.min), dim.max
+        if size == 1:
             return
-        kept = most // 2
-        feeds = _feeds(self.engine.inputs, profile, self.rows, most)
-        whole = self._run(session, feeds, most)
-        largest = {name: _largest(name, array) for name, array in whole.items()}
-        padded = self._run(session, self._filled(feeds, kept, most), most)
-        loud = self._run(
-            session,
-            self._loud(feeds, _feeds(self.engine.inputs, profile, self.rows, most, seed=1), kept),
-            most,
-        )
-        for row in range(kept):
-            self._agree(
-                f"row {row} in a full batch of {most} and in one that is half padding",
-                whole,
-                padded,
-                row,
-                row,
-                largest,
-            )
-            self._agree(
-                f"row {row} beside usual and beside large rows", whole, loud, row, row, largest
-            )
-        if least < most:
-            for row in sorted({0, kept, most - 1}):
-                alone = self._run(
-                    session, self._filled(self._cut(feeds, row, row + 1), 1, least), least
-                )
-                self._agree(
-                    f"row {row} in a full batch of {most} and alone", whole, alone, row, 0, largest
-                )
+        half = size // 2
+        feeds = _feeds(self.engine.inputs, profile, self.rows, size)
+        others = _feeds(self.engine.inputs, profile, self.rows, size, seed=1)
+        full = self._run(session, feeds, size)
+        largest = {name: _largest(name, array) for name, array in full.items()}
+        padded = self._run(session, self._filled(feeds, half, size), size)
+        loud = self._run(session, self._loud(feeds, others, half), size)
+        for row in range(half):
+            case = f"row {row} in a full batch of {size} and in one that is half padding"
+            self._agree(case, full, padded, row, row, largest)
+            case = f"row {row} beside usual and beside large rows"
+            self._agree(case, full, loud, row, row, largest)
+        if smallest < size:
+            for row in sorted({0, half, size - 1}):
+                single = self._filled(self._cut(feeds, row, row + 1), 1, smallest)
+                alone = self._run(session, single, smallest)
+                case = f"row {row} in a full batch of {size} and alone"
+                self._agree(case, full, alone, row, 0, largest)
 
     def check_declared(self, padding: Sequence[Padding]) -> None:
         """Raise _Refuted if the plan's padding does not cover every axis of the same size."""
         specs = {spec.name: spec for spec in self.engine.inputs}
-        declared = {(each.input, each.axis) for each in padding}
+        declared = {(pad.input, pad.axis) for pad in padding}
         for name, axis in declared:
             dim = specs[name].shape[axis]
-            if not isinstance(dim, str) or dim == self.rows.symbol:
-                raise _Refuted(
-                    f"axis {axis} of '{name}' is"
-                    f" {f'always {dim}' if isinstance(dim, int) else 'the one that counts rows'}"
-                )
+            if isinstance(dim, int):
+                raise _Refuted(f"axis {axis} of '{name}' is always {dim}")
+            if dim == self.rows.symbol:
+                raise _Refuted(f"axis {axis} of '{name}' is the one that counts rows")
             for other in self.engine.inputs:
-                left = [
-                    at
-                    for at, size in enumerate(other.shape)
-                    if size == dim and (other.name, at) not in declared
-                ]
-                if left:
-                    raise _Refuted(
-                        f"axis {left[0]} of '{other.name}' has the size of axis {axis} of '{name}',"
-                        " and no padding is declared for it"
-                    )
+                for other_axis, size in enumerate(other.shape):
+                    if size == dim and (other.name, other_axis) not in declared:
+                        raise _Refuted(
+                            f"axis {other_axis} of '{other.name}' has the size of axis {axis} of"
+                            f" '{name}', and no padding is declared for it"
+                        )
 
     def check_padding(self, session: Session, profile: Profile, padding: Sequence[Padding]) -> None:
         """Compare rows of unequal size in one padded batch and alone; _Refuted if they differ."""
         specs = {spec.name: spec for spec in self.engine.inputs}
-        for symbol in dict.fromkeys(str(specs[each.input].shape[each.axis]) for each in padding):
+        for symbol in dict.fromkeys(str(specs[pad.input].shape[pad.axis]) for pad in padding):
             dim, count = profile.dims[symbol], profile.dims[self.rows.symbol]
-            least, most = max(1, count.min), max(count.min, min(MAX_ROWS_PADDED, count.max))
-            if dim.min < dim.max:
-                sizes = [
-                    int(size) for size in np.linspace(max(1, dim.min), dim.max, most + 1)[:most]
-                ]
-                alone = [
-                    _feeds(
-                        specs.values(), profile, self.rows, least, seed=row, sizes={symbol: size}
-                    )
-                    for row, size in enumerate(sizes)
-                ]
-                first = [self._cut(feeds, 0, 1) for feeds in alone]
-                together = self._joined(
-                    [_extended(feeds, specs, symbol, dim.max, padding) for feeds in first]
-                )
-                got = self._run(session, together, most)
-                for row, size in enumerate(sizes):
-                    what = f"row {row} alone with '{symbol}' = {size} and padded to {dim.max}"
-                    expected = self._run(session, alone[row], least)
-                    largest = {name: _largest(name, array) for name, array in expected.items()}
-                    self._agree(what, expected, self._shortened(got, symbol, size), 0, row, largest)
+            if dim.min == dim.max:
+                continue
+            smallest, rows = max(1, count.min), max(count.min, min(MAX_ROWS_PADDED, count.max))
+            steps = np.linspace(max(1, dim.min), dim.max, rows + 1)[:rows]
+            sizes = [int(size) for size in steps]
+            alone = [
+                _feeds(specs.values(), profile, self.rows, smallest, row, sizes={symbol: size})
+                for row, size in enumerate(sizes)
+            ]
+            first_rows = [self._cut(feeds, 0, 1) for feeds in alone]
+            together = self._joined(
+                [_extended(feeds, specs, symbol, dim.max, padding) for feeds in first_rows]
+            )
+            outputs = self._run(session, together, rows)
+            for row, size in enumerate(sizes):
+                case = f"row {row} alone with '{symbol}' = {size} and padded to {dim.max}"
+                expected = self._run(session, alone[row], smallest)
+                largest = {name: _largest(name, array) for name, array in expected.items()}
+                self._agree(case, expected, self._shortened(outputs, symbol, size), 0, row, largest)
 
     def _run(self, session: Session, feeds: Tensors, rows: int) -> Tensors:
         outputs = run_session(session, feeds)
@@ -257,28 +238,25 @@ class _Trial:
 
     def _agree(
         self,
-        what: str,
+        case: str,
         left: Tensors,
         right: Tensors,
-        row: int,
-        other: int,
+        left_row: int,
+        right_row: int,
         largest: Mapping[str, float],
     ) -> None:
-        for name, array in left.items():
+        """Raise _Refuted if a row of the outputs `left` differs from one of `right`."""
+        for name in left:
             axis = self.rows.axes[name]
-            ours, theirs = (
-                (array, right[name])
-                if axis is None
-                else (np.take(array, row, axis), np.take(right[name], other, axis))
-            )
-            if ours.shape != theirs.shape:
-                raise _Refuted(
-                    f"{what} give output '{name}' of shapes {ours.shape} and {theirs.shape}"
-                )
-            error = _error(ours, theirs, largest[name])
+            a, b = left[name], right[name]
+            if axis is not None:
+                a, b = np.take(a, left_row, axis), np.take(b, right_row, axis)
+            if a.shape != b.shape:
+                raise _Refuted(f"{case} give output '{name}' of shapes {a.shape} and {b.shape}")
+            error = _error(a, b, largest[name])
             if not error <= self.tolerance:
                 message = (
-                    f"{what} differ in output '{name}' by {error:.2g} of its largest value, at most"
+                    f"{case} differ in output '{name}' by {error:.2g} of its largest value, at most"
                     f" {self.tolerance:g} is allowed"
                 )
                 raise _Refuted(f"{message}: rows influence each other")
@@ -287,48 +265,36 @@ class _Trial:
     # -- feeds of other rows -----------------------------------------------------
 
     def _cut(self, feeds: Tensors, start: int, end: int | None) -> Feeds:
-        cut = slice(start, end)
-        return {
-            name: array if (axis := self.rows.axes[name]) is None else _along(array, axis, cut)
-            for name, array in feeds.items()
-        }
+        return _sliced(feeds, self.rows.axes, slice(start, end))
 
-    def _filled(self, feeds: Tensors, kept: int, rows: int) -> Feeds:
-        """Return the first rows, filled up with zeros to `rows` rows."""
+    def _filled(self, feeds: Tensors, count: int, rows: int) -> Feeds:
+        """Return the first `count` rows, filled up with zeros to `rows` rows."""
         zeros = {name: np.zeros_like(array) for name, array in self._cut(feeds, 0, 1).items()}
-        return self._joined([self._cut(feeds, 0, kept), *[zeros] * (rows - kept)])
+        return self._joined([self._cut(feeds, 0, count), *[zeros] * (rows - count)])
 
-    def _loud(self, feeds: Tensors, others: Tensors, kept: int) -> Feeds:
-        """Return the first rows, followed by rows of `others` with large floats."""
-        rest = self._cut(others, kept, None)
+    def _loud(self, feeds: Tensors, others: Tensors, count: int) -> Feeds:
+        """Return the first `count` rows, followed by rows of `others` with large floats."""
+        rest = self._cut(others, count, None)
         large = {
             name: np.multiply(array, LOUD, dtype=array.dtype) if _is_float(array) else array
             for name, array in rest.items()
         }
-        return self._joined([self._cut(feeds, 0, kept), large])
+        return self._joined([self._cut(feeds, 0, count), large])
 
     def _joined(self, parts: Sequence[Tensors]) -> Feeds:
         """Concatenate rows. An array without rows is that of the first part."""
-        axes = self.rows.axes
-        return {
-            name: np.array(
-                (
-                    array
-                    if (axis := axes[name]) is None
-                    else np.concatenate([part[name] for part in parts], axis)
-                ),
-                order="C",
-            )
-            for name, array in parts[0].items()
-        }
+        joined: Feeds = {}
+        for name, array in parts[0].items():
+            axis = self.rows.axes[name]
+            if axis is not None:
+                array = np.concatenate([part[name] for part in parts], axis)
+            joined[name] = np.array(array, order="C")
+        return joined
 
     def _shortened(self, outputs: Tensors, symbol: str, size: int) -> Feeds:
         """Return outputs without the padding of a symbol."""
         axes = {spec.name: _axis(spec, symbol) for spec in self.engine.outputs}
-        return {
-            name: array if (axis := axes[name]) is None else _along(array, axis, slice(0, size))
-            for name, array in outputs.items()
-        }
+        return _sliced(outputs, axes, slice(0, size))
 
 
 # -- samples -----------------------------------------------------------------
@@ -361,21 +327,23 @@ def _extended(
 ) -> Feeds:
     """Pad feeds to `size` along every axis of a symbol."""
     extended = dict(feeds)
-    for each in padding:
-        if specs[each.input].shape[each.axis] == symbol:
-            array = extended[each.input]
-            added = [
-                (0, size - array.shape[each.axis] if axis == each.axis else 0)
-                for axis in range(array.ndim)
-            ]
-            extended[each.input] = np.pad(
-                array, added, constant_values=np.asarray(each.value).astype(array.dtype)
-            )
+    for pad in padding:
+        if specs[pad.input].shape[pad.axis] == symbol:
+            array = extended[pad.input]
+            widths = [(0, 0)] * array.ndim
+            widths[pad.axis] = (0, size - array.shape[pad.axis])
+            value = np.asarray(pad.value).astype(array.dtype)
+            extended[pad.input] = np.pad(array, widths, constant_values=value)
     return extended
 
 
-def _along(array: Array, axis: int, cut: slice) -> Array:
-    return array[(slice(None),) * axis + (cut,)]
+def _sliced(arrays: Tensors, axes: Axes, cut: slice) -> Feeds:
+    """Slice each array along its axis. An array without an axis stays as it is."""
+    result: Feeds = {}
+    for name, array in arrays.items():
+        axis = axes[name]
+        result[name] = array if axis is None else array[(slice(None),) * axis + (cut,)]
+    return result
 
 
 def _is_float(array: Array) -> bool:
@@ -396,14 +364,14 @@ def _largest(name: str, array: Array) -> float:
     return float(np.max(values, where=finite, initial=0.0))
 
 
-def _error(ours: Array, theirs: Array, scale: float) -> float:
+def _error(a: Array, b: Array, scale: float) -> float:
     """Return the largest difference, relative to `scale`.
 
     It is infinite if a value is infinite or NaN on one side only.
     """
-    left, right = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    left, right = np.asarray(a, np.float64), np.asarray(b, np.float64)
     same = (left == right) | (np.isnan(left) & np.isnan(right))
     with np.errstate(invalid="ignore"):
-        apart = np.where(same, 0.0, np.abs(left - right))
-    worst = float(apart.max(initial=0.0)) if not np.isnan(apart).any() else np.inf
+        differences = np.where(same, 0.0, np.abs(left - right))
+    worst = np.inf if np.isnan(differences).any() else float(differences.max(initial=0.0))
     return worst / scale if worst and scale else worst

@@ -1,9 +1,9 @@
-"""What this host's CPU really reaches: the fastest matrix product per precision, and the fastest
-copy. Measured once, kept under CRUCIBLE_HOME.
+"""Measured peaks of this host's CPU: its fastest matrix product per precision and fastest copy.
 
-No data sheet knows the clock that a (virtual) CPU keeps with all cores busy. The ceiling is taken
-with the libraries that engines run on: the best run of the best library at the best size. A peak
-belongs to one CPU, its flags and a number of threads.
+They are measured once and stored under CRUCIBLE_HOME. No data sheet gives the clock that a
+(virtual) CPU keeps with all cores busy. So the peak is measured with the libraries that engines run
+on: the best run of the best library at the best size. It is valid for one CPU, its flags and a
+number of threads.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ SIZES = (512, 1024, 2048)  # of square products; which one is best depends on th
 SECONDS = 0.5  # per product
 COPY_BYTES = 256 * 2**20  # far more than any cache holds
 MIN_RUNS = 5
-BUSY_SHARE = (
-    0.5  # of the cores: with more load from others before the start, what is measured is no peak
-)
+BUSY_SHARE = 0.5  # of the cores; with more load before the start the result is below the peak
 
 
 class Product(Frozen):
@@ -58,97 +56,97 @@ class Product(Frozen):
 
 
 def peaks_of(target: Target, threads: int) -> Peaks | None:
-    """Of the device an engine runs on: a GPU's from the table of known rates, a CPU's if they were
-    measured with so many threads (0: all).
+    """Return the peaks of the device that an engine runs on, or None.
+
+    Those of a GPU come from the table of known rates. Those of a CPU are there if they were
+    measured with this number of threads (0: all).
     """
     if target.compute_capability is None:
         return load_peaks(threads)
-    found = next(
-        (gpu for gpu in with_hardware(find_gpus()).devices if gpu.name == target.device), None
-    )
-    known = peaks(found) if found else None
-    return known if known and known.flops_per_s else None
+    for gpu in with_hardware(find_gpus()).devices:
+        if gpu.name == target.device:
+            known = peaks(gpu)
+            return known if known.flops_per_s else None
+    return None
 
 
 def with_limits(
-    found: Benchmarks,
+    benchmarks: Benchmarks,
     engines: Sequence[Engine],
     layers: Mapping[str, LayerTable | None],
     threads: int,
 ) -> Benchmarks:
-    """The same figures with the peaks of their devices, and with what binds each row. `layers`
-    tell, by label, what an engine really runs.
+    """Add the peaks of the devices, and the bottleneck of each row.
 
-    No part of the stage that measures: figures of an earlier run are seen against peaks that were
-    measured since.
+    `layers` holds, by label, the layers that an engine really runs. This is not done in the
+    benchmark stage, so that results of an earlier run are compared with peaks measured later.
     """
-    peaks_by_device = {
-        device: peaks_of(target, threads)
-        for device, target in {each.target.device: each.target for each in engines}.items()
-    }
+    targets = {engine.target.device: engine.target for engine in engines}
+    peaks_by_device = {device: peaks_of(target, threads) for device, target in targets.items()}
 
     def bounded(
         result: BenchmarkReport | BenchmarkFailure, engine: Engine
     ) -> BenchmarkReport | BenchmarkFailure:
         if isinstance(result, BenchmarkFailure):
             return result
-        called = engine.recipe.rest if engine.recipe.weight_only else engine.recipe.precision
+        recipe = engine.recipe
+        precision = recipe.rest if recipe.weight_only else recipe.precision
         return with_bounds(
-            result, ran_in(called, layers.get(result.label)), peaks_by_device[engine.target.device]
+            result,
+            ran_in(precision, layers.get(result.label)),
+            peaks_by_device[engine.target.device],
         )
 
     results = tuple(
-        bounded(result, engine) for result, engine in zip(found.results, engines, strict=True)
+        bounded(result, engine) for result, engine in zip(benchmarks.results, engines, strict=True)
     )
-    return found.model_copy(
-        update={
-            "results": results,
-            "peaks": tuple(each for each in peaks_by_device.values() if each),
-        }
-    )
+    known = tuple(peaks for peaks in peaks_by_device.values() if peaks)
+    return benchmarks.model_copy(update={"results": results, "peaks": known})
 
 
-# -- kept --------------------------------------------------------------------
+# -- stored ------------------------------------------------------------------
 
 
 def peaks_file(threads: int = 0) -> Path:
-    """Where the peaks of this CPU with so many threads are kept."""
-    about = json.dumps([cpu_name(), cpu_flags(), threads or usable_cores()])
-    return home() / "peaks" / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.json"
+    """Return the file for the peaks of this CPU with this number of threads."""
+    identity = json.dumps([cpu_name(), cpu_flags(), threads or usable_cores()])
+    return home() / "peaks" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
 def load_peaks(threads: int = 0) -> Peaks | None:
-    """What was measured here before; None if nothing was, or the file is damaged."""
+    """Return the stored peaks; None if there are none, or if the file is damaged."""
     try:
         return Peaks.model_validate_json(peaks_file(threads).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
 
 
-def keep_peaks(found: Peaks, threads: int = 0) -> Path:
-    """Keep them for `load_peaks`, at once or not at all."""
+def save_peaks(measured: Peaks, threads: int = 0) -> Path:
+    """Store peaks for `load_peaks`, atomically."""
     file = peaks_file(threads)
     file.parent.mkdir(parents=True, exist_ok=True)
     work = file.with_suffix(f".{os.getpid()}")
-    work.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    work.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
     work.replace(file)
     return file
 
 
-# -- measured ----------------------------------------------------------------
+# -- measurement -------------------------------------------------------------
 
 
 def measure_peaks(threads: int = 0, progress: Progress = silent) -> Peaks:
-    """The fastest products and copy of this CPU with so many threads (0: all). Takes about 15 s;
-    run it on a quiet host.
+    """Measure the fastest products and copy with this number of threads (0: all).
+
+    It takes about 15 s. Run it on a quiet host.
     """
     threads, load = threads or usable_cores(), os.getloadavg()[0]
     best: dict[Precision, float] = {}
     for product in measure_products(threads, SECONDS, progress):
         best[product.precision] = max(best.get(product.precision, 0.0), product.flops_per_s)
     progress(None, "copying")
+    unit = "thread" if threads == 1 else "threads"
     return Peaks(
-        device=f"{cpu_name()}, {threads} thread{'s' * (threads != 1)}",
+        device=f"{cpu_name()}, {threads} {unit}",
         source=f"measured {dt.datetime.now(dt.UTC):%Y-%m-%d}{busy_text(load, usable_cores())}",
         flops_per_s=best,
         bytes_per_s=measure_copy(threads),
@@ -156,16 +154,14 @@ def measure_peaks(threads: int = 0, progress: Progress = silent) -> Peaks:
 
 
 def busy_text(load: float, cores: int) -> str:
-    """What a reader of peaks must know of the host while they were measured: nothing if it was
-    quiet.
-    """
+    """Return a warning for peaks that were measured on a busy host; "" if it was quiet."""
     return f" on a busy host, load {load:.1f}: too low" if load > BUSY_SHARE * cores else ""
 
 
 def measure_products(
     threads: int, seconds: float = SECONDS, progress: Progress = silent
 ) -> Iterator[Product]:
-    """Every library in every precision that it really runs here, at every size."""
+    """Measure every library at every size, in every precision that it really runs here."""
     for name in LIBRARIES:
         try:
             target = backends.backend(name).probe()
@@ -203,24 +199,24 @@ def _product(recipe: Recipe, size: int, threads: int, seconds: float) -> Product
 
 
 def _engine(recipe: Recipe, size: int, threads: int, folder: Path) -> Engine:
-    """y = x @ w, [size, size] each; for int8 both sides go through Q/DQ, which every library fuses
-    into the product.
+    """Build an engine of y = x @ w, each [size, size].
+
+    For int8 both sides go through Q/DQ, which every library fuses into the product.
     """
     weights = np.random.default_rng(1).normal(0, 1, (size, size)).astype(np.float32)
-    quantised = recipe.precision is Precision.INT8
-    nodes, constants = (
-        _quantised(weights)
-        if quantised
-        else ([helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": weights})
-    )
-    ends = [
+    is_int8 = recipe.precision is Precision.INT8
+    if is_int8:
+        nodes, constants = _quantised_product(weights)
+    else:
+        nodes, constants = [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": weights}
+    x, y = (
         helper.make_tensor_value_info(name, TensorProto.FLOAT, [size, size]) for name in ("x", "y")
-    ]
+    )
     graph = helper.make_graph(
         nodes,
         "product",
-        ends[:1],
-        ends[1:],
+        [x],
+        [y],
         [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
     onnx.save(
@@ -228,7 +224,7 @@ def _engine(recipe: Recipe, size: int, threads: int, folder: Path) -> Engine:
         folder / "product.onnx",
     )
     model = onnx_model(folder, "product.onnx").model_copy(
-        update={"precision": recipe.precision if quantised else Precision.FP32}
+        update={"precision": recipe.precision if is_int8 else Precision.FP32}
     )
     (folder / "engine").mkdir()
     return backends.backend(recipe.backend).build(
@@ -236,11 +232,12 @@ def _engine(recipe: Recipe, size: int, threads: int, folder: Path) -> Engine:
     )
 
 
-def _quantised(
+def _quantised_product(
     weights: np.ndarray[tuple[int, int], np.dtype[np.float32]],
 ) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]]:
-    """u8 activations by s8 weights, as int8 engines of these libraries have it; 7 bits, so that no
-    sum of two products can saturate anywhere.
+    """Return nodes and constants with u8 activations and s8 weights, as int8 engines have them.
+
+    Weights have 7 bits, so that no sum of two products can saturate on any CPU.
     """
     scale = np.abs(weights).max(axis=0) / 63  # [size], per column
     constants = {
@@ -260,7 +257,7 @@ def _quantised(
 
 
 def measure_copy(threads: int, seconds: float = SECONDS, size: int = COPY_BYTES) -> float:
-    """Bytes read and written per second by a copy that all threads share, at its fastest."""
+    """Return the bytes read and written per second by the fastest copy that all threads share."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
     with ThreadPoolExecutor(threads) as pool:

@@ -89,7 +89,7 @@ def bound_of(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> Boun
 
 def _moving(row: LatencyRow) -> tuple[str, str, str] | None:
     """Return copies or the host's overhead as bottleneck if they take half of the time."""
-    whole_s = row.end_to_end.median_s
+    end_to_end_s = row.end_to_end.median_s
     copies_s, compute_s = row.upload.median_s + row.download.median_s, row.compute.median_s
     if copies_s > DOMINANT * (copies_s + compute_s):
         why = (
@@ -104,9 +104,10 @@ def _moving(row: LatencyRow) -> tuple[str, str, str] | None:
                 " as uint8"
             ),
         )
-    host_s = whole_s - copies_s - compute_s
-    if host_s > DOMINANT * whole_s:
-        why = f"binding and fetching on the host take {time_text(host_s)} of {time_text(whole_s)}"
+    host_s = end_to_end_s - copies_s - compute_s
+    if host_s > DOMINANT * end_to_end_s:
+        total = time_text(end_to_end_s)
+        why = f"binding and fetching on the host take {time_text(host_s)} of {total}"
         return (
             "overhead",
             why,
@@ -116,11 +117,8 @@ def _moving(row: LatencyRow) -> tuple[str, str, str] | None:
 
 
 def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tuple[str, str, str]:
-    on_gpu, compute_s, whole_s = (
-        row.compute.clock == "device",
-        row.compute.median_s,
-        row.end_to_end.median_s,
-    )
+    on_gpu = row.compute.clock == "device"
+    compute_s, end_to_end_s = row.compute.median_s, row.end_to_end.median_s
     if row.flops_per_s is None or row.bytes_per_s is None:
         return (
             "unknown",
@@ -139,10 +137,10 @@ def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tu
             f"the {precision} peak of this device is not known",
             MEASURE_GPU if on_gpu else MEASURE_CPU,
         )
-    arithmetic_s = row.flops_per_s * whole_s / peaks.flops_per_s[precision]
+    arithmetic_s = row.flops_per_s * end_to_end_s / peaks.flops_per_s[precision]
     memory_s = (
         row.bytes_per_s
-        * whole_s
+        * end_to_end_s
         * ITEM_BYTES[precision]
         / ITEM_BYTES[Precision.FP32]
         / peaks.bytes_per_s
@@ -154,13 +152,13 @@ def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tu
     why = f"computing takes {time_text(compute_s)}; at the device's peak {limits}"
     nearest_s = max(arithmetic_s, memory_s)
     if arithmetic_s > ABOVE_PEAK * compute_s:
-        told = (
+        explanation = (
             f"{why}: no device is faster than its peak, so the peak was measured on a busy host, or"
             " kernels save multiplications (Winograd)"
         )
         return (
             "unknown",
-            told,
+            explanation,
             (
                 "look at the slowest layers"
                 if on_gpu
@@ -197,18 +195,14 @@ def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tu
 
 def _less_arithmetic(precision: Precision, on_gpu: bool) -> str:
     narrower = _narrower(precision, on_gpu)
-    return (
-        f"{narrower}a smaller model"
-        if narrower
-        else (
-            "a smaller model: this precision is the narrowest, and over half of its peak is reached"
-        )
-    )
+    if narrower:
+        return f"{narrower}a smaller model"
+    return "a smaller model: this precision is the narrowest, and over half of its peak is reached"
 
 
 def _narrower(precision: Precision, on_gpu: bool) -> str:
-    found = (NARROWER if on_gpu else NARROWER_ON_CPU).get(precision)
-    return f"try {found}, or " if found else ""
+    narrower = (NARROWER if on_gpu else NARROWER_ON_CPU).get(precision)
+    return f"try {narrower}, or " if narrower else ""
 
 
 def _less_overhead(nearest_s: float, on_gpu: bool) -> str:

@@ -204,7 +204,7 @@ def _bench(
         renewed = None
         if completes:
             renewed = renewed_report(compiled, remeasured, runner.steps, command_line())
-    run = remeasured.found
+    run = remeasured.benchmarks
     measured = [result for result in run.results if isinstance(result, BenchmarkReport)]
     summaries = [summary_of(measured[-1].label, row, engine.profiles) for row in measured[-1].rows]
     if not as_json:
@@ -482,13 +482,13 @@ def doctor(
 
     Example: crucible doctor --measure
     """
-    from pipeline.benchmark.cpu_peaks import keep_peaks, measure_peaks
+    from pipeline.benchmark.cpu_peaks import measure_peaks, save_peaks
     from pipeline.cli.doctor import examine, lines
 
     if measure:
         with _runner(as_json, "doctor") as runner:
             progress = runner.progress("peaks")
-            keep_peaks(runner.run(measure_peaks, threads, name="peaks", progress=progress), threads)
+            save_peaks(runner.run(measure_peaks, threads, name="peaks", progress=progress), threads)
     examination = examine(config.home())
     if as_json:
         print(examination.model_dump_json())

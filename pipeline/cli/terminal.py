@@ -29,9 +29,10 @@ from rich.text import Text
 from pipeline.benchmark.batch_sweep import Sweep, tail_name
 from pipeline.compiler.decision import level_s
 from pipeline.core import KeptNode, Refusal
-from pipeline.execution.stage_runner import StageEvent
+from pipeline.execution.stage_event import StageEvent
 from pipeline.formatting import shape_text, state_label
 from pipeline.measurement.clock import Clock, monotonic
+from pipeline.report.accuracy_sections import ablation_outcome
 from pipeline.report.performance_summary import (
     Summary,
     bound_text,
@@ -43,7 +44,8 @@ from pipeline.report.performance_summary import (
     summary_lines,
     summary_rows,
 )
-from pipeline.report.tables import Column, Table, ablation_outcome, cosine_text, left, right
+from pipeline.report.sections import cosine_text
+from pipeline.report.tables import Column, Table, left, right
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import forced_share, percent_text, time_by_precision
 from pipeline.results.report import (

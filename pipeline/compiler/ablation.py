@@ -13,7 +13,6 @@ from pipeline.compiler.decision import loss, speed_ratio
 from pipeline.core import Precision, Recipe
 from pipeline.results.report import Ablation, AblationRow, Candidate
 
-ABLATED = "ablated"
 SWITCHES = ("first_layer", "last_layer", "residual_add", "matmul_activations", "per_channel")
 """Switches that trade accuracy for speed. `conv` and `matmul_weight` are left out: without them
 hardly anything runs in int8.
@@ -72,10 +71,8 @@ def reversals(recipe: Recipe) -> tuple[Reversal, ...]:
         name: recipe.placement.model_copy(update={name: not getattr(recipe.placement, name)})
         for name in SWITCHES
     }
-    # a variant of a rescued candidate is no attempt of that rescue, so it is always measured
-    variant = ABLATED if recipe.variant else ""
     return tuple(
-        Reversal(name, recipe.model_copy(update={"placement": placement, "variant": variant}))
+        Reversal(name, recipe.model_copy(update={"placement": placement}))
         for name, placement in placements.items()
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,20 +18,9 @@ from pipeline.backends.pytorch import backend as pytorch_
 from pipeline.benchmark.cpu_peaks import with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.ablation import ABLATED, ablation_from
-from pipeline.compiler.candidates import (
-    CANNOT_BUILD,
-    Prepared,
-    ablate,
-    build_engine,
-    candidates_of,
-    check_candidates,
-    check_engine,
-    prepare_all,
-    recipes_of,
-    reference_outputs,
-    rescue,
-)
+from pipeline.compiler.ablation import ablation_from
+from pipeline.compiler.candidate_stages import build_engine, check_engine, reference_outputs
+from pipeline.compiler.candidates import CANNOT_BUILD
 from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, open_context
 from pipeline.compiler.decision import (
     Baseline,
@@ -41,7 +30,11 @@ from pipeline.compiler.decision import (
     is_slower_or_equal,
     ratio_missing,
     ratio_of,
+    why_undelivered,
 )
+from pipeline.compiler.further_candidates import Prepared, ablate, rescue
+from pipeline.compiler.host_recipes import check_candidates, recipes_of
+from pipeline.compiler.side_by_side import candidates_of, prepare_all
 from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
 from pipeline.errors import (
     BackendUnavailable,
@@ -69,6 +62,7 @@ from pipeline.results.report import (
     Benchmarks,
     Candidate,
     OperatorTable,
+    Origin,
     Report,
     ReportFiles,
     Rescue,
@@ -90,7 +84,11 @@ SIMPLIFY = Stage(
 BASELINE = Stage("baseline", 4, pytorch_.DISTRIBUTIONS)
 COMPILE = Stage("torch.compile", 2, pytorch_.DISTRIBUTIONS)
 BENCHMARK = Stage(
-    "benchmark", 6, writes_files=False, is_cacheable=lambda found: not found.provisional
+    "benchmark",
+    6,
+    writes_files=False,
+    needs_quiet_device=True,
+    is_cacheable=lambda found: not found.provisional,
 )
 STAGES = (EXPORT, SIMPLIFY, BASELINE, COMPILE, BENCHMARK)
 
@@ -306,6 +304,7 @@ def _checked_baseline(
     candidate = Candidate(
         label=engine.recipe.label,
         recipe=engine.recipe,
+        origin=Origin.BASELINE,
         state="measured",
         engine=engine,
     )
@@ -331,7 +330,7 @@ def deliverable_candidate(
     engine and its reason says why.
     """
     recipe = deliverable_recipe(baseline.recipe)
-    candidate = Candidate(label=recipe.label, recipe=recipe, state="built")
+    candidate = Candidate(label=recipe.label, recipe=recipe, origin=Origin.BASELINE, state="built")
     if recipe == baseline.recipe:
         return candidate.model_copy(update={"engine": baseline})
     try:
@@ -434,7 +433,7 @@ def entries_of(baselines: Iterable[Engine], prepared: Prepared) -> list[RaceEntr
     compared = prepared.ablated.labels if prepared.ablated else frozenset()
     entries = [RaceEntry(engine, Role.BASELINE) for engine in baselines]
     for candidate in prepared.candidates:
-        if candidate.engine is None or not worth_measuring(candidate):
+        if candidate.engine is None or not worth_measuring(candidate, compared):
             continue
         role = Role.CANDIDATE if candidate.state == "measured" else Role.SHOWN
         if candidate.label in compared:
@@ -454,15 +453,16 @@ def baselines_first(run: Benchmarks, baselines: Iterable[Engine]) -> tuple[Bench
     return tuple(sorted(reports, key=lambda report: report.label != run.baseline))
 
 
-def worth_measuring(candidate: Candidate) -> bool:
+def worth_measuring(candidate: Candidate, compared: Collection[str]) -> bool:
     """Return whether to benchmark a candidate: its precision is proved and its outputs checked.
 
     The accuracy may have failed: the plot of accuracy against latency shows such candidates too.
-    Failed attempts of a rescue are left out.
+    Failed attempts of a rescue are left out, unless the ablation has `compared` them.
     """
-    is_checked = candidate.selection is not None and candidate.state != "mislabelled"
-    is_rescue_attempt = candidate.recipe.variant not in ("", ABLATED)
-    return is_checked and (candidate.state == "measured" or not is_rescue_attempt)
+    if candidate.selection is None or candidate.state == "mislabelled":
+        return False
+    is_failed_attempt = candidate.origin is Origin.FALLBACK and candidate.state != "measured"
+    return not is_failed_attempt or candidate.label in compared
 
 
 def with_benchmark(
@@ -541,9 +541,7 @@ def write_up(
         measured.candidates,
         choose(measured.candidates),
         validation,
-        Baseline(
-            measured.run.baseline, measured.call, kept is not None and kept.engine is not None
-        ),
+        Baseline(measured.run.baseline, measured.call, why_undelivered(kept)),
     )
     winner = decision.winner
     winner_label = winner.label if winner else None

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from pipeline.accuracy.metrics import AT_CHANCE, NOT_COVERED
 from pipeline.benchmark.elimination import NEAR
-from pipeline.core import CalibrationMethod, Precision, Recipe
+from pipeline.core import CalibrationMethod, NoteCode, Precision, Recipe
 from pipeline.measurement.comparison import NotMeasurable, compare, processes_from_samples
 from pipeline.measurement.statistics import Interval
-from pipeline.quantization.lint.rules import SATURATES
-from pipeline.results.report import Candidate, LatencyRow, ValidationReport, Verdict
+from pipeline.results.report import (
+    Candidate,
+    DataFault,
+    LatencyRow,
+    Origin,
+    ValidationReport,
+    Verdict,
+)
 
 MIN_BLOCK = 32  # weights that share a scale
 NO_DATA = "no data: accuracy not proven"
@@ -28,6 +34,7 @@ FIX_CALIBRATION = (
     "calibrate on samples of the same kind as those of the selection set, prepared in the same way"
     " (scale, mean, colour order, tokens)"
 )
+FIXES = {DataFault.LABELS: FIX_LABELS, DataFault.CALIBRATION: FIX_CALIBRATION}
 KEEP_WORST = "the worst layers unquantised: `keep_fp32: auto`"
 AFTER_INT8 = (
     "bf16 or fp16 instead of int8",
@@ -50,6 +57,9 @@ SEVEN_BITS = (
 
 MEASURE_AGAIN = "measure again on an idle host: `crucible bench DIR --set benchmark.budget_s=120`"
 NO_BASELINE = "the baseline could not be measured"
+DELIVER_BASELINE = (
+    "keep your present deployment, or change what stopped the baseline and compile again"
+)
 OTHER_CANDIDATES = (
     "for a faster engine give other candidates, or other shapes under `benchmark.sizes`"
 )
@@ -73,7 +83,7 @@ class Baseline:
 
     label: str = "the baseline"
     call: str = ""  # Python call of a PyTorch module that is as fast; empty for any other model
-    is_delivered: bool = True  # with `keep`: whether it is delivered as an engine
+    undelivered: str = ""  # with `keep`: why it is not delivered as an engine; empty if it is
 
 
 def first_row(candidate: Candidate) -> LatencyRow | None:
@@ -203,11 +213,16 @@ def decide(
             "rejected", None, _why_none(candidates), _after_none(candidates, miss), miss
         )
     if is_slower_or_equal(winner):
-        return Decision("keep", winner, _why_kept(winner, baseline), (OTHER_CANDIDATES,))
+        steps = (DELIVER_BASELINE,) if baseline.undelivered else ()
+        return Decision("keep", winner, _why_kept(winner, baseline), (*steps, OTHER_CANDIDATES))
     if validation is not None and not validation.passed:
         reasons = tuple(f"validation: {failure}" for failure in validation.failures)
         return Decision(
-            "rejected", winner, reasons, (*fix_data(reasons), *next_steps(winner)), winner
+            "rejected",
+            winner,
+            reasons,
+            (*fix_data(validation.data_faults), *next_steps(winner)),
+            winner,
         )
     missing = _missing_proof(winner, validation)
     reasons = (
@@ -256,13 +271,20 @@ def _why_kept(best: Candidate, baseline: Baseline) -> tuple[str, ...]:
     ]
     if baseline.call:
         reasons.append(f"{baseline.label} is the call `{baseline.call}`")
-    if baseline.is_delivered:
-        reasons.append("the baseline is delivered as an engine")
-    else:
+    if baseline.undelivered:
         reasons.append(
-            "the baseline could not be delivered as an engine: keep your present deployment"
+            f"the baseline could not be delivered as an engine, because {baseline.undelivered}"
         )
+    else:
+        reasons.append("the baseline is delivered as an engine")
     return tuple(reasons)
+
+
+def why_undelivered(kept: Candidate | None) -> str:
+    """Return why a baseline cannot be delivered; empty if it can. `kept`: its deliverable form."""
+    if kept is None:
+        return "no engine was built from it"
+    return "" if kept.engine else f"{kept.title} {kept.state}: {kept.reason}"
 
 
 def _why_right(winner: Candidate, validation: ValidationReport | None) -> tuple[str, ...]:
@@ -329,14 +351,19 @@ def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tupl
     mismatches = [candidate.recipe for candidate in candidates if candidate.state == "mislabelled"]
     if mismatches:
         return (*_after_mislabelled(mismatches), *(next_steps(miss) if miss else ()))
-    data_advice = fix_data([candidate.reason for candidate in candidates])
-    if FIX_LABELS in data_advice:  # the data is at fault, not an engine
-        return data_advice
-    # a rescue has tried all other steps already
-    rescued = any(candidate.recipe.variant for candidate in candidates)
-    in_16_bits = miss is not None and miss.recipe.precision in (Precision.FP16, Precision.BF16)
-    steps = (TRAIN_IN_16_BITS,) if rescued and in_16_bits else next_steps(miss)
-    return (*data_advice, *(step for step in steps if not (rescued and step == KEEP_WORST)))
+    reports = [candidate.selection for candidate in candidates if candidate.selection]
+    faults = set(chain.from_iterable(report.data_faults for report in reports))
+    if DataFault.LABELS in faults:  # the data is at fault, not an engine
+        return fix_data(faults)
+    in_16_bits = [
+        candidate
+        for candidate in candidates
+        if candidate.recipe.precision in (Precision.FP16, Precision.BF16)
+    ]
+    steps = next_steps(miss)
+    if miss in in_16_bits and any(each.origin is Origin.FALLBACK for each in in_16_bits):
+        steps = (TRAIN_IN_16_BITS,)  # a rescue has tried all other steps already
+    return (*fix_data(faults), *steps)
 
 
 def _after_mislabelled(recipes: Sequence[Recipe]) -> tuple[str, ...]:
@@ -352,17 +379,9 @@ def _after_mislabelled(recipes: Sequence[Recipe]) -> tuple[str, ...]:
     return (SEE_LAYERS,)
 
 
-def fix_data(reasons: Sequence[str]) -> tuple[str, ...]:
-    """Return the next steps for faulty data: wrong labels, or unsuitable calibration samples.
-
-    Empty if no reason lies in the data.
-    """
-    advice_by_reason = {AT_CHANCE: FIX_LABELS, NOT_COVERED: FIX_CALIBRATION}
-    return tuple(
-        advice
-        for opening, advice in advice_by_reason.items()
-        if any(opening in reason for reason in reasons)
-    )
+def fix_data(faults: Collection[DataFault]) -> tuple[str, ...]:
+    """Return the next steps for faulty data, in the order of FIXES."""
+    return tuple(advice for fault, advice in FIXES.items() if fault in faults)
 
 
 def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -433,7 +452,7 @@ def _after_own_qdq(miss: Candidate) -> tuple[str, ...]:
         ),
         "train longer with Q/DQ",
     ]
-    if any(SATURATES in note.text for note in miss.notes):
+    if any(note.code is NoteCode.SATURATES for note in miss.notes):
         steps.insert(0, SEVEN_BITS)
     return tuple(steps)
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.compiler.decision import AFTER_INT8, TRAIN_IN_16_BITS, fix_data, loss
+from pipeline.compiler.decision import AFTER_INT8, TRAIN_IN_16_BITS, loss
 from pipeline.core import CalibrationMethod, Point, Precision, Profile, Recipe
 from pipeline.plan.recipes import realised_in
 from pipeline.results.report import Candidate, NodeHarm, NodeRanking, Rescue, RescueStep
@@ -93,7 +93,7 @@ def _needs_rescue(candidate: Candidate) -> bool:
     return (
         candidate.state == "failed accuracy"
         and _may_be_rescued(candidate.recipe)
-        and not fix_data([candidate.reason])
+        and not (candidate.selection and candidate.selection.data_faults)
     )
 
 
@@ -219,8 +219,6 @@ def keeping(recipe: Recipe, nodes: Sequence[str]) -> Recipe:
         update={
             "realised_in": "graph",
             "keep_fp32": kept,
-            "keep_worst": False,
-            "try_methods": False,
             "variant": "rescued",
         }
     )

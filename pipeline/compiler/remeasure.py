@@ -15,8 +15,9 @@ from pipeline.benchmark.batch_sweep import Sweep, batch_symbol, sweep_of, sweep_
 from pipeline.benchmark.cpu_peaks import with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidates import reference_outputs
+from pipeline.compiler.candidate_stages import VALIDATE, reference_outputs
 from pipeline.compiler.compile import (
+    BENCHMARK,
     build_baselines,
     build_reference,
     built_to_keep,
@@ -26,8 +27,8 @@ from pipeline.compiler.compile import (
     export_model,
 )
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
-from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of
-from pipeline.core import Engine, Note, OnnxModel
+from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of, why_undelivered
+from pipeline.core import Engine, Note, NoteCode, OnnxModel
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner
 from pipeline.host.environment import environment
@@ -40,6 +41,7 @@ from pipeline.results.report import (
     BenchmarkReport,
     Benchmarks,
     Candidate,
+    Origin,
     Report,
     Step,
     ValidationReport,
@@ -47,9 +49,14 @@ from pipeline.results.report import (
 from pipeline.stages.benchmark import benchmark, check_sizes
 from pipeline.stages.validate import validate
 
-AGAIN = (
-    "the latencies are those of a new run of the baselines and the engine; no other candidate was"
-    " measured beside them"
+REMEASURED = Note(
+    stage="benchmark",
+    text=(
+        "the latencies are those of a new run of the baselines and the engine; no other candidate"
+        " was measured beside them"
+    ),
+    level="info",
+    code=NoteCode.REMEASURED,
 )
 
 
@@ -83,9 +90,7 @@ def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -
         batch_rows(context),
     )
     check_if_sealed(engine)  # again: the reference may have taken minutes
-    validation: ValidationReport = runner.anew(
-        "validate", engine.recipe.label, validate, *arguments
-    )
+    validation: ValidationReport = runner.anew(VALIDATE, engine.recipe.label, validate, *arguments)
     return validation
 
 
@@ -94,10 +99,10 @@ class Remeasured:
     """New latencies of a delivered engine and its baselines. The engine's result is the last."""
 
     engine: Engine
-    found: Benchmarks
+    benchmarks: Benchmarks
     # if the engine is no faster: the baseline in its deliverable form, or the reason of its failure
     kept: Candidate | None
-    call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
+    call: str = ""  # how the user calls the fastest baseline, if that is a PyTorch module
 
 
 def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
@@ -123,7 +128,13 @@ def _kept_baseline(
     """Return a baseline in its deliverable form, which may be the delivered engine itself."""
     recipe = delivered.recipe
     if deliverable_recipe(baseline.recipe) == recipe:
-        return Candidate(label=recipe.label, recipe=recipe, state="built", engine=delivered)
+        return Candidate(
+            label=recipe.label,
+            recipe=recipe,
+            origin=Origin.BASELINE,
+            state="built",
+            engine=delivered,
+        )
     expected = reference_outputs(
         context, build_reference(context, exported), context.data.selection
     )
@@ -140,7 +151,7 @@ def _fit_baselines(report: Report, baselines: Sequence[Engine]) -> Sequence[Engi
 
 
 def _is_slower_or_equal(last: BenchmarkReport | BenchmarkFailure) -> bool:
-    """Return whether the engine was compared with the baselines and is not measurably faster."""
+    """Return True if the engine was compared with the baselines and is not measurably faster."""
     ratio = last.rows[0].ratio if isinstance(last, BenchmarkReport) else None
     return ratio is not None and ratio.low <= 1.0
 
@@ -178,7 +189,7 @@ def _measured(
     entries.append(RaceEntry(engines[-1], last))
     check_if_sealed(engines[-1])  # again: earlier steps may have taken minutes
     run: Benchmarks = runner.anew(
-        "benchmark", engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None
+        BENCHMARK, engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None
     )
     for result in run.results:
         if isinstance(result, BenchmarkFailure):
@@ -227,7 +238,7 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
     Accuracy stays as the compile measured it. Verdict, ratios and winner follow from the new
     latencies, and the ratios of the ablation are dropped. `steps`: the stages that ran for it.
     """
-    run, engine = remeasured.found, remeasured.engine
+    run, engine = remeasured.benchmarks, remeasured.engine
     reports = [result for result in run.results if isinstance(result, BenchmarkReport)]
     last = reports[-1]
     new_digests = {step.digest for step in steps}
@@ -244,8 +255,8 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
         "ablation": _without_ratios(report.ablation) if report.ablation else None,
         "steps": tuple(chain(earlier, steps)),
         "notes": (
-            *(note for note in report.notes if note.text != AGAIN),
-            Note(stage="benchmark", text=AGAIN, level="info"),
+            *(note for note in report.notes if note.code is not NoteCode.REMEASURED),
+            REMEASURED,
         ),
         "peaks": run.peaks,
         "gpu_use": run.gpu_use,
@@ -260,8 +271,7 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
     winner = winner.model_copy(update={"engine": engine, "benchmark": last})
     baselines = sorted(reports[:-1], key=lambda benchmark: benchmark.label != run.baseline)
     kept = remeasured.kept
-    kept_engine = kept.engine if kept else None
-    baseline = Baseline(run.baseline, remeasured.call, kept_engine is not None)
+    baseline = Baseline(run.baseline, remeasured.call, why_undelivered(kept))
     decision = decide([winner], winner, report.validation, baseline)
     verdict: dict[str, object] = {
         "candidates": (
@@ -273,7 +283,7 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
         "winner": run.baseline if decision.verdict == "keep" else winner.label,
         "ratio": ratio_of(winner),
         "ratio_missing": ratio_missing(winner),
-        "delivered": delivered_engine(decision, kept_engine),
+        "delivered": delivered_engine(decision, kept.engine if kept else None),
         "verdict": decision.verdict,
         "reasons": decision.reasons,
         "next_steps": decision.next_steps,

@@ -32,7 +32,13 @@ from typing import Any, TypeVar
 
 from pipeline.core import Progress, silent
 from pipeline.errors import ChildDied, ChildKilled, CrucibleError, InternalError
-from pipeline.execution.exit_causes import MORE_MEMORY, crucible_error, how_it_died, memory_kills
+from pipeline.execution.exit_causes import (
+    NEXT_STEPS,
+    ExitCause,
+    crucible_error,
+    how_it_died,
+    memory_kills,
+)
 
 T = TypeVar("T")
 GRACE_S = 3.0
@@ -256,12 +262,13 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         printed, code = self.log_tail(), self._process.poll()
-        how, advice = how_it_died(code, self._kills, memory_kills(), printed)
+        cause, how = how_it_died(code, self._kills, memory_kills(), printed)
         message = f"the child process for '{self.name}' {how}\n{printed}".rstrip()
-        is_killed = advice == MORE_MEMORY or code == -signal.SIGKILL
+        advice = NEXT_STEPS[cause]
         if not self._own_log:
             advice += f", or read {self.log}"
-        return ChildKilled(message, advice) if is_killed else ChildDied(message, advice)
+        kind = ChildDied if cause is ExitCause.ENDED else ChildKilled
+        return kind(message, advice)
 
     def log_tail(self, lines: int = 12) -> str:
         """Return the last lines that this child printed. Older lines of the log are left out."""

@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from pipeline.errors import (
@@ -126,10 +127,28 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
+class ExitCause(StrEnum):
+    """Why a child ended without a result."""
+
+    NO_MEMORY = "no memory"
+    KILLED = "killed"  # by SIGKILL, and not for memory
+    ENDED = "ended"  # by itself, or by another signal
+
+
+NEXT_STEPS = {
+    ExitCause.NO_MEMORY: MORE_MEMORY,
+    ExitCause.KILLED: (
+        "run the same command again; if it is killed again, give it more memory, or ask who runs"
+        " this machine"
+    ),
+    ExitCause.ENDED: ("try again with more free memory, or correct your own code if it ran there"),
+}
+
+
 def how_it_died(
     code: int | None, before: MemoryKills, after: MemoryKills, printed: str
-) -> tuple[str, str]:
-    """Describe how a child ended without a result, and the next step.
+) -> tuple[ExitCause, str]:
+    """Return why a child ended without a result, and how in words.
 
     Uses its exit code, the kernel's counters before and after, and its output.
     """
@@ -141,38 +160,27 @@ def how_it_died(
         else f"with exit code {code}"
     )
     if _NO_MEMORY.search(printed):
-        return f"ran out of memory and ended {how}", MORE_MEMORY
-    return (
-        f"ended {how} before it returned a result",
-        "try again with more free memory, or correct your own code if it ran there",
-    )
+        return ExitCause.NO_MEMORY, f"ran out of memory and ended {how}"
+    return ExitCause.ENDED, f"ended {how} before it returned a result"
 
 
-def _how_it_was_killed(before: MemoryKills, after: MemoryKills) -> tuple[str, str]:
+def _how_it_was_killed(before: MemoryKills, after: MemoryKills) -> tuple[ExitCause, str]:
     killed = f"was killed by signal {int(signal.SIGKILL)} (SIGKILL)"
     if _grew(before.ours, after.ours):
-        return "was killed by the kernel because memory ran out", MORE_MEMORY
+        return ExitCause.NO_MEMORY, "was killed by the kernel because memory ran out"
     if _grew(before.machine, after.machine):  # it may have been another process
-        return (
-            (
-                f"{killed}, probably because memory ran out: the kernel killed a process for that"
-                " at this time"
-            ),
-            MORE_MEMORY,
+        text = (
+            f"{killed}, probably because memory ran out: the kernel killed a process for that at"
+            " this time"
         )
+        return ExitCause.NO_MEMORY, text
     if after == MemoryKills():
-        return f"{killed}, probably because memory ran out", MORE_MEMORY
-    advice = (
-        "run the same command again; if it is killed again, give it more memory, or ask who runs"
-        " this machine"
+        return ExitCause.NO_MEMORY, f"{killed}, probably because memory ran out"
+    text = (
+        f"{killed}, but the kernel reports no lack of memory: a person, a scheduler or a memory"
+        " guard has killed it"
     )
-    return (
-        (
-            f"{killed}, but the kernel reports no lack of memory: a person, a scheduler or a"
-            " memory guard has killed it"
-        ),
-        advice,
-    )
+    return ExitCause.KILLED, text
 
 
 def _grew(before: int | None, after: int | None) -> bool:

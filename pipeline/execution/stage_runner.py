@@ -8,10 +8,11 @@ from __future__ import annotations
 import datetime as dt
 import importlib.metadata
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -19,25 +20,12 @@ from pipeline.core import Progress, Target, silent
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.content import text_of_content
 from pipeline.execution.durations import History
+from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.store import Key, Store
 from pipeline.measurement.clock import monotonic
 from pipeline.results.report import Step
 
 A = TypeVar("A", bound=BaseModel)
-
-
-@dataclass(frozen=True, slots=True)
-class StageEvent:
-    """Event of a stage, for the terminal and the service."""
-
-    stage: str
-    subject: str  # a candidate's label, or empty
-    state: Literal["started", "progress", "finished", "reused", "waiting", "failed"]
-    fraction: float | None = None
-    text: str = ""
-    seconds: float = 0.0  # of a finished stage
-    elapsed_s: float = 0.0  # since it started
-    estimate_s: float | None = None  # usual duration; None: the stage never ran on this host
 
 
 Emit = Callable[[StageEvent], None]
@@ -64,6 +52,7 @@ class Stage:
     version: int  # raised when a change of the code changes the result
     tools: tuple[str, ...] = ()  # distributions whose versions are part of the key
     writes_files: bool = True  # the function takes `out`, the folder for its files
+    needs_quiet_device: bool = False  # it measures: other work on the device would falsify it
     # False if a transient failure spoiled the value: the next run makes it again
     is_cacheable: Callable[[Any], bool] = lambda value: True
 
@@ -99,6 +88,8 @@ class Runner:
     store: Store
     emit: Emit = lambda event: None
     run: Run = call_in_child
+    # entered for the time in which a stage that needs a quiet device runs
+    quiet_device: Callable[[], AbstractContextManager[None]] = nullcontext
     steps: list[Step] = field(default_factory=list)
     plan: str = ""  # name of the plan, for estimates from its own past runs
     workers: int = 1  # stages that may run in parallel, each in a child
@@ -126,7 +117,7 @@ class Runner:
         log = self.store.root / "logs" / f"{stage.name}-{key.digest[:12]}.log"
 
         def emit(state: Any, **details: Any) -> None:
-            self.emit(StageEvent(stage.name, subject, state, **details))
+            self.emit(StageEvent(stage.name, subject, state=state, **details))
 
         def make(out: Path) -> A:
             estimate_s = self.history.estimate(stage.name, subject, self.plan)
@@ -134,13 +125,14 @@ class Runner:
             arguments = [*call.work.args]
             if stage.writes_files:
                 arguments.append(out)
-            value: A = self.run(
-                call.work.func,
-                *arguments,
-                name=subject or stage.name,
-                log=log,
-                progress=self._progress(stage.name, subject, estimate_s),
-            )
+            with self._device(stage):
+                value: A = self.run(
+                    call.work.func,
+                    *arguments,
+                    name=subject or stage.name,
+                    log=log,
+                    progress=self._progress(stage.name, subject, estimate_s),
+                )
             return value
 
         try:
@@ -166,27 +158,29 @@ class Runner:
         return stored.value
 
     def anew(
-        self, stage: str, subject: str, function: Callable[..., Any], *arguments: object
+        self, stage: Stage, subject: str, function: Callable[..., Any], *arguments: object
     ) -> Any:
         """Run `function(*arguments, progress)` in a child process without caching.
 
-        The call is reported as a stage.
+        The call is reported as this stage.
         """
+        name = stage.name
 
         def emit(state: Any, **details: Any) -> None:
-            self.emit(StageEvent(stage, subject, state, **details))
+            self.emit(StageEvent(name, subject, state=state, **details))
 
-        emit("started", estimate_s=self.history.estimate(stage, subject, self.plan))
+        emit("started", estimate_s=self.history.estimate(name, subject, self.plan))
         begin, created = monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         try:
-            value = self.run(
-                function, *arguments, name=stage, progress=self.progress(stage, subject)
-            )
+            with self._device(stage):
+                value = self.run(
+                    function, *arguments, name=name, progress=self.progress(name, subject)
+                )
         except BaseException as error:
             emit("failed", text=_first_line(error))
             raise
         step = Step(
-            stage=stage,
+            stage=name,
             subject=subject,
             seconds=monotonic() - begin,
             reused=False,
@@ -194,9 +188,12 @@ class Runner:
             digest="",
         )
         self.steps.append(step)
-        self.history.add(stage, subject, step.seconds, self.plan)
+        self.history.add(name, subject, step.seconds, self.plan)
         emit("finished", seconds=step.seconds)
         return value
+
+    def _device(self, stage: Stage) -> AbstractContextManager[None]:
+        return self.quiet_device() if stage.needs_quiet_device else nullcontext()
 
     @property
     def history(self) -> History:
@@ -215,11 +212,11 @@ class Runner:
                 StageEvent(
                     stage,
                     subject,
-                    "progress",
                     fraction,
                     text,
                     elapsed_s=monotonic() - begin,
                     estimate_s=estimate_s,
+                    state="progress",
                 )
             )
 

@@ -26,7 +26,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -147,42 +147,50 @@ class Store:
         Failures are never cached. A value that is not cacheable exists only while this store is
         open. DiskFull if the artifact cannot be made because the disk is full.
         """
-        if (stored := self.find(key, kind)) is not None:
+        stored = self.find(key, kind)
+        if stored is not None:
             return stored
         with self._lock(key.stage, key.digest):
-            if (stored := self.find(key, kind)) is not None:
+            stored = self.find(key, kind)  # again: another process may have made it meanwhile
+            if stored is not None:
                 return stored
-            work = self.root / "tmp" / key.digest
-            try:
-                # leftovers of a process that was killed while it held this lock
-                for leftover in (work, _damaged(work)):
-                    shutil.rmtree(leftover, ignore_errors=True)
-                work.mkdir()
+            with self._work_folder(key) as work:
                 started = time.perf_counter()
                 value = make(work)
-                provenance = _provenance(key, time.perf_counter() - started)
-                write_manifest(work, value, provenance)
+                write_manifest(work, value, _provenance(key, time.perf_counter() - started))
                 final = _folder(self.root, key.stage, key.digest)
-                if not is_cacheable(value):
-                    final = self._transient_folder(final)
-                self._publish(work, final)
-            except BaseException as error:
-                # before the cleanup, which frees some space
-                is_full = _may_be_disk(error) and self._free_bytes() < MIN_FREE_BYTES
-                shutil.rmtree(work, ignore_errors=True)
-                if is_full:
-                    raise DiskFull(
-                        f"the disk of the store '{self.root}' is full: {first_line(error)}",
-                        MORE_DISK,
-                    ) from error
-                raise
+                self._publish(work, final if is_cacheable(value) else self._transient_folder(final))
         published = self.find(key, kind)
         if published is None:
             raise StoreError(
                 f"{key.stage} {key.digest[:12]} was published but cannot be read back",
                 "check the disk of CRUCIBLE_HOME",
             )
-        return Stored(published.value, published.provenance, published.digest, reused=False)
+        return replace(published, reused=False)
+
+    @contextlib.contextmanager
+    def _work_folder(self, key: Key) -> Iterator[Path]:
+        """Yield an empty folder for the artifact of this key, and remove it after an error.
+
+        The caller holds the lock of the key. DiskFull if a full disk may be the cause of the error.
+        """
+        work = self.root / "tmp" / key.digest
+        # leftovers of a process that was killed while it held this lock
+        for leftover in (work, _damaged(work)):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            work.mkdir()
+            yield work
+        except BaseException as error:
+            # before the cleanup, which frees some space
+            is_full = _may_be_disk(error) and self._free_bytes() < MIN_FREE_BYTES
+            shutil.rmtree(work, ignore_errors=True)
+            if is_full:
+                raise DiskFull(
+                    f"the disk of the store '{self.root}' is full: {first_line(error)}",
+                    MORE_DISK,
+                ) from error
+            raise
 
     def adopt(self, other: Path) -> tuple[str, ...]:
         """Move every artifact of another store into this one. Returns the reasons of refusals.

@@ -1,8 +1,9 @@
-"""Which NVIDIA GPUs this host has, what they do now, and what each could reach.
+"""The NVIDIA GPUs of this host: their properties, their present state and their peaks.
 
-All but SM count and bus width comes from NVML through pynvml. Nothing here makes a CUDA context.
-NVML does not tell everything of every GPU: not the busy share where the GPU is split into MIG
-slices, not the memory where it is the machine's own. Such an answer is None.
+Everything comes from NVML through pynvml, except SM count and bus width. Nothing here makes a CUDA
+context. NVML does not answer every question for every GPU: it has no busy share for a GPU that is
+split into MIG slices, and no memory size for a GPU that shares the host's memory. Such a value is
+None.
 """
 
 from __future__ import annotations
@@ -17,17 +18,15 @@ from typing import Any
 from pipeline.core import Frozen, Precision
 
 TIMEOUT_S = 20.0  # for nvidia-smi: a driver without its persistence daemon takes seconds to start
-SM_COUNT, MEMORY_BUS_BITS = (
-    16,
-    37,
-)  # CUdevice_attribute in cuda.h: MULTIPROCESSOR_COUNT, GLOBAL_MEMORY_BUS_WIDTH
+# CUdevice_attribute in cuda.h: MULTIPROCESSOR_COUNT and GLOBAL_MEMORY_BUS_WIDTH
+SM_COUNT, MEMORY_BUS_BITS = 16, 37
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 UNKNOWN = "unknown"
 NO_PID = (None, 0, 2**32 - 1)  # NVML_VALUE_NOT_AVAILABLE of nvml.h, as an unsigned int
 
 
 class Gpu(Frozen):
-    """One GPU. None: NVML does not tell (as where the GPU shares the host's memory)."""
+    """One GPU. A value that NVML does not give is None."""
 
     name: str
     compute_capability: str  # "8.9"
@@ -48,8 +47,9 @@ class Gpus(Frozen):
 
 
 class Peaks(Frozen):
-    """What a device's arithmetic and memory could reach; a precision it has no fast path for, or
-    nobody knows of, is absent.
+    """The highest rates of a device's arithmetic and memory.
+
+    A precision is absent if the device has no fast path for it, or if its rate is unknown.
     """
 
     device: str = ""  # GPU name, or CPU model with its number of threads
@@ -60,7 +60,7 @@ class Peaks(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one GPU, in bytes."""
+    """The memory of one GPU, in bytes."""
 
     used: int
     free: int
@@ -71,7 +71,7 @@ class Memory:
 
 
 class NvmlDevice:
-    """One GPU while NVML is open; None: NVML does not tell."""
+    """One GPU while NVML is open. A value that NVML does not give is None."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -83,14 +83,14 @@ class NvmlDevice:
 
     @property
     def is_readable(self) -> bool:
-        """False for a GPU that counts but that this process may not open, or that is lost."""
+        """False for a GPU that this process may not open, or that has failed."""
         return self._handle is not None
 
     def name(self) -> str | None:
         return _text(self._answer(self._nvml.nvmlDeviceGetName))
 
     def uuid(self) -> str | None:
-        """As nvidia-smi writes it."""
+        """Return the UUID as nvidia-smi writes it."""
         return _text(self._answer(self._nvml.nvmlDeviceGetUUID))
 
     def compute_capability(self) -> str | None:
@@ -98,12 +98,12 @@ class NvmlDevice:
         return None if version is None else f"{version[0]}.{version[1]}"
 
     def memory(self) -> Memory | None:
-        """What is in use, by anybody."""
+        """Return the memory in use by all processes, the free memory and the total."""
         info = self._answer(self._nvml.nvmlDeviceGetMemoryInfo)
         return None if info is None else Memory(info.used, info.free, info.total)
 
     def busy_percent(self) -> float | None:
-        """Share of the last second in which some kernel ran."""
+        """Return the share of the last second in which a kernel ran."""
         rates = self._answer(self._nvml.nvmlDeviceGetUtilizationRates)
         return None if rates is None else float(rates.gpu)
 
@@ -128,11 +128,12 @@ class NvmlDevice:
         return self._number(self._nvml.nvmlDeviceGetTemperature, sensor)
 
     def compute_pids(self) -> tuple[int | None, ...] | None:
-        """Processes with a compute context on this GPU; None in it: one without its number."""
+        """Return the processes with a compute context; None in it stands for an unknown number."""
         processes = self._answer(self._nvml.nvmlDeviceGetComputeRunningProcesses)
         if processes is None:
             return None
-        return tuple(None if each.pid in NO_PID else int(each.pid) for each in processes)
+        pids = (process.pid for process in processes)
+        return tuple(None if pid in NO_PID else int(pid) for pid in pids)
 
     def _number(self, function: Callable[..., Any], *arguments: object) -> int | None:
         answer = self._answer(function, *arguments)
@@ -149,20 +150,20 @@ class Nvml:
         return _text(self._answer(self._nvml.nvmlSystemGetDriverVersion))
 
     def devices(self) -> tuple[NvmlDevice, ...]:
-        """All GPUs of the host, numbered as nvidia-smi does."""
+        """Return all GPUs of the host, in the order of nvidia-smi."""
         count = self._answer(self._nvml.nvmlDeviceGetCount) or 0
         by_index = self._nvml.nvmlDeviceGetHandleByIndex
         handles = [self._answer(by_index, number) for number in range(count)]
         return tuple(NvmlDevice(self._nvml, handle) for handle in handles)
 
     def visible_devices(self) -> tuple[NvmlDevice, ...]:
-        """The GPUs that CUDA_VISIBLE_DEVICES leaves: the first is gpu:0."""
+        """Return the GPUs that CUDA_VISIBLE_DEVICES allows. The first is gpu:0."""
         devices = self.devices()
         uuids = [device.uuid() or "" for device in devices]
-        return tuple(devices[n] for n in visible_places(uuids, os.environ.get(VISIBLE)))
+        return tuple(devices[n] for n in visible_indices(uuids, os.environ.get(VISIBLE)))
 
     def device(self, name: str) -> NvmlDevice | None:
-        """The GPU or MIG slice of this number or UUID, as CUDA_VISIBLE_DEVICES names it."""
+        """Return the GPU or MIG slice with this number or UUID, as in CUDA_VISIBLE_DEVICES."""
         if name.isdigit():
             handle = self._answer(self._nvml.nvmlDeviceGetHandleByIndex, int(name))
         else:
@@ -175,7 +176,7 @@ class Nvml:
 
 @contextlib.contextmanager
 def open_nvml(nvml: Any = None) -> Iterator[Nvml]:
-    """Open NVML, which does not fail where there is no driver (`nvml`: pynvml, or a double)."""
+    """Open NVML. Without a driver it has no devices. `nvml` is pynvml, or a double."""
     import pynvml
 
     library, reason = nvml or pynvml, ""
@@ -194,7 +195,7 @@ def open_nvml(nvml: Any = None) -> Iterator[Nvml]:
 
 
 def _answer(nvml: Any, function: Callable[..., Any], *arguments: object) -> Any:
-    """What a function of NVML returns; None if it does not tell."""
+    """Return the result of a function of NVML; None if it fails."""
     try:
         return function(*arguments)
     except nvml.NVMLError:
@@ -202,7 +203,7 @@ def _answer(nvml: Any, function: Callable[..., Any], *arguments: object) -> Any:
 
 
 def _text(answer: Any) -> str | None:
-    """Old versions of pynvml return bytes."""
+    """Return an answer as text. Old versions of pynvml return bytes."""
     text: str | None = answer.decode() if isinstance(answer, bytes) else answer
     return text
 
@@ -216,11 +217,14 @@ def _reason_without_library() -> str:
     )
 
 
-# -- which there are ---------------------------------------------------------
+# -- the GPUs of this host ---------------------------------------------------
 
 
 def find_gpus(nvml: Any = None) -> Gpus:
-    """The GPUs that NVML lists and CUDA_VISIBLE_DEVICES leaves (`nvml`: pynvml, or a double)."""
+    """Return the GPUs that NVML lists and CUDA_VISIBLE_DEVICES allows.
+
+    `nvml` is pynvml, or a double.
+    """
     with open_nvml(nvml) as opened:
         driver = opened.driver() or UNKNOWN
         usable = [device for device in opened.visible_devices() if device.is_readable]
@@ -247,68 +251,66 @@ def _gpu(device: NvmlDevice, driver: str) -> Gpu:
     )
 
 
-def visible_places(uuids: Sequence[str], wanted: str | None) -> tuple[int, ...]:
-    """Return the places of the GPUs that CUDA_VISIBLE_DEVICES names.
+def visible_indices(uuids: Sequence[str], variable: str | None) -> tuple[int, ...]:
+    """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES names.
 
-    As for CUDA, the list ends at the first entry that names none. Numbers count as nvidia-smi does.
-    CUDA itself counts the fastest first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID: alike where all are
-    of one kind. `wanted` is the variable, None if it is not set; a UUID may be cut short.
+    `variable` is its value, None if it is not set. A UUID may be shortened. As for CUDA, the list
+    ends at the first entry that names no GPU. Numbers are those of nvidia-smi. CUDA itself numbers
+    the fastest GPU first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID; among equal GPUs both orders agree.
     """
-    if wanted is None or wanted.startswith("MIG-"):  # a slice; of which GPU the list does not say
+    # The UUID of a MIG slice does not tell which GPU it is on.
+    if variable is None or variable.startswith("MIG-"):
         return tuple(range(len(uuids)))
-    chosen: list[int] = []
-    for entry in map(str.strip, wanted.split(",")):
+    indices: list[int] = []
+    for entry in map(str.strip, variable.split(",")):
         if entry.startswith("GPU-"):
-            named = [place for place, uuid in enumerate(uuids) if uuid.startswith(entry)]
+            matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
         else:
-            named = [place for place in range(len(uuids)) if entry == str(place)]
-        if len(named) != 1:
+            matches = [index for index in range(len(uuids)) if entry == str(index)]
+        if len(matches) != 1:
             break
-        chosen += named
-    return tuple(chosen)
+        indices += matches
+    return tuple(indices)
 
 
-# -- what it is made of ------------------------------------------------------
+# -- SM count and bus width --------------------------------------------------
 
 
 def with_hardware(gpus: Gpus, cuda: Any = None) -> Gpus:
-    """The same GPUs with SM count and bus width, which only libcuda tells (`cuda`: the loaded
-    library, or a double).
+    """Add SM count and bus width, which only libcuda gives.
 
-    cuInit makes no context and takes no GPU memory. What the driver does not answer stays None.
+    `cuda` is the loaded library, or a double. cuInit makes no context and takes no GPU memory. A
+    value that the driver does not give stays None.
     """
     library = cuda or (_libcuda() if gpus.devices else None)
     if library is None or library.cuInit(0) != 0:
         return gpus
-    known = dict(
-        _hardware(library, ordinal) for ordinal in range(_asked(library.cuDeviceGetCount) or 0)
-    )
-    return gpus.model_copy(
-        update={
-            "devices": tuple(gpu.model_copy(update=known.get(gpu.uuid, {})) for gpu in gpus.devices)
-        }
-    )
+    count = _int_of(library.cuDeviceGetCount) or 0
+    known = dict(_hardware(library, ordinal) for ordinal in range(count))
+    devices = tuple(gpu.model_copy(update=known.get(gpu.uuid, {})) for gpu in gpus.devices)
+    return gpus.model_copy(update={"devices": devices})
 
 
 def _hardware(cuda: Any, ordinal: int) -> tuple[str, dict[str, int | None]]:
-    """The UUID of a GPU as nvidia-smi writes it, and what it is made of. CUDA's order is its own,
-    so the UUID is what joins them.
+    """Return a GPU's UUID as nvidia-smi writes it, its SM count and its bus width.
+
+    CUDA numbers GPUs in an order of its own, so they are matched by UUID.
     """
-    device = _asked(cuda.cuDeviceGet, ordinal)
+    device = _int_of(cuda.cuDeviceGet, ordinal)
     raw = (ctypes.c_ubyte * 16)()
     digits = bytes(raw).hex() if cuda.cuDeviceGetUuid(ctypes.byref(raw), device) == 0 else ""
     uuid = "GPU-" + "-".join(
         digits[a:b] for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
     )
     sizes = {
-        name: _asked(cuda.cuDeviceGetAttribute, code, device)
+        name: _int_of(cuda.cuDeviceGetAttribute, code, device)
         for name, code in (("sm_count", SM_COUNT), ("memory_bus_bits", MEMORY_BUS_BITS))
     }
     return uuid, sizes
 
 
-def _asked(function: Any, *arguments: object) -> int | None:
-    """The int that a function of libcuda writes to its first argument; None if it fails."""
+def _int_of(function: Any, *arguments: object) -> int | None:
+    """Return the int that a function of libcuda writes to its first argument; None if it fails."""
     answer = ctypes.c_int()
     return answer.value if function(ctypes.byref(answer), *arguments) == 0 else None
 
@@ -320,7 +322,7 @@ def _libcuda() -> Any:
         return None
 
 
-# -- what it could reach -----------------------------------------------------
+# -- peaks -------------------------------------------------------------------
 
 _RTX = {
     Precision.FP32: 256,
@@ -376,22 +378,25 @@ FLOPS_PER_SM_AND_CLOCK: dict[str, dict[Precision, int]] = {
     # bf16, 104.8 tf32, 838 int8 and fp8.
     "12.0": {**_RTX, Precision.FP8: 2048},
 }
-"""Dense, by compute capability; fp16 and fp8 with fp16 accumulation. Other generations are left
-out: no number is better than a guess.
+"""Dense rates by compute capability; fp16 and fp8 with fp16 accumulation.
+
+Other generations are left out, because a guess would be worse than no number.
 """
 
 GEFORCE_HALVED = {"8.6", "8.9", "12.0"}
-"""There GeForce cards multiply at half the rate where they accumulate in fp32 (the same
-whitepapers), which bf16 and tf32 always do.
-"""
+"""Compute capabilities with GeForce cards that run at half the rate if they accumulate in fp32.
 
+bf16 and tf32 always accumulate in fp32. The same whitepapers state this.
+"""
 
 KNOWN = "known: NVIDIA's rates per SM and clock, at the highest clocks"
 
 
 def peaks(gpu: Gpu) -> Peaks:
-    """At the GPU's highest clocks, which it keeps only as long as power and temperature allow;
-    NVIDIA's data sheets often state lower ones.
+    """Return a GPU's peaks at its highest clocks.
+
+    It keeps them only as long as power and temperature allow. NVIDIA's data sheets often state
+    lower ones.
     """
     per_clock = FLOPS_PER_SM_AND_CLOCK.get(gpu.compute_capability, {})
     halved = (
@@ -400,14 +405,12 @@ def peaks(gpu: Gpu) -> Peaks:
         else set()
     )
     cycles_per_s = (gpu.sm_count or 0) * (gpu.sm_clock_mhz or 0) * 1e6  # of all SMs together
-    flops = {
-        precision: each * cycles_per_s / (2 if precision in halved else 1)
-        for precision, each in per_clock.items()
-        if cycles_per_s
-    }
-    memory = (
-        2 * gpu.memory_clock_mhz * 1e6 * gpu.memory_bus_bits / 8
-        if gpu.memory_clock_mhz and gpu.memory_bus_bits
-        else None
-    )  # double data rate
-    return Peaks(device=gpu.name, source=KNOWN, flops_per_s=flops, bytes_per_s=memory)
+    flops_per_s: dict[Precision, float] = {}
+    if cycles_per_s:
+        for precision, flops in per_clock.items():
+            flops_per_s[precision] = flops * cycles_per_s / (2 if precision in halved else 1)
+    bytes_per_s = None
+    if gpu.memory_clock_mhz and gpu.memory_bus_bits:
+        # double data rate
+        bytes_per_s = 2 * gpu.memory_clock_mhz * 1e6 * gpu.memory_bus_bits / 8
+    return Peaks(device=gpu.name, source=KNOWN, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)

@@ -49,7 +49,6 @@ class Obstacle(StrEnum):
     """Reason for a missing ratio."""
 
     OUT_OF_TIME = "out of time"
-    TOO_FEW = "too few"
     DISTURBED = "disturbed"
     TOO_WIDE = "too wide"
 
@@ -199,7 +198,7 @@ def compare_processes(baseline: Processes, candidate: Processes) -> Interval:
             raise NotMeasurable(Obstacle.DISTURBED, _disturbance(pairs))
         processes = "1 undisturbed process" if used == 1 else f"{used} undisturbed processes"
         text = f"{processes} of each engine, expected at least {MIN_PAIRS}"
-        raise NotMeasurable(Obstacle.TOO_FEW, text)
+        raise NotMeasurable(Obstacle.OUT_OF_TIME, text)
     keep = ~unusable
     logs = np.log(pairs.baseline.medians_s[keep] / pairs.candidate.medians_s[keep])  # [pairs]
     centre = float(logs.mean())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
 RUN_BYTES = 256 * 2**20
-"""Bytes of activations in one run; more gains no speed on a CPU, less leaves its threads idle."""
+"""Bytes of activations in one run. More is not faster on a CPU; less leaves its threads idle."""
 
 KEEPS_VALUES = frozenset({"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity"})
 """Operators with the values of their first input as output, which need no output of their own."""
@@ -88,12 +88,12 @@ def open_probe(model: OnnxModel) -> Probe:
     )
     floats = [value.name for value in session.get_outputs() if value.type in FLOATS]
     inputs = tuple(value.name for value in session.get_inputs() if value.type in FLOATS)
-    seen = {*floats, *inputs}
+    observed = {*floats, *inputs}
     return Probe(
         session=session,
         outputs=tuple(name for name in floats if name not in aliases and name not in inputs),
         inputs=inputs,
-        aliases={name: source for name, source in aliases.items() if source in seen},
+        aliases={name: source for name, source in aliases.items() if source in observed},
     )
 
 
@@ -103,9 +103,8 @@ def _expose(graph: onnx.GraphProto) -> dict[str, str]:
     outputs = {value.name for value in graph.output}
     aliases: dict[str, str] = {}
     for node in graph.node:
-        if node.op_type == "Constant" or (
-            node.input and constant.issuperset(node.input)
-        ):  # weights in another form, not activations
+        # weights in another form, not activations
+        if node.op_type == "Constant" or (node.input and constant.issuperset(node.input)):
             constant.update(node.output)
             continue
         for name in node.output:
@@ -118,8 +117,8 @@ def _expose(graph: onnx.GraphProto) -> dict[str, str]:
 
 def rows_per_run(probe: Probe, feeds: Tensors, rows: int) -> int:
     """Return the number of samples that one run may hold within RUN_BYTES, by a run of `rows`."""
-    held = sum(array.nbytes for array in probe.run(feeds).values())
-    return max(1, RUN_BYTES * rows // max(held, 1))
+    total = sum(array.nbytes for array in probe.run(feeds).values())
+    return max(1, RUN_BYTES * rows // max(total, 1))
 
 
 def bounds_of(values: NDArray[np.float32]) -> Bounds:
@@ -145,13 +144,14 @@ def merge(a: Bounds, b: Bounds) -> Bounds:
 
 def observe(probe: Probe, feeds_list: Iterable[Tensors]) -> dict[str, Bounds]:
     """Return the bounds of every activation over all feeds, including aliases."""
-    seen: dict[str, Bounds] = {}
+    bounds: dict[str, Bounds] = {}
     for feeds in feeds_list:
         for name, values in probe.run(feeds).items():
-            seen[name] = merge(seen.get(name, NOTHING), bounds_of(values))
-    return with_aliases(probe, seen)
+            bounds[name] = merge(bounds.get(name, NOTHING), bounds_of(values))
+    return with_aliases(probe, bounds)
 
 
-def with_aliases(probe: Probe, seen: dict[str, T]) -> dict[str, T]:
+def with_aliases(probe: Probe, results: dict[str, T]) -> dict[str, T]:
     """Add the tensors that have the values of another tensor."""
-    return seen | {name: seen[source] for name, source in probe.aliases.items() if source in seen}
+    aliases = probe.aliases.items()
+    return results | {name: results[source] for name, source in aliases if source in results}

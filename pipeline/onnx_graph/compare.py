@@ -113,10 +113,8 @@ def compare_graphs(
     if no feeds remain.
     """
     reference = open_reference(before)
-    compared, refusal = (
-        0,
-        ModelError(f"'{before}' was given nothing to be compared on", "give samples or sizes"),
-    )
+    compared = 0
+    reason = ModelError(f"there are no inputs to compare '{before}' on", "give samples or sizes")
     try:
         candidate = open_reference(after)
     except ModelError as error:
@@ -125,32 +123,30 @@ def compare_graphs(
         try:
             expected = reference(feeds)
         except ModelError as error:
-            refusal = error
+            reason = error
             continue
         try:
             fault = compare_outputs(expected, candidate(feeds), tolerance)
         except ModelError as error:
             fault = error.message
         if fault:
-            return (
-                f"{fault}, on inputs"
-                f" {', '.join(f'{name} {list(array.shape)}' for name, array in feeds.items())}"
-            )
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
+            return f"{fault}, on inputs {shapes}"
         compared += 1
     if not compared:
-        raise refusal
+        raise reason
     return ""
 
 
-def compare_outputs(expected: Tensors, got: Tensors, tolerance: float) -> str:
+def compare_outputs(expected: Tensors, actual: Tensors, tolerance: float) -> str:
     """Describe the first difference between two sets of outputs; "" if there is none.
 
     `tolerance` is that of `compare_graphs`.
     """
-    if list(expected) != list(got):
-        return f"expected outputs {', '.join(expected)}, got {', '.join(got)}"
+    if list(expected) != list(actual):
+        return f"expected outputs {', '.join(expected)}, got {', '.join(actual)}"
     for name, reference in expected.items():
-        array = got[name]
+        array = actual[name]
         if reference.shape != array.shape or reference.dtype != array.dtype:
             return (
                 f"output '{name}': expected {reference.dtype}{list(reference.shape)}, got"

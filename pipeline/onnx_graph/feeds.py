@@ -19,12 +19,13 @@ def draw_feeds(
     values: Mapping[str, Sequence[int]] | None = None,
     seen: bool = False,
 ) -> Tensors:
-    """Generated inputs: floats standard normal, bool even odds, (u)int8 their full range, wider
-    integers 0 or 1.
+    """Generate inputs.
 
-    Wider integers are mostly ids and masks, and 0 and 1 are valid in every table, however small.
-    Inputs named in `values` hold those: `profile.values_at(point)` for what decides a shape.
-    `seen`: every row of bool and wider integers begins with 1, so that no mask hides all of it.
+    Floats are standard normal. bool has even odds, (u)int8 has its full range, and wider integers
+    are 0 or 1: they are mostly ids and masks, and 0 and 1 are valid in every table, however small.
+    Inputs named in `values` have those values: `profile.values_at(point)` for inputs that decide a
+    shape. `seen`: every row of bool and wider integers begins with 1, so that no mask hides all of
+    it.
     """
     random = np.random.default_rng(seed)
     drawn = {spec.name: _draw(random, dtype_of(spec.dtype), spec.resolve(sizes)) for spec in specs}
@@ -55,8 +56,10 @@ def _draw(
 def feeds_of(
     model: OnnxModel, profiles: tuple[Profile, ...], samples: Iterable[Tensors], seen: bool = False
 ) -> Iterator[Tensors]:
-    """The feeds on which a changed graph is compared: the samples, then generated inputs at four
-    sizes of every profile; `seen` as draw_feeds takes it.
+    """Yield the feeds on which a changed graph is compared with the original.
+
+    They are the samples, then generated inputs at four sizes of every profile. `seen` is that of
+    `draw_feeds`.
     """
     yield from samples
     for profile in profiles or (Profile(),):

@@ -1,9 +1,9 @@
-"""FLOPs and bytes of every node at given sizes: what a measured latency is compared with.
+"""FLOPs and bytes of every node at given sizes, for comparison with a measured latency.
 
-Convention: 1 multiply-accumulate = 2 FLOPs. Matrix products and convolutions are counted exactly;
-pooling, normalisation and activations roughly, by a fixed number of operations per element; moving
-data (Transpose, Gather, Concat, Cast) is 0 FLOPs, and views (Reshape) are 0 bytes too. Bytes are
-those of a node's own inputs and outputs, as if nothing were fused or cached.
+One multiply-accumulate counts as 2 FLOPs. Matrix products and convolutions are counted exactly.
+Pooling, normalisation and activations are counted roughly, by a fixed number of operations per
+element. Nodes that move data (Transpose, Gather, Concat, Cast) have 0 FLOPs. Views (Reshape) have 0
+bytes, too. Bytes are those of a node's own inputs and outputs, as if nothing were fused or cached.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NodeCost:
 
     node: str
     operator: str
-    flops: float | None  # None: a shape it needs is not known before running
+    flops: float | None  # None: a necessary shape is known only at run time
     bytes_read: int | None
     bytes_written: int | None
 
@@ -49,32 +49,34 @@ class _Tensor:
 
 
 def node_costs(path: Path, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
-    """Cost of every node of the main graph, in its order; If, Loop and Scan count as one node of
-    unknown FLOPs.
+    """Return the cost of every node of the main graph, in its order.
 
-    ModelError names a symbol that has no size.
+    If, Loop and Scan count as one node of unknown FLOPs. ModelError names a symbol without a size.
     """
     proto = inliner.inline_local_functions(_bound(read_proto(path, weights=False), sizes))
-    known = _known(proto)
+    known = _known_tensors(proto)
     return tuple(_cost(node, known) for node in proto.graph.node)
 
 
 def total(amounts: Iterable[float | None]) -> float | None:
-    """The sum; None if one of them is unknown."""
-    whole = 0.0
+    """Return the sum; None if an amount is unknown."""
+    known: list[float] = []
     for amount in amounts:
         if amount is None:
             return None
-        whole += amount
-    return whole
+        known.append(amount)
+    return sum(known, 0.0)
 
 
 def _bound(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
-    """Put sizes in the place of the inputs' symbols, and forget every other shape: inference then
-    finds them anew.
+    """Replace the inputs' symbols by sizes, and remove every other shape.
+
+    Shape inference then computes them.
     """
     constants = {tensor.name for tensor in proto.graph.initializer}
-    for value in (v for v in proto.graph.input if v.name not in constants):
+    for value in proto.graph.input:
+        if value.name in constants:
+            continue
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.HasField("dim_value") and dim.dim_value >= 0:
                 continue
@@ -91,12 +93,12 @@ def _bound(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
     return proto
 
 
-def _known(proto: onnx.ModelProto) -> dict[str, _Tensor]:
-    """Every tensor whose shape can be known: inference, then the sizes that the graph computes from
-    what was inferred, and again.
+def _known_tensors(proto: onnx.ModelProto) -> dict[str, _Tensor]:
+    """Return every tensor whose shape can be computed before running.
 
-    onnx's own propagation of sizes stops at Div, Slice and others, which exporters put between a
-    Shape and a Reshape.
+    Shape inference and the folding of computed sizes take turns until nothing is added. onnx's own
+    propagation of sizes stops at Div, Slice and others, which exporters put between a Shape and a
+    Reshape.
     """
     for tensor in proto.graph.initializer:
         if math.prod(tensor.dims) > MAX_SIZES:
@@ -104,29 +106,29 @@ def _known(proto: onnx.ModelProto) -> dict[str, _Tensor]:
     folded = onnx.ModelProto()
     folded.CopyFrom(proto)
     while True:
-        known = _inferred(folded)
-        if all(
-            name in known for node in folded.graph.node for name in node.output if name
-        ) or not _fold_sizes(folded, known):
+        known = _inferred_tensors(folded)
+        outputs = {name for node in folded.graph.node for name in node.output}
+        if outputs - {""} <= known.keys() or not _fold_sizes(folded, known):
             return known
 
 
 def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, _Tensor]) -> bool:
-    """Put constants in the place of nodes that compute sizes from known shapes and constants;
-    whether there were any.
+    """Replace nodes that compute sizes from known shapes and constants by constants.
+
+    Return True if a node was replaced.
     """
     values = {
-        t.name: numpy_helper.to_array(t)
-        for t in proto.graph.initializer
-        if math.prod(t.dims) <= MAX_SIZES and not is_external(t)
+        tensor.name: numpy_helper.to_array(tensor)
+        for tensor in proto.graph.initializer
+        if math.prod(tensor.dims) <= MAX_SIZES and not is_external(tensor)
     }
     opset = {entry.domain: entry.version for entry in proto.opset_import}
-    found = False
+    has_changed = False
     for node in proto.graph.node:
         value = _size_of(node, known, values, opset)
         if value is not None and value.size <= MAX_SIZES:
             values[node.output[0]] = value
-            found |= node.op_type != "Constant"
+            has_changed |= node.op_type != "Constant"
             node.CopyFrom(
                 onnx.helper.make_node(
                     "Constant",
@@ -136,7 +138,7 @@ def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, _Tensor]) -> bool:
                     value=numpy_helper.from_array(value),
                 )
             )
-    return found
+    return has_changed
 
 
 def _size_of(
@@ -145,54 +147,43 @@ def _size_of(
     values: Mapping[str, NDArray[np.generic]],
     opset: dict[str, int],
 ) -> NDArray[np.generic] | None:
-    """What a node computes, if it computes sizes and all it needs is known."""
+    """Return the result of a node that computes sizes from known values; None otherwise."""
     if node.op_type == "Shape" and node.input[0] in known:
         bounds = {attribute.name: attribute.i for attribute in node.attribute}
-        return np.array(
-            known[node.input[0]].shape[bounds.get("start", 0) : bounds.get("end")], np.int64
-        )
-    if (
-        node.op_type not in SIZE_OPERATORS
-        or len(node.output) != 1
-        or not all(name in values for name in node.input if name)
-    ):
+        shape = known[node.input[0]].shape
+        return np.array(shape[bounds.get("start", 0) : bounds.get("end")], np.int64)
+    if node.op_type not in SIZE_OPERATORS or len(node.output) != 1:
+        return None
+    inputs = [name for name in node.input if name]
+    if not all(name in values for name in inputs):
         return None
     try:
-        (value,) = onnx.reference.ReferenceEvaluator(node, opsets=opset).run(
-            None, {name: values[name] for name in node.input if name}
-        )
-    except (
-        IndexError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # a graph that is wrong there: its shapes stay unknown
+        evaluator = onnx.reference.ReferenceEvaluator(node, opsets=opset)
+        (value,) = evaluator.run(None, {name: values[name] for name in inputs})
+    # The graph has a fault there: its shapes stay unknown.
+    except (IndexError, RuntimeError, TypeError, ValueError):
         return None
     return np.asarray(value)
 
 
-def _inferred(proto: onnx.ModelProto) -> dict[str, _Tensor]:
-    """Every tensor whose shape is known."""
+def _inferred_tensors(proto: onnx.ModelProto) -> dict[str, _Tensor]:
+    """Return every tensor whose shape is declared or inferred."""
     try:
         graph = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
-    except (
-        onnx.shape_inference.InferenceError
-    ):  # contradictory shapes: what the file says is all that is known
+    # Shapes contradict each other: only the declared ones are known.
+    except onnx.shape_inference.InferenceError:
         graph = proto.graph
-    known = {t.name: _Tensor(tuple(t.dims), _item_bytes(t.data_type)) for t in graph.initializer}
+    known = {
+        tensor.name: _Tensor(tuple(tensor.dims), _item_bytes(tensor.data_type))
+        for tensor in graph.initializer
+    }
     for value in (*graph.input, *graph.value_info, *graph.output):
         kind = value.type.tensor_type
-        if (
-            value.type.HasField("tensor_type")
-            and kind.HasField("shape")
-            and all(dim.HasField("dim_value") for dim in kind.shape.dim)
-        ):
-            known.setdefault(
-                value.name,
-                _Tensor(
-                    tuple(dim.dim_value for dim in kind.shape.dim), _item_bytes(kind.elem_type)
-                ),
-            )
+        if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
+            continue
+        if all(dim.HasField("dim_value") for dim in kind.shape.dim):
+            shape = tuple(dim.dim_value for dim in kind.shape.dim)
+            known.setdefault(value.name, _Tensor(shape, _item_bytes(kind.elem_type)))
     return known
 
 
@@ -200,11 +191,9 @@ def _item_bytes(elem_type: int) -> float:
     name = type_name(elem_type)
     if name in ("string", "undefined"):
         return 0.0
-    return (
-        0.5
-        if name.endswith("int4") or name.startswith("float4")
-        else float(onnx.helper.tensor_dtype_to_np_dtype(elem_type).itemsize)
-    )
+    if name.endswith("int4") or name.startswith("float4"):
+        return 0.5
+    return float(onnx.helper.tensor_dtype_to_np_dtype(elem_type).itemsize)
 
 
 def _cost(node: onnx.NodeProto, known: Mapping[str, _Tensor]) -> NodeCost:
@@ -232,7 +221,7 @@ def _flops(node: onnx.NodeProto, operator: str, known: Mapping[str, _Tensor]) ->
     if node.domain not in DEFAULT_DOMAINS or any(
         attribute.type == onnx.AttributeProto.GRAPH for attribute in node.attribute
     ):
-        return None  # we do not know what it does; what runs depends on values
+        return None  # an unknown operator, or a branch or loop that depends on values
     if any(name not in known for name in (*node.input, node.output[0]) if name):
         return None
     rule = RULES.get(operator, _per_element)
@@ -252,15 +241,13 @@ def _conv(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
 
 
 def _quantized_conv(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
-    return (
-        2.0 * math.prod(output) * math.prod(inputs[3][1:])
-    )  # inputs: x, scale, zero point, weight
+    # inputs: x, scale, zero point, weight
+    return 2.0 * math.prod(output) * math.prod(inputs[3][1:])
 
 
 def _conv_transpose(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
-    return (
-        2.0 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
-    )  # weight [in, out / groups, *kernel]
+    # weight [in, out / groups, *kernel]
+    return 2.0 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
 
 
 def _matmul(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
@@ -291,26 +278,21 @@ def _einsum(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float |
 
 def _attention(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float | None:
     if len(inputs) > 4 and inputs[4]:
-        return None  # keys of the past, whose number the node's inputs do not show in one place
+        return None  # with keys of the past, whose number is not in one fixed place
     heads = next(
         (attribute.i for attribute in node.attribute if attribute.name == "q_num_heads"),
         inputs[0][1],
     )
-    queries, keys, width = (
-        inputs[0][-2],
-        inputs[1][-2],
-        math.prod(inputs[0]) / inputs[0][0] / inputs[0][-2],
-    )  # width of all heads together
+    queries, keys = inputs[0][-2], inputs[1][-2]
+    width = math.prod(inputs[0]) / inputs[0][0] / queries  # of all heads together
     products = 2.0 * queries * keys * (width + math.prod(output) / output[0] / output[-2])
     return inputs[0][0] * (products + SOFTMAX_FLOPS * heads * queries * keys)
 
 
 def _recurrent(node: onnx.NodeProto, inputs: list[Shape], output: Shape) -> float:
-    steps = (
-        inputs[0][0] * inputs[0][1]
-        # x [time, batch, in], W [directions, gates, in]; R has the same gates and width gates /
-        # (gates per cell)
-    )
+    # x [time, batch, in], W [directions, gates, in]; R has as many gates, and the width
+    # gates / (gates per cell)
+    steps = inputs[0][0] * inputs[0][1]
     directions, gates, width = inputs[1]
     hidden = gates // GATES[node.op_type]
     return 2.0 * steps * directions * gates * (width + hidden)
@@ -335,7 +317,8 @@ SOFTMAX_FLOPS = 5
 MAX_SIZES = 64  # elements of a tensor that can hold sizes
 SIZE_OPERATORS = frozenset(
     """Add Cast Concat Constant ConstantOfShape Div Equal Expand Gather Identity Max Min
-    Mod Mul Neg Range ReduceProd Reshape Slice Squeeze Sub Unsqueeze Where""".split()  # noqa: SIM905
+    Mod Mul Neg Range ReduceProd Reshape Slice Squeeze Sub Unsqueeze
+    Where""".split()  # noqa: SIM905
 )
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 PER_ELEMENT = {  # operations per output element where it is not 1; rough
@@ -352,7 +335,10 @@ PER_ELEMENT = {  # operations per output element where it is not 1; rough
     "Swish": 5,
     "Tanh": 4,
 }
-VIEWS = frozenset("Constant Flatten Identity Reshape Shape Size Squeeze Unsqueeze Dropout".split())  # noqa: SIM905
+VIEWS = frozenset(
+    """Constant Dropout Flatten Identity Reshape Shape Size Squeeze
+    Unsqueeze""".split()  # noqa: SIM905
+)
 MOVERS = frozenset(
     """Cast CastLike Compress Concat ConstantOfShape DepthToSpace EyeLike Expand Gather
     GatherElements GatherND NonZero OneHot Pad Range ScatterElements ScatterND Slice SpaceToDepth

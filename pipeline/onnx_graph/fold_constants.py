@@ -52,8 +52,9 @@ def fold_constants(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _spell_out_constants(proto: onnx.ModelProto) -> None:
-    """Rewrite `Constant<value_float = 2.0>` as a tensor of its dtype: GraphSurgeon would read a
-    double.
+    """Rewrite `Constant<value_float = 2.0>` as a tensor of its dtype.
+
+    GraphSurgeon would read a double.
     """
     for node in _nodes_of(proto):
         if node.op_type != "Constant" or len(node.attribute) != 1:
@@ -67,6 +68,6 @@ def _spell_out_constants(proto: onnx.ModelProto) -> None:
 
 
 def _nodes_of(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Every node of a model, in subgraphs and functions too."""
+    """Yield every node of a model, also in subgraphs and functions."""
     for body in (*graphs_of(proto.graph), *proto.functions):
         yield from body.node

@@ -10,7 +10,7 @@ import onnx
 OURS = "plain_attention/"
 """Prefix of the names of added nodes and tensors, so that they differ from all others."""
 
-SEPARATE = 4
+MIN_IR_VERSION = 4
 """First IR version in which initializers need not be inputs, as GraphSurgeon writes them."""
 
 
@@ -76,7 +76,7 @@ def exported(graph: Any, source: onnx.ModelProto) -> onnx.ModelProto:
     import onnx_graphsurgeon as gs
 
     model: onnx.ModelProto = gs.export_onnx(graph.cleanup().toposort())
-    model.ir_version = max(model.ir_version, SEPARATE)
+    model.ir_version = max(model.ir_version, MIN_IR_VERSION)
     del model.metadata_props[:]
     model.metadata_props.extend(source.metadata_props)
     return model

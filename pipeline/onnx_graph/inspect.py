@@ -1,4 +1,4 @@
-"""What an ONNX graph holds: its tensors, operators and interface. Nothing here reads a file.
+"""The tensors, operators and interface of an ONNX graph. Nothing here reads a file.
 
 `compare.py` runs and compares graphs, `flops.py` counts their FLOPs.
 """
@@ -15,6 +15,7 @@ import onnx
 from pipeline.core import Dim, OnnxModel, TensorSpec
 from pipeline.errors import InternalError, ModelError, PlanError
 
+# What every backend can bind; inputs and outputs of other types are refused by name.
 INTERFACE_TYPES = frozenset(
     [
         "float16",
@@ -31,16 +32,15 @@ INTERFACE_TYPES = frozenset(
         "uint64",
         "bool",
     ]
-)  # what every backend can bind; the rest is refused by name
+)
 SIZED_BY_VALUES = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
-SCATTERS = frozenset(
-    {"ScatterND", "ScatterElements", "Scatter"}
-)  # their output has the shape of their first input
+# Operators whose output has the shape of their first input.
+SCATTERS = frozenset({"ScatterND", "ScatterElements", "Scatter"})
 DEFAULT_DOMAINS = ("", "ai.onnx")
 
 
 def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and all the subgraphs of its nodes (If, Loop, Scan)."""
+    """Yield a graph and all the subgraphs of its nodes (If, Loop, Scan)."""
     yield graph
     yield from _graphs_within(graph)
 
@@ -54,8 +54,9 @@ def _graphs_within(body: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.
 
 
 def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every constant of a model: initializers and attributes, dense and sparse, in subgraphs and
-    functions too.
+    """Yield every constant of a model, including those in subgraphs and functions.
+
+    Constants are initializers and attributes, dense and sparse.
     """
     graphs = [
         *graphs_of(proto.graph),
@@ -82,24 +83,23 @@ def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def bytes_of_tensor(tensor: onnx.TensorProto) -> int:
-    """Bytes of a constant by its dims and dtype, without reading its values; 0 for strings."""
+    """Return the bytes of a constant by its dims and dtype, without its values; 0 for strings."""
     name = type_name(tensor.data_type)
     if name in ("string", "undefined"):
         return 0
-    bits = (
-        4
-        if name.endswith("int4") or name.startswith("float4")
-        else 2
-        if name.endswith("int2")
-        else 0
-    )
-    bits = bits or 8 * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    if name.endswith("int4") or name.startswith("float4"):
+        bits = 4
+    elif name.endswith("int2"):
+        bits = 2
+    else:
+        bits = 8 * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
     return int(math.prod(tensor.dims) * bits + 7) // 8
 
 
 def type_name(elem_type: int) -> str:
-    """numpy's name of an ONNX element type; those that numpy lacks in lower case ("bfloat16",
-    "string", "float8e5m2").
+    """Return numpy's name of an ONNX element type.
+
+    Types that numpy lacks have ONNX's name in lower case ("bfloat16", "string", "float8e5m2").
     """
     if elem_type not in onnx.TensorProto.DataType.values():
         raise ModelError(
@@ -111,13 +111,14 @@ def type_name(elem_type: int) -> str:
 
 
 def operator_of(node: onnx.NodeProto) -> str:
-    """`Conv`, or `com.microsoft::Gelu` outside the default domain."""
+    """Return `Conv`, or `com.microsoft::Gelu` outside the default domain."""
     return node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
 
 
 def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[str]:
-    """Names of the nodes that the patterns match; PlanError, with near names, for one that matches
-    nothing.
+    """Return the names of the nodes that the patterns match.
+
+    PlanError, with similar names, for a pattern that matches no node.
     """
     names = [node.name for node in graph.node]
     matching: set[str] = set()
@@ -127,40 +128,40 @@ def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[s
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
             raise PlanError(
                 f"keep_fp32: no node matches '{pattern}'",
-                f"names of the simplified graph that come near: {', '.join(near)}",
+                f"similar names in the simplified graph: {', '.join(near)}",
             )
         matching.update(matches)
     return frozenset(matching)
 
 
 def changed_interface(before: OnnxModel, after: OnnxModel) -> str:
-    """How names, order, dtypes or dimensions of inputs or outputs changed; empty if they did
-    not.
-    """
+    """Describe a change in names, order, dtypes or dimensions of inputs or outputs; "" if none."""
     for role, old, new in (
         ("inputs", before.inputs, after.inputs),
         ("outputs", before.outputs, after.outputs),
     ):
-        was, became = (
-            ", ".join(
-                f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in specs
-            )
-            for specs in (old, new)
-        )
-        if was != became:
-            return f"{role} were {was} and became {became}"
+        old_text, new_text = _specs_text(old), _specs_text(new)
+        if old_text != new_text:
+            return f"{role} were {old_text} and became {new_text}"
     return ""
 
 
-def with_same_interface(source: OnnxModel, made: OnnxModel) -> OnnxModel:
-    """The model made; InternalError unless it takes and gives what its source does."""
-    if changed := changed_interface(source, made):
-        raise InternalError(f"the conversion changed the model's interface: {changed}")
-    return made
+def _specs_text(specs: tuple[TensorSpec, ...]) -> str:
+    return ", ".join(
+        f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in specs
+    )
+
+
+def with_same_interface(source: OnnxModel, result: OnnxModel) -> OnnxModel:
+    """Return `result`; InternalError unless its inputs and outputs are those of `source`."""
+    change = changed_interface(source, result)
+    if change:
+        raise InternalError(f"the conversion changed the model's interface: {change}")
+    return result
 
 
 def opset_of(proto: onnx.ModelProto) -> int:
-    """Version of the default operator set."""
+    """Return the version of the default operator set."""
     versions = [entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS]
     if not versions:
         raise ModelError(
@@ -171,44 +172,48 @@ def opset_of(proto: onnx.ModelProto) -> int:
 
 
 def specs_of(proto: onnx.ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Inputs and outputs in order. A dynamic dimension without a name is called `<tensor>_<axis>`;
-    initializers are no inputs.
+    """Return inputs and outputs in order.
+
+    A dynamic dimension without a name is called `<tensor>_<axis>`. Initializers are no inputs.
     """
     constants = {tensor.name for tensor in proto.graph.initializer}
     inputs = tuple(
         _spec(value, "input") for value in proto.graph.input if value.name not in constants
     )
     known = {symbol for spec in inputs for symbol in spec.symbols}
-    tainted = _sized_by_values(proto.graph)
+    sized_by_values = _sized_by_values(proto.graph)
     outputs = []
     for value in _ranked_outputs(proto):
         spec = _spec(value, "output")
-        unknown = bool(set(spec.symbols) - known) or (bool(spec.symbols) and spec.name in tainted)
-        outputs.append(spec.model_copy(update={"kind": "data-dependent"}) if unknown else spec)
+        has_new_symbols = bool(set(spec.symbols) - known)
+        if has_new_symbols or (spec.symbols and spec.name in sized_by_values):
+            spec = spec.model_copy(update={"kind": "data-dependent"})
+        outputs.append(spec)
     return inputs, tuple(outputs)
 
 
 def _ranked_outputs(proto: onnx.ModelProto) -> Iterable[onnx.ValueInfoProto]:
-    """The graph's outputs, their shapes completed by shape inference where the file leaves
-    something open.
-    """
+    """Return the graph's outputs. Shape inference completes shapes that the file leaves open."""
     declared = list(proto.graph.output)
-    if all(
-        not v.type.HasField("tensor_type")
-        or (_is_ranked(v) and all(map(_is_named, v.type.tensor_type.shape.dim)))
-        for v in declared
-    ):
+    if all(_is_complete(value) for value in declared):
         return declared
     try:
         outputs = list(onnx.shape_inference.infer_shapes(proto, data_prop=True).graph.output)
-    except (
-        onnx.shape_inference.InferenceError
-    ):  # contradictions inside; the declared interface still stands
+    # Shapes inside the graph contradict each other; the declared interface still holds.
+    except onnx.shape_inference.InferenceError:
         return declared
-    for dim in (dim for value in outputs for dim in value.type.tensor_type.shape.dim):
-        if dim.dim_param.startswith("unk__"):  # shape inference's own name for "unknown"
-            dim.ClearField("dim_param")
+    for value in outputs:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param.startswith("unk__"):  # shape inference's own name for "unknown"
+                dim.ClearField("dim_param")
     return outputs
+
+
+def _is_complete(value: onnx.ValueInfoProto) -> bool:
+    """Return True unless the rank of a tensor, or the size and name of a dimension, is missing."""
+    if not value.type.HasField("tensor_type"):
+        return True
+    return _is_ranked(value) and all(map(_is_named, value.type.tensor_type.shape.dim))
 
 
 def _is_ranked(value: onnx.ValueInfoProto) -> bool:
@@ -251,24 +256,27 @@ def _spec(value: onnx.ValueInfoProto, role: str) -> TensorSpec:
     )
 
 
-def _dim(dim: onnx.TensorShapeProto.Dimension, unnamed: str) -> Dim:
+def _dim(dim: onnx.TensorShapeProto.Dimension, default_name: str) -> Dim:
     if dim.HasField("dim_value") and dim.dim_value >= 0:  # some exporters write -1 for "dynamic"
         return int(dim.dim_value)
-    return str(dim.dim_param) or unnamed
+    return str(dim.dim_param) or default_name
 
 
 def _sized_by_values(graph: onnx.GraphProto) -> set[str]:
-    """Tensors whose size may depend on values: made through NonZero and the like."""
-    tainted: set[str] = set()
+    """Return the tensors whose size may depend on values: results of NonZero and the like."""
+    tensors: set[str] = set()
     for node in graph.node:
-        read = node.input[:1] if node.op_type in SCATTERS else node.input
-        inner = {
-            deep.op_type
-            for a in node.attribute
-            if a.type == onnx.AttributeProto.GRAPH
-            for g in graphs_of(a.g)
-            for deep in g.node
-        }
-        if SIZED_BY_VALUES & {node.op_type, *inner} or tainted & set(read):
-            tainted.update(node.output)
-    return tainted
+        sources = node.input[:1] if node.op_type in SCATTERS else node.input
+        if SIZED_BY_VALUES & _operators_within(node) or tensors & set(sources):
+            tensors.update(node.output)
+    return tensors
+
+
+def _operators_within(node: onnx.NodeProto) -> set[str]:
+    """Return the operator of a node and those of its subgraphs."""
+    operators = {node.op_type}
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            for graph in graphs_of(attribute.g):
+                operators.update(inner.op_type for inner in graph.node)
+    return operators

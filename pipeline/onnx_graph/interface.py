@@ -1,4 +1,4 @@
-"""Put back the interface that a rewritten graph lost."""
+"""Restore the interface that a rewritten graph lost."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import onnx
 
 
 def restore_interface(source: onnx.ModelProto, result: onnx.ModelProto) -> None:
-    """Give inputs and outputs the shapes that the source declares, but never hide a dynamic input
-    dimension that became a number.
+    """Give inputs and outputs the shapes that the source declares.
+
+    An input keeps its new shape if a dynamic dimension became a number, so that this is noticed.
     """
     declared = {value.name: value for value in (*source.graph.input, *source.graph.output)}
     for value in result.graph.input:
         before = declared.get(value.name)
         if before is not None and _have_same_type(before, value) and not _is_fixed(before, value):
             value.CopyFrom(before)
-    for value in result.graph.output:  # an output is judged by its values at many sizes
+    for value in result.graph.output:  # outputs are compared by their values at many sizes
         before = declared.get(value.name)
         if before is not None and _have_same_type(before, value):
             value.CopyFrom(before)

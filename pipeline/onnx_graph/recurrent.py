@@ -1,17 +1,17 @@
-"""GRU, LSTM and RNN in 16 bits, as TensorRT's ONNX parser takes them.
+"""GRU, LSTM and RNN in 16 bits, in the form that TensorRT's ONNX parser accepts.
 
-The parser writes each as a loop of smaller layers, and makes some of their constants itself, always
-in fp32. A network whose types are written in the graph then mixes fp32 with 16 bits, and is refused
-("IMatrixMultiplyLayer must have same input types"). Read off the parser's source (onnx-tensorrt,
-release 10.6: onnxOpImporters.cpp, RNNHelpers.cpp) and tried with TensorRT-RTX 1.4 and 1.7:
+The parser turns each into a loop of smaller layers, and adds some constants, always in fp32. A
+strongly typed network then mixes fp32 with 16 bits, and TensorRT refuses it ("IMatrixMultiplyLayer
+must have same input types"). The constants, by the parser's source (onnx-tensorrt, release 10.6:
+onnxOpImporters.cpp, RNNHelpers.cpp) and by tries with TensorRT-RTX 1.4 and 1.7:
 
-    initial_h, initial_c   zeros in fp32 where the node has none; later releases take X's type
-    sequence_lens          what lies behind a row's end is replaced by a zero in fp32
-    GRU                    1 - z(t): the 1 is fp16 beside fp16, else fp32, beside bf16 too
+    initial_h, initial_c   zeros in fp32 if the node has none; later releases use the type of X
+    sequence_lens          values behind the end of a row become a zero in fp32
+    GRU                    the 1 in 1 - z(t) is fp16 beside fp16, otherwise fp32, also beside bf16
 
-The first is mended: the node gets zeros of its own. Simplifying takes such zeros away from a model
-that PyTorch exported, since ONNX means the same without them. The others lie inside of the loop,
-where a graph cannot reach: such nodes stay in fp32.
+The first is solved: the node gets zeros of its own. Simplification removes such zeros from a model
+that PyTorch exported, since ONNX means the same without them. The other constants are inside the
+loop, and no change of the graph reaches them: such nodes stay in fp32.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pipeline.core import Precision
 from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS
 
 STATES = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
-"""Per operator the inputs that are initial states."""
+"""The indices of the inputs that are initial states, by operator."""
 
-RECURRENCE, SEQUENCE_LENS = 2, 4  # places of R and of sequence_lens among a node's inputs
+RECURRENCE, SEQUENCE_LENS = 2, 4  # indices of the inputs R and sequence_lens
 
 
 def is_recurrent(node: onnx.NodeProto) -> bool:
@@ -39,7 +39,7 @@ def is_recurrent(node: onnx.NodeProto) -> bool:
 
 
 def parser_reasons(graph: onnx.GraphProto, precision: Precision) -> dict[str, str]:
-    """Per recurrent node that TensorRT's parser takes in fp32 only: why."""
+    """Return, by name, why TensorRT's parser takes a recurrent node in fp32 only."""
     reasons = {}
     for node in filter(is_recurrent, graph.node):
         if _input(node, SEQUENCE_LENS):
@@ -50,29 +50,28 @@ def parser_reasons(graph: onnx.GraphProto, precision: Precision) -> dict[str, st
 
 
 def add_initial_states(graph: onnx.GraphProto, names: Collection[str], elem_type: int) -> None:
-    """Give the recurrent nodes `names` zeros of type `elem_type` for each state they lack, in
-    place.
+    """Add zeros of type `elem_type` in place for missing states of the recurrent nodes `names`.
 
-    The batch is read off X when the model runs: it may be dynamic.
+    The size of the batch is read from X at run time, since it may be dynamic.
     """
     writer = _StateWriter(graph, elem_type)
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        lacking = [place for place in STATES.get(node.op_type, ()) if not _input(node, place)]
-        shape = _state_shape(graph, node) if node.name in names and lacking else None
+        missing = [index for index in STATES.get(node.op_type, ()) if not _input(node, index)]
+        shape = _state_shape(graph, node) if node.name in names and missing else None
         if shape is not None:
             nodes += writer.zeros(shape)
-            node.input.extend([""] * (max(lacking) + 1 - len(node.input)))
-            for place in lacking:
-                node.input[place] = writer.made[shape]
+            node.input.extend([""] * (max(missing) + 1 - len(node.input)))
+            for index in missing:
+                node.input[index] = writer.states[shape]
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
 
 
-def _input(node: onnx.NodeProto, place: int) -> str:
-    """The name of an input, empty where it is left out."""
-    return node.input[place] if len(node.input) > place else ""
+def _input(node: onnx.NodeProto, index: int) -> str:
+    """Return the name of an input; "" if it is left out."""
+    return node.input[index] if len(node.input) > index else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,10 @@ class _StateShape:
 
 
 def _state_shape(graph: onnx.GraphProto, node: onnx.NodeProto) -> _StateShape | None:
-    """The shape of a node's states; None where neither the node nor R tells the hidden size."""
-    attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    """Return the shape of a node's states; None if neither the node nor R has the hidden size."""
+    attributes = {
+        attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute
+    }
     directions = 2 if attributes.get("direction") == b"bidirectional" else 1
     recurrence = _input(node, RECURRENCE)
     dims = next((tensor.dims for tensor in graph.initializer if tensor.name == recurrence), None)
@@ -97,19 +98,18 @@ def _state_shape(graph: onnx.GraphProto, node: onnx.NodeProto) -> _StateShape | 
 
 
 class _StateWriter:
-    """Makes one tensor of zeros for all states of one shape: Shape, Gather, Concat, Expand."""
+    """Adds one tensor of zeros for all states of one shape: Shape, Gather, Concat, Expand."""
 
     def __init__(self, graph: onnx.GraphProto, elem_type: int) -> None:
         self.graph, self.elem_type = graph, elem_type
-        self.taken = {
-            name for node in graph.node for name in (node.name, *node.input, *node.output)
-        }
-        self.taken |= {tensor.name for tensor in graph.initializer}
-        self.made: dict[_StateShape, str] = {}
+        self.names = {tensor.name for tensor in graph.initializer}
+        for node in graph.node:
+            self.names.update((node.name, *node.input, *node.output))
+        self.states: dict[_StateShape, str] = {}  # the tensors of zeros so far
 
     def zeros(self, shape: _StateShape) -> Sequence[onnx.NodeProto]:
-        """The nodes that make `self.made[shape]`; none where they were made before."""
-        if shape in self.made:
+        """Return the nodes that produce `self.states[shape]`; none if they were returned before."""
+        if shape in self.states:
             return ()
         base = f"{shape.source}_initial_state"
         dtype = onnx.helper.tensor_dtype_to_np_dtype(self.elem_type)
@@ -122,13 +122,13 @@ class _StateWriter:
         lead = [batch.name, directions] if shape.batch_axis == 0 else [directions, batch.name]
         target = self._node("Concat", [*lead, hidden], f"{base}_shape", axis=0)
         state = self._node("Expand", [zero, target.name], base)
-        self.made[shape] = state.name
+        self.states[shape] = state.name
         return source, batch, target, state
 
     def _node(
         self, operator: str, inputs: list[str], name: str, **attributes: int
     ) -> onnx.NodeProto:
-        """A node that is called as its only output."""
+        """Return a node with the name of its only output."""
         unused = self._unused(name)
         return onnx.helper.make_node(operator, inputs, [unused], name=unused, **attributes)
 
@@ -138,7 +138,7 @@ class _StateWriter:
         return unused
 
     def _unused(self, name: str) -> str:
-        while name in self.taken:
+        while name in self.names:
             name += "_"
-        self.taken.add(name)
+        self.names.add(name)
         return name

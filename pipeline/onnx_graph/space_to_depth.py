@@ -1,8 +1,8 @@
-"""A surgery that a plan can name: `simplify.surgery: pipeline.folding:fold_strides`.
-docs/tensorrt.md says for which models it pays.
+"""Fold the stride of a convolution into its channels.
 
-A convolution of few channels with a stride, as a ViT's patches are made, becomes one of many
-channels without.
+A plan names this surgery: `simplify.surgery: pipeline.folding:fold_strides`. A convolution of few
+channels with a stride, such as the patch embedding of a ViT, becomes one of many channels without a
+stride. docs/tensorrt.md says for which models that is faster.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import onnx
 
 from pipeline.onnx_graph.graphsurgeon import exported, floats_of
 
-# channels: TensorRT's int8 kernels take 32 at once, and compute with what is missing as zeros
-FEW = 4
+# TensorRT's int8 kernels take 32 channels at once, and compute with zeros for missing ones.
+MAX_CHANNELS = 4
 AXES = (2, 3)
 
 
 def fold_strides(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with the stride of every convolution of few channels folded into these: what s x s
-    pixels held are channels of one.
+    """Fold the stride of every convolution of few channels: s x s pixels become channels of one.
 
-    The products and sums stay what they were, and zeros join them. A ViT's patches become a plain
-    product of matrices (768 channels of one pixel), a ResNet's first 7 x 7 of 3 channels a 4 x 4 of
-    12. What is dynamic, grouped, dilated or not divisible stays.
+    Products and sums stay the same, and zeros join them. The patches of a ViT become a plain matrix
+    product (768 channels of one pixel), and the first 7 x 7 of a ResNet, with 3 channels, becomes a
+    4 x 4 with 12. Dynamic, grouped, dilated and indivisible convolutions stay as they are.
     """
     import onnx_graphsurgeon as gs
 
@@ -62,23 +61,15 @@ def fold_strides(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _strided(node: Any) -> tuple[np.ndarray, int, list[int]] | None:
-    """The weight and the stride of a convolution that can be folded, and its paddings at the
-    beginning; None for any other.
+    """Return the weight and stride of a convolution that can be folded, and its paddings in front.
+
+    The result is None for any other convolution.
     """
     weight, shape = floats_of(node.inputs[1]), node.inputs[0].shape
-    strides, kept = node.attrs.get("strides", [1]), node.attrs.get("auto_pad", "NOTSET") == "NOTSET"
-    plain = (
-        kept and node.attrs.get("group", 1) == 1 and set(node.attrs.get("dilations", [1])) == {1}
-    )
-    if (
-        weight is None
-        or weight.ndim != 4
-        or weight.shape[1] > FEW
-        or not shape
-        or not plain
-        or len(set(strides)) > 1
-        or strides[0] == 1
-    ):
+    if weight is None or weight.ndim != 4 or weight.shape[1] > MAX_CHANNELS:
+        return None
+    strides = node.attrs.get("strides", [1])
+    if not shape or not _is_plain(node) or len(set(strides)) > 1 or strides[0] == 1:
         return None
     stride, pads = strides[0], list(node.attrs.get("pads", [0] * 4))
     for axis in AXES:
@@ -92,9 +83,21 @@ def _strided(node: Any) -> tuple[np.ndarray, int, list[int]] | None:
     return weight, stride, pads[:2]
 
 
+def _is_plain(node: Any) -> bool:
+    """Return True for a convolution with explicit padding, and without groups and dilation."""
+    attributes = node.attrs
+    return (
+        attributes.get("auto_pad", "NOTSET") == "NOTSET"
+        and attributes.get("group", 1) == 1
+        and set(attributes.get("dilations", [1])) == {1}
+    )
+
+
 def folded_axis(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
-    """Of one axis: the first block that the kernel reaches, counted from the answer's own, how many
-    it reaches, and where in the first it begins.
+    """Return, for one axis, which blocks of pixels the kernel reaches.
+
+    That is the first block, relative to that of the output pixel, the number of blocks, and the
+    offset of the kernel in the first block.
     """
     first, last = -pad // stride, (kernel - 1 - pad) // stride
     return first, last - first + 1, -pad - first * stride
@@ -103,14 +106,15 @@ def folded_axis(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
 def folded_weight(
     weight: np.ndarray, stride: int, folded: list[tuple[int, int, int]]
 ) -> np.ndarray:
-    """[out, in, k, l] -> [out, stride * stride * in, k / stride, l / stride], in the order of
-    channels of SpaceToDepth.
+    """Return the weight [out, in, k, l] as [out, stride * stride * in, k / stride, l / stride].
+
+    Its channels are in the order of SpaceToDepth.
     """
     out, channels, *kernel = weight.shape
-    whole = np.zeros((out, channels, *(size * stride for _, size, _ in folded)), weight.dtype)
+    padded = np.zeros((out, channels, *(size * stride for _, size, _ in folded)), weight.dtype)
     (_, rows, top), (_, columns, left) = folded
-    whole[:, :, top : top + kernel[0], left : left + kernel[1]] = weight
-    blocks = whole.reshape(out, channels, rows, stride, columns, stride)
+    padded[:, :, top : top + kernel[0], left : left + kernel[1]] = weight
+    blocks = padded.reshape(out, channels, rows, stride, columns, stride)
     return np.ascontiguousarray(
         blocks.transpose(0, 3, 5, 1, 2, 4).reshape(out, stride * stride * channels, rows, columns)
     )

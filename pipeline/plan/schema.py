@@ -11,7 +11,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -526,19 +526,26 @@ _IN_WORDS = {
 }
 
 
-def explain(error: ValidationError, kind: type[BaseModel]) -> str:
-    """Describe all errors of a plan, one sentence each. A misspelt key gets a suggestion."""
+def _all_keys(model: type[BaseModel]) -> Iterable[str]:
+    return model.model_fields
+
+
+def explain(
+    error: ValidationError,
+    kind: type[BaseModel],
+    keys_of: Callable[[type[BaseModel]], Iterable[str]] = _all_keys,
+) -> str:
+    """Describe all errors of a plan, one sentence each.
+
+    A misspelt key gets a suggestion among the keys that `keys_of` allows in its section.
+    """
     sentences = []
     for fault in error.errors():
         where = ".".join(str(part) for part in fault["loc"] if part not in _UNWRITTEN) or "plan"
         if fault["type"] == "extra_forbidden":
-            known = _known_keys(kind, fault["loc"][:-1])
+            known = sorted(keys_of(_section_at(kind, fault["loc"][:-1])))
             near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
-            hint = (
-                f"did you mean '{near[0]}'?"
-                if near
-                else f"expected one of {', '.join(sorted(known))}"
-            )
+            hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(known)}"
             sentences.append(f"unknown key '{where}': {hint}")
         else:
             message = re.sub(
@@ -551,17 +558,13 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> str:
     return "; ".join(dict.fromkeys(sentences))
 
 
-def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """Return the keys allowed at this location of the plan, from the models' annotations."""
-    current: Any = model
+def _section_at(model: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
+    """Return the section of the plan at this location, from the models' annotations."""
     for part in location:
-        models = (
-            list(_models_in(current.model_fields[part].annotation))
-            if part in current.model_fields
-            else []
-        )
-        current = models[0] if models else current
-    return list(current.model_fields)
+        field = model.model_fields.get(str(part))
+        if field is not None:
+            model = next(iter(_models_in(field.annotation)), model)
+    return model
 
 
 def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:

@@ -31,7 +31,10 @@ MAX_FP16 = 65504.0
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """x = (q - zero_point) * scale; `axis` is that of the channels, None per tensor."""
+    """The quantisation x = (q - zero_point) * scale.
+
+    `axis` is the axis of the channels, or None per tensor.
+    """
 
     scale: Scale  # [] or [channels]
     zero_point: Integers  # of the quantised dtype, shaped like scale
@@ -50,7 +53,7 @@ class Affine:
         return np.asarray((values.astype(np.float32) - zero_point) * scale, np.float32)
 
     def _along(self, parameter: Array, values: Array) -> Scale:
-        """Float32, shaped to meet `values` at the channels."""
+        """Return values as float32, in a shape that fits the channels of `values`."""
         floats = parameter.astype(np.float32)
         if self.axis is None:
             return floats.reshape(parameter.shape)
@@ -58,14 +61,15 @@ class Affine:
 
 
 def signed_activation(low: float, high: float, half: bool = False) -> Affine:
-    """Symmetric int8 for values in [low, high]; `half` as in `weight`."""
+    """Return symmetric int8 for values in [low, high]. `half` is that of `weight`."""
     magnitude = max(abs(low), abs(high))
     return Affine(_scale(np.asarray(magnitude / 127), half), np.zeros((), np.int8))
 
 
 def unsigned_activation(low: float, high: float) -> Affine:
-    """Asymmetric uint8 for values in [low, high], widened to hold zero, which padding and Relu need
-    exactly.
+    """Return asymmetric uint8 for values in [low, high].
+
+    The range is widened to contain zero, which padding and Relu need exactly.
     """
     low, high = min(low, 0.0), max(high, 0.0)
     scale = _scale(np.asarray((high - low) / 255), half=False)
@@ -80,10 +84,10 @@ def weight(
     half: bool = False,
     floor: NDArray[np.float64] | None = None,
 ) -> Affine:
-    """Symmetric int8 per channel of `axis` (None: per tensor), no scale below `floor`.
+    """Return symmetric int8 per channel of `axis` (None: per tensor).
 
-    `half` rounds the scales to float16, for a graph that will hold them in it: the weights are then
-    quantised by the scale that is used.
+    Scales are at least `floor`. `half` rounds them to float16, for a graph that stores them so. The
+    weights are then quantised by the rounded scale.
     """
     most = 2 ** (bits - 1) - 1
     magnitudes = np.abs(values.astype(np.float64))
@@ -101,21 +105,22 @@ def weight(
 
 
 def bias_floor(bias: Array, activation: Affine) -> NDArray[np.float64]:
-    """The smallest weight scales at which int32 holds this bias: a channel of near-zero weights
-    would overflow it.
+    """Return the smallest weight scales at which this bias fits int32.
+
+    A channel of weights near zero would overflow it.
     """
     return np.abs(bias.astype(np.float64)) / (activation.scale.astype(np.float64) * (2**31 - 1024))
 
 
 def bias_of(activation: Affine, weights: Affine) -> Affine:
-    """int32 for a bias that is added to the accumulator of activation times weights."""
+    """Return the int32 of a bias that is added to the accumulator of activation times weights."""
     scale = np.atleast_1d(np.asarray(activation.scale * weights.scale, np.float32))
     axis = None if weights.axis is None else 0
     return Affine(scale, np.zeros(scale.shape, np.int32), axis, -(2**31), 2**31 - 1)
 
 
 def _scale(values: NDArray[np.float64], half: bool) -> Scale:
-    """Float32, never zero or infinite; a tensor of zeros gets scale 1 and stays zeros."""
+    """Return float32 scales, never zero or infinite. A tensor of zeros gets scale 1."""
     if half:
         safe = np.where(values == 0, 1.0, np.clip(values, MIN_FP16, MAX_FP16))
         return np.asarray(safe.astype(np.float16), np.float32)

@@ -32,8 +32,9 @@ NAMED = 3
 
 
 def given_precision(graph: onnx.GraphProto) -> Precision | None:
-    """int8 or fp8 if the graph quantises activations to that; None for a plain graph, and for one
-    whose weights alone are stored in few bits.
+    """Return int8 or fp8 if the graph quantises activations to it; None for other graphs.
+
+    The result is None also if only the weights are stored in few bits.
     """
     constants = constants_of(graph)
     dtypes = {
@@ -47,8 +48,9 @@ def given_precision(graph: onnx.GraphProto) -> Precision | None:
 
 
 def constants_of(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Initializers, Constant nodes and their Identities by name; not those that a caller may
-    replace.
+    """Return initializers, Constant nodes and their Identities by name.
+
+    Those that a caller may replace are left out.
     """
     inputs = {value.name for value in graph.input}
     constants: dict[str, onnx.TensorProto] = {}
@@ -66,8 +68,9 @@ def constants_of(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
 
 
 def quantised_type(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> int:
-    """Element type of the quantised side of a Q or DQ: that of its zero point, else what an
-    attribute or the weight says, else uint8.
+    """Return the element type of the quantised side of a Q or DQ.
+
+    It is the type of the zero point, else of an attribute or the weight, else uint8.
     """
     if len(node.input) > 2 and node.input[2] in constants:
         return int(constants[node.input[2]].data_type)
@@ -79,9 +82,10 @@ def quantised_type(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProt
 
 
 def scales_of(graph: onnx.GraphProto) -> dict[Key, list[str]]:
-    """The tensors that each scale and zero point belongs to, once per Q and once per DQ.
+    """Return the tensors of each scale and zero point, once per Q and once per DQ.
 
-    The Q of a constant is left out: folding it keeps the weight's DQ, and with it the scale.
+    The Q of a constant is left out, because folding it keeps the DQ of the weight, and with it the
+    scale.
     """
     constants = constants_of(graph)
     tensors: dict[Key, list[str]] = defaultdict(list)
@@ -97,7 +101,7 @@ def scales_of(graph: onnx.GraphProto) -> dict[Key, list[str]]:
 
 
 def scales_by_node(graph: onnx.GraphProto) -> dict[str, Scale]:
-    """The constant scale of each Q and DQ, by the node's name."""
+    """Return the constant scale of each Q and DQ by the name of the node."""
     constants = constants_of(graph)
     nodes = [node for node in graph.node if node.op_type in QDQ and node.input[1] in constants]
     return {
@@ -109,7 +113,7 @@ def scales_by_node(graph: onnx.GraphProto) -> dict[str, Scale]:
 def is_constant(
     name: str, graph: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]
 ) -> bool:
-    """Whether a tensor is computed from constants only."""
+    """Return True if a tensor is computed from constants only."""
     makers = {output: node for node in graph.node for output in node.output}
     stack = [name]
     visits: set[str] = set()
@@ -125,7 +129,7 @@ def is_constant(
 
 
 def lost_scales(before: onnx.GraphProto, after: onnx.GraphProto) -> str:
-    """Which Q/DQ, or their scales, `after` lacks; empty if it has them all."""
+    """Describe the Q/DQ or scales that `after` lacks; "" if it has all of them."""
     scales = scales_of(after)
     for key, tensors in scales_of(before).items():
         missing = len(tensors) - len(scales.get(key, ()))

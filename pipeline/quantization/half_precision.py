@@ -77,7 +77,7 @@ QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
 def raise_opset(proto: onnx.ModelProto, least: int) -> onnx.ModelProto:
-    """The model at opset `least` or above, by ONNX's converter; UnsupportedError if it cannot."""
+    """Return the model at opset `least` or above. UnsupportedError if ONNX's converter fails."""
     if opset_of(proto) >= least:
         return proto
     try:
@@ -92,8 +92,9 @@ def raise_opset(proto: onnx.ModelProto, least: int) -> onnx.ModelProto:
 
 
 def flatten(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """One flat graph: local functions inlined, Constant nodes as initializers, every node with a
-    name of its own.
+    """Return one flat graph.
+
+    Local functions are inlined, Constant nodes are initializers, and every node has a unique name.
     """
     if proto.functions:
         proto = onnx.inliner.inline_local_functions(proto)
@@ -117,7 +118,7 @@ def flatten(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _constant(node: onnx.NodeProto) -> NDArray[np.generic] | None:
-    """The numeric value of a Constant node; None of any other."""
+    """Return the numeric value of a Constant node; None for other nodes."""
     if node.op_type != "Constant" or node.domain not in DEFAULT_DOMAINS:
         return None
     attribute = node.attribute[0]
@@ -134,10 +135,10 @@ def _constant(node: onnx.NodeProto) -> NDArray[np.generic] | None:
 
 
 def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> dict[str, str]:
-    """Per node that fp16 would break: why. `bounds` of the activations come from real samples.
+    """Return, by node, why fp16 would break it. `bounds` of activations come from real samples.
 
-    A bias that fp16 cannot hold breaks nothing where the result, which it is added to, is rounded
-    by more than is lost of it.
+    A bias that fp16 cannot hold breaks nothing if rounding the sum loses more than rounding the
+    bias.
     """
     problems = {
         name: f"values up to {bound.largest:.3g}"
@@ -166,7 +167,7 @@ def reasons_for_fp32(graph: onnx.GraphProto, bounds: Mapping[str, Bounds]) -> di
 
 
 def _rounding_error(value: float) -> float:
-    """By how much fp16 misses a value; infinite above its largest."""
+    """Return the difference of a value to its fp16; infinite above the largest fp16."""
     with np.errstate(over="ignore"):
         return abs(float(np.float16(value)) - value)
 
@@ -174,7 +175,7 @@ def _rounding_error(value: float) -> float:
 def _hides_error_of_bias(
     node: onnx.NodeProto, bounds: Mapping[str, Bounds], errors: Mapping[str, float]
 ) -> bool:
-    """Whether rounding the result loses more than rounding the bias does."""
+    """Return True if rounding the result loses more than rounding the bias."""
     if node.op_type not in BIASED or len(node.input) < 3:
         return False
     largest = max((bounds[name].largest for name in node.output if name in bounds), default=0.0)
@@ -184,14 +185,12 @@ def _hides_error_of_bias(
 
 
 def overflow_notes(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> list[Note]:
-    """What a user should know of the nodes that `reasons_for_fp32` found."""
+    """Return notes on the nodes that `reasons_for_fp32` returned."""
     return fp32_notes(graph, reasons, "fp16 cannot hold their values")
 
 
 def fp32_notes(graph: onnx.GraphProto, reasons: Mapping[str, str], cause: str) -> list[Note]:
-    """Which nodes stay in fp32 for one cause, and the reason of each; no note where there is
-    none.
-    """
+    """Return a note on the nodes that stay in fp32 for one cause; none without nodes."""
     if not reasons:
         return []
     kinds = Counter(node.op_type for node in graph.node if node.name in reasons)
@@ -205,9 +204,9 @@ def fp32_notes(graph: onnx.GraphProto, reasons: Mapping[str, str], cause: str) -
 
 
 def kept_in_fp32(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> tuple[KeptNode, ...]:
-    """The nodes of `reasons` that run in fp32, for the check of the engine and for the report.
+    """Return the nodes of `reasons` that run in fp32, for the check of the engine and the report.
 
-    A node that reads a DequantizeLinear is none of them: it may run in 8 bits.
+    A node that reads a DequantizeLinear is left out, because it may run in 8 bits.
     """
     quantised: set[str] = set()
     for node in graph.node:
@@ -226,7 +225,7 @@ def kept_in_fp32(graph: onnx.GraphProto, reasons: Mapping[str, str]) -> tuple[Ke
 
 
 def nodes_text(count: int) -> str:
-    """`1 node stays`, `2 nodes stay`."""
+    """Return `1 node stays` or `2 nodes stay`."""
     return "1 node stays" if count == 1 else f"{count} nodes stay"
 
 
@@ -235,8 +234,9 @@ def _fits(largest: float) -> bool:
 
 
 def _from_shapes(graph: onnx.GraphProto) -> set[str]:
-    """Nodes that compute from shapes and constants only: sizes and positions, for which 11 bits are
-    too few.
+    """Return the nodes that compute from shapes and constants only.
+
+    They compute sizes and positions, for which 11 bits are too few.
     """
     tensors = {tensor.name for tensor in graph.initializer} | {""}
     nodes: set[str] = set()
@@ -254,7 +254,7 @@ def _from_shapes(graph: onnx.GraphProto) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Ports:
-    """Which inputs and outputs of a node change their dtype."""
+    """The inputs and outputs of a node that change their dtype."""
 
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
@@ -264,8 +264,9 @@ NO_PORTS = _Ports()
 
 
 def lower(proto: onnx.ModelProto, precision: Precision, fp32_nodes: frozenset[str]) -> None:
-    """Make all nodes but `fp32_nodes`, and those that have no such kernel, compute in `precision`.
-    In place; node names must be unique.
+    """Let all nodes compute in `precision`, except `fp32_nodes` and nodes without such a kernel.
+
+    The graph is changed in place. Node names must be unique.
     """
     graph = proto.graph
     types = _types(proto)
@@ -285,7 +286,10 @@ def lower(proto: onnx.ModelProto, precision: Precision, fp32_nodes: frozenset[st
 def _low_recurrent(
     graph: onnx.GraphProto, types: Mapping[str, int], ports: Mapping[str, _Ports], low: int
 ) -> frozenset[str]:
-    """Names of the recurrent nodes that read a low X, by a Cast or as the graph has it."""
+    """Return the names of the recurrent nodes that read a low X.
+
+    X is low by a Cast, or in the graph itself.
+    """
     names: set[str] = set()
     for node in graph.node:
         if is_recurrent(node):
@@ -296,8 +300,9 @@ def _low_recurrent(
 
 
 def _types(proto: onnx.ModelProto) -> dict[str, int]:
-    """Element type of every tensor of the top level, by ONNX's inference on the graph without its
-    large weights.
+    """Return the element type of every tensor of the top level.
+
+    They come from ONNX's inference on the graph without its large weights.
     """
     thin = onnx.ModelProto(
         ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions
@@ -324,8 +329,9 @@ def _types(proto: onnx.ModelProto) -> dict[str, int]:
 def _ports(
     node: onnx.NodeProto, types: Mapping[str, int], precision: Precision, opset: int
 ) -> _Ports:
-    """What of a node can be low, by the type constraints of its operator; nothing where any type is
-    unknown.
+    """Return the inputs and outputs of a node that can be low.
+
+    The type constraints of its operator decide. None can be low if a type is unknown.
     """
     if node.op_type in NEEDS_FP32 | QUANTIZERS or node.domain not in DEFAULT_DOMAINS:
         return NO_PORTS
@@ -361,10 +367,9 @@ def _ports(
 def _quantizer_ports(
     graph: onnx.GraphProto, types: Mapping[str, int], ports: Mapping[str, _Ports]
 ) -> dict[str, _Ports]:
-    """Q takes the dtype of what makes its input, DQ that of its readers: so no Cast parts them from
-    the operators they belong to.
+    """Give Q the dtype of the producer of its input, and DQ that of its readers.
 
-    The Q of a weight takes that of its DQ.
+    So no Cast separates them from their operators. The Q of a weight gets the dtype of its DQ.
     """
     read_high = _names_read_high(graph, ports) | {value.name for value in graph.output}
     read_only_low = _names_read_low(graph, ports) - read_high
@@ -386,7 +391,7 @@ def _quantizer_ports(
 
 
 def _constants_quantised_low(graph: onnx.GraphProto, low_dqs: frozenset[str]) -> set[str]:
-    """The results of each Q of a constant that nothing but low DQs read."""
+    """Return the results of each Q of a constant that only low DQs read."""
     constants = {
         tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT
     }
@@ -402,7 +407,7 @@ def _constants_quantised_low(graph: onnx.GraphProto, low_dqs: frozenset[str]) ->
 
 
 def _names_read_low(graph: onnx.GraphProto, ports: Mapping[str, _Ports]) -> set[str]:
-    """The tensors that low inputs read."""
+    """Return the tensors that low inputs read."""
     names: set[str] = set()
     for node in graph.node:
         names.update(node.input[index] for index in ports.get(node.name, NO_PORTS).inputs)
@@ -410,7 +415,7 @@ def _names_read_low(graph: onnx.GraphProto, ports: Mapping[str, _Ports]) -> set[
 
 
 def _names_read_high(graph: onnx.GraphProto, ports: Mapping[str, _Ports]) -> set[str]:
-    """The tensors that other inputs read; all of a subgraph's are such."""
+    """Return the tensors that other inputs read, including all inputs of subgraphs."""
     names: set[str] = set()
     for inner in graphs_of(graph):
         for node in inner.node:
@@ -420,7 +425,7 @@ def _names_read_high(graph: onnx.GraphProto, ports: Mapping[str, _Ports]) -> set
 
 
 def _names_made_low(graph: onnx.GraphProto, ports: Mapping[str, _Ports]) -> set[str]:
-    """The tensors that low outputs make."""
+    """Return the tensors that low outputs produce."""
     names: set[str] = set()
     for node in graph.node:
         names.update(node.output[index] for index in ports.get(node.name, NO_PORTS).outputs)
@@ -428,8 +433,9 @@ def _names_made_low(graph: onnx.GraphProto, ports: Mapping[str, _Ports]) -> set[
 
 
 class _Rewriter:
-    """One walk through the nodes in order: renames what is low, and adds a Cast after whatever is
-    needed in both forms.
+    """One pass over the nodes in order.
+
+    It renames low tensors, and adds a Cast behind each tensor that is needed in both forms.
     """
 
     def __init__(
@@ -473,7 +479,7 @@ class _Rewriter:
         return self.names[name]
 
     def _casts(self, name: str) -> list[onnx.NodeProto]:
-        """The Cast behind a tensor that is made in one form and read in the other, if it is."""
+        """Return the Cast behind a tensor that is produced in one form and read in the other."""
         if name in self.made_low:
             if name not in self.read_high:
                 return []
@@ -484,8 +490,9 @@ class _Rewriter:
         return [_cast(name, self.low_name(name), cast_name, LOW[self.precision])]
 
     def _convert_constants(self) -> None:
-        """Low copies of the constants that low nodes read; the fp32 ones go where nothing else
-        reads them.
+        """Add low copies of the constants that low nodes read.
+
+        An fp32 constant is removed if no other node reads it.
         """
         replaceable = {value.name for value in self.graph.input}
         scales = {node.input[1] for node in self.graph.node if node.op_type in QUANTIZERS}
@@ -504,7 +511,7 @@ class _Rewriter:
                 self.graph.initializer[index].CopyFrom(low)
 
     def _convert_value_info(self) -> None:
-        """Shapes known before stay known, under the new names."""
+        """Keep known shapes under the new names."""
         for value in list(self.graph.value_info):
             if value.name in self.made_low:
                 low = self.graph.value_info.add()
@@ -522,8 +529,9 @@ def _cast(source: str, target: str, name: str, dtype: int) -> onnx.NodeProto:
 
 
 def _narrow(values: NDArray[np.generic], precision: Precision) -> NDArray[np.generic]:
-    """Rounded, and no finite value becomes infinite: the -3.4e38 of an attention mask would, and
-    times 0 gives NaN.
+    """Return rounded values, with every finite value still finite.
+
+    The -3.4e38 of an attention mask would become infinite, and times 0 it gives NaN.
     """
     limit = float(ml_dtypes.finfo(DTYPES[precision]).max)  # type: ignore[no-untyped-call]
     clipped = np.where(np.isfinite(values), np.clip(values, -limit, limit), values)

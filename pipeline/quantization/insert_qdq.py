@@ -26,7 +26,7 @@ from pipeline.quantization.placement import Sites, WeightSite
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How numbers become 8 bits."""
+    """The arithmetic by which numbers become 8 bits."""
 
     unsigned: bool  # activations uint8 with a zero point, else int8 with zero point 0
     weight_bits: int
@@ -34,7 +34,7 @@ class Scheme:
 
 
 def holds_qdq(graph: onnx.GraphProto) -> bool:
-    """Whether a graph is quantised already."""
+    """Return True if a graph is quantised already."""
     return any(
         node.op_type in ("QuantizeLinear", "DequantizeLinear")
         for inner in graphs_of(graph)
@@ -45,8 +45,9 @@ def holds_qdq(graph: onnx.GraphProto) -> bool:
 def insert_qdq(
     proto: onnx.ModelProto, sites: Sites, ranges: Mapping[str, TensorRange], scheme: Scheme
 ) -> None:
-    """Make the nodes at `sites` read quantised values: one pair per activation, one integer copy
-    per weight. In place.
+    """Let the nodes at `sites` read quantised values, in place.
+
+    There is one pair per activation, and one integer copy per weight.
     """
     site_ranges = {tensor: ranges[sites.same_scale.get(tensor, tensor)] for tensor in sites.tensors}
     writer = _Writer(proto.graph, site_ranges, scheme)
@@ -59,9 +60,7 @@ def insert_qdq(
 
 
 class _Writer:
-    """Collects new nodes by the tensor they follow ("" = the start), then puts the graph
-    together.
-    """
+    """Collects new nodes by the tensor that they follow ("" = the start), then adds them."""
 
     def __init__(
         self, graph: onnx.GraphProto, ranges: Mapping[str, TensorRange], scheme: Scheme
@@ -75,7 +74,7 @@ class _Writer:
             self.taken.update(node.input, node.output, [node.name])
 
     def activation(self, tensor: str) -> str:
-        """The dequantised copy of an activation, made once."""
+        """Return the dequantised copy of an activation. It is created once."""
         key = (tensor, -1)
         if key not in self.copies:
             scale, zero = self.parameters(tensor, self.affine(tensor))
@@ -111,7 +110,7 @@ class _Writer:
         node.input[site.index] = self.copies[key]
 
     def constant_pair(self, tensor: str, affine: Affine, integers: NDArray[np.generic]) -> str:
-        """An integer initializer and the node that makes floats of it."""
+        """Return an integer initializer and the node that converts it to floats."""
         name, output = self.fresh(f"{tensor}_q"), self.fresh(f"{tensor}_dq")
         scale, zero = self.parameters(tensor, affine)
         self.graph.initializer.append(numpy_helper.from_array(integers, name))
@@ -124,7 +123,7 @@ class _Writer:
         return output
 
     def parameters(self, tensor: str, affine: Affine) -> tuple[str, str]:
-        """New initializers for a scale and a zero point, by name."""
+        """Return new initializers for a scale and a zero point, by name."""
         scale, zero_point = self.fresh(f"{tensor}_scale"), self.fresh(f"{tensor}_zero_point")
         self.graph.initializer.append(numpy_helper.from_array(affine.scale, scale))
         self.graph.initializer.append(numpy_helper.from_array(affine.zero_point, zero_point))
@@ -138,7 +137,7 @@ class _Writer:
         return unique
 
     def finish(self) -> None:
-        """Sort the new nodes in, and drop the float weights that nothing reads any more."""
+        """Add the new nodes in order, and drop float weights that no node reads any more."""
         ordered = self.new.pop("", [])
         for value in self.graph.input:
             ordered += self.new.pop(value.name, [])

@@ -19,8 +19,9 @@ MIB = 2**20
 
 
 def float_weights(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """The fp32 constants of a flat graph, by name; one that is an input too may change with each
-    run.
+    """Return the fp32 constants of a flat graph by name.
+
+    A constant that is also an input is left out, because each run may change it.
     """
     inputs = {value.name for value in graph.input}
     return {
@@ -31,8 +32,9 @@ def float_weights(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
 
 
 def linear_layers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
-    """Every MatMul and Gemm of a flat graph with an fp32 weight on one side and no constant on the
-    other, by name.
+    """Return, by name, every MatMul and Gemm of a flat graph with an fp32 weight on one side only.
+
+    The other side is no constant.
     """
     weights = float_weights(graph)
     constants = {tensor.name for tensor in graph.initializer}
@@ -46,7 +48,7 @@ def linear_layers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
 
 
 def check_unquantised(graph: onnx.GraphProto) -> None:
-    """UnsupportedError for a graph that holds Q/DQ pairs: its precision is chosen already."""
+    """Raise UnsupportedError for a graph that has Q/DQ pairs: its precision is fixed already."""
     if holds_qdq(graph):
         raise UnsupportedError(
             "the model holds Q/DQ pairs already, so not only its weights have few bits",
@@ -55,7 +57,7 @@ def check_unquantised(graph: onnx.GraphProto) -> None:
 
 
 def check_changed(bits: Mapping[str, int], recipe: Recipe) -> None:
-    """UnsupportedError unless some weight has the bits that the recipe is called by."""
+    """Raise UnsupportedError unless a weight has the bits of the recipe."""
     if bits_of(recipe) not in bits.values():
         message = (
             f"no linear layer can hold its weights in {bits_of(recipe)} bits, so {recipe.precision}"
@@ -69,13 +71,14 @@ def bits_of(recipe: Recipe) -> int:
 
 
 def constant_bytes(graph: onnx.GraphProto) -> int:
-    """Bytes of all constants of a flat graph."""
+    """Return the bytes of all constants of a flat graph."""
     return sum(map(bytes_of_tensor, graph.initializer))
 
 
 def weights_note(source: onnx.GraphProto, bits: Mapping[str, int], before: int, after: int) -> Note:
-    """Which layers of `source` were changed: `bits` holds, by node, those of the weights that are
-    now integers. And bytes of all constants.
+    """Return a note on the layers of `source` that changed, with the bytes of all constants.
+
+    `bits` holds, by node, the bits of the weights that are integers now.
     """
     linear = linear_layers(source)
     counts = Counter(bits[name] for name in linear if name in bits)

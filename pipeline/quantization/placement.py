@@ -22,8 +22,9 @@ class ActivationSite:
 
 @dataclass(frozen=True, slots=True)
 class WeightSite:
-    """An input of a node that reads a quantised weight, and where its bias and its activation are
-    if the bias is int32.
+    """An input of a node that reads a quantised weight.
+
+    It also holds the position of its bias and its activation, if the bias is int32.
     """
 
     node: str
@@ -36,7 +37,7 @@ class WeightSite:
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """All places that read quantised values, in graph order."""
+    """All inputs that read quantised values, in graph order."""
 
     activations: tuple[ActivationSite, ...]
     weights: tuple[WeightSite, ...]
@@ -45,7 +46,7 @@ class Sites:
 
     @property
     def tensors(self) -> frozenset[str]:
-        """The quantised activations."""
+        """Return the quantised activations."""
         return frozenset(site.tensor for site in self.activations)
 
 
@@ -118,7 +119,7 @@ AFTER_CLASSIFIER = RESHAPES | {
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a backend's 8-bit kernels are like, as far as it decides where pairs go."""
+    """The properties of a backend's 8-bit kernels that decide where pairs go."""
 
     integer_io: bool = False
     """8 bits in and out, so results, int32 biases and what lies between are quantised too.
@@ -139,7 +140,10 @@ KERNELS = {
 
 
 class Wiring:
-    """Who makes and who reads each tensor of a graph's top level. Node names must be unique."""
+    """The producer and the readers of each tensor of a graph's top level.
+
+    Node names must be unique.
+    """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.nodes = list(graph.node)
@@ -160,22 +164,23 @@ class Wiring:
             yield from self.readers[name]
 
     def weight_index(self, node: onnx.NodeProto) -> int | None:
-        """Which input of a Conv, Gemm or MatMul is a constant of rank 2 or more."""
+        """Return the input of a Conv, Gemm or MatMul that is a constant of rank 2 or more."""
         return next((i for i in (1, 0) if len(self.constants.get(node.input[i], ())) >= 2), None)
 
     def is_activation(self, name: str) -> bool:
         return bool(name) and name not in self.constants
 
     def activations(self, node: onnx.NodeProto) -> list[str]:
-        """The inputs of a node that are no constants."""
+        """Return the inputs of a node that are no constants."""
         return [name for name in node.input if self.is_activation(name)]
 
     def is_weighted(self, node: onnx.NodeProto) -> bool:
         return node.op_type in WEIGHTED and self.weight_index(node) is not None
 
     def weighted_behind(self, name: str) -> onnx.NodeProto | None:
-        """The weighted operator in whose kernel this tensor is made, if nothing but one node reads
-        it; None where there is no such operator.
+        """Return the weighted operator whose kernel computes this tensor.
+
+        The result is None if there is no such operator, or if several nodes read it.
         """
         maker = self.makers.get(name)
         if maker is None or name in self.outputs or len(self.readers[name]) != 1:
@@ -186,8 +191,9 @@ class Wiring:
         return maker if self.is_weighted(maker) else None
 
     def feeds_weighted(self, node: onnx.NodeProto) -> bool:
-        """Whether a weighted operator follows, with nothing but activations, pooling and reshaping
-        in between.
+        """Return True if a weighted operator follows.
+
+        Only activations, pooling and reshaping may be in between.
         """
         for reader in self.after(node):
             if self.is_weighted(reader):
@@ -199,7 +205,7 @@ class Wiring:
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """What every step of one placement looks at."""
+    """The inputs of every step of one placement."""
 
     wiring: Wiring
     operators: tuple[onnx.NodeProto, ...]  # the ones to quantise, in graph order
@@ -216,8 +222,9 @@ def place(
     fp32_nodes: frozenset[str],
     kernels: Kernels,
 ) -> Sites:
-    """Where Q/DQ pairs go. `ranges` = float activations with a known range, `fp32_nodes` = nodes to
-    leave alone.
+    """Return where Q/DQ pairs go.
+
+    `ranges`: float activations with a known range. `fp32_nodes`: nodes that stay in floats.
     """
     wiring = Wiring(graph)
     if not rules.first_layer:
@@ -273,15 +280,18 @@ def _is_activation_product(node: onnx.NodeProto, wiring: Wiring) -> bool:
 
 
 def is_residual_add(node: onnx.NodeProto, wiring: Wiring) -> bool:
-    """An Add of two activations whose sum goes on to a weighted operator: not a bias, not an
-    attention mask, not a sum that is normalised next.
+    """Return True for an Add of two activations whose sum a weighted operator reads.
+
+    A bias, an attention mask, and a sum that is normalised next are no such Add.
     """
     return all(map(wiring.is_activation, node.input)) and wiring.feeds_weighted(node)
 
 
 def up_to_first_layer(wiring: Wiring) -> frozenset[str]:
-    """The weighted operators that read an input of the model, with what moves and scales it before
-    them; empty where there is no such operator.
+    """Return the weighted operators that read an input of the model, and the nodes before them.
+
+    The nodes before them only move and scale values. The result is empty if there is no such
+    operator.
     """
     inputs = set(wiring.inputs)
     before: set[str] = set()
@@ -299,7 +309,7 @@ def up_to_first_layer(wiring: Wiring) -> frozenset[str]:
 
 
 def _passes_input(node: onnx.NodeProto, inputs: set[str], wiring: Wiring) -> bool:
-    """Whether a node only moves, scales or joins what comes from the model's inputs."""
+    """Return True if a node only moves, scales or joins values of the model's inputs."""
     if node.op_type == "Concat":
         return inputs.issuperset(wiring.activations(node))
     if node.op_type in SCALES_INPUT:
@@ -309,8 +319,9 @@ def _passes_input(node: onnx.NodeProto, inputs: set[str], wiring: Wiring) -> boo
 
 
 def is_classifier(node: onnx.NodeProto, wiring: Wiring) -> bool:
-    """A weighted operator that makes the model's answer: only bias, softmax and reshaping lie
-    between it and an output.
+    """Return True for a weighted operator that computes the model's output.
+
+    Only bias, softmax and reshaping may be between it and an output.
     """
     if wiring.outputs.intersection(node.output):
         return True
@@ -321,7 +332,10 @@ def is_classifier(node: onnx.NodeProto, wiring: Wiring) -> bool:
 
 
 def _is_answering(node: onnx.NodeProto, wiring: Wiring) -> bool:
-    """Whether a node may lie between the classifier and the output; it joins no other branch."""
+    """Return True if a node may be between the classifier and the output.
+
+    It joins no other branch.
+    """
     if node.op_type in ("Add", "Mul"):
         return len(wiring.activations(node)) == 1
     return node.op_type in AFTER_CLASSIFIER
@@ -331,7 +345,7 @@ def _is_answering(node: onnx.NodeProto, wiring: Wiring) -> bool:
 
 
 def _operator_sites(scope: _Scope, kernels: Kernels) -> list[ActivationSite]:
-    """What the quantised operators read, whatever lies between them."""
+    """Return the inputs of the quantised operators."""
     sites: list[ActivationSite] = []
     for node in scope.operators:
         if node.op_type == "Add" and kernels.add_in_conv:
@@ -342,7 +356,7 @@ def _operator_sites(scope: _Scope, kernels: Kernels) -> list[ActivationSite]:
 
 
 def _inputs(node: onnx.NodeProto, wiring: Wiring) -> list[ActivationSite]:
-    """The activations that an operator multiplies or adds, without the bias."""
+    """Return the activations that an operator multiplies or adds, without the bias."""
     return [
         ActivationSite(node.name, index, name)
         for index, name in enumerate(node.input[:2])
@@ -351,7 +365,7 @@ def _inputs(node: onnx.NodeProto, wiring: Wiring) -> list[ActivationSite]:
 
 
 def _sites_among(node: onnx.NodeProto, tensors: Set[str]) -> list[ActivationSite]:
-    """The inputs of a node that are among these tensors."""
+    """Return the inputs of a node that are among these tensors."""
     return [
         ActivationSite(node.name, index, name)
         for index, name in enumerate(node.input)
@@ -363,10 +377,9 @@ def _sites_among(node: onnx.NodeProto, tensors: Set[str]) -> list[ActivationSite
 
 
 def fused_input(add: onnx.NodeProto, wiring: Wiring) -> tuple[str, str] | None:
-    """The input of a residual Add that is made in the same kernel as the sum, and by which weighted
-    operator; None where there is no such.
+    """Return the input of a residual Add that the kernel of the sum computes, and its operator.
 
-    Of two such inputs it is the later in the graph.
+    Of two such inputs it is the later in the graph. The result is None if there is none.
     """
     operators: dict[str, str] = {}
     for name in add.input:
@@ -377,11 +390,11 @@ def fused_input(add: onnx.NodeProto, wiring: Wiring) -> tuple[str, str] | None:
 
 
 def _residual_sites(add: onnx.NodeProto, scope: _Scope) -> list[ActivationSite]:
-    """What a residual Add reads in 8 bits, and who reads its sum so, where a weighted operator adds
-    it in its own kernel.
+    """Return what a residual Add in the kernel of a weighted operator reads in 8 bits.
 
-    That kernel reads the residual and writes the sum in 8 bits, so a sum that no quantised operator
-    reads is quantised too. A weighted operator that is not quantised itself adds floats.
+    Readers of its sum are included. That kernel reads the residual and writes the sum in 8 bits, so
+    a sum that no quantised operator reads is quantised too. A weighted operator that is not
+    quantised itself adds floats.
     """
     fused = fused_input(add, scope.wiring)
     if fused is None:
@@ -399,14 +412,14 @@ def _residual_sites(add: onnx.NodeProto, scope: _Scope) -> list[ActivationSite]:
 
 
 def _needs_own_pair(total: str, scope: _Scope) -> bool:
-    """Whether a sum is quantised although no quantised operator reads it."""
+    """Return True if a sum is quantised although no quantised operator reads it."""
     if total not in scope.inner or not _has_only_quantizable_readers(total, scope):
         return False
     return not _is_read_in_8_bits(total, scope)
 
 
 def _has_only_quantizable_readers(name: str, scope: _Scope) -> bool:
-    """Whether all that read the values of a tensor can read 8 bits."""
+    """Return True if all readers of a tensor can read 8 bits."""
     return all(
         node.op_type in QUANTIZABLE_READERS and node.name not in scope.fp32_nodes
         for node in scope.wiring.readers[name]
@@ -415,7 +428,10 @@ def _has_only_quantizable_readers(name: str, scope: _Scope) -> bool:
 
 
 def _is_read_in_8_bits(name: str, scope: _Scope) -> bool:
-    """Whether a quantised operator reads this tensor, directly or behind what a Q moves through."""
+    """Return True if a quantised operator reads this tensor.
+
+    It reads it directly, or behind operators that a Q passes.
+    """
     for node in scope.wiring.readers[name]:
         if node.name in scope.operator_names:
             return True
@@ -437,7 +453,7 @@ def _weight(node: onnx.NodeProto, wiring: Wiring, rules: Placement, integer_io: 
 
 
 def _output_axis(node: onnx.NodeProto, index: int, wiring: Wiring) -> int:
-    """The axis of a weight, input `index` of the node, that holds the output channels."""
+    """Return the axis of the output channels of a weight, which is input `index` of the node."""
     if node.op_type == "Conv":
         return 0
     if node.op_type == "Gemm":
@@ -450,7 +466,7 @@ def _output_axis(node: onnx.NodeProto, index: int, wiring: Wiring) -> int:
 
 
 def _integer_bias(node: onnx.NodeProto, index: int, wiring: Wiring) -> str:
-    """The bias that an int8 kernel adds to its int32 accumulator; empty where it cannot."""
+    """Return the bias that an int8 kernel adds to its int32 accumulator; "" if it cannot."""
     if node.op_type not in ("Conv", "Gemm") or len(node.input) < 3:
         return ""
     bias = str(node.input[2])
@@ -499,10 +515,10 @@ class Int8Region:
         ]
 
     def seed(self, operator_inputs: Set[str]) -> None:
-        """What the quantised operators read, and what they give.
+        """Add the inputs of the quantised operators, and their results.
 
-        A matrix product gives floats as well, but not to a Relu or Clip: with one behind it that no
-        Q follows, it runs in fp32.
+        A matrix product can also return floats, but not to a Relu or Clip: with one behind it that
+        no Q follows, it runs in fp32.
         """
         for node in self.scope.operators:
             has_relu = _relu_after(node, self.scope.wiring) is not None
@@ -512,8 +528,9 @@ class Int8Region:
         self.tensors.update(operator_inputs, self.results)
 
     def grow_forward(self) -> None:
-        """What only moves bytes goes on in 8 bits; in floats, each Concat would dequantise all its
-        inputs again.
+        """Let operators that only move bytes stay in 8 bits.
+
+        In floats, each Concat would dequantise all its inputs again.
         """
         for node in self.nodes:
             moves_8_bits = node.op_type in MOVES_BYTES and self.tensors.issuperset(_data(node))
@@ -521,14 +538,15 @@ class Int8Region:
                 self.tensors.add(node.output[0])
 
     def grow_backward(self) -> None:
-        """A kernel that gives 8 bits reads 8 bits."""
+        """Let a kernel that returns 8 bits read 8 bits."""
         for node in reversed(self.nodes):
             if node.output[0] in self.tensors and self.scope.ranges.issuperset(_data(node)):
                 self.tensors.update(_data(node))
 
     def sites(self) -> list[ActivationSite]:
-        """Who reads 8 bits: the kernels of the region, and all readers of what has no float
-        form.
+        """Return the readers of 8 bits.
+
+        They are the kernels of the region, and all readers of tensors without a float form.
         """
         integers = self._without_float_form()
         kernel_inputs = {node.name: set(_data(node)) for node in self.kernels}
@@ -540,14 +558,15 @@ class Int8Region:
         return sites
 
     def _without_float_form(self) -> set[str]:
-        """The results of kernels: a kernel gives 8 bits to all its readers or to none."""
+        """Return the results of kernels. A kernel returns 8 bits to all its readers or to none."""
         products = {node.output[0] for node in self.scope.operators}
         products &= self.tensors & self.scope.inner
         return self.results | products | {node.output[0] for node in self.kernels}
 
     def shared_scales(self) -> dict[str, str]:
-        """Each result of a kernel that keeps the values of its input, and the tensor whose range it
-        takes.
+        """Return each kernel result that has the values of its input.
+
+        Beside it is the tensor whose range it takes.
         """
         sources: dict[str, str] = {}
         for node in self.kernels:
@@ -557,15 +576,16 @@ class Int8Region:
 
 
 def _data(node: onnx.NodeProto) -> list[str]:
-    """The inputs of an operator of INT8_KERNELS that hold data, not shapes."""
+    """Return the inputs of an operator of INT8_KERNELS that hold data, not shapes."""
     if node.op_type == "Resize" or node.op_type in SAME_SCALE:
         return list(node.input[:1])
     return list(node.input)
 
 
 def _result(node: onnx.NodeProto, scope: _Scope) -> str:
-    """The tensor that leaves the kernel of this node: behind the Relu or Clip that fuses into
-    it.
+    """Return the tensor that leaves the kernel of this node.
+
+    It is behind a Relu or Clip that fuses into the kernel.
     """
     relu = _relu_after(node, scope.wiring)
     if relu is None or relu.name in scope.fp32_nodes:
@@ -574,7 +594,7 @@ def _result(node: onnx.NodeProto, scope: _Scope) -> str:
 
 
 def _relu_after(node: onnx.NodeProto, wiring: Wiring) -> onnx.NodeProto | None:
-    """The Relu or Clip that alone reads what this node makes."""
+    """Return the Relu or Clip that is the only reader of this node."""
     readers = wiring.readers[node.output[0]]
     if len(readers) != 1 or node.output[0] in wiring.outputs:
         return None

@@ -32,8 +32,9 @@ ONLY_SHAPES = frozenset({"Shape", "Size"})
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """A node that runs low, and the tensors that tell about it: in the model, in the lossy graph,
-    and beside the model.
+    """A node that runs low, with its tensors.
+
+    They are in the model, in the lossy graph and beside the model.
     """
 
     node: str
@@ -44,8 +45,9 @@ class Shadow:
 
 
 def source_as_converted(source: onnx.ModelProto, low: onnx.ModelProto) -> onnx.ModelProto:
-    """The fp32 model with the opset and the node names that it had when `low` was made of it; what
-    is 16 bits in it, lifted to fp32.
+    """Return the fp32 model with the opset and node names from which `low` was made.
+
+    Its 16-bit tensors are lifted to fp32.
     """
     exact = flatten(raise_opset(source, opset_of(low)))
     lift(exact)
@@ -55,10 +57,10 @@ def source_as_converted(source: onnx.ModelProto, low: onnx.ModelProto) -> onnx.M
 def add_shadows(
     exact: onnx.ModelProto, low: onnx.ModelProto, halves: Mapping[str, int]
 ) -> tuple[Shadow, ...]:
-    """Make `low` the lossy graph and give `exact` the shadows of its low nodes, both in place.
-    `halves`: the 16-bit tensors of `low`.
+    """Make `low` the lossy graph, and give `exact` the shadows of its low nodes, both in place.
 
-    An 8-bit node that only moves bytes has no shadow: it loses what was lost before it.
+    `halves`: the 16-bit tensors of `low`. An 8-bit node that only moves bytes has no shadow,
+    because it loses nothing itself.
     """
     quantised: set[str] = set()
     for node in low.graph.node:
@@ -88,8 +90,9 @@ def _shadow(exact: onnx.NodeProto, low: onnx.NodeProto) -> Shadow:
 
 
 def tensors_of_16_bits(proto: onnx.ModelProto) -> dict[str, int]:
-    """Names and types of all fp16 and bf16 tensors of the top level. Values of weights are not
-    looked at.
+    """Return names and types of all fp16 and bf16 tensors of the top level.
+
+    The values of weights are not read.
     """
     inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
     types = {
@@ -108,7 +111,7 @@ def _is_low(node: onnx.NodeProto, quantised: set[str], halves: Mapping[str, int]
 
 
 def lift(proto: onnx.ModelProto) -> None:
-    """Make the 16-bit tensors of a graph fp32, in place; weights keep their rounded values."""
+    """Turn the 16-bit tensors of a graph into fp32, in place. Weights keep their rounded values."""
     graph = proto.graph
     for tensor in graph.initializer:
         if tensor.data_type in SIXTEEN_BITS:
@@ -126,8 +129,9 @@ def lift(proto: onnx.ModelProto) -> None:
 
 
 def round_16_bits(proto: onnx.ModelProto, halves: Mapping[str, int]) -> None:
-    """Lift a graph, and round each of the tensors `halves` to its 16 bits where a node makes it, in
-    place.
+    """Lift a graph, and round each of the tensors `halves` to 16 bits, in place.
+
+    The rounding is behind the producer of the tensor.
     """
     lift(proto)
     nodes = []
@@ -151,9 +155,7 @@ def _beside(name: str) -> str:
 
 
 class _Drawer:
-    """Copies nodes of the lossy graph to beside the exact one, with all that rounds between them
-    and the exact values.
-    """
+    """Copies nodes of the lossy graph to the exact one, with the rounding of their inputs."""
 
     def __init__(self, exact: onnx.GraphProto, lossy: onnx.GraphProto) -> None:
         self.exact = exact
@@ -166,7 +168,7 @@ class _Drawer:
         self.nodes: list[onnx.NodeProto] = []
 
     def draw(self, node: onnx.NodeProto) -> None:
-        """The node on what it would read, its outputs under other names."""
+        """Copy a node, on the values that it would read, with other names for its outputs."""
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
         copy.name = _beside(node.name)
@@ -175,8 +177,9 @@ class _Drawer:
         self.nodes.append(copy)
 
     def source_of(self, name: str) -> str:
-        """The tensor beside the model that holds the exact values as `name` of the lossy graph
-        would hold them; drawn once.
+        """Return the exact values of a tensor, rounded as in the lossy graph.
+
+        The tensor is created once, beside the model.
         """
         if name not in self.sources:
             self.sources[name] = self._source_of(name)

@@ -1,6 +1,4 @@
-"""What a compile leaves for its user: a folder with the reports and the winning engine; and what
-`crucible onnx` writes.
-"""
+"""The output of a compile: a folder with the winning engine. And the output of `crucible onnx`."""
 
 from __future__ import annotations
 
@@ -21,24 +19,30 @@ from pipeline.execution.store import (
     read_manifest,
     write_manifest,
 )
-from pipeline.host.replace_folder import Exchange, exchange_names, locked, replace_folder, standing
+from pipeline.host.replace_folder import (
+    Exchange,
+    current_folder,
+    exchange_names,
+    locked,
+    replace_folder,
+)
 
 ENGINE_FILE = "engine.json"
-LEFTOVER = re.compile(r"[0-9]+(\.old)?")  # after the folder's name: a delivery that was killed
-AGAIN = "compile the model again: what is still in the store is not made again"
+LEFTOVER = re.compile(
+    r"[0-9]+(\.old)?"
+)  # after the folder's name, left by a delivery that was killed
+AGAIN = "compile the model again: results that are still in the store are reused"
 
 
 def check_folder(folder: Path) -> None:
-    """PlanError unless `folder` is one that can be written, or made: said before the work, not
-    after it.
-    """
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        what = "cannot be written" if place.is_dir() else "is a file"
+    """Raise PlanError unless `folder` can be written or created, before any work is done."""
+    parent = folder.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        what = "cannot be written" if parent.is_dir() else "is a file"
         raise PlanError(
-            f"cannot write to '{folder}': '{place}' {what}", "name another folder with --out"
+            f"cannot write to '{folder}': '{parent}' {what}", "name another folder with --out"
         )
 
 
@@ -57,32 +61,30 @@ def check_model_file(file: Path, source: Path | None) -> None:
 
 
 def deliver_model(model: OnnxModel, file: Path) -> None:
-    """Write a model as `file`, its weights beside it where they exceed 1.5 GB; what is there is
-    replaced once all is written.
+    """Write a model as `file`. Weights of more than 1.5 GB are beside it.
+
+    An existing file is replaced when everything is written.
     """
-    from pipeline.onnx_graph.files import (
-        read_proto,
-        write_proto,
-    )  # loads onnx, which the service does without
+    # This import loads onnx, which the service does without.
+    from pipeline.onnx_graph.files import read_proto, write_proto
 
     work = file.with_name(f".{file.name}.{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir(parents=True)
         write_proto(read_proto(model.path), work / file.name)
-        for written in sorted(
-            work.iterdir(), reverse=True
-        ):  # the weights come before the graph that names them
-            written.replace(file.with_name(written.name))
+        # The weights come before the graph that names them.
+        for part in sorted(work.iterdir(), reverse=True):
+            part.replace(file.with_name(part.name))
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def deliver_engine(engine: Engine, folder: Path, exchange: Exchange = exchange_names) -> None:
-    """Put an engine into `folder`, in place of what is there. DamagedError if it cannot be copied.
+    """Put an engine into `folder`, and replace an earlier one. DamagedError if a copy fails.
 
-    Whenever this process is killed, `load_engine` finds the old engine or the new one, and the next
-    delivery removes what is left.
+    If this process is killed, `load_engine` finds the old engine or the new one, and the next
+    delivery removes the leftovers.
     """
     work = _work(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,7 @@ def deliver_engine(engine: Engine, folder: Path, exchange: Exchange = exchange_n
             (work / ENGINE_FILE).write_text(engine.model_dump_json(indent=1), encoding="utf-8")
             if not (work / MANIFEST).is_file():  # it does not come from a store
                 seal(work, engine)
-            load_engine(work)  # the copy is what the manifest says, too
+            load_engine(work)  # checks the copy against the manifest
             replace_folder(work, folder, exchange)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
@@ -103,14 +105,15 @@ def deliver_engine(engine: Engine, folder: Path, exchange: Exchange = exchange_n
 
 
 def withdraw_engine(folder: Path) -> None:
-    """Remove an engine that an earlier compile delivered; leave anything else there alone."""
-    if not (standing(folder) / ENGINE_FILE).is_file():
+    """Remove an engine that an earlier compile delivered. Other content of the folder stays."""
+    if not (current_folder(folder) / ENGINE_FILE).is_file():
         return
     with locked(folder.parent):
-        gone = _work(folder)  # in one step: half an engine would be worse than none
-        shutil.rmtree(gone, ignore_errors=True)
-        standing(folder).rename(gone)
-        shutil.rmtree(gone)
+        # Renamed in one step first: half an engine would be worse than none.
+        trash = _work(folder)
+        shutil.rmtree(trash, ignore_errors=True)
+        current_folder(folder).rename(trash)
+        shutil.rmtree(trash)
 
 
 def _work(folder: Path) -> Path:
@@ -118,21 +121,21 @@ def _work(folder: Path) -> Path:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what deliveries to `folder` left that were killed."""
-    start = f".{folder.name}."
-    for path in folder.parent.glob(f"{glob.escape(start)}*"):
-        if LEFTOVER.fullmatch(path.name.removeprefix(start)):
+    """Remove the leftovers of deliveries to `folder` that were killed."""
+    prefix = f".{folder.name}."
+    for path in folder.parent.glob(f"{glob.escape(prefix)}*"):
+        if LEFTOVER.fullmatch(path.name.removeprefix(prefix)):
             shutil.rmtree(path, ignore_errors=True)
 
 
-# -- an engine that was delivered ---------------------------------------------------------------
+# -- a delivered engine ------------------------------------------------------
 
 
 def load_engine(folder: Path) -> Engine:
     """Return the engine that `deliver_engine` put there, after a check of every file.
 
-    DamagedError names a file that is not what it was. Without a manifest, which every delivery
-    writes, nothing is known against the files: see `has_manifest`.
+    DamagedError names a file that has changed. Every delivery writes a manifest; without one, the
+    files cannot be checked (`has_manifest`).
     """
     engine = read_engine(folder)
     check_if_sealed(engine)
@@ -140,35 +143,35 @@ def load_engine(folder: Path) -> Engine:
 
 
 def read_engine(folder: Path, name: str = "") -> Engine:
-    """Return the engine as its engine.json describes it, which must be as the manifest does.
+    """Return the engine as its engine.json describes it. No other file is checked.
 
-    No other file is looked at. ModelError if there is none, DamagedError if it is not what it was;
-    `name` is what the message then calls the engine.
+    ModelError if there is none. DamagedError if it differs from the manifest; the message calls the
+    engine `name`.
     """
-    place = folder if (folder / ENGINE_FILE).is_file() else standing(folder / "engine")
-    file = place / ENGINE_FILE
+    root = folder if (folder / ENGINE_FILE).is_file() else current_folder(folder / "engine")
+    file = root / ENGINE_FILE
     if not file.is_file():
         advice = "give the folder that `crucible compile --out` wrote"
         raise ModelError(f"no engine in '{folder}': expected {ENGINE_FILE}", advice)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        engine = Engine.model_validate({**content, "root": place})
+        engine = Engine.model_validate({**content, "root": root})
     except (TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         text = f"'{ENGINE_FILE}' is not an engine of this version: {reason}"
-        raise _damaged(place, text, name) from error
+        raise _damaged(root, text, name) from error
     if has_manifest(engine):
         _check_description(engine, name)
     return engine
 
 
 def has_manifest(engine: Engine) -> bool:
-    """Return whether the digests of an engine's files lie beside them."""
+    """Return True if the folder of an engine holds a manifest with the digests of its files."""
     return (engine.root / MANIFEST).is_file()
 
 
 def check_if_sealed(engine: Engine) -> None:
-    """Check an engine as `check_engine` does, where there is a manifest."""
+    """Check an engine as `check_engine` does, if there is a manifest."""
     if has_manifest(engine):
         check_engine(engine)
 
@@ -176,7 +179,7 @@ def check_if_sealed(engine: Engine) -> None:
 def check_engine(engine: Engine, name: str = "") -> None:
     """Raise DamagedError unless the files of an engine are those that its manifest lists.
 
-    Nothing may be missing, changed or added. `name` is what the message calls the engine.
+    No file may be missing, changed or added. The message calls the engine `name`.
     """
     try:
         check_manifest(engine.root, besides=(ENGINE_FILE,))
@@ -187,11 +190,11 @@ def check_engine(engine: Engine, name: str = "") -> None:
 def _check_description(engine: Engine, name: str) -> None:
     try:
         manifest = read_manifest(engine.root)
-        written = Engine.model_validate({**manifest.value, "root": engine.root})
+        original = Engine.model_validate({**manifest.value, "root": engine.root})
     except (OSError, ValueError) as error:
         raise _damaged(engine.root, damage(error), name) from error
-    if written.model_dump_json() != engine.model_dump_json():
-        raise _damaged(engine.root, f"'{ENGINE_FILE}' is not what '{MANIFEST}' says", name)
+    if original.model_dump_json() != engine.model_dump_json():
+        raise _damaged(engine.root, f"'{ENGINE_FILE}' differs from '{MANIFEST}'", name)
 
 
 def _damaged(root: Path, reason: str, name: str) -> DamagedError:

@@ -1,7 +1,7 @@
-"""The report's figures: SVG by matplotlib, without a display. Text stays text: it can be read
-aloud, searched and copied.
+"""The report's figures, as SVG by matplotlib, without a display.
 
-Each figure is first a value that holds what it shows, then a drawing.
+Text stays text: it can be read aloud, searched and copied. Each figure is first computed as a
+value, then drawn.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ import numpy as np
 from pipeline.core import Precision
 from pipeline.formatting import shape_text, state_label
 from pipeline.measurement.clock import thinned
-from pipeline.report.tables import (
+from pipeline.report.entries import Entry, entries, shapes
+from pipeline.report.layer_errors import (
     LAYER_ERRORS,
     MAX_ERROR,
-    Entry,
-    entries,
     is_kept,
     kept_patterns,
-    operator_names,
     ranked_rescues,
-    shapes,
 )
+from pipeline.report.run_sections import operator_names
 from pipeline.results.precision_audit import time_by_precision
 from pipeline.results.report import MetricResult, NodeRanking, Report, Rescue
 
@@ -48,12 +46,8 @@ COLOURS = {
     "candidate": "#2f6fb5",
     "failed accuracy": "#b42318",
 }
-MARKERS = {
-    "winner": "*",
-    "baseline": "s",
-    "candidate": "o",
-    "failed accuracy": "X",
-}  # kinds differ without colour too
+# Kinds are told apart without colour, too.
+MARKERS = {"winner": "*", "baseline": "s", "candidate": "o", "failed accuracy": "X"}
 SHADES = ("#b3bdc9", "#2f6fb5", "#0b7a4b")
 PRECISION_COLOURS = {
     Precision.FP32: "#1f2933",
@@ -72,13 +66,13 @@ MAX_DOTS = 200  # raw values drawn per engine; the box is of all of them
 MAX_OPERATORS = 14
 OWN, ACCUMULATED, KEPT = "#b42318", "#b3bdc9", "#0b7a4b"
 MAX_NODES_DRAWN = 24
-MAX_ERROR_DRAWN = MAX_ERROR  # an error of 1 leaves nothing of a tensor; what overflows has no end
+MAX_ERROR_DRAWN = MAX_ERROR
 MIN_ERROR_DRAWN = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure of a report, not drawn yet: drawing takes longer than all else in a report."""
+    """One figure of a report, not drawn yet: drawing is the slowest part of a report."""
 
     section: str  # its key
     name: str  # unique in a report, fit for a file name
@@ -87,7 +81,7 @@ class Plot:
 
     @property
     def key(self) -> str:
-        """Equal for figures that look the same: it covers this module's text and the values."""
+        """The digest of this module's text and of the values. Equal figures have equal keys."""
         values = repr((self.name, self.figure.args)).encode()
         return hashlib.sha256(Path(__file__).read_bytes() + values).hexdigest()
 
@@ -184,7 +178,7 @@ def _point(
 
 
 def _front(points: tuple[_Point, ...]) -> tuple[_Point, ...]:
-    """The points that no other point beats on both axes, from fast to slow."""
+    """Return the points that no other point beats on both axes, from fast to slow."""
     front: list[_Point] = []
     for point in sorted(points, key=lambda point: (point.x, -point.y)):
         if not front or point.y > front[-1].y:
@@ -247,9 +241,7 @@ def _draw_pareto(data: _Pareto) -> Figure:
 
 
 def _number(axes: Axes, points: tuple[_Point, ...]) -> None:
-    """Each point's number beside it; where points crowd, the numbers take turns at the four
-    corners.
-    """
+    """Write each point's number beside it, in a crowd at the four corners in turn."""
     corners = ((7, 5), (7, -13), (-14, 5), (-14, -13))
     axes.margins(y=0.12)
     ys = [point.y for point in points]
@@ -298,10 +290,9 @@ def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
     if not spreads:
         return None
     caption = (
-        f"Latency at {shape_text(sizes)}. Each dot is one raw value (at most {MAX_DOTS} are drawn);"
-        " the box holds the middle half of all, its line is the median, the whisker reaches from"
-        " the"
-        " 5th to the 95th percentile."
+        f"Latency at {shape_text(sizes)}. Each dot is one raw value (at most {MAX_DOTS} are drawn)."
+        " The box holds the middle half of all values, its line is the median, and the whisker"
+        " reaches from the 5th to the 95th percentile."
     )
     parts = [re.sub("[^A-Za-z0-9]+", "", symbol) + str(size) for symbol, size in sizes.items()]
     name = "-".join(["latency", *parts])
@@ -310,23 +301,23 @@ def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
 
 def _draw_latency(spreads: Sequence[_Spread]) -> Figure:
     figure, axes = new_figure(0.8 + 0.4 * len(spreads))
-    for place, spread in enumerate(spreads):
+    for row, spread in enumerate(spreads):
         colour = COLOURS[spread.kind]
         low, first, middle, third, high = spread.quantiles
         # The golden section spreads the dots evenly, the same every time.
         shifts = (np.arange(len(spread.dots)) * 0.618034) % 1 - 0.5
         axes.plot(
             spread.dots,
-            place + 0.6 * shifts,
+            row + 0.6 * shifts,
             ".",
             color=colour,
             alpha=0.25,
             markersize=2.5,
             markeredgewidth=0,
         )
-        axes.plot([low, high], [place, place], color=colour, linewidth=1.2)
-        axes.barh(place, third - first, left=first, height=0.46, color=colour, alpha=0.6)
-        axes.plot([middle, middle], [place - 0.3, place + 0.3], color=INK, linewidth=1.8)
+        axes.plot([low, high], [row, row], color=colour, linewidth=1.2)
+        axes.barh(row, third - first, left=first, height=0.46, color=colour, alpha=0.6)
+        axes.plot([middle, middle], [row - 0.3, row + 0.3], color=INK, linewidth=1.8)
     axes.set_yticks(range(len(spreads)), [spread.label for spread in spreads])
     axes.invert_yaxis()
     values = chain.from_iterable((*spread.dots, *spread.quantiles) for spread in spreads)
@@ -355,19 +346,19 @@ def _precisions(lines: tuple[Entry, ...]) -> Plot | None:
     if not bars:
         return None
     caption = (
-        "What really ran: the share of the time of all layers per precision, each layer timed by"
-        " itself."
+        "The precisions that really ran, by their share of the time of all layers. Each layer is"
+        " timed by itself."
     )
     return Plot("layers", "precision", caption, partial(_draw_precisions, bars))
 
 
 def _draw_precisions(bars: Sequence[_PrecisionBar]) -> Figure:
     figure, axes = new_figure(1.1 + 0.4 * len(bars))
-    for place, bar in enumerate(bars):
+    for row, bar in enumerate(bars):
         left = 0.0
         for name, share in bar.shares:
             axes.barh(
-                place,
+                row,
                 share,
                 left=left,
                 height=0.62,
@@ -376,7 +367,7 @@ def _draw_precisions(bars: Sequence[_PrecisionBar]) -> Figure:
                 linewidth=0.8,
             )
             if share >= MIN_LABELLED_SHARE:
-                _label_share(axes, left + share / 2, place, name, share)
+                _label_share(axes, left + share / 2, row, name, share)
             left += share
     names = {name for bar in bars for name, _ in bar.shares}
     for name, colour in PRECISION_COLOURS.items():
@@ -429,9 +420,9 @@ def _draw_operators(data: _Operators) -> Figure:
     figure, axes = new_figure(1.1 + 0.12 * len(data.names) * (len(data.stages) + 1))
     height = 0.8 / len(data.stages)
     for index, (stage, counts) in enumerate(zip(data.stages, data.counts, strict=True)):
-        places = np.arange(len(counts)) + (index - (len(data.stages) - 1) / 2) * height
+        rows = np.arange(len(counts)) + (index - (len(data.stages) - 1) / 2) * height
         bars = axes.barh(
-            places, counts, height=height * 0.92, color=SHADES[index], label=short(stage)
+            rows, counts, height=height * 0.92, color=SHADES[index], label=short(stage)
         )
         axes.bar_label(bars, padding=3, fontsize=8, color=MUTED)
     axes.set_yticks(range(len(data.names)), data.names)
@@ -452,16 +443,18 @@ class _LayerError(NamedTuple):
     kept_fp32: bool
 
 
-def _layer_errors(number: int, rescue: Rescue, ranking: NodeRanking, kept: tuple[str, ...]) -> Plot:
+def _layer_errors(
+    number: int, rescue: Rescue, ranking: NodeRanking, fp32_patterns: tuple[str, ...]
+) -> Plot:
     worst = ranking.nodes[:MAX_NODES_DRAWN]
     bars = tuple(
-        _LayerError(short(harm.node), harm.error, harm.accumulated, is_kept(harm, kept))
+        _LayerError(short(harm.node), harm.error, harm.accumulated, is_kept(harm, fp32_patterns))
         for harm in worst
     )
     caption = (
         f"The worst {len(worst)} of {len(ranking.nodes)} nodes of {rescue.label}, worst first, on"
-        f" {ranking.samples} samples: the error that each makes by itself, and the error that has"
-        " gathered at its output. At 1 nothing of the signal is left."
+        f" {ranking.samples} samples: the error that each node adds by itself, and the accumulated"
+        " error at its output. At 1 nothing of the signal is left."
     )
     draw = partial(_draw_layer_errors, bars)
     return Plot(LAYER_ERRORS, f"{LAYER_ERRORS}-{number}", caption, draw)
@@ -471,19 +464,23 @@ def _draw_layer_errors(bars: tuple[_LayerError, ...]) -> Figure:
     from matplotlib.ticker import StrMethodFormatter
 
     figure, axes = new_figure(1.1 + 0.3 * len(bars))
-    for place, bar in enumerate(bars):
+    for row, bar in enumerate(bars):
         for value, shift, colour in (
             (bar.own, -0.19, KEPT if bar.kept_fp32 else OWN),
             (bar.accumulated, 0.19, ACCUMULATED),
         ):
             axes.barh(
-                place + shift,
+                row + shift,
                 min(max(value, MIN_ERROR_DRAWN), MAX_ERROR_DRAWN),
                 height=0.36,
                 color=colour,
             )
     axes.axvline(1.0, color=MUTED, linestyle="--", linewidth=1)
-    labels = {OWN: "own error", KEPT: "own error, kept in fp32 at last", ACCUMULATED: "accumulated"}
+    labels = {
+        OWN: "own error",
+        KEPT: "own error, kept in fp32 in the end",
+        ACCUMULATED: "accumulated",
+    }
     colours = {KEPT if bar.kept_fp32 else OWN for bar in bars} | {ACCUMULATED}
     for colour, label in labels.items():
         if colour in colours:
@@ -510,9 +507,7 @@ def _kind(entry: Entry) -> str:
 
 
 def _milliseconds(axes: Axes, values: list[float]) -> None:
-    """The x axis: logarithmic, with plain numbers, where the values span more than a factor of
-    five.
-    """
+    """Set the x axis: logarithmic, with plain numbers, if the values span a factor of five."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     if max(values) < 5 * min(values) or min(values) <= 0:
@@ -555,7 +550,7 @@ def _style() -> AbstractContextManager[None]:
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
-    """A figure of the page's width, without pyplot: no display, no global state."""
+    """Return a figure as wide as the page. Without pyplot it has no display and no global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, max(height, 1.8)), layout="constrained")
@@ -563,9 +558,7 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
 
 
 def svg(name: str, draw: Callable[[], Figure]) -> str:
-    """The `<svg>` element; its ids carry the figure's name, for all figures share the ids of one
-    page.
-    """
+    """Draw the `<svg>` element. Its ids begin with the figure's name, to be unique in the page."""
     buffer = io.StringIO()
     with _style():
         metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}

@@ -1,5 +1,7 @@
-"""A report as files: report.json for machines, report.md for a terminal or a pull request,
-report.html for people, and each figure as a file of its own.
+"""A report as files.
+
+report.json is for programs, report.md for a terminal or a pull request, and report.html for people.
+Each figure is a file of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.core import NoteCode
 from pipeline.errors import UserError
 from pipeline.report.figures import Plot
 from pipeline.report.html import page
@@ -22,12 +25,25 @@ from pipeline.results.report import SCHEMA_VERSION, Report, ReportFiles
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 FIGURES = "figures"  # the folder of the figures
+OLD_NOTE_CODES = {
+    (
+        "the latencies are those of a new run of the baselines and the engine; no other candidate"
+        " was measured beside them"
+    ): NoteCode.REMEASURED,
+    (
+        "latency was measured while engines served on the same device: it decides nothing about"
+        " speed"
+    ): NoteCode.CONTENDED,
+    (
+        "this candidate was chosen by latencies that were measured while engines served on the"
+        " same device: another may be faster"
+    ): NoteCode.CHOSEN_CONTENDED,
+}
+"""Codes by the texts of notes in reports from before notes had codes."""
 
 
 def write_report(report: Report, folder: Path) -> ReportFiles:
-    """Write all files, each atomically. The JSON comes last: if it is there, the others are
-    complete.
-    """
+    """Write all files, each atomically, and report.json last: if it exists, all are complete."""
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
     files = ReportFiles(
         folder=folder,
@@ -42,8 +58,9 @@ def write_report(report: Report, folder: Path) -> ReportFiles:
 
 
 def _svg_of(folder: Path, plot: Plot) -> str:
-    """Return the figure's `<svg>` element: from its file if that shows the same values, else drawn
-    and written there.
+    """Return the figure's `<svg>` element.
+
+    It is read from its file if that shows the same values; otherwise it is drawn and written there.
     """
     file, mark = folder / f"{plot.name}.svg", f"<!-- {plot.key} -->\n"
     if file.is_file():
@@ -56,8 +73,9 @@ def _svg_of(folder: Path, plot: Plot) -> str:
 
 
 def load_report(path: Path) -> Report:
-    """Read the report of a folder, or its report.json. Raises UserError if there is none or another
-    version wrote it.
+    """Read the report of a folder, or its report.json.
+
+    UserError if there is none, or if another version wrote it.
     """
     file = path / JSON_NAME if path.is_dir() else path
     if not file.is_file():
@@ -69,8 +87,9 @@ def load_report(path: Path) -> Report:
 
 
 def report_from_json(text: bytes, where: str, folder: Path) -> Report:
-    """Parse a report.json. `where` names it in messages; `folder` holds its engines. Raises
-    UserError if it is not a report or another version wrote it.
+    """Parse a report.json. `where` names it in messages, and `folder` holds its engines.
+
+    UserError if it is not a report, or if another version wrote it.
     """
     try:
         document = json.loads(text)
@@ -87,12 +106,21 @@ def report_from_json(text: bytes, where: str, folder: Path) -> Report:
         )
     _set_roots(document, folder)
     try:
-        return Report.model_validate_json(json.dumps(document))
+        return _with_note_codes(Report.model_validate_json(json.dumps(document)))
     except ValidationError as error:
         raise UserError(
             f"'{where}' does not fit the schema: {error}",
             "compile again; docs/report.schema.json is the schema",
         ) from error
+
+
+def _with_note_codes(report: Report) -> Report:
+    """Add the codes to the notes of a report from before notes had codes."""
+    notes = (
+        note.model_copy(update={"code": note.code or OLD_NOTE_CODES.get(note.text)})
+        for note in report.notes
+    )
+    return report.model_copy(update={"notes": tuple(notes)})
 
 
 def _set_roots(document: dict[str, Any], folder: Path) -> None:
@@ -106,7 +134,7 @@ def _set_roots(document: dict[str, Any], folder: Path) -> None:
 
 
 def schema() -> str:
-    """The JSON schema of report.json, as published in docs/report.schema.json."""
+    """Return the JSON schema of report.json, as published in docs/report.schema.json."""
     return json.dumps(Report.model_json_schema(mode="serialization"), indent=1) + "\n"
 
 

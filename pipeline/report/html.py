@@ -1,7 +1,10 @@
-"""A report as one HTML file that needs nothing else: no script, no network, figures inline.
+"""A report as one self-contained HTML file: no script, no network, figures inline.
 
-Names in a model and texts in a report are untrusted: the template escapes everything but the
-figures, which matplotlib escapes, and the page's own policy forbids scripts and loading.
+The content of its tables is in the `*_sections.py`.
+
+Names in a model and texts in a report are untrusted. The template escapes everything except the
+figures, which matplotlib escapes. The content security policy of the page forbids scripts and
+loading.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from pipeline.formatting import date
 from pipeline.report.figures import Plot, plots
-from pipeline.report.tables import headline, sections
+from pipeline.report.sections import headline, sections
 from pipeline.results.report import Report
 
 
@@ -32,7 +35,7 @@ def _environment() -> Environment:
 
 
 def page(report: Report, svg_of: Callable[[Plot], str] = Plot.draw) -> str:
-    """Render the whole report. `svg_of` gives the `<svg>` element of a figure."""
+    """Render the whole report. `svg_of` returns the `<svg>` element of a figure."""
     return (
         _environment()
         .get_template("report.html")

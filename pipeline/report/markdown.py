@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 
-from pipeline.report.tables import Section, Table, headline, sections
+from pipeline.report.sections import headline, sections
+from pipeline.report.tables import Section, Table
 from pipeline.results.report import Report
 
 SPECIAL = "\\|*`[]~"  # characters that are markup
@@ -66,6 +67,6 @@ def table_lines(table: Table) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """Plain text for Markdown: nothing in it is markup."""
+    """Escape plain text, so that nothing in it is markup."""
     escaped = html.escape(" ".join(text.split()), quote=False)
     return "".join(f"\\{char}" if char in SPECIAL else char for char in escaped)

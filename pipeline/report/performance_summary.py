@@ -1,5 +1,6 @@
-"""Measured rows in words and figures: what binds each, and the summary that `crucible bench`
-prints, after the manner of trtexec. Pure.
+"""Measured rows as text: the bottleneck of each, and the summary that `crucible bench` prints.
+
+The summary is like that of trtexec. Everything here is pure.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from pipeline.results.report import Bound, LatencyRow
 TAILS = (50, 90, 95, 99)
 MIN_WARMUP_S, MIN_WALLTIME_S = 0.2, 3.0
 MAX_VARIATION = 0.01  # of the compute times: standard deviation over mean, as trtexec warns
-# Of the compute time. On an idle stream that is never shorter than the enqueue, so above this share
-# the GPU waits for the host.
+# Share of the compute time. On an idle stream the compute time is never shorter than the enqueue.
+# So above this share the GPU waits for the host.
 ENQUEUE_SHARE = 0.8
-# The latency may differ from the sum of its phases by either of these, for reading a clock between
-# the phases takes time too.
+# The latency may differ from the sum of its phases by either of these, because reading a clock
+# between the phases takes time.
 IDENTITY_SHARE, IDENTITY_S = 0.02, 10e-6
 
 
 def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
-    """`9.28 (8.9 to 9.7)`; else, in two words, why there is none. `stopped`: why the engine ran in
-    few processes.
+    """Return `9.28 (8.9 to 9.7)`, or in two words why there is no ratio.
+
+    `stopped` says why the engine ran in few processes.
     """
     if row is None:
         return ""
@@ -42,15 +44,15 @@ def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
 
 
 def interval_text(ratio: Interval | None) -> str:
-    """`9.28 (8.9 to 9.7)`; empty without a ratio."""
+    """Return `9.28 (8.9 to 9.7)`; "" without a ratio."""
     return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
 
 
-# -- what binds a row --------------------------------------------------------
+# -- the bottleneck of a row -------------------------------------------------
 
 
 def limit_cells(row: LatencyRow) -> tuple[str, ...]:
-    """One row under `tables.LIMIT_COLUMNS`."""
+    """Return the cells of one row for `LIMIT_COLUMNS` in latency_sections.py."""
     flops, rate = _rates(row)
     bound = row.bound
     if bound is None:
@@ -72,13 +74,15 @@ def limit_cells(row: LatencyRow) -> tuple[str, ...]:
 
 
 def bound_text(bound: Bound) -> str:
-    """`bound by compute: computing takes ...; next: ...`."""
+    """Return `bound by compute: computing takes ...; next: ...`."""
     kind = "what binds it is unknown" if bound.kind == "unknown" else f"bound by {bound.kind}"
     return f"{kind}: {bound.why}; next: {bound.next_step}"
 
 
 def peaks_text(peaks: Peaks) -> str:
-    """`AMD EPYC, 2 threads: fp32 92.1, int8 264 GFLOP/s; memory 21.3 GB/s (measured
+    """Return the peaks as text.
+
+    Example: `AMD EPYC, 2 threads: fp32 92.1, int8 264 GFLOP/s; memory 21.3 GB/s (measured
     2026-01-31)`.
     """
     arithmetic, memory = "arithmetic not known", "memory not known"
@@ -105,7 +109,7 @@ def _share(share: float | None) -> str:
 
 
 class Stats(Frozen):
-    """One region over all its values, s; a percentile is None where there are too few."""
+    """One region over all its values, in seconds. A percentile is None if there are too few."""
 
     min: float
     max: float
@@ -117,12 +121,12 @@ class Stats(Frozen):
 
 
 class Summary(Frozen):
-    """One engine at one shape, as trtexec sums it up."""
+    """The summary of one engine at one shape, as trtexec prints it."""
 
     label: str
     sizes: dict[str, int]
     queries: int
-    walltime_s: float  # of these queries, host clock
+    walltime_s: float  # of all queries, host clock
     queries_per_s: float
     samples_per_s: float  # rows of the batch, at the median
     latency: Stats  # upload + compute + download, on the session's timer
@@ -131,18 +135,16 @@ class Summary(Frozen):
     upload: Stats
     compute: Stats
     download: Stats
-    timed_queries: int  # further ones, whose phases were timed
-    compute_s: float  # of these, all together
+    timed_queries: int  # further queries, whose phases were timed
+    compute_s: float  # sum over the timed queries
     warmup_runs: int
     warmup_s: float
-    identity_off_s: float  # mean latency less the sum of the means of its phases
+    identity_off_s: float  # mean latency minus the sum of the means of its phases
     warnings: tuple[str, ...]
 
 
 def summary_of(label: str, row: LatencyRow, profiles: Sequence[Profile]) -> Summary:
-    """The summary of a row that was just measured; ValueError for one of an older report, which
-    lacks the sums.
-    """
+    """Return the summary of a row. ValueError for a row of an older report, which has no sums."""
     if row.totals is None or row.latency is None:
         raise ValueError(f"the row of {label} has no sums: it is of an older report")
     off_s = float(np.mean(row.latency.values_s)) - sum(
@@ -171,7 +173,7 @@ def summary_of(label: str, row: LatencyRow, profiles: Sequence[Profile]) -> Summ
 
 
 def stats_of(samples: Samples) -> Stats:
-    """Of the values that were kept (of a fast model every k-th)."""
+    """Summarise the stored values (every k-th of a fast model)."""
     values = np.asarray(samples.values_s)
     median, p90, p95, p99 = (samples.percentile_or_absent(percent) for percent in TAILS)
     return Stats(
@@ -238,7 +240,7 @@ def _adds_up(row: LatencyRow, off_s: float) -> bool:
 
 
 def summary_rows(summary: Summary) -> tuple[tuple[str, ...], ...]:
-    """Name, then min, max, mean, median, p90, p95, p99 of every region."""
+    """Return the name, min, max, mean, median, p90, p95 and p99 of every region."""
     regions = {
         "latency": summary.latency,
         "end to end, host": summary.end_to_end,
@@ -256,7 +258,7 @@ def _stats_cells(stats: Stats) -> Iterator[str]:
 
 
 def summary_lines(summary: Summary) -> tuple[str, ...]:
-    """The lines beside the table of times."""
+    """Return the lines below the table of times."""
     phases = " + ".join(
         time_text(part.mean) for part in (summary.upload, summary.compute, summary.download)
     )
@@ -274,7 +276,7 @@ def summary_lines(summary: Summary) -> tuple[str, ...]:
 
 
 def gpu_lines(use: GpuUse | None) -> tuple[str, ...]:
-    """The GPU's clocks, power and load during the run; nothing without a GPU."""
+    """Return the GPU's clocks, power and load during the run; nothing without a GPU."""
     if use is None:
         return ()
     spans = {
@@ -287,7 +289,7 @@ def gpu_lines(use: GpuUse | None) -> tuple[str, ...]:
     known = [f"{name} {_span_text(span)} {unit}" for name, (span, unit) in spans.items() if span]
     others = ", ".join(map(str, use.other_processes)) or "none"
     return (
-        f"GPU, seen {use.samples} times: {', '.join(known) or 'nothing told'}",
+        f"GPU, {use.samples} samples: {', '.join(known) or 'no values'}",
         f"other processes on the GPU: {others}",
     )
 

@@ -1,10 +1,11 @@
-"""An engine as a model of Triton Inference Server: DIR/NAME/config.pbtxt and
-DIR/NAME/VERSION/model.plan or model.onnx.
+"""Export an engine as a model of Triton Inference Server.
+
+The files are DIR/NAME/config.pbtxt and DIR/NAME/VERSION/model.plan or model.onnx.
 
     batch = call_in_child(prove_batch, engine, (), name="batch proof")      Triton pads nothing
     export_triton(engine, batch, parse_name("resnet50/3"), Path("models"))
 
-Written as a message of Triton's model_config.proto; not run under Triton.
+The config is written as a message of Triton's model_config.proto. It was never run under Triton.
 """
 
 from __future__ import annotations
@@ -28,24 +29,27 @@ from pipeline.errors import PlanError, UnsupportedError
 from pipeline.report.bundle import check_if_sealed
 from pipeline.serving_inputs import BatchSpec
 
-FILES = {
-    "tensorrt": "model.plan",
-    "onnxruntime": "model.onnx",
-}  # the name that Triton's backend expects
+# The name that Triton's backend expects.
+FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx"}
 TYPES = {
     "float16": "FP16",
     "bfloat16": "BF16",
     "float32": "FP32",
     "float64": "FP64",
     "bool": "BOOL",
-} | {
-    f"{sign}int{bits}": f"{sign.upper()}INT{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
 }
 DESCRIPTORS = Path(__file__).with_name("model_config.binpb")  # of Triton's proto: `make protos`
-OURS = ("engine.json", "artifact.json")  # what else may lie beside the engine
-NAME = re.compile(
-    r"([A-Za-z0-9][A-Za-z0-9._-]*)/([1-9][0-9]*)"
-)  # Triton takes numbers without a leading 0 as versions
+OURS = ("engine.json", "artifact.json")  # files of Crucible beside the engine
+# Triton takes numbers without a leading 0 as versions.
+NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)/([1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class ModelVersion:
 
 
 def parse_name(text: str) -> ModelVersion:
-    """`resnet50/3`; PlanError for anything else."""
+    """Parse `resnet50/3`. PlanError for anything else."""
     match = NAME.fullmatch(text)
     if match is None:
         raise PlanError(
@@ -68,11 +72,10 @@ def parse_name(text: str) -> ModelVersion:
 
 
 def rows_together(engine: Engine, batch: BatchSpec) -> int:
-    """The most rows that Triton may run together, by what was proved; 1 if every request is to run
-    alone.
+    """Return the largest batch that Triton may form; 1 if every request must run alone.
 
-    Triton's batches lie along axis 0 of every input and output, and have any number of rows from 1
-    up.
+    It follows from the proof in `batch`. Triton batches along axis 0 of every input and output, and
+    a batch has any number of rows from 1 on.
     """
     if not batch.proved or set(batch.axes.values()) != {0}:
         return 1
@@ -80,51 +83,53 @@ def rows_together(engine: Engine, batch: BatchSpec) -> int:
 
 
 def config_text(engine: Engine, batch: BatchSpec, name: str) -> str:
-    """config.pbtxt. Where rows may run together the batch's axis is left out of shapes, as Triton
-    wants; else they are given in full.
+    """Return the text of config.pbtxt.
+
+    If rows may run together, shapes are without the batch axis, as Triton expects.
     """
     return _text(_config(engine, batch, name))
 
 
-def check_place(engine: Engine, model: ModelVersion, folder: Path) -> Path:
-    """The version's folder; UnsupportedError for an engine that Triton is not given here, PlanError
-    if this version is there already.
+def check_target(engine: Engine, model: ModelVersion, folder: Path) -> Path:
+    """Return the version's folder.
+
+    UnsupportedError for an engine that cannot be exported. PlanError if the version exists already.
     """
     if engine.target.backend in CODE_BACKENDS:
         message = "a PyTorch program needs a PyTorch backend of Triton's that takes .pt2 packages"
         raise UnsupportedError(
-            f"{message}, which nobody has tried here",
+            f"{message}, which was never tried",
             "serve it by `crucible promote` and `load`, or compile with candidates of tensorrt",
         )
     if engine.target.backend not in FILES:
         message = (
-            f"Triton gets engines of {' and '.join(FILES)}, this is one of {engine.target.backend}"
+            f"expected an engine of {' or '.join(FILES)} for Triton, got one of"
+            f" {engine.target.backend}"
         )
         raise UnsupportedError(message, "compile with such a candidate")
-    place = folder / model.name / str(model.version)
-    if place.exists():
-        raise PlanError(f"'{place}' is there already", "give another version, or remove that one")
-    return place
+    target = folder / model.name / str(model.version)
+    if target.exists():
+        raise PlanError(f"'{target}' exists already", "give another version, or remove that one")
+    return target
 
 
 def export_triton(engine: Engine, batch: BatchSpec, model: ModelVersion, folder: Path) -> Path:
-    """Write the model below `folder`, a repository that may hold others and other versions; returns
-    the model's folder.
+    """Write the model below `folder`, a repository that may hold other models and versions.
 
-    Raises what `check_place` does, and PlanError if other versions are there whose config would
-    have to be another: Triton has one for all versions of a model.
+    Returns the model's folder. Errors are those of `check_target`, and PlanError if other versions
+    need a different config, because Triton has one config for all versions of a model.
     """
-    home, place = folder / model.name, check_place(engine, model, folder)
+    home, target = folder / model.name, check_target(engine, model, folder)
     config = _config(engine, batch, model.name)
     _check_others(home, config)
     home.mkdir(parents=True, exist_ok=True)
     work = home / f".{model.version}.{os.getpid()}"
     try:
         _copy_files(engine, work)
-        check_if_sealed(engine)  # what was copied is what was proved
+        check_if_sealed(engine)  # the copy is of the engine that was proved
         work.joinpath("config.pbtxt").write_text(_text(config), encoding="utf-8")
         work.joinpath("config.pbtxt").replace(home / "config.pbtxt")
-        work.rename(place)
+        work.rename(target)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
@@ -132,38 +137,38 @@ def export_triton(engine: Engine, batch: BatchSpec, model: ModelVersion, folder:
 
 
 def remarks(engine: Engine, batch: BatchSpec) -> list[str]:
-    """What whoever starts Triton must know of this engine."""
+    """Return what the operator of Triton must know about this engine."""
     target = engine.target
     if target.backend == "tensorrt":
-        found = [
+        lines = [
             f"Triton must have TensorRT {target.version}, and a GPU of compute capability"
             f" {target.compute_capability}"
         ]
     else:
-        found = [
-            f"checked and measured with ONNX Runtime {target.version} on {target.device}; Triton's"
-            " own may be another"
+        lines = [
+            f"checked and measured with ONNX Runtime {target.version} on {target.device}; Triton"
+            " may have another version"
         ]
-    found.append(_batching(engine, batch))
+    lines.append(_batching(engine, batch))
     if target.backend == "onnxruntime" and engine.recipe.precision is Precision.INT8:
-        found.append(
-            "Crucible turns off optimisers of ONNX Runtime that would make some 8-bit nodes float"
-            " again; Triton cannot"
+        lines.append(
+            "Crucible turns off optimisers of ONNX Runtime that would turn some 8-bit nodes into"
+            " float nodes; Triton cannot turn them off"
         )
-    if any(_plugins(engine)):
-        found.append(
-            f"needs its plugins: LD_PRELOAD={':'.join(str(path) for path in _plugins(engine))}"
-        )
-    return found
+    plugins = _plugins(engine)
+    if plugins:
+        lines.append(f"needs its plugins: LD_PRELOAD={':'.join(map(str, plugins))}")
+    return lines
 
 
-# -- what is written ---------------------------------------------------------
+# -- the config --------------------------------------------------------------
 
 
 @cache
 def _message_class() -> type[Message]:
-    """Triton's ModelConfig, in a pool of its own: tritonclient enters the same name into protobuf's
-    default pool, which takes each name once.
+    """Return the class of Triton's ModelConfig, in a pool of its own.
+
+    tritonclient adds the same name to protobuf's default pool, which takes each name once.
     """
     pool = DescriptorPool()
     for file in FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file:
@@ -203,18 +208,18 @@ def _config(engine: Engine, batch: BatchSpec, name: str) -> Message:
 
 
 def _check_others(home: Path, config: Message) -> None:
-    """PlanError if other versions of the model are there, with another config."""
+    """Raise PlanError if other versions of the model exist with a different config."""
     versions = sorted(path.name for path in home.glob("[1-9]*"))
     if versions and _read(home / "config.pbtxt") != config:
         message = (
-            f"'{home}' holds version {', '.join(versions)} with other inputs, batches or files than"
-            " this engine's"
+            f"'{home}' holds version {', '.join(versions)}, whose inputs, batches or files differ"
+            " from those of this engine"
         )
         raise PlanError(message, "give another name, or export into another folder")
 
 
 def _read(path: Path) -> Message | None:
-    """A config; None for a text that is none."""
+    """Read a config; None if the text is not one."""
     try:
         config: Message = text_format.Parse(path.read_text(encoding="utf-8"), _message_class()())
     except text_format.ParseError:
@@ -234,7 +239,7 @@ def _tensor(kind: str, spec: TensorSpec, batched: bool) -> dict[str, Any]:
         "data_type": f"TYPE_{TYPES[spec.dtype]}",
         "dims": dims or [1],
     }
-    if not dims:  # Triton has no scalars: one element, reshaped to none
+    if not dims:  # Triton has no scalars: one element, reshaped to no dimensions
         fields["reshape"] = {}
     if spec.location == "host":
         fields["is_shape_tensor"] = True
@@ -245,7 +250,7 @@ def _batching(engine: Engine, batch: BatchSpec) -> str:
     most = rows_together(engine, batch)
     if most > 1:
         return (
-            f"up to {most} rows run together: proved here on this engine, within"
+            f"up to {most} rows run together: proved on this engine, within"
             f" {batch.largest_error or 0:.2g} of an output's largest value"
         )
     if batch.proved:
@@ -263,20 +268,21 @@ def _instances(engine: Engine) -> dict[str, Any]:
     return {"count": 1, "kind": "KIND_CPU"}
 
 
-def _copy_files(engine: Engine, place: Path) -> None:
-    """The model under the name that Triton expects; a model in several files is a folder of that
-    name, with a file of that name in it.
+def _copy_files(engine: Engine, folder: Path) -> None:
+    """Copy the model to `folder` under the name that Triton expects.
+
+    A model in several files becomes a folder of that name, with a file of that name in it.
     """
     name = FILES[engine.target.backend]
-    place.mkdir()
+    folder.mkdir()
     single = engine.target.backend == "tensorrt" or all(
         path.name in (engine.file, *OURS) for path in engine.root.iterdir()
     )
     if single:
-        shutil.copyfile(engine.path, place / name)
+        shutil.copyfile(engine.path, folder / name)
     else:
-        shutil.copytree(engine.root, place / name, ignore=shutil.ignore_patterns(*OURS))
-        (place / name / engine.file).rename(place / name / name)
+        shutil.copytree(engine.root, folder / name, ignore=shutil.ignore_patterns(*OURS))
+        (folder / name / engine.file).rename(folder / name / name)
 
 
 def _plugins(engine: Engine) -> list[Path]:
@@ -284,13 +290,10 @@ def _plugins(engine: Engine) -> list[Path]:
 
 
 def _reach(profiles: tuple[Profile, ...], symbol: str) -> int:
-    """The most rows up to which every number of rows lies in some profile; 1 if a single row lies
-    in none.
-    """
+    """Return the largest n for which every batch of 1 to n rows is inside a profile; at least 1."""
+    dims = [profile.dims[symbol] for profile in profiles if symbol in profile.dims]
     reach = 0
-    for dim in sorted(
-        (profile.dims[symbol] for profile in profiles if symbol in profile.dims),
-        key=lambda dim: dim.min,
-    ):
-        reach = max(reach, dim.max) if dim.min <= reach + 1 else reach
+    for dim in sorted(dims, key=lambda dim: dim.min):
+        if dim.min <= reach + 1:
+            reach = max(reach, dim.max)
     return max(reach, 1)

@@ -6,16 +6,20 @@ from typing import Literal
 
 from pipeline.core import Frozen, Precision
 
+LayerPrecision = Precision | Literal["integer", "none", "unknown"]
+"""integer: sizes and indices; none: moves or converts data only."""
+
+Evidence = Literal["tactic", "types", "none"]
+"""Evidence for a precision: the kernel's name, else the types of inputs and outputs."""
+
 
 class Layer(Frozen):
     """One kernel of an engine, with its precision and the evidence for it."""
 
     name: str
     kind: str  # the library's own word: CaskConvolution, gemm, kgen, Reformat
-    # integer: sizes and indices; none: moves or converts data only
-    precision: Precision | Literal["integer", "none", "unknown"]
-    # of the precision: the kernel's name, else the types of inputs and outputs
-    evidence: Literal["tactic", "types", "none"]
+    precision: LayerPrecision
+    evidence: Evidence  # of the precision
     # multiplies matrices (convolution, Gemm, MatMul, attention): such layers decide the precision
     heavy: bool = False
     nodes: tuple[str, ...] = ()  # the ONNX nodes it computes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
@@ -49,13 +50,16 @@ class MetricResult(Frozen):
     passed: bool
 
 
+InputSource = Literal["samples", "generated"]
+
+
 class SizeCheck(Frozen):
     """Result of the accuracy gate at one size, besides the run over the whole set."""
 
     profile: int  # counted from 0
     # of all symbols, or of the one that counts rows where samples bring the others
     sizes: dict[str, int]
-    inputs: Literal["samples", "generated"]  # generated: no sample has these sizes
+    inputs: InputSource  # generated: no sample has these sizes
     samples: int  # rows that were compared, without copies; 0: none
     cosine: float | None = None  # smallest over samples and outputs
     drop: float | None = None  # of the metric, reference minus candidate
@@ -79,10 +83,20 @@ def size_text(sizes: dict[str, int]) -> str:
     )
 
 
+class DataFault(StrEnum):
+    """A fault of the data, which no other engine can mend."""
+
+    LABELS = "labels"  # the reference itself scores at chance
+    CALIBRATION = "calibration"  # the calibration set's ranges do not fit the selection set
+
+
+SetRole = Literal["selection", "validation", "generated"]
+
+
 class ValidationReport(Frozen):
     """Accuracy of one engine on one set, against the reference."""
 
-    role: Literal["selection", "validation", "generated"]
+    role: SetRole
     set_digest: str
     samples: int
     outputs: tuple[OutputError, ...]
@@ -90,6 +104,7 @@ class ValidationReport(Frozen):
     sizes: tuple[SizeCheck, ...] = ()  # other sizes of every profile; empty for the validation set
     # missing or renamed outputs, shapes, dtypes, NaN, thresholds, the metric, at any size
     failures: tuple[str, ...] = ()
+    data_faults: tuple[DataFault, ...] = ()  # that may explain the failures
     notes: tuple[Note, ...] = ()
 
     @property
@@ -202,11 +217,21 @@ class OperatorTable(Frozen):
 State = Literal["measured", "failed accuracy", "mislabelled", "built", "refused", "failed"]
 
 
+class Origin(StrEnum):
+    """Where a candidate comes from."""
+
+    PLAN = "plan"
+    FALLBACK = "fallback"  # an attempt of a rescue
+    ABLATION = "ablation"  # a candidate with one placement switch reversed
+    BASELINE = "baseline"
+
+
 class Candidate(Frozen):
     """One recipe with the results of all stages that it reached."""
 
     label: str
     recipe: Recipe
+    origin: Origin = Origin.PLAN
     # built: runs on other hosts only; mislabelled: does not run the precision it is called by,
     # however it answers
     state: State

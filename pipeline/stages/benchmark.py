@@ -262,12 +262,10 @@ def _ratio(
     try:
         return compare(_end_to_end(baseline, index), _end_to_end(contestant, index)), ""
     except NotMeasurable as error:
+        if error.obstacle is not Obstacle.OUT_OF_TIME:
+            return None, host.too_busy(error.text)
         stopped = stop_text(contestant) or stop_text(baseline)
-        if stopped and error.obstacle in (Obstacle.OUT_OF_TIME, Obstacle.TOO_FEW):
-            return None, stopped
-        if error.obstacle is Obstacle.OUT_OF_TIME:
-            return None, OUT_OF_TIME.format(processes=error.text)
-        return None, host.too_busy(error.text)
+        return None, stopped or OUT_OF_TIME.format(processes=error.text)
 
 
 def _row(

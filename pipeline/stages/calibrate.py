@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.accuracy.metrics import NOT_COVERED
 from pipeline.core import (
     CalibrationMethod,
     CalibrationTable,
@@ -32,7 +31,8 @@ from pipeline.core import (
     TensorRange,
     silent,
 )
-from pipeline.data.samples import Batch, CalibrationSet, SampleSet
+from pipeline.data.batch import Batch
+from pipeline.data.samples import CalibrationSet, SampleSet
 from pipeline.errors import DataError
 from pipeline.onnx_graph.activations import (
     NOTHING,
@@ -73,6 +73,8 @@ For data of the same kind, 2 in the number of samples are expected.
 
 MIN_REACHED = 1 / 8
 """Minimum share of an int8 range that values reach: below it, 3 of the 8 bits are never used."""
+
+NOT_COVERED = "the calibration set's ranges do not fit the selection set"
 
 Counts = NDArray[np.int64]
 
@@ -226,7 +228,7 @@ def _notes(used: int, bounds: dict[str, Bounds]) -> tuple[Note, ...]:
     elif used < ADVISED_SAMPLES:
         text = f"{used} calibration samples; about {ADVISED_SAMPLES} is advised"
         notes.append(Note(stage="calibrate", text=text, level="info"))
-    nonfinite = {name: seen.nonfinite for name, seen in bounds.items() if seen.nonfinite}
+    nonfinite = {name: bound.nonfinite for name, bound in bounds.items() if bound.nonfinite}
     if nonfinite:
         shown = ", ".join(f"'{name}'" for name in list(nonfinite)[:3])
         if len(nonfinite) > 3:
@@ -310,24 +312,24 @@ def _spread(probe: Probe, samples: SampleSet) -> Iterator[Batch]:
             yield batch
 
 
-def _misfit(table: CalibrationTable, seen: dict[str, Reach]) -> str:
+def _misfit(table: CalibrationTable, reaches: dict[str, Reach]) -> str:
     """Describe the tensor that fits worst, with the number of those that do not fit."""
-    shares = {name: reach.share_outside for name, reach in seen.items()}
+    shares = {name: reach.share_outside for name, reach in reaches.items()}
     outside = {name: share for name, share in shares.items() if share > MAX_OUTSIDE}
     if outside:
         name = max(outside, key=lambda name: outside[name])
-        known, bounds = table.ranges[name], seen[name].bounds
+        known, bounds = table.ranges[name], reaches[name].bounds
         here = (
             f"{outside[name]:.0%} of '{name}' lies outside {known.minimum:.4g} to"
             f" {known.maximum:.4g}, all that calibration saw"
         )
         return (
             f"{NOT_COVERED}: {here} (here {bounds.minimum:.4g} to {bounds.maximum:.4g}); so in"
-            f" {len(outside)} of {len(seen)} tensors"
+            f" {len(outside)} of {len(reaches)} tensors"
         )
     ranges = {}
     reached = {}
-    for name, reach in seen.items():
+    for name, reach in reaches.items():
         ranges[name] = max(abs(table.ranges[name].low), abs(table.ranges[name].high))
         if reach.bounds.largest < MIN_REACHED * ranges[name]:
             reached[name] = reach.bounds.largest / ranges[name]
@@ -335,7 +337,7 @@ def _misfit(table: CalibrationTable, seen: dict[str, Reach]) -> str:
         return ""
     name = min(reached, key=lambda name: reached[name])
     here = (
-        f"'{name}' reaches {seen[name].bounds.largest:.4g} of {ranges[name]:.4g}, which leaves most"
-        " of the 8 bits unused"
+        f"'{name}' reaches {reaches[name].bounds.largest:.4g} of {ranges[name]:.4g}, which leaves"
+        " most of the 8 bits unused"
     )
-    return f"{NOT_COVERED}: {here}; so in {len(reached)} of {len(seen)} tensors"
+    return f"{NOT_COVERED}: {here}; so in {len(reached)} of {len(reaches)} tensors"

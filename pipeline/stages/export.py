@@ -1,9 +1,9 @@
-"""Export: the user's model as one ONNX file that provably computes the same.
+"""Export the user's model as one ONNX file, and check that it computes the same.
 
-torch.export first, the TorchScript exporter where that fails. Whatever comes out must agree with
-PyTorch on real samples, zeros and sign-flipped inputs, at min, opt, max and one odd shape of every
-profile: an exporter that bakes in the batch, or that keeps one branch of an `if` on data, succeeds
-without a word.
+torch.export is tried first, then the TorchScript exporter. The result must agree with PyTorch on
+real samples, zeros and sign-flipped inputs, at min, opt, max and one odd shape of every profile. An
+exporter that fixes the batch, or keeps one branch of an `if` on data, reports no error: only this
+comparison finds it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 import onnx
 
 from pipeline.backends.pytorch.export import (
-    TRACED,
     Job,
     Refused,
     check_program,
@@ -55,9 +54,10 @@ from pipeline.quantization.existing_qdq import QDQ, QUANTISED_TOLERANCE, given_p
 
 FILE = "model.onnx"
 TOLERANCE = 1e-4
-"""Largest difference from PyTorch in units of the output's largest magnitude. Sums of fp32 taken in
-another order differed by 5e-7 at most in ResNet-50, MobileNetV2 and MiniLM; a wrong branch, axis or
-constant differs by far more.
+"""Largest difference from PyTorch, in units of the output's largest magnitude.
+
+fp32 sums in another order differed by at most 5e-7 in ResNet-50, MobileNetV2 and MiniLM. A wrong
+branch, axis or constant differs by far more.
 """
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
@@ -70,57 +70,45 @@ def export(
     out: Path,
     progress: Progress = silent,
 ) -> OnnxModel:
-    """Write model.onnx under `out`, checked against PyTorch; an .onnx source is checked and adopted
-    as it is.
+    """Write model.onnx under `out` and check it against PyTorch. An .onnx source is adopted.
 
-    `samples` are a few real feeds, maybe none. ModelError names what each exporter said, or where
-    its result differs; PlanError if the profiles do not fit the inputs.
+    `samples` are a few real feeds, or none. ModelError gives the message of each exporter, or where
+    its result differs. PlanError if the profiles do not fit the inputs.
     """
     if source.path is not None and source.kind == "onnx":
         return _adopt(source.path, profiles, out)
     profiles = check_profiles(source.inputs, profiles)
     progress(None, "loading the PyTorch model")
-    example = _real(
-        source.inputs, samples, example_sizes(source.inputs, profiles), profiles[0].values_at("opt")
-    )
+    sizes = example_sizes(source.inputs, profiles)
+    example = _sample_feeds(source.inputs, samples, sizes, profiles[0].values_at("opt"))
     job = _prepare(source, example, options, out)
-    notes = (
-        ()
-        if samples
-        else (
-            Note(
-                stage="export",
-                text="no data: the export is checked on generated inputs only",
-                level="info",
-            ),
-        )
-    )
-    refused: list[str] = []
+    notes: list[Note] = []
+    if not samples:
+        text = "no data: the export is checked on generated inputs only"
+        notes.append(Note(stage="export", text=text, level="info"))
+    reasons: list[str] = []
     for exporter in _exporters(job, options):
         progress(None, f"exporting with the {exporter} exporter")
         try:
-            warned = dynamo(job) if exporter == "dynamo" else torchscript(job)
+            warnings = dynamo(job) if exporter == "dynamo" else torchscript(job)
             progress(None, "checking the export against PyTorch")
             fallback = tuple(
                 Note(stage="export", text=f"fell back to the TorchScript exporter: {reason}")
-                for reason in refused
+                for reason in reasons
             )
-            return _checked(
-                job, _cases(source.inputs, profiles, samples), (*notes, *fallback, *warned)
-            )
+            cases = _cases(source.inputs, profiles, samples)
+            return _checked_model(job, cases, (*notes, *fallback), warnings)
         except Refused as error:
-            refused.append(f"the {exporter} exporter: {error}")
+            reasons.append(f"the {exporter} exporter: {error}")
     advice = (
         "change the operator or the line named above, or export by other means and give the .onnx"
         " file"
     )
-    raise ModelError("; ".join(["the model cannot be exported faithfully", *refused]), advice)
+    raise ModelError("; ".join(["the model cannot be exported faithfully", *reasons]), advice)
 
 
 def _prepare(source: ModelSource, example: Tensors, options: ExportConfig, out: Path) -> Job:
-    """Load the model and run it once, which names its outputs and finds out whether it runs
-    at all.
-    """
+    """Load the model and run it once, for the names of its outputs and to see that it runs."""
     module = load_module(source)
     if source.kind == "pt2":
         program = load_program(source)
@@ -138,7 +126,7 @@ def _prepare(source: ModelSource, example: Tensors, options: ExportConfig, out: 
 
 def _exporters(job: Job, options: ExportConfig) -> tuple[str, ...]:
     if job.source.kind == "pt2":
-        return ("dynamo",)  # a .pt2 is what that exporter starts from
+        return ("dynamo",)  # that exporter converts exported programs, and a .pt2 holds one
     if options.exporter == "auto" and holds_fake_quantizers(job.module):
         return ("torchscript",)  # torch.export cannot trace a fake quantiser
     return ("dynamo", "torchscript") if options.exporter == "auto" else (options.exporter,)
@@ -154,12 +142,11 @@ class _Case:
     sizes: Mapping[str, int]
     kind: str
     feeds: Tensors
-    # whether the model's answer means anything here is not known, so a difference is only a note
+    # The output for such inputs may have no meaning, so a difference is only a note.
     optional: bool = False
     odd: bool = False
-    valued: bool = (
-        False  # a value decides a shape, so that sizes do not tell which dimension is which
-    )
+    # A value decides a shape, so output dimensions cannot be named by their sizes.
+    valued: bool = False
 
     @property
     def where(self) -> str:
@@ -170,24 +157,14 @@ class _Case:
 def _cases(
     inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...], samples: tuple[Tensors, ...]
 ) -> Iterator[_Case]:
-    """Every shape once, the samples in turn; floats as they are, zero and sign-flipped.
+    """Yield every shape once, with the samples in turn: floats as given, zero and sign-flipped.
 
-    Zero ids and masks come apart: a mask that hides everything has no defined answer, and kernels
-    differ there.
+    Zeros in ids and masks are cases of their own: for a mask that hides everything no output is
+    defined, and kernels differ there.
     """
-    points = [
-        ((profile.sizes(point), profile.values_at(point)), False)
-        for profile in profiles
-        for point in POINTS
-    ]
-    points += [((profile.odd_sizes(), profile.odd_values()), True) for profile in profiles]
-    places = [
-        (place, odd)
-        for index, (place, odd) in enumerate(points)
-        if place not in [earlier for earlier, _ in points[:index]]
-    ]
-    for turn, ((sizes, values), odd) in enumerate(places):
-        real = _real(inputs, samples[turn % len(samples) :][:1] if samples else (), sizes, values)
+    for turn, (sizes, values, odd) in enumerate(_distinct_shapes(profiles)):
+        sample = (samples[turn % len(samples)],) if samples else ()
+        real = _sample_feeds(inputs, sample, sizes, values)
         zeros = {
             name: array if name in values else np.zeros_like(array) for name, array in real.items()
         }
@@ -208,44 +185,69 @@ def _cases(
             yield case("zeros in every input", zeros, optional=True)
 
 
-def _real(
+_Shape = tuple[dict[str, int], dict[str, tuple[int, ...]], bool]
+"""Sizes, values that decide shapes, and whether the sizes are the odd ones of a profile."""
+
+
+def _distinct_shapes(profiles: tuple[Profile, ...]) -> list[_Shape]:
+    """Return min, opt and max of every profile, then the odd sizes, without repetitions."""
+    shapes: list[_Shape] = []
+    for profile in profiles:
+        for point in POINTS:
+            shapes.append((profile.sizes(point), profile.values_at(point), False))
+    for profile in profiles:
+        shapes.append((profile.odd_sizes(), profile.odd_values(), True))
+    distinct: list[_Shape] = []
+    for shape in shapes:
+        if shape[:2] not in [earlier[:2] for earlier in distinct]:
+            distinct.append(shape)
+    return distinct
+
+
+def _sample_feeds(
     inputs: tuple[TensorSpec, ...],
     samples: tuple[Tensors, ...],
     sizes: Mapping[str, int],
     values: Mapping[str, Sequence[int]],
 ) -> Tensors:
-    """The first sample at these sizes; generated, with these values of inputs that decide a shape,
-    where there is none.
+    """Return the first sample at these sizes; generated feeds if there is no sample.
+
+    Generated inputs that decide a shape have these `values`.
     """
     return feeds_at(inputs, samples, sizes) if samples else draw_feeds(inputs, sizes, 0, values)
 
 
-def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxModel:
-    """The exported model with its notes. Refused, with what is wrong, unless it has the plan's
-    interface and agrees in every case.
+def _checked_model(
+    job: Job, cases: Iterable[_Case], notes: tuple[Note, ...], warnings: tuple[Note, ...]
+) -> OnnxModel:
+    """Return the exported model with its notes.
+
+    `warnings` are the exporter's own, which may explain a difference. Refused, with the reason,
+    unless it has the plan's interface and agrees in every case.
     """
+    notes += warnings
     model = onnx_model(job.path.parent, FILE)
     _check_interface(job, model)
     if model.opset != job.opset:
         notes += (
             Note(
                 stage="export",
-                text=f"asked for opset {job.opset}, the exporter wrote opset {model.opset}",
+                text=f"requested opset {job.opset}, but the exporter wrote opset {model.opset}",
             ),
         )
-    hint = "".join([f"; {note.text}" for note in notes if note.text.startswith(TRACED)][:3])
+    hint = "".join(f"; {note.text}" for note in warnings[:3])
     run = _reference(job.path)
-    notes += kept_scales(job)
+    notes += scale_notes(job)
     tolerance = QUANTISED_TOLERANCE if _is_quantised(job.path) else TOLERANCE
-    unsure: list[Note] = []
-    seen: list[tuple[Mapping[str, int], dict[str, tuple[int, ...]]]] = []
+    doubts: list[Note] = []
+    observed: list[_Observed] = []
     for case in cases:
         try:
             expected = run_module(job.module, job.source, case.feeds)
         except ModelError as error:
             if not (case.odd or case.optional):
                 raise
-            unsure.append(
+            doubts.append(
                 Note(
                     stage="export",
                     text=f"{case.where}, the export could not be checked: {error.message}",
@@ -255,29 +257,29 @@ def _checked(job: Job, cases: Iterable[_Case], notes: tuple[Note, ...]) -> OnnxM
         if fault := _fault(run, case, expected, tolerance):
             if not case.optional:
                 raise Refused(fault + hint)
-            unsure.append(
+            doubts.append(
                 Note(
                     stage="export",
                     text=(
-                        f"{fault}; this is no fault if the model's answer to such inputs has no"
+                        f"{fault}; this is no fault if the model's output for such inputs has no"
                         " meaning"
                     ),
                 )
             )
         if not case.valued:
-            seen.append((case.sizes, {name: array.shape for name, array in expected.items()}))
-    return _with_named_outputs(model, seen).model_copy(update={"notes": (*notes, *unsure[:1])})
+            observed.append((case.sizes, {name: array.shape for name, array in expected.items()}))
+    return _with_named_outputs(model, observed).model_copy(update={"notes": (*notes, *doubts[:1])})
 
 
 def _check_interface(job: Job, model: OnnxModel) -> None:
-    got = {spec.name: spec for spec in model.inputs}
+    exported = {spec.name: spec for spec in model.inputs}
     for spec in job.source.inputs:
-        if spec.name not in got:
+        if spec.name not in exported:
             raise Refused(f"input '{spec.name}' is gone from the graph: the model does not use it")
-        if (got[spec.name].dtype, got[spec.name].shape) != (spec.dtype, spec.shape):
+        actual = exported[spec.name]
+        if (actual.dtype, actual.shape) != (spec.dtype, spec.shape):
             raise Refused(
-                f"input '{spec.name}' is {shown(spec)} in the plan and came out as"
-                f" {shown(got[spec.name])}"
+                f"input '{spec.name}' is {shown(spec)} in the plan and came out as {shown(actual)}"
             )
     if tuple(spec.name for spec in model.outputs) != job.outputs:
         raise Refused(
@@ -293,28 +295,29 @@ def _reference(path: Path) -> compare.Runner:
         raise Refused(_line(error)) from error
 
 
-def kept_scales(job: Job) -> tuple[Note, ...]:
-    """How many scales the module quantises with; Refused if the graph lacks one of them."""
-    ran = scales_run(job.module, job.source, job.example)
-    if not ran:
+def scale_notes(job: Job) -> tuple[Note, ...]:
+    """Return a note with the number of scales that the module quantises with, if it has any.
+
+    Refused if the graph lacks one of them.
+    """
+    used = scales_run(job.module, job.source, job.example)
+    if not used:
         return ()
-    found = scales_of(read_proto(job.path).graph)
-    has = Counter(
-        {
-            scale: len(tensors)
-            for (operator, _, scale, _), tensors in found.items()
-            if operator == QDQ[1]
-        }
-    )
-    if lost := (ran - has).total():
+    exported: Counter[bytes] = Counter()
+    for (operator, _, scale, _), tensors in scales_of(read_proto(job.path).graph).items():
+        if operator == QDQ[1]:
+            exported[scale] = len(tensors)
+    missing = (used - exported).total()
+    if missing:
         raise Refused(
-            f"{lost} of the {ran.total()} scales that the model quantises with are not in the graph"
+            f"{missing} of the {used.total()} scales that the model quantises with are not in the"
+            " graph"
         )
     return (
         Note(
             stage="export",
             text=(
-                f"the model quantises {ran.total()} tensors, and the graph holds the scale of each"
+                f"the model quantises {used.total()} tensors, and the graph holds the scale of each"
             ),
             level="info",
         ),
@@ -326,7 +329,7 @@ def _is_quantised(path: Path) -> bool:
 
 
 def _fault(run: compare.Runner, case: _Case, expected: Tensors, tolerance: float) -> str:
-    """How ONNX Runtime differs from PyTorch, as one line; empty if it agrees."""
+    """Describe the difference of ONNX Runtime from PyTorch in one line; "" if there is none."""
     try:
         fault = compare.compare_outputs(expected, run(case.feeds), tolerance)
     except ModelError as error:
@@ -335,37 +338,40 @@ def _fault(run: compare.Runner, case: _Case, expected: Tensors, tolerance: float
 
 
 def _line(error: ModelError) -> str:
-    """An error of ONNX Runtime on one line; the path is that of a temporary file."""
+    """Return an error of ONNX Runtime as one line, without the path of the temporary file."""
     return re.sub(r"'\S+/model\.onnx'", "the exported model", " ".join(error.message.split()))
 
 
-def _with_named_outputs(
-    model: OnnxModel, seen: list[tuple[Mapping[str, int], dict[str, tuple[int, ...]]]]
-) -> OnnxModel:
-    """Name the output dimensions that an exporter left open, by the sizes they had; not where sizes
-    depend on values.
+_Observed = tuple[Mapping[str, int], dict[str, tuple[int, ...]]]
+"""The sizes of a case, and the shape of each output."""
 
-    TorchScript writes `Reshapeoutput_0_dim_0` for what is the batch.
+
+def _with_named_outputs(model: OnnxModel, observed: list[_Observed]) -> OnnxModel:
+    """Name output dimensions that the exporter did not name, by their sizes in the cases.
+
+    Dimensions stay unnamed where sizes depend on values. TorchScript writes
+    `Reshapeoutput_0_dim_0` for the batch.
     """
     symbols = list(dict.fromkeys(symbol for spec in model.inputs for symbol in spec.symbols))
-    if (
-        all(set(spec.symbols) <= set(symbols) for spec in model.outputs)
-        or len({str(sizes) for sizes, _ in seen}) < 2
-    ):
+    if all(set(spec.symbols) <= set(symbols) for spec in model.outputs):
+        return model
+    if len({str(sizes) for sizes, _ in observed}) < 2:
         return model
     if SIZED_BY_VALUES & set(operator_histogram(model.path)):
         return model
     proto = onnx.load(model.path, load_external_data=False)
     for value in proto.graph.output:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            pairs = [(sizes, shapes[value.name][axis]) for sizes, shapes in seen]
-            same = [
+            pairs = [(sizes, shapes[value.name][axis]) for sizes, shapes in observed]
+            if dim.dim_param in ("", *symbols):
+                continue
+            equal = [
                 symbol for symbol in symbols if all(sizes[symbol] == size for sizes, size in pairs)
             ]
-            if dim.dim_param not in ("", *symbols) and len({size for _, size in pairs}) == 1:
+            if len({size for _, size in pairs}) == 1:
                 dim.dim_value = pairs[0][1]
-            elif dim.dim_param not in ("", *symbols) and len(same) == 1:
-                dim.dim_param = same[0]
+            elif len(equal) == 1:
+                dim.dim_param = equal[0]
     model.path.write_bytes(proto.SerializeToString())
     return onnx_model(model.root, model.file)
 
@@ -374,10 +380,10 @@ def _with_named_outputs(
 
 
 def _adopt(path: Path, profiles: tuple[Profile, ...], out: Path) -> OnnxModel:
-    """Check a user's ONNX file and write it anew, as one file up to 1.5 GB. Needs no torch.
+    """Check a user's ONNX file and write it again, as one file up to 1.5 GB. Needs no torch.
 
-    A link would not do, since the user may change the file in place; nor would external data as it
-    is, where ONNX Runtime cannot read shapes.
+    It is no link, because the user may change the file in place. External data is taken into the
+    file, because ONNX Runtime cannot read shapes from it.
     """
     proto = read_proto(path)
     try:

@@ -18,7 +18,8 @@ import onnx
 from numpy.typing import NDArray
 
 from pipeline.core import OnnxModel, Precision, Progress, Tensors, silent
-from pipeline.data.samples import Batch, SampleSet
+from pipeline.data.batch import Batch
+from pipeline.data.samples import SampleSet
 from pipeline.onnx_graph.activations import (
     NOTHING,
     Bounds,

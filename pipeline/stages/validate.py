@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,13 +45,17 @@ from pipeline.core import (
     silent,
     sizes_from_shapes,
 )
-from pipeline.data.samples import Batch, GeneratedPart, SampleSet
+from pipeline.data.batch import Batch
+from pipeline.data.generated import GeneratedPart
+from pipeline.data.samples import SampleSet
 from pipeline.errors import DataError, InternalError, PlanError
 from pipeline.execution.exit_causes import first_line
 from pipeline.plan.schema import AccuracyConfig, Thresholds
 from pipeline.results.report import (
+    DataFault,
     MetricResult,
     OutputError,
+    SetRole,
     SizeCheck,
     ValidationReport,
     size_text,
@@ -65,8 +69,6 @@ JOINED_SAMPLES = 64
 
 JOINED_VALUES = 100_000
 """Maximum number of output values in small batches that are compared together."""
-
-Role = Literal["selection", "validation", "generated"]
 
 
 class PointOutputs(Frozen):
@@ -664,10 +666,11 @@ class _Judge:
         """Return the report. It has figures only if all samples were compared."""
         complete = not failures
         outputs, failures = self._errors(failures)
-        metric, notes = None, []
+        metric, chance, notes = None, "", []
         if self.metric is not None and complete:
-            metric, metric_failures = self.metric.result()
-            failures += metric_failures
+            metric, metric_failures = self.metric.compared()
+            chance = self.metric.chance() if metric else ""
+            failures += [chance, *metric_failures] if chance else metric_failures
             if samples.samples < ENOUGH_SAMPLES:
                 interval = ""
                 if metric:
@@ -679,12 +682,13 @@ class _Judge:
                 )
                 notes.append(Note(stage="validate", text=text))
         return ValidationReport(
-            role=cast(Role, role),
+            role=cast(SetRole, role),
             set_digest=samples.digest,
             samples=samples.samples,
             outputs=outputs,
             metric=metric,
             failures=tuple(failures),
+            data_faults=(DataFault.LABELS,) if chance else (),
             notes=tuple(notes),
         )
 

@@ -138,7 +138,7 @@ def export(
     engine = (
         delivered_engine(result) if result else promoted_engine(home, model.name, model.version)
     )
-    triton.check_place(engine, model, folder)  # before an engine is loaded
+    triton.check_target(engine, model, folder)  # before an engine is loaded
     batch = call_in_child(prove_batch, engine, (), name="batch proof")  # Triton pads nothing
     print(triton.export_triton(engine, batch, model, folder))
     terminal.console(stderr=True).print(

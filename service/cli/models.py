@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pipeline.cli import terminal
 from service.cli.options import JsonOption, UrlOption, connect
 from service.cli.progress import follow
+from service.registry.models import DeploymentOptions, ModelPage, ModelView, Version
 
-if TYPE_CHECKING:
-    from service.registry.models import ModelView, Version
+DEFAULTS = DeploymentOptions()
 
 app = typer.Typer()
 
@@ -64,8 +64,8 @@ def load(
         typer.Option(help="cpu, gpu:0, ... Default: the first device that the engine runs on."),
     ] = None,
     instances: Annotated[
-        int | None, typer.Option(help="Number of processes, each with its own engine. Default: 1.")
-    ] = None,
+        int, typer.Option(help="Number of processes, each with its own engine.")
+    ] = DEFAULTS.instances,
     overlap: Annotated[
         bool,
         typer.Option(
@@ -77,18 +77,15 @@ def load(
         typer.Option(help="Maximum rows in a batch. Default: the proved maximum."),
     ] = None,
     max_delay_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="Longest wait for a fuller batch while all instances are busy. Default: 2."
-        ),
-    ] = None,
+        float,
+        typer.Option(help="Longest wait for a fuller batch while all instances are busy."),
+    ] = DEFAULTS.max_delay_s * 1e3,
     queue_limit: Annotated[
-        int | None, typer.Option(help="Maximum number of waiting requests. Default: 256.")
-    ] = None,
+        int, typer.Option(help="Maximum number of waiting requests.")
+    ] = DEFAULTS.queue_limit,
     timeout_s: Annotated[
-        float | None,
-        typer.Option(help="Time limit of a request; a request may set a shorter one. Default: 30."),
-    ] = None,
+        float, typer.Option(help="Time limit of a request; a request may set a shorter one.")
+    ] = DEFAULTS.timeout_s,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -97,21 +94,18 @@ def load(
 
     from pipeline.errors import PlanError
     from pipeline.plan.schema import explain
-    from service.registry.models import DeploymentOptions
 
-    values = {
-        "version": version,
-        "device": device,
-        "instances": instances,
-        "max_batch": max_batch,
-        "queue_limit": queue_limit,
-        "timeout_s": timeout_s,
-        "max_delay_s": None if max_delay_ms is None else max_delay_ms / 1e3,
-        "overlap": overlap or None,
-    }
-    values = {name: value for name, value in values.items() if value is not None}
     try:
-        options = DeploymentOptions.model_validate(values)
+        options = DeploymentOptions(
+            version=version,
+            device=device,
+            instances=instances,
+            overlap=overlap,
+            max_batch=max_batch,
+            max_delay_s=max_delay_ms / 1e3,
+            queue_limit=queue_limit,
+            timeout_s=timeout_s,
+        )
     except ValidationError as error:
         raise PlanError(explain(error, DeploymentOptions), "see `crucible load --help`") from error
     with connect(url) as client:
@@ -157,8 +151,6 @@ def models(
     as_json: JsonOption = False,
 ) -> None:
     """List the models on a service, or the versions of one model."""
-    from service.registry.models import ModelPage
-
     with connect(url) as client:
         listing = client.models() if name is None else client.model(name)
     if as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from pipeline.cli import terminal
-from pipeline.execution.stage_runner import StageEvent
+from pipeline.execution.stage_event import StageEvent
 
 if TYPE_CHECKING:
     from service.client import Client, Event, RemoteError

@@ -49,7 +49,7 @@ def packed(parts: Iterable[bytes | memoryview], encoding: str) -> bytes:
     return b"".join([*map(stream.compress, parts), stream.flush()])
 
 
-def encoding_asked(accept: str) -> str | None:
+def accepted_encoding(accept: str) -> str | None:
     """Return the encoding of the answer: that of an Accept-Encoding with exactly one encoding.
 
     HTTP libraries offer several encodings by default, and compressing tensors costs more time than

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from service.grpc.codec import inputs_from, parsed
 from service.grpc.grpc_service_pb2 import ModelInferRequest
-from service.offload.worker import Head, Parts, serve
+from service.offload.worker import serve
+from service.sandbox.framing import Parts
 
 
-def raw_form(body: bytes) -> tuple[Head, Parts]:
+def raw_form(body: bytes) -> tuple[int, Parts]:
     """Convert a request to one with raw tensors; Unprocessable if it is invalid."""
     message = parsed(ModelInferRequest, body)
     arrays = inputs_from(message)
     for tensor in message.inputs:
         tensor.ClearField("contents")
     message.raw_input_contents[:] = [arrays[tensor.name].tobytes() for tensor in message.inputs]
-    return {}, [message.SerializeToString()]
+    return 0, [message.SerializeToString()]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from pipeline.core import Frozen
+from pipeline.execution.stage_event import StageStatus
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME
@@ -20,7 +21,7 @@ from pipeline.results.report import (
     Verdict,
 )
 from pipeline.results.report import State as CandidateState
-from service.jobs.state import Failure, Job, Measures, Progress, State
+from service.jobs.state import Failure, Job, Measures, State
 
 # file names of a report's forms, by media type
 FORMS = {
@@ -114,7 +115,7 @@ class JobView(Frozen):
     elapsed_s: float | None = Field(
         description="Duration of the last attempt until now or its end; null before the first"
     )
-    progress: Progress | None = Field(
+    progress: StageStatus | None = Field(
         description="The current stage; `estimate_s` is its usual duration on this server"
     )
     verdict: Verdict | None

@@ -28,8 +28,6 @@ from service.devices.policy import Lease
 from service.jobs import process_limits as watchdog
 from service.jobs.messages import (
     MAX_MESSAGES,
-    BadMessage,
-    Failed,
     Finished,
     Granted,
     Pace,
@@ -45,13 +43,12 @@ from service.jobs.state import (
     Failure,
     Job,
     JobEvent,
-    Progress,
-    StageSeen,
     StaleEvent,
     Started,
     Succeeded,
 )
 from service.jobs.worker_client import Child, environment_for
+from service.sandbox.framing import BadMessage, Failed
 from service.storage.layout import Folders
 
 PATIENCE_S = 60.0  # how long a measurement waits for engines to stop serving on the device
@@ -199,7 +196,7 @@ class Attempt:
                             next_step=message.next_step,
                         )
                     )
-                if isinstance(message, Stage) and not pace.lets(message, time.monotonic()):
+                if isinstance(message, Stage) and not pace.lets(message.event, time.monotonic()):
                     await asyncio.sleep(SLOWED_S)
                     continue
                 await self._reply(child, message)
@@ -222,7 +219,7 @@ class Attempt:
         leases = self._context.leases
         match message:
             case Stage():
-                await self._context.record(self.job.id, _stage_event(message))
+                await self._context.record(self.job.id, message.event)
             case Wants():
                 request = Lease(self.job.device, "measure", self.job.id)
                 lease = await leases.ask(request, PATIENCE_S)
@@ -286,18 +283,6 @@ class Attempt:
             self._work.empty()
         if job.state != "succeeded":
             shutil.rmtree(self._context.folders.report(job.id), ignore_errors=True)
-
-
-def _stage_event(message: Stage) -> StageSeen:
-    progress = Progress(
-        stage=message.stage,
-        subject=message.subject,
-        fraction=message.fraction,
-        text=message.text,
-        elapsed_s=message.elapsed_s,
-        estimate_s=message.estimate_s,
-    )
-    return StageSeen(message.state, progress, message.seconds)
 
 
 def _failure_from(error: CrucibleError) -> Failure:

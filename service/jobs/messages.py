@@ -1,40 +1,30 @@
-"""Messages between the server and a job's child: one line of JSON each, over a shared socket.
+"""Messages between the server and a job's child: a frame each, without a body, over a socket.
 
     server -> child   Start, once; Granted, for each Wants; Returned, for each Returns
     child -> server   Stage ...; Wants before it measures, Returns after it; Finished or Failed,
                       last
 
-The child runs untrusted models, so the server trusts no message. A line that is too long, not JSON,
-of another form, or one too many raises BadMessage and ends the child. Finished carries no result:
-the server reads the result from the report, which it verifies.
+The child runs untrusted models, so the server trusts no message: one that is invalid, or one too
+many, ends the child. Finished carries no result: the server reads the result from the report, which
+it verifies.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from pipeline.core import Frozen
-from pipeline.errors import CrucibleError
-from pipeline.execution.stage_runner import StageEvent
+from pipeline.execution.stage_event import StageEvent
+from service.sandbox.framing import Failed, cut
 
-# the longest message: two texts of LONG_TEXT; a character may take six bytes in JSON
-LINE_BYTES = 128 * 1024
 # of one attempt, besides progress: a compile of 64 candidates sends about 2,000
 MAX_MESSAGES = 20_000
 PROGRESS_EVERY_S = 0.5
-TEXT, LONG_TEXT = 500, 8_000
-MAX_S = 1e9
-
-Seconds = Annotated[float, Field(ge=0, le=MAX_S, allow_inf_nan=False)]
-Short = Annotated[str, Field(max_length=TEXT)]
-State = Literal["started", "progress", "finished", "reused", "waiting", "failed"]
-
-
-class BadMessage(Exception):
-    """The other side violates the protocol."""
+NAME, TEXT = 100, 500
 
 
 class HostIdentity(Frozen):
@@ -71,18 +61,28 @@ class Returned(Frozen):
     contended: bool = False  # engines served there meanwhile
 
 
+def within_limits(event: StageEvent) -> StageEvent:
+    """Cut texts that are too long for a message, and move the fraction to 0 to 1."""
+    return replace(
+        event,
+        stage=cut(event.stage, NAME),
+        subject=cut(event.subject, TEXT),
+        text=cut(event.text, TEXT),
+        fraction=None if event.fraction is None else min(max(event.fraction, 0.0), 1.0),
+    )
+
+
+def _check_limits(event: StageEvent) -> StageEvent:
+    if event != within_limits(event):
+        raise ValueError("a text is too long")
+    return event
+
+
 class Stage(Frozen):
-    """State and progress of a stage."""
+    """An event of a stage."""
 
     kind: Literal["stage"] = "stage"
-    stage: Annotated[str, Field(max_length=100)]
-    subject: Short = ""
-    state: State
-    fraction: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    text: Short = ""
-    seconds: Seconds = 0.0
-    elapsed_s: Seconds = 0.0
-    estimate_s: Seconds | None = None
+    event: Annotated[StageEvent, AfterValidator(_check_limits)]
 
 
 class Wants(Frozen):
@@ -105,73 +105,10 @@ class Finished(Frozen):
     kind: Literal["finished"] = "finished"
 
 
-class Failed(Frozen):
-    """The job has no report."""
-
-    kind: Literal["failed"] = "failed"
-    code: Annotated[str, Field(max_length=100, pattern=r"^[a-z_.]+$")]
-    message: Annotated[str, Field(max_length=LONG_TEXT)]
-    next_step: Annotated[str, Field(max_length=LONG_TEXT)] = ""
-
-
-FromChild = Stage | Wants | Returns | Finished | Failed
-FromServer = Start | Granted | Returned
-_FROM_CHILD: TypeAdapter[FromChild] = TypeAdapter(Annotated[FromChild, Field(discriminator="kind")])
-_FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(
-    Annotated[FromServer, Field(discriminator="kind")]
-)
-
-
-def line_of(message: FromChild | FromServer) -> bytes:
-    """Encode a message as one line, with its line end."""
-    return message.model_dump_json().encode() + b"\n"
-
-
-def from_child(line: bytes) -> FromChild:
-    """Parse a message of a child. BadMessage if it is none."""
-    if len(line) > LINE_BYTES:
-        raise BadMessage(f"expected a message of at most {LINE_BYTES} bytes, got {len(line)}")
-    try:
-        return _FROM_CHILD.validate_json(line, strict=True)
-    except ValidationError as error:
-        raise BadMessage(f"not a message: {line[:100]!r} ({error.error_count()} faults)") from error
-
-
-def from_server(line: bytes) -> FromServer:
-    """Parse a message of the server. EOFError if the server is gone."""
-    if not line.endswith(b"\n"):
-        raise EOFError("the server has closed the connection")
-    return _FROM_SERVER.validate_json(line)
-
-
-def stage_from_event(event: StageEvent) -> Stage:
-    """Convert a pipeline event. Texts that are too long are cut."""
-    return Stage(
-        stage=event.stage,
-        subject=_cut(event.subject, TEXT),
-        state=event.state,
-        fraction=None if event.fraction is None else min(max(event.fraction, 0.0), 1.0),
-        text=_cut(event.text, TEXT),
-        seconds=event.seconds,
-        elapsed_s=event.elapsed_s,
-        estimate_s=event.estimate_s,
-    )
-
-
-def failed_from_error(error: CrucibleError) -> Failed:
-    """Convert an error. Texts that are too long are cut."""
-    return Failed(
-        code=error.code,
-        message=_cut(error.message, LONG_TEXT),
-        next_step=_cut(error.next_step, LONG_TEXT),
-    )
-
-
-def _cut(text: str, most: int) -> str:
-    """Cut a text to `most` characters, and replace what UTF-8 cannot encode (half of a surrogate
-    pair, from a file's name).
-    """
-    return text[:most].encode("utf-8", "replace").decode()
+FromChild = Annotated[Stage | Wants | Returns | Finished | Failed, Field(discriminator="kind")]
+FromServer = Annotated[Start | Granted | Returned, Field(discriminator="kind")]
+FROM_CHILD: TypeAdapter[FromChild] = TypeAdapter(FromChild)
+FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(FromServer)
 
 
 class Pace:
@@ -182,15 +119,15 @@ class Pace:
     def __init__(self) -> None:
         self._last: tuple[str, str, float] | None = None  # one stage runs at a time
 
-    def lets(self, stage: Stage, now_s: float) -> bool:
-        if stage.state != "progress":
+    def lets(self, event: StageEvent, now_s: float) -> bool:
+        if event.state != "progress":
             self._last = None
             return True
         if (
             self._last
-            and self._last[:2] == (stage.stage, stage.subject)
+            and self._last[:2] == (event.stage, event.subject)
             and now_s - self._last[2] < PROGRESS_EVERY_S
         ):
             return False
-        self._last = (stage.stage, stage.subject, now_s)
+        self._last = (event.stage, event.subject, now_s)
         return True

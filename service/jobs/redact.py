@@ -9,7 +9,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from service.jobs.state import Died, Failure, JobEvent, StageSeen
+from pipeline.execution.stage_event import StageEvent
+from service.jobs.state import Died, Failure, JobEvent
 from service.storage.layout import Folders
 
 HOME = "$CRUCIBLE_HOME"
@@ -33,12 +34,8 @@ def scrubbed_event(event: JobEvent, folders: Folders) -> JobEvent:
                 "next_step": scrubbed(failure.next_step, folders),
             }
             return Died(Failure(code=failure.code, **texts))
-        case StageSeen(progress=progress):
-            texts = {
-                "text": scrubbed(progress.text, folders),
-                "subject": scrubbed(progress.subject, folders),
-            }
-            return replace(event, progress=progress.model_copy(update=texts))
+        case StageEvent(text=text, subject=subject):
+            return replace(event, text=scrubbed(text, folders), subject=scrubbed(subject, folders))
     return event
 
 

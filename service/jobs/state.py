@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.core import Frozen
+from pipeline.execution.stage_event import StageEvent, StageStatus
 from pipeline.results.report import Verdict
 
 State = Literal["queued", "running", "cancelling", "succeeded", "failed", "cancelled"]
@@ -29,17 +30,6 @@ class Failure(Frozen):
     code: str  # of the error, as pipeline.errors has it
     message: str
     next_step: str = ""
-
-
-class Progress(Frozen):
-    """Where a running job is."""
-
-    stage: str
-    subject: str = ""  # a candidate's label
-    fraction: float | None = None
-    text: str = ""
-    elapsed_s: float = 0.0  # of this stage
-    estimate_s: float | None = None  # of this stage, from earlier runs; None: it never ran here
 
 
 class Measures(Frozen):
@@ -67,7 +57,7 @@ class Job(Frozen):
     # usual time of the owner's jobs of this name on this device, at submission; None: none has
     # succeeded
     estimate_s: float | None = None
-    progress: Progress | None = None
+    progress: StageStatus | None = None  # of the current stage
     # set for a job that succeeded: its report exists, also with the verdict `rejected`
     verdict: Verdict | None = None
     winner: str | None = None
@@ -102,15 +92,6 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class StageSeen:
-    """The child has reported the state of a stage."""
-
-    state: Literal["started", "progress", "finished", "reused", "waiting", "failed"]
-    progress: Progress
-    seconds: float = 0.0  # of a finished stage
-
-
-@dataclass(frozen=True, slots=True)
 class Succeeded:
     """The report is published."""
 
@@ -139,7 +120,7 @@ class Requeued:
     interrupted: bool = False  # the server crashed instead of stopping in order
 
 
-JobEvent = Started | StageSeen | Succeeded | Died | CancelAsked | Requeued
+JobEvent = Started | StageEvent | Succeeded | Died | CancelAsked | Requeued
 
 
 class StaleEvent(Exception):
@@ -164,8 +145,9 @@ def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
                 "pid_started": event.pid_started,
             }
             return job.model_copy(update=start)
-        case StageSeen(), "running" | "cancelling":
-            return job.model_copy(update={"progress": event.progress})
+        case StageEvent(), "running" | "cancelling":
+            # Stored and shown as a StageStatus: pydantic leaves out the fields of a subclass.
+            return job.model_copy(update={"progress": event})
         case CancelAsked(), "queued":
             return _end(job, "cancelled", at)
         case CancelAsked(), "running" | "cancelling":

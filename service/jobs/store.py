@@ -17,12 +17,13 @@ import datetime as dt
 import json
 import sqlite3
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.execution.stage_event import StageEvent
 from service import logs
 from service.errors import Conflict, NotFound, ServiceError, TooMany
 from service.jobs.state import (
@@ -32,7 +33,6 @@ from service.jobs.state import (
     Job,
     JobEvent,
     Requeued,
-    StageSeen,
     StaleEvent,
     Started,
     State,
@@ -281,12 +281,8 @@ def client_event(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
     ids are left out.
     """
     match event:
-        case StageSeen():
-            return "stage", {
-                **event.progress.model_dump(),
-                "state": event.state,
-                "seconds": event.seconds,
-            }
+        case StageEvent():
+            return "stage", asdict(event)
         case Started():
             return job.state, {"attempt": job.attempt}
         case Requeued() if job.state == "queued":

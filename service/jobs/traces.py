@@ -14,7 +14,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from pipeline import distribution
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable
-from service.jobs.state import Job, JobEvent, StageSeen
+from pipeline.execution.stage_event import StageEvent
+from service.jobs.state import Job, JobEvent
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -93,14 +94,14 @@ class JobSpans:
     def observe(self, job: Job, event: JobEvent) -> None:
         """Emit a span for a finished stage and for a job that has ended."""
         now_s = dt.datetime.now(dt.UTC).timestamp()
-        if isinstance(event, StageSeen):
+        if isinstance(event, StageEvent):
             if event.state == "finished":
                 self._emit_span(
                     job,
-                    f"stage {event.progress.stage}",
+                    f"stage {event.stage}",
                     now_s - event.seconds,
                     now_s,
-                    subject=event.progress.subject,
+                    subject=event.subject,
                 )
         elif job.is_final:
             self._emit_span(

@@ -14,20 +14,23 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from io import BufferedRWPair
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline import distribution
-from pipeline.core import Note, Progress, silent
+from pipeline.core import Note, NoteCode, Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError
-from pipeline.execution.child_process import call_in_child
 from pipeline.execution.exit_causes import crucible_error
-from pipeline.execution.stage_runner import Run, Runner, StageEvent, installed
+from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_runner import Runner, installed
 from pipeline.execution.store import Store
 from service.jobs.messages import (
-    LINE_BYTES,
+    FROM_CHILD,
+    FROM_SERVER,
     Finished,
     FromChild,
     FromServer,
@@ -36,13 +39,12 @@ from service.jobs.messages import (
     Pace,
     Returned,
     Returns,
+    Stage,
     Start,
     Wants,
-    failed_from_error,
-    from_server,
-    line_of,
-    stage_from_event,
+    within_limits,
 )
+from service.sandbox.framing import decode, failed_from_error, frame, read_frame
 from service.storage.layout import Work
 
 if TYPE_CHECKING:
@@ -51,13 +53,23 @@ if TYPE_CHECKING:
 
 # of the home: copied, because the child adds to them
 SEEDED = ("history.jsonl", "timing")
-CONTENDED = (
-    "latency was measured while engines served on the same device: it decides nothing about speed"
+CONTENDED = Note(
+    stage="benchmark",
+    text=(
+        "latency was measured while engines served on the same device: it decides nothing about"
+        " speed"
+    ),
+    code=NoteCode.CONTENDED,
 )
-CHOSEN = (
-    "this candidate was chosen by latencies that were measured while engines served on the same"
-    " device: another may be faster"
+CHOSEN_CONTENDED = Note(
+    stage="benchmark",
+    text=(
+        "this candidate was chosen by latencies that were measured while engines served on the"
+        " same device: another may be faster"
+    ),
+    code=NoteCode.CHOSEN_CONTENDED,
 )
+DOUBTS = (NoteCode.CONTENDED, NoteCode.CHOSEN_CONTENDED)
 
 
 class Server:
@@ -68,18 +80,18 @@ class Server:
         self._pace = Pace()
 
     def send(self, message: FromChild) -> None:
-        self._stream.write(line_of(message))
+        self._stream.writelines(frame(FROM_CHILD.dump_json(message)))
         self._stream.flush()
 
     def receive(self) -> FromServer:
         """Wait for a message. EOFError if the server is gone."""
-        return from_server(self._stream.readline(LINE_BYTES))
+        head, _ = read_frame(self._stream)
+        return decode(FROM_SERVER, head)
 
     def emit(self, event: StageEvent) -> None:
         """Report a stage. Its progress is limited to one message every PROGRESS_EVERY_S."""
-        message = stage_from_event(event)
-        if self._pace.lets(message, time.monotonic()):
-            self.send(message)
+        if self._pace.lets(event, time.monotonic()):
+            self.send(Stage(event=within_limits(event)))
 
     def lease(self) -> Granted:
         """Wait until the device is granted for a measurement."""
@@ -104,7 +116,6 @@ def run_job(start: Start, server: Server) -> None:
     """
     from pipeline.compiler.compile import compile_plan, publish_report
     from pipeline.plan.schema import Plan
-    from pipeline.stages.benchmark import benchmark
 
     work = Work(start.work)
     seed(start.shared, work.home)
@@ -112,12 +123,11 @@ def run_job(start: Start, server: Server) -> None:
     plan = Plan.model_validate_json(start.plan.read_bytes())
     store = Store(
         work.home,
-        on_wait=lambda text: server.emit(StageEvent("store", "", "waiting", text=text)),
+        on_wait=lambda text: server.emit(StageEvent("store", text=text, state="waiting")),
         shared=start.shared,
     )
-    runner = Runner(
-        store, server.emit, measuring(benchmark, server, _mark(work.home)), plan=plan.name
-    )
+    measuring = partial(quiet_device, server, _mark(work.home))
+    runner = Runner(store, server.emit, quiet_device=measuring, plan=plan.name)
     command, compiled = start.command, start.compiled
     report = (
         compile_plan(plan, runner, command)
@@ -137,45 +147,34 @@ def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> R
     from pipeline.report.files import load_report
 
     old = load_report(compiled)
-    notes = tuple(note for note in old.notes if note.text not in (CONTENDED, CHOSEN))
+    notes = tuple(note for note in old.notes if note.code not in DOUBTS)
     plain = old.model_copy(update={"notes": notes})
     report = report_again(plain, plan, load_engine(compiled), runner, command)
-    return doubted(report, CHOSEN) if {CONTENDED, CHOSEN} & set(old.reasons) else report
+    return report if notes == old.notes else doubted(report, CHOSEN_CONTENDED)
 
 
-def measuring(benchmark: Callable[..., object], server: Server, mark: Path) -> Run:
-    """Return a stage runner that leases the device before `benchmark`. It creates the file `mark`
-    if engines served there. Other stages run as usual.
-    """
-
-    def run(
-        function: Callable[..., Any],
-        *arguments: object,
-        name: str,
-        log: Path | None = None,
-        progress: Progress = silent,
-    ) -> Any:
-        if function is not benchmark:
-            return call_in_child(function, *arguments, name=name, log=log, progress=progress)
-        if server.lease().contended:
+@contextmanager
+def quiet_device(server: Server, mark: Path) -> Iterator[None]:
+    """Lease the device for a measurement. Creates the file `mark` if engines served there."""
+    if server.lease().contended:
+        mark.touch()
+    try:
+        yield
+    finally:
+        if server.give_back().contended:
             mark.touch()
-        try:
-            return call_in_child(function, *arguments, name=name, log=log, progress=progress)
-        finally:
-            if server.give_back().contended:
-                mark.touch()
-
-    return run
 
 
-def doubted(report: Report, why: str) -> Report:
+def doubted(report: Report, doubt: Note) -> Report:
     """Return the report with its verdict lowered to `unproven`, because its figures prove nothing
     about speed.
     """
-    verdict = "unproven" if report.verdict in ("accepted", "keep") else report.verdict
-    notes = (*report.notes, Note(stage="benchmark", text=why))
     return report.model_copy(
-        update={"verdict": verdict, "reasons": (*report.reasons, why), "notes": notes}
+        update={
+            "verdict": "unproven" if report.verdict in ("accepted", "keep") else report.verdict,
+            "reasons": (*report.reasons, doubt.text),
+            "notes": (*report.notes, doubt),
+        }
     )
 
 
@@ -213,7 +212,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     import json
 
     from pipeline.backends import BACKENDS, backend
-    from pipeline.compiler import candidates, compile
+    from pipeline.compiler import candidate_stages, compile
     from pipeline.host.environment import environment
     from pipeline.host.gpu import find_gpus
 
@@ -223,7 +222,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
             targets[name] = backend(name).probe().model_dump(mode="json")
         except BackendUnavailable as error:
             targets[name] = {"absent": error.message}
-    stages = (*compile.STAGES, *candidates.STAGES)
+    stages = (*compile.STAGES, *candidate_stages.STAGES)
     versions = [(stage.name, stage.tools, stage.version) for stage in stages]
     tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {
         "crucible": distribution.version()

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pipeline.errors import HostError
 from pipeline.execution.child_process import IMPORT_PATH
 from pipeline.execution.exit_causes import MemoryKills, how_it_died, memory_kills
-from service.jobs.messages import LINE_BYTES, BadMessage, FromChild, FromServer, from_child, line_of
+from service.jobs.messages import FROM_CHILD, FROM_SERVER, FromChild, FromServer
 from service.jobs.state import Failure
 from service.sandbox import process_tree as processes
+from service.sandbox.framing import decode, frame, receive_frame
 from service.storage.layout import Work
 
 GRACE_S = 2.0  # for the guardian to kill all processes; then the server kills them
@@ -115,7 +116,7 @@ async def how_it_ended(process: asyncio.subprocess.Process, before: MemoryKills)
     return (
         "closed the connection before it answered"
         if code is None
-        else how_it_died(code, before, memory_kills(), "")[0]
+        else how_it_died(code, before, memory_kills(), "")[1]
     )
 
 
@@ -157,7 +158,7 @@ class Child:
         ours, theirs = socket.socketpair()
         try:
             process = await start_guarded(command, theirs, work, file_bytes, environment)
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()
             raise
@@ -168,22 +169,15 @@ class Child:
     async def send(self, message: FromServer) -> None:
         """Send a message. If the child is gone, this does nothing: `receive` reports it."""
         with contextlib.suppress(ConnectionError):
-            self._writer.write(line_of(message))
+            self._writer.writelines(frame(FROM_SERVER.dump_json(message)))
             await self._writer.drain()
 
     async def receive(self) -> FromChild:
         """Return the next message. EOFError if the child is gone, BadMessage if it violates the
         protocol.
         """
-        try:
-            line = await self._reader.readline()
-        except ValueError as error:  # no end within the limit
-            raise BadMessage(f"a message of more than {LINE_BYTES} bytes") from error
-        except ConnectionError as error:
-            raise EOFError(str(error)) from error
-        if not line.endswith(b"\n"):
-            raise EOFError("the child has closed the connection")
-        return from_child(line)
+        head, _ = await receive_frame(self._reader)
+        return decode(FROM_CHILD, head)
 
     async def death(self) -> Failure:
         """Return cause the child ended, once it has closed the connection without an answer."""

@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pipeline.execution.stage_event import StageEvent
 from service.devices.gpus import visible_gpus
-from service.jobs.state import Job, JobEvent, StageSeen
+from service.jobs.state import Job, JobEvent
 from service.serving.stats import SECONDS
 
 STAGES = frozenset(
@@ -89,9 +90,9 @@ class Metrics:
         """Count an event of a job. Unknown stage names count as `other`, so that a child cannot
         create labels without limit.
         """
-        if isinstance(event, StageSeen):
+        if isinstance(event, StageEvent):
             if event.state == "finished":
-                stage = event.progress.stage if event.progress.stage in STAGES else "other"
+                stage = event.stage if event.stage in STAGES else "other"
                 self.stage_seconds.labels(stage).observe(event.seconds)
         elif job.is_final:
             self.jobs_ended.labels(job.state).inc()

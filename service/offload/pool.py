@@ -8,24 +8,26 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import orjson
 
 from pipeline.execution.child_process import IMPORT_PATH
 from service import logs
 from service.errors import TooLarge, Unavailable, Unprocessable
-from service.offload.worker import LENGTHS, Parts
+from service.offload.worker import FROM_HELPER, FromHelper
+from service.sandbox.framing import BadMessage, Failed, Parts, decode, frame, receive_frame
 
 HELPERS = 2
 # From this size on, numbers as text or one by one are read and written by a helper.
 HELP_FROM_BYTES = 64 * 1024
 WORK_S = 60.0  # more than 256 MiB of JSON need
 READ_BYTES = 2**20
-DIED = (asyncio.IncompleteReadError, ConnectionError, TimeoutError)
+# of a result, by the bytes of its request: JSON writes a value of 2 bytes in up to 17 characters
+MAX_GROWTH = 16
+MAX_IMAGE_BYTES = 1 << 30  # of the tensor of an image, however small its file is
+BROKEN = (EOFError, ConnectionError, TimeoutError, BadMessage)
 INHERITED = ("PATH", "LANG", "LD_LIBRARY_PATH")
-REFUSALS = {"Unprocessable": Unprocessable, "TooLarge": TooLarge}
 
 log = logs.get("service.wires")
 
@@ -33,14 +35,21 @@ log = logs.get("service.wires")
 class Helpers:
     """The helpers of one event loop. Call `close` at the end."""
 
-    def __init__(self, count: int = HELPERS, module: str = "service.offload.worker") -> None:
+    def __init__(
+        self,
+        count: int = HELPERS,
+        module: str = "service.offload.worker",
+        max_unpacked_bytes: int = 0,
+    ) -> None:
         self._limit, self._module = asyncio.Semaphore(count), module
+        self._max_unpacked_bytes = max_unpacked_bytes  # of an archive
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def ask(
         self, work: str, parts: Iterable[bytes | memoryview], **arguments: object
-    ) -> tuple[dict[str, Any], bytes]:
-        """Run `work` of the helpers' module on a body; return the head and body of its answer.
+    ) -> tuple[int, bytes]:
+        """Run `work` of the helpers' module on a body; return its result after the length of the
+        JSON at the start of the result.
 
         An error of the module is raised here.
         """
@@ -48,10 +57,12 @@ class Helpers:
             process = self._take_idle() or await _start(self._module)
             try:
                 async with asyncio.timeout(WORK_S):
-                    head, body = await _exchange(process, {"work": work, **arguments}, list(parts))
+                    answer, body = await self._exchange(
+                        process, orjson.dumps({"work": work, **arguments}), list(parts)
+                    )
             except BaseException as error:
                 await _end(process)
-                if not isinstance(error, DIED):
+                if not isinstance(error, BROKEN):
                     raise
                 log.error("helper.died", work=work, error=repr(error))
                 raise Unavailable(
@@ -59,9 +70,24 @@ class Helpers:
                     "send the request again, or use a binary form",
                 ) from None
             self._idle.append(process)
-        if "error" in head:
-            raise REFUSALS[head["error"]](head["message"], head["next"])
-        return head, body
+        if isinstance(answer, Failed):
+            kind = TooLarge if answer.code == TooLarge.code else Unprocessable
+            raise kind(answer.message, answer.next_step)
+        return answer.header_length, body
+
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, head: bytes, parts: Parts
+    ) -> tuple[FromHelper, bytes]:
+        requests, answers = process.stdin, process.stdout
+        assert requests is not None
+        assert answers is not None
+        for part in frame(head, parts):  # `writelines` would copy them into one
+            requests.write(part)
+        await requests.drain()
+        grown_bytes = MAX_GROWTH * sum(map(len, parts))
+        max_bytes = MAX_IMAGE_BYTES + self._max_unpacked_bytes + grown_bytes
+        answer_head, body = await receive_frame(answers, max_bytes)
+        return decode(FROM_HELPER, answer_head), body
 
     def _take_idle(self) -> asyncio.subprocess.Process | None:
         """Take an idle helper that still runs: the host may have killed one, such as for memory."""
@@ -91,22 +117,6 @@ async def _start(module: str) -> asyncio.subprocess.Process:
         env=environment,
         start_new_session=True,
     )
-
-
-async def _exchange(
-    process: asyncio.subprocess.Process, head: Mapping[str, object], parts: Parts
-) -> tuple[dict[str, Any], bytes]:
-    requests, answers = process.stdin, process.stdout
-    assert requests is not None
-    assert answers is not None
-    text = orjson.dumps(head)
-    lengths = LENGTHS.pack(len(text), sum(map(len, parts)))
-    for part in (lengths, text, *parts):  # `writelines` would copy them into one
-        requests.write(part)
-    await requests.drain()
-    head_length, body_length = LENGTHS.unpack(await answers.readexactly(LENGTHS.size))
-    answer_head = orjson.loads(await answers.readexactly(head_length))
-    return answer_head, await answers.readexactly(body_length)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

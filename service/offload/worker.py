@@ -1,24 +1,23 @@
 """A helper process for work that would block the server's event loop: `python -m
 service.offload.worker`. It reads requests from stdin and writes answers to stdout.
 
-A request and its answer are each   8 bytes: length of the head | 8 bytes: length of the body |
-                                    head, JSON | body
-It ends at the end of its stdin, so it does not outlive the server. The bodies are untrusted: if a
-decoder crashes, it ends only this process.
+A request is a frame: its head names a function and its arguments, and its body is the first
+argument. The answer is a frame, too. A helper ends at the end of its stdin, so it does not outlive
+the server. The bodies are untrusted: if a decoder crashes, it ends only this process.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import orjson
+from pydantic import Field, TypeAdapter
 
-from pipeline.core import Tensors
+from pipeline.core import Frozen
 from pipeline.serving_inputs import InputRecipe
 from service.codecs.images import array_from_image
 from service.codecs.native_json import encode_json, parse_json
@@ -26,43 +25,47 @@ from service.codecs.npy import arrays_from_npz
 from service.codecs.oip import OipRequest, binary_form, encode_answer, parse_request, split
 from service.errors import ServiceError
 from service.inference import InferAnswer, Timing
+from service.sandbox.framing import Failed, Parts, failed_from_error, frame, read_frame
 
-LENGTHS = struct.Struct("<QQ")
-
-Head = Mapping[str, object]
-Parts = Sequence[bytes | memoryview]
 Fields = dict[str, Any]
-Work = Callable[..., tuple[Head, Parts]]
+Work = Callable[..., tuple[int, Parts]]
+"""Returns the length of the JSON at the start of a body, and the parts of the body."""
 
 
-def _decoded(tensors: Tensors, rest: Head) -> tuple[Head, Parts]:
-    length, parts = binary_form(tensors, rest)
-    return {"header_length": length}, parts
+class Result(Frozen):
+    """The result of the work is the body."""
+
+    kind: Literal["result"] = "result"
+    header_length: Annotated[int, Field(ge=0)]  # of the JSON at the start of the body
 
 
-def decode_oip(body: bytes, header_length: int | None) -> tuple[Head, Parts]:
+FromHelper = Annotated[Result | Failed, Field(discriminator="kind")]
+FROM_HELPER: TypeAdapter[FromHelper] = TypeAdapter(FromHelper)
+
+
+def decode_oip(body: bytes, header_length: int | None) -> tuple[int, Parts]:
     """Convert any request of the protocol to one with binary tensors."""
     rest = {key: value for key, value in split(body, header_length)[1].items() if key != "inputs"}
-    return _decoded(parse_request(body, header_length).inputs, rest)
+    return binary_form(parse_request(body, header_length).inputs, rest)
 
 
-def decode_json(body: bytes, dtypes: dict[str, str]) -> tuple[Head, Parts]:
+def decode_json(body: bytes, dtypes: dict[str, str]) -> tuple[int, Parts]:
     request = parse_json(body, dtypes)
     rest: dict[str, object] = {}
     if request.timeout_s is not None:
         rest["parameters"] = {"timeout": max(1, int(request.timeout_s * 1e6))}
     rest["outputs"] = [{"name": name} for name in request.outputs]
-    return _decoded(request.inputs, rest)
+    return binary_form(request.inputs, rest)
 
 
-def decode_npz(body: bytes, limit: int) -> tuple[Head, Parts]:
-    return _decoded(arrays_from_npz(body, limit), {})
+def decode_npz(body: bytes, limit: int) -> tuple[int, Parts]:
+    return binary_form(arrays_from_npz(body, limit), {})
 
 
-def decode_image(body: bytes, recipe: dict[str, object], dtype: str) -> tuple[Head, Parts]:
+def decode_image(body: bytes, recipe: dict[str, object], dtype: str) -> tuple[int, Parts]:
     checked_recipe = InputRecipe.model_validate(recipe)
     array = array_from_image(body, checked_recipe, dtype)
-    return _decoded({checked_recipe.input: array}, {})
+    return binary_form({checked_recipe.input: array}, {})
 
 
 def encode(
@@ -72,7 +75,7 @@ def encode(
     timing: Fields,
     plain: bool,
     binary: dict[str, bool],
-) -> tuple[Head, Parts]:
+) -> tuple[int, Parts]:
     """Encode an answer as JSON; it comes in the form of a binary request."""
     tensors = parse_request(body, header_length).inputs
     full_answer = InferAnswer(**answer, outputs=tensors, timing=Timing(**timing))
@@ -81,7 +84,7 @@ def encode(
         parts = [encode_json(full_answer)]
     else:
         parts = encode_answer(full_answer, OipRequest({}, binary_of=binary))
-    return {"header_length": len(parts[0])}, parts
+    return len(parts[0]), parts
 
 
 WORK: Mapping[str, Work] = {
@@ -95,27 +98,24 @@ def answer_head(answer: InferAnswer) -> dict[str, object]:
     return {"answer": fields, "timing": asdict(answer.timing)}
 
 
-def done(head: Head, body: bytes, works: Mapping[str, Work] = WORK) -> tuple[Head, Parts]:
+def answer(head: Fields, body: bytes, works: Mapping[str, Work]) -> tuple[FromHelper, Parts]:
     """Do the requested work; return its result, or the error of the service."""
-    arguments = dict(head)
     try:
-        return works[str(arguments.pop("work"))](body, **arguments)
+        length, parts = works[head.pop("work")](body, **head)
+        return Result(header_length=length), parts
     except ServiceError as error:
-        return {
-            "error": type(error).__name__,
-            "message": error.message,
-            "next": error.next_step,
-        }, []
+        return failed_from_error(error), ()
 
 
 def main(requests: BinaryIO, answers: BinaryIO, works: Mapping[str, Work] = WORK) -> None:
-    while lengths := requests.read(LENGTHS.size):
-        head_length, body_length = LENGTHS.unpack(lengths)
-        head = orjson.loads(requests.read(head_length))
-        answer_head, parts = done(head, requests.read(body_length), works)
-        text = orjson.dumps(answer_head)
-        for part in (LENGTHS.pack(len(text), sum(map(len, parts))), text, *parts):
-            answers.write(part)
+    """Answer requests until the server is gone."""
+    while True:
+        try:
+            head, body = read_frame(requests)
+        except EOFError:
+            return
+        message, parts = answer(orjson.loads(head), body, works)
+        answers.writelines(frame(FROM_HELPER.dump_json(message), parts))
         answers.flush()
 
 

@@ -11,12 +11,11 @@ from pydantic import ConfigDict, Field
 from pipeline.core import DimRange, Frozen, Precision, Profile, TensorSpec
 from pipeline.results.report import Verdict
 from pipeline.serving_inputs import BatchSpec, InputRecipe
+from service.inference import ModelState
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$"
 RESERVED = frozenset({"stats"})
 """Names that no model may have: the path GET /v2/models/stats would hide the model."""
-
-ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 
 
 class PromoteRequest(Frozen):
@@ -144,7 +143,7 @@ class Version(Frozen):
 class DeploymentView(Frozen):
     """The current state of a model."""
 
-    state: ModelState
+    state: Literal["unloaded", ModelState]
     reason: str = Field(default="", description="Why it failed")
     version: int | None = Field(description="The version that answers; null: none")
     device: str | None

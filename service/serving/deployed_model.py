@@ -12,7 +12,7 @@ from typing import Protocol
 from service.devices.leases import Leases
 from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics
 from service.registry.models import Version
-from service.serving.deployment import DeploymentSpec
+from service.serving.deployment import DeploymentSpec, served_version
 
 QUIET_S = 2.0  # without a request, before jobs may measure on the device
 
@@ -100,19 +100,4 @@ class DeployedModel:
         """Describe the model to clients."""
         if self.loaded is not None and self.state != "draining":
             return self.loaded.running.served()
-        version = self.version
-        return Served(
-            model=version.model,
-            version=version.version,
-            owner=version.owner,
-            device=self.device,
-            backend=version.backend,
-            inputs=version.inputs,
-            outputs=version.outputs,
-            batch=version.batch,
-            max_batch=version.most_together,
-            state=self.state,
-            reason=self.reason,
-            image=version.image,
-            labels=version.labels,
-        )
+        return served_version(self.version, self.device, self.state, self.reason)

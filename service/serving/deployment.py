@@ -16,7 +16,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -26,11 +26,10 @@ from pipeline.core import Engine
 from pipeline.errors import CrucibleError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.environment import usable_cores
-from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service import logs
 from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unprocessable
 from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing
-from service.registry.models import version_name
+from service.registry.models import DeploymentOptions, Version, version_name
 from service.serving.batch_assembly import Array, BatchAssembler, BatchPart, JoinedBatch
 from service.serving.batching import (
     Batch,
@@ -62,25 +61,13 @@ log = logs.get("service.deployment")
 
 @dataclass(frozen=True)
 class DeploymentSpec:
-    """The engine to load, and the options for serving it."""
+    """The version to load, and the options for serving it."""
 
-    model: str
-    version: int
-    owner: str
-    engine_folder: Path  # the folder of the engine's files
+    version: Version
     engine: Engine
-    batch: BatchSpec  # without a proof every request runs alone
+    options: DeploymentOptions
     device: str  # "cpu", "gpu:0", ...
-    instances: int = 1  # workers, each with its own engine
-    overlap: bool = False  # copy a batch while another one computes
-    max_batch: int | None = None  # rows that may run together; None: as `batch` allows
-    # how long the first request of a batch waits for others while every worker is busy
-    max_delay_s: float = 0.002
-    queue_limit: int = 256  # requests that may wait
-    timeout_s: float = 30.0
-    load_s: float = 180.0  # time-out for a worker to become ready
-    image: InputRecipe | None = None
-    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    load_s: float  # time-out for a worker to become ready
 
 
 @dataclass(slots=True)
@@ -101,43 +88,45 @@ class Deployment:
         self, spec: DeploymentSpec, work: Path, figures: Figures, worker: Sequence[str]
     ) -> None:
         self.spec = spec
+        version, options = spec.version, spec.options
         self._loop = asyncio.get_running_loop()
         self._work = work
-        engine = spec.engine.model_copy(
-            update={"root": spec.engine_folder, "threads": _threads(spec)}
-        )
-        self._matcher = ShapeMatcher(engine, spec.batch, spec.max_batch)
+        engine = spec.engine.model_copy(update={"threads": _threads(spec)})
+        self._matcher = ShapeMatcher(engine, version.batch, options.max_batch)
         self._rows = BatchAssembler(engine.inputs, engine.outputs, self._matcher.axes)
         self._outputs = tuple(spec.name for spec in engine.outputs)
-        self._queue = Queue(Rules(self._matcher.maximum, spec.max_delay_s))
+        self._queue = Queue(Rules(self._matcher.maximum, options.max_delay_s))
         self._pending: dict[int, _PendingRequest] = {}
         self._numbers = itertools.count()
-        self._tally = Tally(figures, spec.model, spec.version, lambda: len(self._queue.waiting))
+        self._tally = Tally(
+            figures, version.model, version.version, lambda: len(self._queue.waiting)
+        )
         self._shapes: Counter[tuple[tuple[str, int], ...]] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._is_scheduled = self._draining = self._closed = False
         self._is_empty = asyncio.Event()
         order = partial(
             Order,
-            engine_name=version_name(spec.model, spec.version),
+            engine_name=version_name(version.model, version.version),
             engine=engine,
             warm=self._matcher.warm_sizes(),
             runs=RUNS_TO_CAPTURE if captures(engine) else 1,
             device=spec.device,
             load_s=spec.load_s,
-            sessions=SLOTS if spec.overlap else 1,
-            stuck_s=max(MIN_STUCK_S, STUCK_TIMEOUTS * spec.timeout_s),
+            sessions=SLOTS if options.overlap else 1,
+            stuck_s=max(MIN_STUCK_S, STUCK_TIMEOUTS * options.timeout_s),
             command=worker,
         )
         load = next(LOADS)
         self._instances = [
             Instance(
                 order(
-                    f"{spec.model}-{spec.version}-{load}-{number}", work=Work(work / str(number))
+                    f"{version.model}-{version.version}-{load}-{number}",
+                    work=Work(work / str(number)),
                 ),
                 self._changed,
             )
-            for number in range(spec.instances)
+            for number in range(options.instances)
         ]
 
     @classmethod
@@ -170,11 +159,11 @@ class Deployment:
         self._admit()
         shapes = self._matcher.match(request.inputs)
         selection = self._selection(request.outputs)
-        if len(self._queue.waiting) >= self.spec.queue_limit:
+        options = self.spec.options
+        if len(self._queue.waiting) >= options.queue_limit:
             self._tally.failed("refused", 0.0)
             raise TooMany(
-                f"{self.spec.queue_limit} requests already wait for '{self.spec.model}', its queue"
-                " limit",
+                f"{options.queue_limit} requests already wait for '{self.model}', its queue limit",
                 "send the request again later",
                 self._retry_after_s(),
             )
@@ -185,11 +174,9 @@ class Deployment:
         self._count_shapes(shapes)
         self._queue = offer(self._queue, WaitingRequest(number, shapes.rows, since, shapes.kind))
         self._schedule()
-        timeout_s = (
-            self.spec.timeout_s
-            if request.timeout_s is None
-            else min(request.timeout_s, self.spec.timeout_s)
-        )
+        timeout_s = options.timeout_s
+        if request.timeout_s is not None:
+            timeout_s = min(request.timeout_s, timeout_s)
         timer = self._loop.call_later(timeout_s, self._time_out, number, timeout_s)
         try:
             return await pending.answer
@@ -207,23 +194,11 @@ class Deployment:
 
         Its state is `loading` also while the only worker is restarted after a crash.
         """
-        spec, state = self.spec, self._state()
-        return Served(
-            model=spec.model,
-            version=spec.version,
-            owner=spec.owner,
-            device=spec.device,
-            backend=spec.engine.target.backend,
-            inputs=spec.engine.inputs,
-            outputs=spec.engine.outputs,
-            batch=spec.batch,
-            max_batch=self._matcher.maximum,
-            state=state,
-            reason="" if state == "ready" else self._failure_reason(),
-            instances=spec.instances,
-            image=spec.image,
-            labels=spec.labels,
-        )
+        state = self._state()
+        reason = "" if state == "ready" else self._failure_reason()
+        served = served_version(self.spec.version, self.spec.device, state, reason)
+        instances = self.spec.options.instances
+        return replace(served, max_batch=self._matcher.maximum, instances=instances)
 
     def statistics(self) -> Statistics:
         """The statistics since the version was loaded."""
@@ -235,6 +210,11 @@ class Deployment:
         New shapes are not counted after MAX_SHAPES different ones.
         """
         return dict(self._shapes)
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.spec.version.model
 
     @property
     def memory_bytes(self) -> int:
@@ -257,7 +237,7 @@ class Deployment:
         if self._closed:
             return
         self._closed = self._draining = True
-        self._fail_waiting(Unavailable(f"'{self.spec.model}' was unloaded", "deploy it again"))
+        self._fail_waiting(Unavailable(f"'{self.model}' was unloaded", "deploy it again"))
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.gather(*(instance.close() for instance in self._instances))
@@ -315,7 +295,7 @@ class Deployment:
 
     def _time_out(self, number: int, timeout_s: float) -> None:
         self._remove_waiting(number)
-        message = f"'{self.spec.model}' did not answer within {timeout_s:g} s"
+        message = f"'{self.model}' did not answer within {timeout_s:g} s"
         self._fail(
             number, TimedOut(message, "allow more time, or send fewer requests"), "timed_out"
         )
@@ -347,9 +327,7 @@ class Deployment:
             return
         if not any(instance.state == "ready" for instance in self._instances):
             self._fail_waiting(
-                Unavailable(
-                    f"the worker of '{self.spec.model}' was lost", "send the request again", 1
-                )
+                Unavailable(f"the worker of '{self.model}' was lost", "send the request again", 1)
             )
         self._schedule()
 
@@ -427,8 +405,8 @@ class Deployment:
 
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """Fail the requests of a batch after a bug of ours, and log the traceback."""
-        spec = self.spec
-        log.error("deployment.fault", model=spec.model, version=spec.version, exc_info=error)
+        version = self.spec.version.version
+        log.error("deployment.fault", model=self.model, version=version, exc_info=error)
         for request in batch.requests:
             self._fail(request.number, crucible_error(error))
 
@@ -476,8 +454,8 @@ class Deployment:
                 self._tally.answered(timing, total_s)
                 pending.answer.set_result(
                     InferAnswer(
-                        self.spec.model,
-                        self.spec.version,
+                        self.model,
+                        self.spec.version.version,
                         self.spec.device,
                         own_outputs,
                         timing,
@@ -492,6 +470,26 @@ class Deployment:
 
 def _threads(spec: DeploymentSpec) -> int:
     """The threads of one worker: several workers on the CPU share its cores."""
-    if spec.engine.threads or spec.instances == 1 or spec.device != "cpu":
+    instances = spec.options.instances
+    if spec.engine.threads or instances == 1 or spec.device != "cpu":
         return spec.engine.threads
-    return max(1, usable_cores() // spec.instances)
+    return max(1, usable_cores() // instances)
+
+
+def served_version(version: Version, device: str, state: ModelState, reason: str) -> Served:
+    """Describe a version to clients, with as many rows together as were proved."""
+    return Served(
+        model=version.model,
+        version=version.version,
+        owner=version.owner,
+        device=device,
+        backend=version.backend,
+        inputs=version.inputs,
+        outputs=version.outputs,
+        batch=version.batch,
+        max_batch=version.most_together,
+        state=state,
+        reason=reason,
+        image=version.image,
+        labels=version.labels,
+    )

@@ -53,19 +53,19 @@ class Loader:
         self._loading = asyncio.Lock()
         self._numbers = itertools.count(1)
 
-    async def load(self, version: Version, spec: DeploymentSpec) -> LeasedDeployment:
+    async def load(self, spec: DeploymentSpec) -> LeasedDeployment:
         """Load a version. It is ready on return.
 
         Conflict, before the device is used, if the free memory is too small. DamagedError, with
         the way to restore it, if a file of the engine has changed: the worker checks all files
         before it loads any.
         """
+        version = spec.version
         async with self._loading:
             free = await asyncio.to_thread(self._context.free, spec.device)
-            check_fit(version, spec.instances, free, spec.device)
-            work = (
-                self._context.folders.serving / f"{spec.model}-{spec.version}-{next(self._numbers)}"
-            )
+            check_fit(version, spec.options.instances, free, spec.device)
+            name = f"{version.model}-{version.version}-{next(self._numbers)}"
+            work = self._context.folders.serving / name
             try:
                 return await LeasedDeployment.start(
                     self._context.start, spec, work, self._context.leases
@@ -80,25 +80,10 @@ class Loader:
         Unprocessable if the engine does not run on the device. Conflict if the engine is code
         that no job of this server has built.
         """
-        most, engine = version.most_together, self.engine(version)
-        return DeploymentSpec(
-            model=version.model,
-            version=version.version,
-            owner=version.owner,
-            engine_folder=self._context.repository.engine_folder(version),
-            engine=engine,
-            batch=version.batch,
-            device=device_for(options.device, version.on_gpu, self._context.leases.devices.names),
-            instances=options.instances,
-            overlap=options.overlap,
-            max_batch=min(options.max_batch or most, most),
-            max_delay_s=options.max_delay_s,
-            queue_limit=options.queue_limit,
-            timeout_s=options.timeout_s,
-            load_s=max(self._context.load_s, COLD_STARTS * (engine.cold_start_s or 0)),
-            image=version.image,
-            labels=version.labels,
-        )
+        engine = self.engine(version)
+        device = device_for(options.device, version.on_gpu, self._context.leases.devices.names)
+        load_s = max(self._context.load_s, COLD_STARTS * (engine.cold_start_s or 0))
+        return DeploymentSpec(version, engine, options, device, load_s)
 
     def engine(self, version: Version) -> Engine:
         """Return the engine of a version; Conflict for code that no job of this server built."""

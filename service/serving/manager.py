@@ -351,9 +351,9 @@ class ModelManager:
         """
         async with self._loading(version, options) as entry:
             spec = await self._in_thread(lambda: self._loader.spec(version, options))
-            loaded = await self._loader.load(version, spec)
+            loaded = await self._loader.load(spec)
             if commit is not None:
-                await self._commit(version, loaded, commit)
+                await self._commit(loaded, commit)
         old, entry.loaded = entry.loaded, loaded
         entry.version, entry.device = version, spec.device
         entry.state, entry.reason = "ready", ""
@@ -384,17 +384,15 @@ class ModelManager:
                 entry.state, entry.reason = "failed", self._failure_message(error)
             raise
 
-    async def _commit(
-        self, version: Version, loaded: LeasedDeployment, commit: Callable[[], None]
-    ) -> None:
+    async def _commit(self, loaded: LeasedDeployment, commit: Callable[[], None]) -> None:
         """Store the memory that a loaded version needs, then call `commit`.
 
         On a failure the loaded version is ended.
         """
-        spec = loaded.spec
+        version, options = loaded.spec.version, loaded.spec.options
         try:
-            if not spec.overlap:  # the memory is stored for one session per instance
-                memory_bytes = loaded.running.memory_bytes // spec.instances
+            if not options.overlap:  # the memory is stored for one session per instance
+                memory_bytes = loaded.running.memory_bytes // options.instances
                 await self._in_thread(lambda: self._repository.set_memory(version, memory_bytes))
             await self._in_thread_to_end(commit)
         except BaseException:
@@ -477,7 +475,7 @@ class ModelManager:
             deployment = DeploymentView(
                 state=served.state,
                 reason=served.reason,
-                version=loaded.spec.version if loaded is not None else None,
+                version=loaded.spec.version.version if loaded is not None else None,
                 device=served.device,
                 options=model.options,
                 memory_bytes=loaded.running.memory_bytes if loaded is not None else None,

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import HostError
-from service.serving.worker_messages import BadMessage, Part, Placed
+from service.sandbox.framing import BadMessage
+from service.serving.worker_messages import Part, Placed
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -32,9 +32,11 @@ from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.gpu import VISIBLE, open_nvml
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.report.bundle import check_engine
+from service.sandbox.framing import MAX_HEAD_BYTES, cut, decode, failed_from_error
 from service.serving.shared_memory import Buffer, layout
 from service.serving.worker_messages import (
-    PACKET_BYTES,
+    FROM_SERVER,
+    FROM_WORKER,
     Done,
     FromServer,
     FromWorker,
@@ -43,10 +45,6 @@ from service.serving.worker_messages import (
     Refused,
     Run,
     Short,
-    cut,
-    failed_from_error,
-    from_server,
-    packet_of,
 )
 
 if TYPE_CHECKING:
@@ -62,14 +60,16 @@ class Server:
         self._end = end
 
     def send(self, message: FromWorker) -> None:
-        self._end.sendall(packet_of(message))
+        self._end.sendall(FROM_WORKER.dump_json(message))
 
     def receive(self) -> tuple[FromServer, list[int]]:
         """Wait for a message and its descriptors; EOFError if the server is gone."""
         packet, descriptors, _, _ = socket.recv_fds(
-            self._end, PACKET_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            self._end, MAX_HEAD_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
-        return from_server(packet), descriptors
+        if not packet:
+            raise EOFError("the server closed the connection")
+        return decode(FROM_SERVER, packet), descriptors
 
 
 OpenEngine = Callable[[Engine, int], "Loaded"]

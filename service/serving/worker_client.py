@@ -33,12 +33,12 @@ from pipeline.execution.exit_causes import crucible_error, memory_kills
 from service import logs
 from service.errors import TimedOut, Unavailable, Unprocessable
 from service.jobs.worker_client import end_guarded, environment_for, how_it_ended, start_guarded
+from service.sandbox.framing import MAX_HEAD_BYTES, BadMessage, Failed, decode
 from service.serving.shared_memory import MAX_BYTES, Buffer, Slot, layout
 from service.serving.worker_messages import (
-    PACKET_BYTES,
-    BadMessage,
+    FROM_SERVER,
+    FROM_WORKER,
     Done,
-    Failed,
     FromWorker,
     Load,
     Part,
@@ -46,8 +46,6 @@ from service.serving.worker_messages import (
     Refused,
     Run,
     Short,
-    from_worker,
-    packet_of,
 )
 from service.storage.layout import Work
 
@@ -279,9 +277,8 @@ class Worker:
 
     def _send(self, message: Load | Run, buffers: Collection[Buffer] = ()) -> None:
         try:
-            socket.send_fds(
-                self._socket, [packet_of(message)], [buffer.descriptor for buffer in buffers]
-            )
+            packet = FROM_SERVER.dump_json(message)
+            socket.send_fds(self._socket, [packet], [buffer.descriptor for buffer in buffers])
         except OSError as error:  # the worker is gone, or does not read its messages
             self._break(
                 "" if isinstance(error, ConnectionError) else f"did not accept a message: {error}"
@@ -291,7 +288,7 @@ class Worker:
 
     def _readable(self) -> None:
         try:
-            packet = self._socket.recv(PACKET_BYTES + 1)
+            packet = self._socket.recv(MAX_HEAD_BYTES + 1)
         except BlockingIOError:
             return
         except OSError:
@@ -300,7 +297,7 @@ class Worker:
             self._break("")
             return
         try:
-            self._take(from_worker(packet))
+            self._take(decode(FROM_WORKER, packet))
         except BadMessage as error:
             log.error("worker.protocol", worker=self._order.name, error=str(error))
             self._break(f"does not keep to the protocol and was stopped: {error}")

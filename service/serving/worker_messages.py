@@ -4,9 +4,8 @@
     worker -> server   Ready, or Failed as its last; for each Run: Done, Short (the outputs need
                        more room: the server sends the batch again) or Refused
 
-The socket keeps the packets apart (SOCK_SEQPACKET). A worker runs an untrusted model, so the server
-trusts none of its messages: an invalid message or an impossible answer is BadMessage, and ends the
-worker.
+A worker runs an untrusted model, so the server trusts none of its messages: an invalid message or
+an impossible answer is BadMessage, and ends the worker.
 """
 
 from __future__ import annotations
@@ -14,19 +13,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from pipeline.errors import CrucibleError
-from service.jobs.messages import LONG_TEXT, Seconds
-from service.jobs.messages import BadMessage as BadMessage
+from pipeline.execution.stage_event import Seconds
+from service.sandbox.framing import Failed, LongText
 
-PACKET_BYTES = 128 * 1024  # for the longest: a Run of 1,000 tensors, or two texts of LONG_TEXT
 MAX_DIMS = 64
 MAX_TENSORS = 1000
 
 Count = Annotated[int, Field(ge=0, le=2**48)]
-Text = Annotated[str, Field(max_length=LONG_TEXT)]
 Part = Literal["inputs", "outputs"]
 """The two buffers of a slot."""
 CONFIG = ConfigDict(extra="forbid", strict=True)
@@ -100,63 +96,12 @@ class Refused:
     """The engine cannot run on these inputs; the worker goes on."""
 
     number: Count
-    message: Text
-    next_step: Text = ""
+    message: LongText
+    next_step: LongText = ""
     kind: Literal["refused"] = "refused"
 
 
-@dataclass(frozen=True, slots=True, config=CONFIG)
-class Failed:
-    """The worker cannot go on."""
-
-    code: Annotated[str, Field(max_length=100, pattern=r"^[a-z_.]+$")]
-    message: Text
-    next_step: Text = ""
-    kind: Literal["failed"] = "failed"
-
-
-FromWorker = Ready | Done | Short | Refused | Failed
-FromServer = Load | Run
-_FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(
-    Annotated[FromWorker, Field(discriminator="kind")]
-)
-_FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(
-    Annotated[FromServer, Field(discriminator="kind")]
-)
-
-
-def packet_of(message: FromWorker | FromServer) -> bytes:
-    """Encode a message as one packet."""
-    adapter: TypeAdapter[FromWorker] | TypeAdapter[FromServer] = (
-        _FROM_SERVER if isinstance(message, Load | Run) else _FROM_WORKER
-    )
-    return adapter.dump_json(message)  # type: ignore[arg-type]
-
-
-def from_worker(packet: bytes) -> FromWorker:
-    """Decode a message of a worker; BadMessage if it is invalid."""
-    if len(packet) > PACKET_BYTES:
-        raise BadMessage(f"expected a message of at most {PACKET_BYTES} bytes, got {len(packet)}")
-    try:
-        return _FROM_WORKER.validate_json(packet)
-    except ValidationError as error:
-        raise BadMessage(
-            f"not a message: {packet[:100]!r} ({error.error_count()} errors)"
-        ) from error
-
-
-def from_server(packet: bytes) -> FromServer:
-    """Decode a message of the server; EOFError if the server is gone."""
-    if not packet:
-        raise EOFError("the server closed the connection")
-    return _FROM_SERVER.validate_json(packet)
-
-
-def failed_from_error(error: CrucibleError) -> Failed:
-    """Describe an error, cut to the length of a message."""
-    return Failed(error.code, cut(error.message), cut(error.next_step))
-
-
-def cut(text: str) -> str:
-    """Cut a text to the length of a message, and replace what UTF-8 cannot encode."""
-    return text[:LONG_TEXT].encode("utf-8", "replace").decode()
+FromWorker = Annotated[Ready | Done | Short | Refused | Failed, Field(discriminator="kind")]
+FromServer = Annotated[Load | Run, Field(discriminator="kind")]
+FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)
+FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(FromServer)

@@ -1,8 +1,8 @@
-"""The plan in a client's request: its own type, which cannot refer to anything outside the upload.
+"""The plan in a client's request, which cannot refer to anything outside the upload.
 
-It has no paths, no `module:function` and no output folder. Model and data are the uploaded parts;
-architectures and metrics are names from the service's lists. It is converted to an ordinary Plan
-over the uploaded files.
+It consists of the sections of an ordinary plan, but may contain only the keys that ALLOWED lists,
+and no paths. Model and data are the uploaded parts; architectures and metrics are names from the
+service's lists. It is converted to an ordinary Plan over the uploaded files.
 """
 
 from __future__ import annotations
@@ -10,33 +10,38 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from pipeline.core import Frozen, TensorSpec
+from pipeline.core import DimRange, Frozen, Profile, TensorSpec, ValueRange
 from pipeline.plan.schema import (
+    AccuracyConfig,
     BenchmarkConfig,
     CalibrationConfig,
     CandidateConfig,
+    DataConfig,
     ExportConfig,
     GeneratedData,
+    PlacementConfig,
     Plan,
     PlanLoader,
     Profiles,
+    SimplifyConfig,
+    TensorRTConfig,
     Thresholds,
     explain,
 )
-from pipeline.serving_inputs import ServingConfig
+from pipeline.serving_inputs import InputRecipe, Padding, ServingConfig
 from service.architectures import check_metric, entrypoint_of
 from service.errors import Unprocessable
 from service.settings import Settings
 from service.submission.uploads import Limits, Part, is_archive, unpack
 
-DATA = ("calibration", "selection", "validation")
 MAX_DEPTH = 12  # levels of a plan; our schema needs 6
 MAX_ITEMS = 10_000  # scalars, lists and mappings of a plan together
 MAX_NAME = 100
@@ -54,36 +59,6 @@ class NamedConfig(Frozen):
     config: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$")
 
 
-class SubmittedAccuracy(Frozen):
-    """The accuracy gate, with Crucible's own metrics by name."""
-
-    metric: str = "auto"
-    output: str | None = None
-    max_drop: float = Field(default=0.01, ge=0)
-    thresholds: Thresholds = Thresholds()
-    per_output: dict[str, Thresholds] = Field(default_factory=dict)
-
-
-class SubmittedData(Frozen):
-    """Random samples that replace a set that is not uploaded. They suffice for speed only, and the
-    report says so.
-    """
-
-    calibration: GeneratedData | None = None
-    selection: GeneratedData | None = None
-
-
-class SubmittedSimplify(Frozen):
-    enabled: bool = True
-    plain_attention: bool = True
-
-
-class SubmittedTensorRT(Frozen):
-    workspace_mib: int | None = Field(default=None, gt=0)
-    optimization_level: int = Field(default=3, ge=0, le=5)
-    timing_iterations: int = Field(default=8, ge=1, le=100)
-
-
 class SubmittedPlan(Frozen):
     """The plan in a client's request. Keys have the same meaning as in a plan (docs/plan.md)."""
 
@@ -93,16 +68,82 @@ class SubmittedPlan(Frozen):
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[str, ...] = ()
     profiles: Profiles = ()
-    data: SubmittedData = SubmittedData()
-    accuracy: SubmittedAccuracy = SubmittedAccuracy()
+    data: DataConfig = DataConfig()
+    accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = Field(default=(), max_length=64)
     rescue: bool = True
     export: ExportConfig = ExportConfig()
-    simplify: SubmittedSimplify = SubmittedSimplify()
+    simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
-    tensorrt: SubmittedTensorRT = SubmittedTensorRT()
+    tensorrt: TensorRTConfig = TensorRTConfig()
     benchmark: BenchmarkConfig = BenchmarkConfig()
     serving: ServingConfig = ServingConfig()
+
+    @model_validator(mode="after")
+    def _allowed_only(self) -> SubmittedPlan:
+        if refusals := list(_refusals(self)):
+            raise ValidationError.from_exception_data("plan", refusals)
+        return self
+
+
+ALLOWED: dict[type[BaseModel], str] = {
+    SubmittedPlan: " ".join(SubmittedPlan.model_fields),
+    TensorSpec: "name dtype shape location kind",
+    Profile: "dims values",
+    DimRange: "min opt max",
+    ValueRange: "min opt max",
+    DataConfig: "calibration selection",
+    GeneratedData: "generate samples because seed",
+    AccuracyConfig: "metric output max_drop thresholds per_output",
+    Thresholds: "max_abs mean_abs min_cosine min_snr_db",
+    CandidateConfig: (
+        "backend precision method activation weight_bits realised_in quantizer weight_only"
+        " block_size smooth_quant placement keep_fp32 compute_capability hardware_compatible"
+        " version_compatible form mode provider"
+    ),
+    PlacementConfig: (
+        "conv matmul_weight matmul_activations residual_add first_layer last_layer per_channel"
+    ),
+    ExportConfig: "opset exporter",
+    SimplifyConfig: "enabled plain_attention",
+    CalibrationConfig: "samples batch percentile language_model",
+    TensorRTConfig: "workspace_mib optimization_level timing_iterations",
+    BenchmarkConfig: "sizes duration_s budget_s warmup_s warmup_runs threads baselines",
+    ServingConfig: "padding image labels",
+    Padding: "input axis value",
+    InputRecipe: "input size resize colour layout scale mean std",
+}
+"""The keys that a client may write, by section. Every other key of a plan is refused.
+
+Before adding one, consider what a stranger could do with it.
+"""
+
+_HOST_PATH = PydanticCustomError(
+    "host_path", "no path of the server is allowed; upload the file as a part of the request"
+)
+
+
+def allowed_keys(section: type[BaseModel]) -> list[str]:
+    """Return the keys of a section that a client may write; none if ALLOWED lacks the section."""
+    return ALLOWED.get(section, "").split()
+
+
+def _refusals(value: object, location: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:
+    """Yield an error for each key that is not allowed, and for each path."""
+    items: Iterable[tuple[int | str, object]] = ()
+    if isinstance(value, BaseModel):
+        allowed = allowed_keys(type(value))
+        for refused in sorted(value.model_fields_set.difference(allowed)):
+            yield InitErrorDetails(type="extra_forbidden", loc=(*location, refused), input=None)
+        items = ((key, getattr(value, key)) for key in allowed)
+    elif isinstance(value, Path):
+        yield InitErrorDetails(type=_HOST_PATH, loc=location, input=str(value))
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, Collection) and not isinstance(value, str):
+        items = enumerate(value)
+    for key, item in items:
+        yield from _refusals(item, (*location, key))
 
 
 # -- parsing --------------------------------------------------------------
@@ -122,7 +163,7 @@ def parse(text: bytes) -> SubmittedPlan:
     try:
         plan = SubmittedPlan.model_validate(document)
     except ValidationError as error:
-        raise Unprocessable(explain(error, SubmittedPlan), SEE) from error
+        raise Unprocessable(explain(error, SubmittedPlan, allowed_keys), SEE) from error
     check_metric(plan.accuracy.metric)
     return plan
 
@@ -157,29 +198,14 @@ def _check_form(text: str) -> None:
 
 def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Settings) -> Plan:
     """Convert to a plan over the uploaded files. An archive is unpacked beside them."""
-    document = submitted.model_dump(
-        mode="json",
-        exclude={
-            "architecture",
-            "classes",
-            "inputs",
-            "outputs",
-            "data",
-            "accuracy",
-            "simplify",
-            "tensorrt",
-        },
-    )
-    document |= {
+    sections = {key: value for key, value in submitted if key in Plan.model_fields}
+    sections |= {
         "name": submitted.name or _name_of(parts["model"].filename),
         "model": _model(submitted, parts["model"], settings),
-        "data": {role: _data(role, submitted, parts) for role in DATA},
-        "accuracy": submitted.accuracy.model_dump(mode="json"),
-        "simplify": submitted.simplify.model_dump(mode="json"),
-        "tensorrt": submitted.tensorrt.model_dump(mode="json"),
+        "data": {role: _data(role, submitted, parts) for role in DataConfig.model_fields},
     }
     try:
-        return Plan.model_validate(document)
+        return Plan.model_validate(sections)
     except ValidationError as error:
         raise Unprocessable(explain(error, Plan), SEE) from error
 
@@ -196,18 +222,14 @@ def _data(role: str, submitted: SubmittedPlan, parts: Mapping[str, Part]) -> obj
     """
     if part := parts.get(role):
         return str(_named(part, ".npz"))
-    generated = getattr(submitted.data, role, None)
-    return generated.model_dump(mode="json") if generated else None
+    return getattr(submitted.data, role)
 
 
 def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str, Any]:
     """Return the plan's `model` section for the uploaded file, by its content as well as its
     name.
     """
-    shape = {
-        "inputs": [spec.model_dump(mode="json") for spec in submitted.inputs],
-        "outputs": list(submitted.outputs),
-    }
+    shape = {"inputs": submitted.inputs, "outputs": submitted.outputs}
     name = part.filename.lower()
     if name.endswith(PICKLES):
         if name.endswith(".pt2") and settings.allow_code:

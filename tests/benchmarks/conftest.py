@@ -20,11 +20,10 @@ GPU = (
     "gpu.rows",
     "gpu.tactics",
     "gpu.torch_peers",
-    "pages.gpu_model_tables",
+    "pages.gpu_model_rows",
 )
 SERVING = (
     "common",
-    "pages.serving_tables",
     "serving.client",
     "serving.crucible",
     "serving.figures",
@@ -36,22 +35,6 @@ SERVING = (
     "serving.serving",
     "serving.setups",
     "serving.soak",
-)
-PAGES = (
-    "common",
-    "cpu.pitfalls",
-    "cpu.resnet50",
-    "gpu.tensorrt_compile",
-    "pages.accuracy_tables",
-    "pages.figures",
-    "pages.gpu_drawings",
-    "pages.gpu_model_tables",
-    "pages.gpu_tables",
-    "pages.image_tables",
-    "pages.serving_tables",
-    "pages.tables",
-    "run_all",
-    "serving.json_beside_binary",
 )
 
 
@@ -72,9 +55,3 @@ def gpu() -> dict[str, ModuleType]:
 def bench() -> dict[str, ModuleType]:
     """The benchmarks of serving, what they share, and their tables."""
     return modules(SERVING)
-
-
-@pytest.fixture
-def scripts() -> dict[str, ModuleType]:
-    """The generators of pages, and benchmarks whose rows they show."""
-    return modules(PAGES)

@@ -6,13 +6,20 @@ import re
 import shlex
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
 
 from benchmarks.__main__ import BENCHMARKS
-from pipeline.core import CalibrationMethod, Precision, Recipe, Target
+from benchmarks.common import beside
+from benchmarks.cpu import pitfalls, resnet50
+from benchmarks.gpu import tensorrt_compile
+from benchmarks.pages import accuracy, gpu_drawings, tensorrt_rows, torch_comparison, write
+from benchmarks.pages.render import load_results, render
+from benchmarks.run_all import NAMES
+from benchmarks.serving import json_beside_binary
+from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe, Target
 from pipeline.results.report import Bound, Report
 from tests.builders.report import proven_report
 
@@ -27,31 +34,29 @@ H200 = Target(
 
 
 @pytest.fixture
-def h200(scripts: dict[str, ModuleType], tmp_path: Path) -> Path:
+def h200(tmp_path: Path) -> Path:
     """Results as `tensorrt_compile.py` writes them: two parts of one model, each run a second
     time.
     """
-    bench, folder = scripts["tensorrt_compile"], tmp_path / "results"
+    folder = tmp_path / "results"
     refused = [
         {"candidate": "tensorrt fp8 modelopt", "state": "refused", "reason": "fp8 needs | sm_89"}
     ]
     for _ in range(2):
         for group, report in (("float", proven_report()), ("other", None)):
-            rows = [*bench.rows_from_report(report), *refused] if report else refused
+            rows = [*tensorrt_compile.rows_from_report(report), *refused] if report else refused
             part = {
                 "created": "2026-11-21T20:00:00+00:00",
                 "winner": "x",
                 "verdict": "accepted",
                 "rows": rows,
             }
-            bench.add_part(folder / "tensorrt_digits.json", "digits", group, part, H200)
+            tensorrt_compile.add_part(folder / "tensorrt_digits.json", "digits", group, part, H200)
     return folder
 
 
-def test_work_beside_a_measurement_goes_on_and_its_failure_is_told(
-    scripts: dict[str, ModuleType],
-) -> None:
-    beside, calls, twice = scripts["common"].beside, list[int](), threading.Event()
+def test_work_beside_a_measurement_goes_on_and_its_failure_is_told() -> None:
+    calls, twice = list[int](), threading.Event()
 
     def work() -> None:
         calls.append(1)
@@ -71,13 +76,22 @@ def test_work_beside_a_measurement_goes_on_and_its_failure_is_told(
     assert len(calls) == count
 
 
-def test_the_pages_are_in_step_with_the_results(scripts: dict[str, ModuleType]) -> None:
-    tables = scripts["tables"]
-    for file, text in tables.pages().items():
+def test_the_pages_are_in_step_with_the_results() -> None:
+    for file, text in write.pages().items():
         assert text == file.read_text(encoding="utf-8"), "run: python -m benchmarks pages"
-    for drawing in tables.drawings():
+    for drawing in write.drawings():
         assert drawing.is_current(), "run: python -m benchmarks pages"
         assert (ROOT / "docs" / drawing.name).stat().st_size < 200_000
+
+
+def test_a_page_without_the_marks_of_a_part_is_refused() -> None:
+    mark = "<!-- {0}: from here on written by x -->\n{1}<!-- {0}: written by x up to here -->\n"
+    old, new, other = mark.format("a", "old\n"), mark.format("a", "new\n"), mark.format("b", "")
+    replace = write.with_parts_of
+    assert replace(f"before\n{old}after\n", new) == f"before\n{new}after\n"
+    for page, rendered in ((old, new + other), (old + other, new)):
+        with pytest.raises(ValueError, match=r"the template has the parts \['a'"):
+            replace(page, rendered)
 
 
 def test_every_result_holds_its_environment_and_its_targets() -> None:
@@ -99,42 +113,37 @@ def test_every_result_holds_its_environment_and_its_targets() -> None:
         assert document["targets"], file
 
 
-def test_make_bench_runs_what_the_pages_show(scripts: dict[str, ModuleType]) -> None:
-    run, shown = (
-        set(scripts["run_all"].NAMES),
-        {name for name in scripts["tables"].SECTIONS if not name.endswith("_gpu")},
-    )
-    assert shown <= run
-    assert all(
-        name in BENCHMARKS and (ROOT / "benchmarks" / "results" / f"{name}.json").is_file()
-        for name in run
-    )
+def test_make_bench_runs_what_the_pages_show() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    command = r"^Repeat it with `.venv/bin/python -m benchmarks (\w+)`\.$"
+    assert {"resnet50", "peak"} <= set(re.findall(command, page, re.MULTILINE)) <= set(NAMES)
+    results = ROOT / "benchmarks" / "results"
+    assert all(name in BENCHMARKS and (results / f"{name}.json").is_file() for name in NAMES)
 
 
-def test_the_page_of_figures_says_what_make_bench_runs(scripts: dict[str, ModuleType]) -> None:
-    head = scripts["tables"].page().partition("\n## ")[0]
+def test_the_page_of_figures_says_what_make_bench_runs() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    head = page.partition("\n## ")[0]
     listed = head.partition("one after another")[2].partition("\n\n")[0]
-    assert all(f"`{name}`" in listed for name in scripts["run_all"].NAMES)
+    assert all(f"`{name}`" in listed for name in NAMES)
 
 
-def test_every_part_on_the_page_of_figures_exists(scripts: dict[str, ModuleType]) -> None:
+def test_every_part_on_the_page_of_figures_exists() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     parts = re.findall(r'make bench-gpu PARTS="([^"]+)"', page)
     assert parts
     for part in parts:
-        assert scripts["tensorrt_compile"].parse_arguments(shlex.split(part)).parts
+        assert tensorrt_compile.parse_arguments(shlex.split(part)).parts
 
 
-def test_one_lucky_round_beside_long_json_does_not_meet_the_target(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_one_lucky_round_beside_long_json_does_not_meet_the_target() -> None:
     rises = {(1.0, 9.0, 2.0): True, (1.0, 9.0, 6.0): False, (5.0, 5.0, 9.0): True}
     for rounds, met in rises.items():
         rows = [{"p99 alone ms": 10.0, "p99 beside JSON ms": 10.0 + rise} for rise in rounds]
-        assert list(scripts["json_beside_binary"].targets_of(rows).values()) == [met]
+        assert list(json_beside_binary.targets_of(rows).values()) == [met]
 
 
-def test_noise_does_not_pass_for_a_mistake_that_is_seen(scripts: dict[str, ModuleType]) -> None:
+def test_noise_does_not_pass_for_a_mistake_that_is_seen() -> None:
     names = ("one after the other", "two at once", "cold caches", "peak memory of a child")
 
     def visible(*figures: tuple[float, float]) -> list[bool]:
@@ -142,7 +151,7 @@ def test_noise_does_not_pass_for_a_mistake_that_is_seen(scripts: dict[str, Modul
             {"mistake": name, "careless": more, "careful": less}
             for name, (more, less) in zip(names, figures, strict=True)
         ]
-        return list(scripts["pitfalls"].targets_of(rows).values())
+        return list(pitfalls.targets_of(rows).values())
 
     assert visible((12.0, 8.0), (200.0, 100.0), (107.0, 100.0), (400.0, 50.0)) == [
         True,
@@ -158,7 +167,7 @@ def test_noise_does_not_pass_for_a_mistake_that_is_seen(scripts: dict[str, Modul
     ]
 
 
-def test_committed_results_of_gpu_tests_are_whole_and_green(scripts: dict[str, ModuleType]) -> None:
+def test_committed_results_of_gpu_tests_are_whole_and_green() -> None:
     documents = [
         json.loads(file.read_text(encoding="utf-8"))
         for file in (ROOT / "tests" / "gpu" / "results").glob("*.json")
@@ -168,26 +177,14 @@ def test_committed_results_of_gpu_tests_are_whole_and_green(scripts: dict[str, M
         document["finished"] and document["gpus"] and document["environment"]["python"]
         for document in documents
     )
-    tables = scripts["gpu_tables"]
     last = {
-        test: tables.last_of(outcomes)
-        for test, outcomes in tables.outcomes_by_test(documents).items()
+        test: tensorrt_rows.last_of(outcomes)
+        for test, outcomes in tensorrt_rows.outcomes_by_test(documents).items()
     }
     assert {test for test, outcome in last.items() if outcome not in ("passed", "skipped")} == set()
 
 
-def test_without_results_of_a_gpu_the_pages_say_nothing_of_it(
-    scripts: dict[str, ModuleType], tmp_path: Path
-) -> None:
-    tables = scripts["gpu_tables"]
-    assert tables.documents(tmp_path) == {}
-    assert tables.speed_section({}) == tables.accuracy_section({}) == []
-
-
-def test_the_table_of_images_shows_what_was_measured_and_nothing_else(
-    scripts: dict[str, ModuleType],
-) -> None:
-    section = scripts["image_tables"].images_section
+def test_the_table_of_images_shows_what_was_measured_and_nothing_else() -> None:
     base = {
         "image": "base",
         "serves": None,
@@ -212,17 +209,14 @@ def test_the_table_of_images_shows_what_was_measured_and_nothing_else(
         "rows": [base, serve],
         "environment": {"cpu": "AMD EPYC", "cores": 2, "load_1min": 0.5},
     }
-    text = "\n".join(section(document))
+    text = render("deploy.md.j2", {"image_size": document})
     assert "the median of 5 starts" in text
     assert "| base |  | 176 MB | 74 MB |  |  |" in text
     assert "| serve | one model | 176 MB | 74 MB | 2.50 s (2.25 to 3.00) | 113 MB |" in text
-    assert text.endswith("2026-11-22, AMD EPYC, 2 cores, a load of 0.5 at the end.")
-    assert section(None) == []
+    assert "2026-11-22, AMD EPYC, 2 cores, a load of 0.5 at the end." in text
 
 
-def test_a_part_that_runs_again_takes_the_place_of_its_rows(
-    scripts: dict[str, ModuleType], h200: Path
-) -> None:
+def test_a_part_that_runs_again_takes_the_place_of_its_rows(h200: Path) -> None:
     document = json.loads((h200 / "tensorrt_digits.json").read_text())
     report = proven_report()
     assert [row["part"] for row in document["rows"]].count("other") == 1
@@ -243,9 +237,7 @@ def test_a_part_that_runs_again_takes_the_place_of_its_rows(
             assert sum(row["time_share"].values()) == pytest.approx(1, abs=1e-3)
 
 
-def test_a_candidate_without_an_answer_misses_its_target(
-    scripts: dict[str, ModuleType], h200: Path
-) -> None:
+def test_a_candidate_without_an_answer_misses_its_target(h200: Path) -> None:
     document = json.loads((h200 / "tensorrt_digits.json").read_text())
     answered = {
         row["candidate"]: row.get("cosine") is not None
@@ -264,121 +256,109 @@ def test_a_candidate_without_an_answer_misses_its_target(
     assert set(answered.values()) == {True, False}
 
 
-def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(
-    scripts: dict[str, ModuleType], h200: Path, tmp_path: Path
-) -> None:
-    tables, report = scripts["gpu_tables"], proven_report()
-    tests = tmp_path / "tests"
-    tests.mkdir()
-    ran = {
-        "gpus": [{"name": "NVIDIA H200"}],
-        "tests": [
-            {
-                "test": f"tests/test_a.py::test_{number}",
-                "outcome": "passed" if number < 3 else "failed",
-            }
-            for number in range(5)
-        ],
-        "created": "2026-11-21T08",
-        "seconds": 240.3,
-        "tensorrt": "10.6.0",
-        "revision": "82dfba75f031338f",
-    }
-    (tests / "h200.json").write_text(json.dumps(ran))
-    documents = tables.documents(h200)
-    speed, accuracy = (
-        "\n".join(tables.speed_section(documents, tests)),
-        "\n".join(tables.accuracy_section(documents)),
+def part_of_gpu_tests(outcomes: dict[str, str], **more: Any) -> dict[str, Any]:
+    tests = [
+        {"test": f"tests/test_a.py::{name}", "outcome": each} for name, each in outcomes.items()
+    ]
+    return {"gpus": [{"name": "NVIDIA H200"}], "tensorrt": "10.6.0", "tests": tests, **more}
+
+
+def test_of_a_test_in_several_parts_the_last_run_counts(h200: Path) -> None:
+    first = part_of_gpu_tests(
+        {"test_1": "passed", "test_2": "passed", "test_3": "failed", "test_4": "failed"},
+        created="2026-11-21T08",
+        seconds=240.3,
+        revision="82dfba75f031338f",
     )
+    second = part_of_gpu_tests(
+        {"test_3": "passed"}, created="2026-11-21T09", seconds=300.0, revision="90d73fdd7451"
+    )
+    results = load_results(h200)
+    alone = render("sections/tensorrt.md.j2", {**results, "gpu_tests": [first]})
+    assert (
+        "on NVIDIA H200 with TensorRT 10.6.0: 2 passed, 2 failed (2026-11-21; 4 min in all)."
+        " Failed: `test_3`. Failed: `test_4`.\n" in alone
+    )
+    in_parts = render("sections/tensorrt.md.j2", {**results, "gpu_tests": [first, second]})
+    assert (
+        "10.6.0 in 2 parts (1 at 82dfba7, 1 at 90d73fd): 3 passed, 1 failed (2026-11-21; 9 min in"
+        " all). 1 of those that passed had failed in an earlier part. Failed: `test_4`.\n"
+        in in_parts
+    )
+
+
+def test_the_tables_show_every_candidate_of_a_gpu_with_its_figures(h200: Path) -> None:
+    results = load_results(h200)
+    speed = render("sections/tensorrt.md.j2", results)
+    drops = render("sections/gpu_accuracy.md.j2", results)
     assert speed.startswith("## TensorRT on H200 GPUs")
-    assert (
-        "on NVIDIA H200 with TensorRT 10.6.0: 3 passed, 2 failed (2026-11-21; 4 min in all)."
-        " Failed: `test_3`. Failed: `test_4`." in speed
-    )
-    alone = {
-        "created": "2026-11-21T09",
-        "seconds": 300.0,
-        "revision": "90d73fdd7451",
-        "tests": [{"test": "tests/test_a.py::test_3", "outcome": "passed"}],
-    }
-    (tests / "h200_alone.json").write_text(json.dumps({**ran, **alone}))
-    in_parts = "\n".join(tables.speed_section(documents, tests))
-    assert (
-        "10.6.0 in 2 parts (1 at 82dfba7, 1 at 90d73fd): 4 passed, 1 failed (2026-11-21; 9 min in"
-        " all)." in in_parts
-    )
-    assert " 1 of those that passed had failed in an earlier part." in in_parts
-    assert "Failed: `test_4`." in in_parts
-    assert "`test_3`" not in in_parts
     assert "fp8 needs \\| sm_89" in speed
-    assert "driver 580.159.04, TensorRT 10.6.0" in accuracy
-    for text in (speed, accuracy):
-        lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert "driver 580.159.04, TensorRT 10.6.0" in drops
+    assert "| +0.0033 (-0.0034 to +0.0100) | 0.99620 |" in drops
+    for text in (speed, drops):
         for block in text.split("\n\n"):
             rows = [line.replace("\\|", "") for line in block.splitlines() if line.startswith("|")]
             assert len({row.count("|") for row in rows}) <= 1
-        assert all(
-            any(line.startswith(f"| {candidate.label} |") for line in lines)
-            for candidate in report.candidates
-        )
-    assert "| +0.0033 (-0.0034 to +0.0100) | 0.99620 |" in accuracy
+        for candidate in proven_report().candidates:
+            assert f"\n| {candidate.label} |" in text
 
 
-def test_the_choice_of_crucible_is_told_in_a_sentence(
-    scripts: dict[str, ModuleType], tmp_path: Path
-) -> None:
-    bench, report = scripts["tensorrt_compile"], proven_report()
+def test_the_choice_of_crucible_is_told_in_a_sentence(tmp_path: Path) -> None:
+    report = proven_report()
     part = {
         "created": "2026-11-21T20:00:00+00:00",
         "winner": report.winner,
         "verdict": report.verdict,
-        "rows": bench.rows_from_report(report),
+        "rows": tensorrt_compile.rows_from_report(report),
     }
-    document = bench.add_part(tmp_path / "tensorrt_resnet50.json", "resnet50", "choice", part, H200)
+    file = tmp_path / "tensorrt_resnet50.json"
+    document = tensorrt_compile.add_part(file, "resnet50", "choice", part, H200)
     assert document["targets"]["Crucible chose among its own candidates"]
-    text = "\n".join(
-        scripts["gpu_tables"].speed_section(
-            scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"
-        )
-    )
+    text = render("sections/tensorrt.md.j2", load_results(tmp_path))
     assert f"and chose **{report.winner}** ({report.verdict})" in text, text
 
 
-def test_a_part_that_failed_is_said_in_the_table(
-    scripts: dict[str, ModuleType], tmp_path: Path
+@pytest.mark.parametrize(("code", "build_s"), [(None, 9.5), (NoteCode.GPU_SHARED, None)])
+def test_a_build_beside_another_process_has_no_time(
+    code: NoteCode | None, build_s: float | None
 ) -> None:
+    report = proven_report()
+    note = Note(stage="build", text="timing cache not filled", code=code)
+    candidate = report.candidates[0].model_copy(update={"notes": (note,)})
+    step = report.steps[0].model_copy(
+        update={"stage": "build", "subject": candidate.label, "seconds": 9.5}
+    )
+    report = report.model_copy(update={"steps": (step,)})
+    row = tensorrt_compile.row_from_candidate(candidate, report)
+    assert row["build_s"] == build_s
+
+
+def test_a_part_that_failed_is_said_in_the_table(tmp_path: Path) -> None:
     part = {"created": "2026-11-21T20:00:00+00:00", "failed": "stopped after 540 s", "rows": []}
-    document = scripts["tensorrt_compile"].add_part(
-        tmp_path / "tensorrt_minilm.json", "minilm", "int8", part, H200
-    )
+    file = tmp_path / "tensorrt_minilm.json"
+    document = tensorrt_compile.add_part(file, "minilm", "int8", part, H200)
     assert document["targets"] == {"the part `float` ran": False, "the part `int8` ran": False}
-    text = "\n".join(
-        scripts["gpu_tables"].speed_section(
-            scripts["gpu_tables"].documents(tmp_path), tmp_path / "none"
-        )
-    )
+    text = render("sections/tensorrt.md.j2", load_results(tmp_path))
     assert "**failed**: part `int8`: stopped after 540 s" in text
 
 
-def test_every_candidate_of_every_part_is_one_that_this_gpu_can_build(
-    scripts: dict[str, ModuleType],
-) -> None:
-    bench = scripts["tensorrt_compile"]
-    for model, groups in bench.PARTS.items():
+def test_every_candidate_of_every_part_is_one_that_this_gpu_can_build() -> None:
+    for model, groups in tensorrt_compile.PARTS.items():
         for options in groups.values():
-            candidates, refused = bench.possible(ROOT / "configs" / f"{model}.yaml", options, H200)
+            plan = ROOT / "configs" / f"{model}.yaml"
+            candidates, refused = tensorrt_compile.possible(plan, options, H200)
             assert len(candidates) == len(options)
             assert refused == []
     older = H200.model_copy(update={"compute_capability": "7.5"})
-    _, refused = bench.possible(
-        ROOT / "configs" / "digits.yaml", bench.PARTS["digits"]["other"], older
+    _, refused = tensorrt_compile.possible(
+        ROOT / "configs" / "digits.yaml", tensorrt_compile.PARTS["digits"]["other"], older
     )
     assert [row["state"] for row in refused] == ["refused", "refused"]
     assert "8.9" in refused[0]["reason"]
 
 
-def test_parts_are_named_by_model_and_group(scripts: dict[str, ModuleType]) -> None:
-    parts_of = scripts["tensorrt_compile"].parts_of
+def test_parts_are_named_by_model_and_group() -> None:
+    parts_of = tensorrt_compile.parts_of
     assert parts_of("digits/int8") == [("digits", "int8")]
     assert parts_of("resnet50") == [
         ("resnet50", group) for group in ("float", "int8", "other", "choice")
@@ -449,22 +429,17 @@ def draws() -> dict[str, object]:
     return calibration(few | many)
 
 
-def test_the_spread_of_draws_and_the_bits_of_weights_are_told(
-    scripts: dict[str, ModuleType], draws: dict[str, object]
-) -> None:
-    lines = scripts["accuracy_tables"].calibration_section(draws)
-    assert (
-        "| digits | entropy | 0.003 (0.002 to 0.004) | 0.001 | +0.0040 cosine | 3 of 3 |" in lines
-    )
-    assert "| minilm | minmax | 0.001 | +0.0010 | yes | 0.02 | +0.0200 | no |" in lines
-    assert any("7-bit weights" in line for line in lines)
+def test_the_spread_of_draws_and_the_bits_of_weights_are_told(draws: dict[str, object]) -> None:
+    text = render("sections/calibration.md.j2", {"calibration": draws})
+    assert "| digits | entropy | 0.003 (0.002 to 0.004) | 0.001 | +0.0040 cosine | 3 of 3 |" in text
+    assert "| minilm | minmax | 0.001 | +0.0010 | yes | 0.02 | +0.0200 | no |" in text
+    assert "7-bit weights" in text
 
 
 def test_the_figure_is_drawn_again_for_other_values_only(
-    scripts: dict[str, ModuleType], draws: dict[str, object], tmp_path: Path
+    draws: dict[str, object], tmp_path: Path
 ) -> None:
-    tables = scripts["accuracy_tables"]
-    drawing = tables.calibration_drawing(draws)
+    drawing = accuracy.calibration_drawing(draws)
     assert not drawing.is_current(tmp_path)
     drawn = drawing.write(tmp_path).read_text()
     assert drawing.is_current(tmp_path)
@@ -472,15 +447,12 @@ def test_the_figure_is_drawn_again_for_other_values_only(
         text in drawn
         for text in ("entropy", "calibration samples", "the plan's limit", "configs/minilm.yaml")
     )
-    assert not tables.calibration_drawing(
+    assert not accuracy.calibration_drawing(
         calibration({("digits", "entropy", 10, 0, 7): 0.5})
     ).is_current(tmp_path)
 
 
-def test_the_gpus_figures_show_every_engine_that_was_measured(
-    scripts: dict[str, ModuleType], tmp_path: Path
-) -> None:
-    drawings = scripts["gpu_drawings"]
+def test_the_gpus_figures_show_every_engine_that_was_measured(tmp_path: Path) -> None:
     timed: dict[str, Any] = {
         "ours fp16": {"wall_median_ms": 0.75, "device_median_ms": 0.5},
         "torch eager fp16": {"wall_median_ms": 2.25, "device_median_ms": 2.0},
@@ -500,10 +472,8 @@ def test_the_gpus_figures_show_every_engine_that_was_measured(
             "async_curve": {"entries": {"curve": curve}, "events_ms": 6.1},
         }
     }
-    (models, of_vit), (launches,) = (
-        drawings.models_drawings(document),
-        drawings.curve_drawing(document),
-    )
+    models, of_vit = gpu_drawings.models_drawings(document)
+    launches = gpu_drawings.curve_drawing(document)
     drawn = models.write(tmp_path).read_text()
     shown = ("ours fp16", "torch eager fp16", " 2.250", "bare fp16", "net_b32", "failed_b1")
     assert [drawn.count(text) for text in shown] == [3, 3, 3, 0, 1, 0]
@@ -515,13 +485,10 @@ def test_the_gpus_figures_show_every_engine_that_was_measured(
     assert "until the last call returns" in launches.write(tmp_path).read_text()
     assert models.is_current(tmp_path)
     timed["ours fp16"]["device_median_ms"] = 0.4
-    assert not drawings.models_drawings(document)[0].is_current(tmp_path)
-    assert drawings.models_drawings({}) == drawings.curve_drawing({}) == ()
+    assert not gpu_drawings.models_drawings(document)[0].is_current(tmp_path)
 
 
-def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape() -> None:
     times = {
         "pytorch eager fp32": 1.0,
         "openvino fp32": 4.0,
@@ -535,23 +502,19 @@ def test_int8_stands_beside_the_fastest_floats_of_its_backend_and_shape(
         for batch in (1, 2)
     ]
     document = {"rows": rows, "environment": {"cpu": "some CPU", "cores": 2}}
-    table = scripts["accuracy_tables"].int8_section({"resnet50": document})
-    assert table[2:] == [
+    pairs = accuracy.int8_pairs({"resnet50": document, "gpu_models": {"rows": {}}})
+    model, host, int8 = "resnet50", "some CPU, 2 cores", "openvino int8 nncf u8s8"
+    assert pairs == [
         (
-            "| resnet50 | some CPU, 2 cores | batch 1 | openvino int8 nncf u8s8 | 6 | openvino bf16"
-            " | 3 | 0.50 |"
-        ),
-        (
-            "| resnet50 | some CPU, 2 cores | batch 2 | openvino int8 nncf u8s8 | 12 | openvino"
-            " bf16 | 6 | 0.50 |"
-        ),
+            0.5,
+            (model, host, f"batch {batch}", int8, 6.0 * batch),
+            (model, host, f"batch {batch}", "openvino bf16", 3.0 * batch),
+        )
+        for batch in (1, 2)
     ]
-    assert scripts["accuracy_tables"].int8_section({}) == []
 
 
-def test_our_int8_of_the_gpus_models_stands_beside_our_floats(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_our_int8_of_the_gpus_models_stands_beside_our_floats() -> None:
     timed = {
         "ours int8": 0.25,
         "ours fp16": 0.5,
@@ -565,13 +528,18 @@ def test_our_int8_of_the_gpus_models_stands_beside_our_floats(
     target = {"device": "NVIDIA H200"}
     rows = {
         "cnn_b4": {"batch": 4, "entries": entries, "target": target},
-        "failed": {"batch": 4, "failed": "x"},
+        "failed": {"batch": 4, "failed": "x", "target": target},
         "async_curve": {"entries": {"curve": []}},
     }
-    document = {"rows": rows}
-    assert scripts["accuracy_tables"].int8_section({"gpu_models": document})[2:] == [
-        "| cnn_b4 | NVIDIA H200 | batch 4 | ours int8 | 0.25 | ours fp16 | 0.5 | 2.00 |",
-    ]
+    results = {"resnet50": {"rows": [], "environment": {"cpu": "", "cores": 2}}}
+    pairs = accuracy.int8_pairs({**results, "gpu_models": {"rows": rows}})
+    at = ("cnn_b4", "NVIDIA H200", "batch 4")
+    assert pairs == [(2.0, (*at, "ours int8", 0.25), (*at, "ours fp16", 0.5))]
+
+
+GPU_HOST = "NVIDIA H200, driver 580, TensorRT 10.6.0"
+CPU_HOST = "some CPU, 12 cores, Python 3.12, torch 2.11"
+TIMINGS = "tensorrt.timing_iterations"
 
 
 def gpu_row(times: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any]:
@@ -582,18 +550,11 @@ def gpu_row(times: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any
     }
     host = {"cpu": "some CPU", "cores": 12, "python": "3.12", "packages": {"torch": "2.11"}}
     target = {"device": "NVIDIA H200", "driver": "580", "version": "10.6.0"}
-    return {
-        "entries": entries,
-        "environment": host,
-        "target": target,
-        "created": "2026-11-22T08:00:00+00:00",
-        **more,
-    }
+    row = {"entries": entries, "environment": host, "target": target}
+    return {**row, "created": "2026-11-22T08:00:00+00:00", **more}
 
 
-def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best() -> None:
     """The fastest on the GPU is not the fastest end to end, on either side."""
     torch = {
         "torch compile fp16": (4.5, 2.5),
@@ -609,7 +570,8 @@ def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
     row = gpu_row(torch | ours, overrides=["tensorrt.timing_iterations=2"])
     row["entries"]["ours fp8"] = {"failed": "x"}
     row["entries"]["torch compile fp16"]["mode"] = "reduce-overhead"
-    text = "\n".join(scripts["gpu_model_tables"].fastest_section({"rows": {"resnet50_b64": row}}))
+    results = {"gpu_models": {"rows": {"resnet50_b64": row}}}
+    text = render("sections/torch_comparison.md.j2", results)
     line = (
         "| ResNet-50, batch 64 | 4.500 / 2.500 (compile fp16, reduce-overhead) | 6.000 / 1.500 |"
         " 0.75 / 1.67 |"
@@ -626,18 +588,15 @@ def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best(
     assert "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, Python 3.12, torch 2.11." in text
 
 
-def test_of_models_with_attention_plain_attention_is_the_default(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_of_models_with_attention_plain_attention_is_the_default() -> None:
     times = {
         "torch graph fp16": (2.0, 2.0),
         "ours fp16": (0.5, 0.5),
         "ours fp16 surgery": (1.0, 1.0),
         "ours fp16 folded": (0.4, 0.4),
     }
-    text = "\n".join(
-        scripts["gpu_model_tables"].fastest_section({"rows": {"vit_b1": gpu_row(times)}})
-    )
+    results = {"gpu_models": {"rows": {"vit_b1": gpu_row(times)}}}
+    text = render("sections/torch_comparison.md.j2", results)
     assert (
         "| 1.000 / 1.000 | 2.00 / 2.00 | 1.000 / 1.000 (fp16) | 2.00 / 2.00 | 8 times | 12 |"
         in text
@@ -649,9 +608,7 @@ def test_of_models_with_attention_plain_attention_is_the_default(
     assert "slower" not in text
 
 
-def test_of_several_rows_the_one_nearest_to_the_default_settings_counts(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_of_several_rows_the_one_nearest_to_the_default_settings_counts() -> None:
     times = {"torch graph fp16": (2.0, 2.0), "ours fp16": (1.0, 1.0)}
     rows = {
         "resnet50_b1": gpu_row(times, overrides=["tensorrt.timing_iterations=2"]),
@@ -665,40 +622,47 @@ def test_of_several_rows_the_one_nearest_to_the_default_settings_counts(
         "vit_b1": {"failed": "x"},
         "async_curve": {"entries": {"events_ms": 0.5}},
     }
-    (comparison,) = scripts["gpu_model_tables"].comparisons({"rows": rows})
+    (comparison,) = torch_comparison.comparisons({"rows": rows})
     assert (comparison.heading, comparison.usual[0].wall_ms) == ("resnet50_b1: fp16", 0.5)
-    assert scripts["gpu_model_tables"].fastest_section({}) == []
 
 
-def test_a_row_says_in_words_what_is_not_the_default(scripts: dict[str, ModuleType]) -> None:
-    words = scripts["gpu_model_tables"].settings_text
-    assert words(["tensorrt.timing_iterations=8", "simplify.plain_attention=true"]) == []
-    assert words(["tensorrt.timing_iterations=2"]) == [
-        "each kernel timed 2 times, not 8 as by default"
-    ]
-    assert words(["export.exporter=torchscript", "a.b=1"]) == [
-        "exported by `torchscript`, which is not the default",
-        "`a.b=1`",
-    ]
+@pytest.mark.parametrize(
+    ("changes", "settings", "host"),
+    [
+        ({}, "", CPU_HOST),
+        ({"environment_source": "of another row"}, "", f"{CPU_HOST} (of another row)"),
+        ({"environment": {"cores": 10}}, "", "10 cores, CPU and packages not recorded"),
+        ({"environment": None}, "", "cores not recorded, CPU and packages not recorded"),
+        ({"overrides": [f"{TIMINGS}=8", "simplify.plain_attention=true"]}, "", CPU_HOST),
+        (
+            {"overrides": [f"{TIMINGS}=2", "export.exporter=torchscript", "a.b=1"]},
+            "; each kernel timed 2 times, not 8 as by default; exported by `torchscript`, which is"
+            " not the default; `a.b=1`",
+            CPU_HOST,
+        ),
+    ],
+)
+def test_a_row_names_its_host_and_the_settings_that_are_not_the_default(
+    changes: dict[str, Any], settings: str, host: str
+) -> None:
+    row = gpu_row({}, targets=[], **changes)
+    text = render("sections/gpu_models.md.j2", {"gpu_models": {"rows": {"vit_b1": row}}})
+    assert text.splitlines()[-1] == f"2026-11-22{settings}. {GPU_HOST}; {host}."
 
 
-def test_what_was_not_recorded_of_a_host_is_said(scripts: dict[str, ModuleType]) -> None:
-    place, row = scripts["gpu_model_tables"].place_of, gpu_row({})
-    assert (
-        place(row)
-        == "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, 12 cores, Python 3.12, torch 2.11"
-    )
-    assert place({**row, "environment": {"cores": 10}}).endswith(
-        "; 10 cores, CPU and packages not recorded"
-    )
-    assert place({**row, "environment": None}).endswith(
-        "; cores not recorded, CPU and packages not recorded"
-    )
-    alike = "recorded with another row of the same commit"
-    assert place({**row, "environment_source": alike}).endswith(f"torch 2.11 ({alike})")
+def test_a_row_without_an_environment_is_refused() -> None:
+    row = gpu_row({}, targets=[])
+    del row["environment"]
+    with pytest.raises(UndefinedError, match="environment"):
+        render("sections/gpu_models.md.j2", {"gpu_models": {"rows": {"vit_b1": row}}})
 
 
-def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, ModuleType]) -> None:
+def test_a_missing_result_is_refused() -> None:
+    with pytest.raises(UndefinedError, match="gpu_models"):
+        render("sections/launch_queue.md.j2", {})
+
+
+def test_engines_of_few_bits_show_what_they_save_and_cost() -> None:
     row = {
         "engine": "a int4",
         "size_mb": 14.25,
@@ -721,51 +685,40 @@ def test_engines_of_few_bits_show_what_they_save_and_cost(scripts: dict[str, Mod
         "packages": dict.fromkeys(("onnxruntime", "openvino", "nncf"), "1"),
     }
     rows = [{**row, "passed": True, "reason": ""}, failed]
-    lines = scripts["accuracy_tables"].few_bits_section(
-        {"rows": rows, "created": "2026-11-22T", "environment": host}
-    )
-    assert lines[2:4] == [
+    result = {"rows": rows, "created": "2026-11-22T", "environment": host}
+    text = render("sections/few_bits.md.j2", {"few_bits": result})
+    assert text.splitlines()[2:4] == [
         "| a int4 | 14.2 | 0.9850 | +0.0150 (+0.0100 to +0.0200) | 0.9000 | yes |",
         "| b int4 | - | - | - | - | no: refused \\| here |",
     ]
 
 
-def test_how_far_processes_of_one_file_lie_apart_is_told_by_model(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_how_far_processes_of_one_file_lie_apart_is_told_by_model() -> None:
     rows = [
         {
             "model": "digits",
-            "low": 0.9,
-            "high": high,
-            "holds_1": high > 1,
+            "width_%": width,
+            "holds_1": width > 10,
             "processes_differ_%": apart,
         }
-        for high, apart in ((1.1, 2.0), (0.95, 4.0))
+        for width, apart in ((20.0, 2.0), (5.0, 4.0))
     ]
     host = {"cpu": "some CPU", "cores": 2, "load_1min": 0.25}
-    text = " ".join(
-        scripts["tables"].same_engine_lines(
-            {"rows": rows, "created": "2026-11-22T", "environment": host}
-        )
-    )
-    assert (
-        "on digits by 2 to 4 % (standard deviation), with intervals 5 to 20 % wide. 1 of 2"
-        " intervals held 1" in text
-    )
+    result = {"rows": rows, "created": "2026-11-22T", "environment": host}
+    text = render("sections/same_engine.md.j2", {"same_engine": result})
+    assert "on digits by 2 to 4 % (standard deviation), with intervals 5 to 20 % wide.\n" in text
+    assert "1 of 2 intervals held 1" in text
 
 
-def test_a_row_of_resnet50_says_its_rates_its_shares_and_what_binds_it(
-    scripts: dict[str, ModuleType],
-) -> None:
+def test_a_row_of_resnet50_says_its_rates_its_shares_and_what_binds_it() -> None:
     report = proven_report()
-    rows = scripts["resnet50"].rows_from_report(report)
+    rows = resnet50.rows_from_report(report)
     assert report.baseline is not None
     first = report.baseline.rows[0]
     bound = Bound(
         kind="compute", precision=Precision.FP32, share_of_peak_flops=0.5, why="x", next_step="y"
     )
-    rates = scripts["resnet50"].row_of(
+    rates = resnet50.row_of(
         report.baseline.model_copy(
             update={"rows": (first.model_copy(update={"bytes_per_s": 2e9, "bound": bound}),)}
         )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.pages.render import load_results, render
 from pipeline.compiler.context import open_context
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Recipe, Target, TensorSpec
 from pipeline.execution.stage_runner import Runner
@@ -446,7 +447,7 @@ def test_rows_that_were_measured_at_once_name_each_other(gpu: dict[str, ModuleTy
         "created": "2026-11-23T10:20:00+00:00",
         "seconds": 660.0,
     }
-    partners = gpu["gpu_model_tables"].rows_at_once(
+    partners = gpu["gpu_model_rows"].rows_at_once(
         {"rows": {"old": old, "part": part, "late": late, "failed": {}}}
     )
     assert partners == {"old": ("part", "late"), "part": ("old",), "late": ("old",)}
@@ -455,12 +456,7 @@ def test_rows_that_were_measured_at_once_name_each_other(gpu: dict[str, ModuleTy
 def test_the_page_shows_every_engine_with_its_figures(
     gpu: dict[str, ModuleType], tmp_path: Path
 ) -> None:
-    script, tables, file = (
-        gpu["gpu_models"],
-        gpu["gpu_model_tables"],
-        tmp_path / "gpu_models.json",
-    )
-    assert tables.models_section(tables.document(tmp_path)) == []
+    script, file = gpu["gpu_models"], tmp_path / "gpu_models.json"
     goal = {"text": "fast", "value": 2.5, "direction": "at least", "limit": 2.0, "reached": True}
     layers = {
         "time_share": {"fp16": 1.0},
@@ -525,8 +521,8 @@ def test_the_page_shows_every_engine_with_its_figures(
     }
     about = {"created": "1", "model": "resnet18", "shape": [1], "events_ms": 3.0}
     script.add_row(file, "async_curve", {**about, "entries": curve, "targets": []}, H200)
-    document = tables.document(tmp_path)
-    text = "\n".join(tables.models_section(document))
+    results = load_results(tmp_path)
+    text = render("sections/gpu_models.md.j2", results)
     assert (
         "### `vit_b1`\n\nViT-B/16, batch 1.\n\n```console\n$ python -m benchmarks gpu_models"
         " vit_b1\n```\n" in text
@@ -548,7 +544,7 @@ def test_the_page_shows_every_engine_with_its_figures(
     assert "- `ours fp16` is bound by compute: arithmetic \\| takes it" in text
     assert "reduce-overhead (too long in max-autotune), 60 s, 0 recompilations" in text
     assert "async_curve" not in text
-    curve_text = " ".join(tables.curve_section(document))
+    curve_text = render("sections/launch_queue.md.j2", results)
     assert "a clock around 1 calls without synchronisation says 1.30 ms" in curve_text
     assert (
         "50 calls take 3.000 ms each, and where every call ends with .cpu() 3.100 ms." in curve_text
@@ -562,11 +558,7 @@ def test_the_page_shows_every_engine_with_its_figures(
 def test_what_flexibility_costs_stands_beside_the_engine_of_the_one_shape(
     gpu: dict[str, ModuleType], tmp_path: Path
 ) -> None:
-    script, tables, file = (
-        gpu["gpu_models"],
-        gpu["gpu_model_tables"],
-        tmp_path / "gpu_models.json",
-    )
+    script, file = gpu["gpu_models"], tmp_path / "gpu_models.json"
     at = "at input_ids [1, 128], attention_mask [1, 128]"
     entries = {
         f"fixed, level 5 {at}": {**entry(0.41), "stable": True},
@@ -585,14 +577,14 @@ def test_what_flexibility_costs_stands_beside_the_engine_of_the_one_shape(
         {"created": "2026-11-21T20:00:00+00:00", "seconds": 9.0, "entries": entries, "targets": []},
         H200,
     )
-    document = tables.document(tmp_path)
-    text = "\n".join(tables.models_section(document))
+    results = load_results(tmp_path)
+    text = render("sections/gpu_models.md.j2", results)
     assert "| 1x128 | fixed | 1.000 | 0.400 | 1.000 | 20.0 | 2.0 | 1.5 |" in text
     assert "| 1x128 | fixed, level 5 | 1.000 | 0.410 | 1.025 | 20.0 | 2.0 | - |" in text
     assert "| 1x128 | sequence | 0.600 | 0.500 ~ | 1.250 | 20.0 | 2.0 | - |" in text
     assert "| 1x64 | sequence | 1.000 | 0.300 | - | 20.0 | 2.0 | - |" in text
     assert "- **failed**: level 9: no such \\| level" in text
-    drawn = tables.times_by_picture(document)
+    drawn = gpu["gpu_model_rows"].times_by_picture(results["gpu_models"])
     assert drawn == {
         "gpu_flexibility.svg": {
             "encoder at 1x128": {

@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.pages.render import load_results, render
+
 Bench = dict[str, ModuleType]
 DOUBLE = """
 import sys
@@ -76,17 +78,15 @@ def test_each_wire_is_asked_at_its_port_and_a_failure_is_kept(
 
 
 def test_the_page_tells_how_many_runs_ended_well(bench: Bench, tmp_path: Path) -> None:
-    tables, common = bench["serving_tables"], bench["common"]
-    assert tables.perf_analyzer_section(tables.document_of("perf_analyzer", tmp_path)) == []
     row = {"mode": "HTTP", "rows/s": 476.5, "note": ""}
-    common.publish(
+    bench["common"].publish(
         "perf_analyzer",
         [row, row | {"rows/s": None, "note": "no stream"}],
         {"a": True, "b": False},
         tmp_path,
         {"perf_analyzer": "2.60"},
     )
-    text = "\n".join(tables.perf_analyzer_section(tables.document_of("perf_analyzer", tmp_path)))
+    text = render("sections/perf_analyzer.md.j2", load_results(tmp_path))
     assert "| HTTP | 476.5 |  |" in text
     assert "| HTTP | - | no stream |" in text
     assert "1 of 2 runs ended without an error." in text

@@ -2,7 +2,6 @@
 becomes of it on the page.
 """
 
-import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -10,6 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from benchmarks.pages.render import load_results, render
 from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import BackendUnavailable
 from pipeline.host.gpu import find_gpus
@@ -186,21 +186,18 @@ def test_targets_are_about_an_engine_that_is_slow_enough(bench: Bench) -> None:
 def test_the_page_has_a_section_for_the_gpu_where_there_is_a_result(
     bench: Bench, tmp_path: Path
 ) -> None:
-    tables, common, setup = (
-        bench["serving_tables"],
-        bench["common"],
-        bench["setups"].SETUPS["tensorrt"],
-    )
-    assert tables.serving_gpu_section(tables.document_of(setup.document, tmp_path)) == []
-    common.publish(
+    setup = bench["setups"].SETUPS["tensorrt"]
+    bench["common"].publish(
         setup.document,
         rows(bench),
         {"a target": True},
         tmp_path,
         {"rounds": 3, "seconds": 4.0, **setup.described()},
     )
-    assert json.loads((tmp_path / "serving_gpu.json").read_text())["run"]["backend"] == "tensorrt"
-    text = "\n".join(tables.serving_gpu_section(tables.document_of(setup.document, tmp_path)))
+    result = load_results(tmp_path)["serving_gpu"]
+    assert result["run"]["backend"] == "tensorrt"
+    results = {"serving_gpu": result, "serving_gpu_overlap": result}
+    text = render("sections/serving_gpu.md.j2", results)
     assert "## Serving from a GPU" in text
     assert "| Crucible" in text
     assert "| direct Session batch 8 |" in text

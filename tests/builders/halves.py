@@ -108,7 +108,9 @@ class TellingHalves(Halves):
         super().__init__(name)
         self.as_called = as_called
 
-    def layers(self, engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:  # type: ignore[override]  # of Halves it is none
+    def layers(  # type: ignore[override]  # of Halves it is none
+        self, engine: Engine, feeds: Tensors, profile: int = 0
+    ) -> LayerTable:
         graph = onnx.shape_inference.infer_shapes(onnx.load(engine.path)).graph
         types = {
             value.name: value.type.tensor_type.elem_type

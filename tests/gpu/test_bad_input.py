@@ -130,7 +130,7 @@ def test_two_processes_build_on_one_gpu_and_both_end_right(tmp_path: Path) -> No
     overloaded = any("other work took" in note.text for note in again.notes)
     assert (
         timing_cache.read(
-            timing_cache.Timed(tensorrt_.probe(), TensorRTOptions().timing_iterations)
+            timing_cache.CacheScope(tensorrt_.probe(), TensorRTOptions().timing_iterations)
         )
         or overloaded
     )  # this build at least was alone, so its times are kept where the CPUs keep up

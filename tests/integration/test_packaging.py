@@ -132,8 +132,8 @@ async def answers():
     plain, of_grpc = Helpers(1), Helpers(1, "service.grpc.offload_worker")
     try:
         body = json.dumps({"inputs": {"x": [[1.5, 2.5]]}}).encode()
-        head, binary = await plain.ask("decode_json", [body], dtypes={"x": "float32"})
-        print(binary[head["header_length"]:].hex())
+        length, binary = await plain.ask("decode_json", [body], dtypes={"x": "float32"})
+        print(binary[length:].hex())
         messages = descriptors.names_of("grpc_service.proto")
         request = messages["ModelInferRequest"](model_name="tiny")
         tensor = request.inputs.add(name="x", datatype="FP32", shape=[1, 2])

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.core import Engine, Precision, Recipe, Target
 from pipeline.errors import UnsupportedError
-from pipeline.report.triton import ModelVersion, check_place
+from pipeline.report.triton import ModelVersion, check_target
 from tests.builders.cli import ONE_PROCESS, crucible
 from tests.pipeline.compiler.test_baselines import pytorch_task
 
@@ -49,6 +49,6 @@ def test_triton_is_not_given_a_program(tmp_path: Path) -> None:
         recipe=recipe,
         **nothing,
     )
-    with pytest.raises(UnsupportedError, match=r"\.pt2 packages, which nobody has tried") as caught:
-        check_place(engine, ModelVersion("net", 1), tmp_path)
+    with pytest.raises(UnsupportedError, match=r"\.pt2 packages, which was never tried") as caught:
+        check_target(engine, ModelVersion("net", 1), tmp_path)
     assert "crucible promote" in caught.value.next_step

@@ -31,7 +31,7 @@ from pipeline.backends.feed_checks import (
     unreadable,
 )
 from pipeline.backends.layer_timing import HostTimer
-from pipeline.backends.node_support import REMEDY, refused_nodes
+from pipeline.backends.node_support import refused_nodes
 from pipeline.backends.onnxruntime import layers as ort_layers
 from pipeline.core import (
     BuildOptions,
@@ -138,23 +138,8 @@ def gpu_providers() -> tuple[OrtProvider, ...]:
 def unsupported(
     model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
 ) -> tuple[Refusal, ...]:
-    """Return every node without a kernel, or with a kernel that refuses it.
-
-    The whole model is tried first: if it loads, there is no such node.
-    """
-    message = _load_error(str(model.path))
-    if not message:
-        return ()
-    refusals = refused_nodes(model, _load_error)
-    return refusals or (
-        Refusal(
-            node="(the whole model)",
-            operator="",
-            opset=model.opset,
-            reason=message,
-            remedy=REMEDY,
-        ),
-    )
+    """Return every node without a kernel, or with a kernel that refuses it."""
+    return refused_nodes(model, _load_error)
 
 
 def build(

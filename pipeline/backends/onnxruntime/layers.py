@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
@@ -38,7 +38,7 @@ from pipeline.core import Precision, Tensors
 from pipeline.errors import InternalError
 from pipeline.onnx_graph.files import read_proto
 from pipeline.onnx_graph.inspect import graphs_of
-from pipeline.results.layer_table import Layer, LayerTable
+from pipeline.results.layer_table import Evidence, Layer, LayerPrecision, LayerTable
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -251,7 +251,7 @@ def _dtypes_of(tensors: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 
 def precision_of(
     operator: str, inputs: Sequence[str], outputs: Sequence[str], level: int = 0
-) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
+) -> tuple[LayerPrecision, Evidence]:
     """Return the precision of a kernel and its evidence, by the rules above.
 
     `level` is the accuracy level of MatMulNBits.

@@ -34,7 +34,7 @@ from pipeline.backends.feed_checks import (
     unreadable,
 )
 from pipeline.backends.layer_timing import HostTimer
-from pipeline.backends.node_support import REMEDY, refused_nodes
+from pipeline.backends.node_support import refused_nodes
 from pipeline.backends.openvino import layers as openvino_layers
 from pipeline.backends.openvino.nncf import quantize_with_nncf as quantize_with_nncf
 from pipeline.core import (
@@ -99,29 +99,9 @@ def probe() -> Target:
 def unsupported(
     model: OnnxModel, target: Target, plugins: tuple[Path, ...] = ()
 ) -> tuple[Refusal, ...]:
-    """Return every node that OpenVINO cannot convert, or has no kernel for.
-
-    The whole model is tried first: if it converts, there is no such node.
-    """
-    ov = _library()
-    core = ov.Core()
-
-    def try_model(source: str | bytes) -> str:
-        return _load_error(core, source)
-
-    message = try_model(str(model.path))
-    if not message:
-        return ()
-    refusals = refused_nodes(model, try_model)
-    return refusals or (
-        Refusal(
-            node="(the whole model)",
-            operator="",
-            opset=model.opset,
-            reason=message,
-            remedy=REMEDY,
-        ),
-    )
+    """Return every node that OpenVINO cannot convert, or has no kernel for."""
+    core = _library().Core()
+    return refused_nodes(model, lambda source: _load_error(core, source))
 
 
 def build(

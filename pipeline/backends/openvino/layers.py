@@ -23,12 +23,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.backends.base import Session
 from pipeline.backends.layer_timing import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
 from pipeline.core import Precision, Tensors
-from pipeline.results.layer_table import Layer, LayerTable
+from pipeline.results.layer_table import Evidence, Layer, LayerPrecision, LayerTable
 
 MOVING = frozenset(
     {
@@ -231,9 +231,7 @@ def is_heavy(layer: RuntimeLayer, operators: Mapping[str, str]) -> bool:
     return layer.kind in HEAVY_LAYERS | FUSED_HEAVY
 
 
-def precision_of(
-    layer: RuntimeLayer, heavy: bool
-) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
+def precision_of(layer: RuntimeLayer, heavy: bool) -> tuple[LayerPrecision, Evidence]:
     """Return the precision of a layer and its evidence, by the rules above."""
     if layer.kind in MOVING:
         return "none", "none"

@@ -27,7 +27,6 @@ from pipeline.onnx_graph.files import EXTERNAL_ABOVE_BYTES
 if TYPE_CHECKING:
     import torch
 
-TRACED = "traced, "  # the prefix of notes from the tracer's warnings
 TORCHSCRIPT_NEWEST_OPSET = 20
 
 
@@ -81,9 +80,9 @@ def example_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...])
     for symbol in dict.fromkeys(symbol for spec in inputs for symbol in spec.symbols):
         ranges = [profile.dims[symbol] for profile in profiles]
         named = sorted({size for dim in ranges for size in (dim.min, dim.opt, dim.max)})
-        wanted = itertools.chain(named, range(named[0], named[-1] + 1), [2], itertools.count(3))
+        choices = itertools.chain(named, range(named[0], named[-1] + 1), [2], itertools.count(3))
         sizes[symbol] = next(
-            size for size in wanted if size not in taken and (size > 2 or size == 2 == named[-1])
+            size for size in choices if size not in taken and (size > 2 or size == 2 == named[-1])
         )
         taken.add(sizes[symbol])
     return sizes
@@ -257,12 +256,12 @@ def _quiet() -> Iterator[list[warnings.WarningMessage]]:
 
 def _tracer_warning(item: warnings.WarningMessage) -> str:
     place, text = f"{Path(item.filename).name}:{item.lineno}", str(item.message).partition(". ")[0]
-    if "Python boolean" in text:
+    if "Python boolean" in text:  # the tracer's warnings share one class
         text = (
             "a branch on a tensor's value or size; tracing keeps the one that its example took (use"
             " torch.where or torch.cond)"
         )
-    return f"{TRACED}{place}: {text}"
+    return f"traced, {place}: {text}"
 
 
 def reason_of(error: BaseException) -> str:

@@ -283,7 +283,7 @@ def call_module(
             for spec in source.inputs
         )
         advice = "check model.inputs (order, dtypes, shapes) and the ranges of the profiles"
-        if "same device" in str(error):
+        if "same device" in str(error):  # torch raises a plain RuntimeError
             advice = (
                 "its code creates tensors on the CPU: give them the device of an input, or"
                 f" {CPU_INSTEAD}"

@@ -266,9 +266,9 @@ def capture_sizes(inputs: tuple[TensorSpec, ...], profiles: tuple[Profile, ...])
         ranges = [profile.dims[symbol] for profile in profiles]
         largest = max(dim.max for dim in ranges)
         usual = [*(dim.opt for dim in ranges), *(dim.max for dim in ranges)]
-        wanted = itertools.chain(usual, range(3, largest), itertools.count(2))
+        choices = itertools.chain(usual, range(3, largest), itertools.count(2))
         least = 3 if largest > 2 else 2
-        free = (size for size in wanted if size >= least and size not in taken)
+        free = (size for size in choices if size >= least and size not in taken)
         if symbol not in sizes:
             sizes[symbol] = next(free)
             taken.add(sizes[symbol])
@@ -339,15 +339,17 @@ def _loaded_once(engine: Engine, progress: Progress) -> Engine:
 
 
 def cold_start_s(engine: Engine) -> float:
-    """Return the seconds of a new process until its first output, with only the engine's files."""
+    """Return the seconds of a new process until its first output, with only the engine's files.
+
+    Its temporary folder is its own: a package that crashes leaves its extracted files there.
+    """
     started = monotonic()
     with tempfile.TemporaryDirectory(prefix="crucible-cold-") as empty:
-        nothing = {CACHE_DIR: empty}
         with Child(
             first_answer,
             engine,
             name="cold start",
-            env=nothing,
+            env={CACHE_DIR: empty, "TMPDIR": empty},
             conversation=False,
         ) as child:
             child.result()

@@ -200,11 +200,10 @@ def _build(
         attached = timing_cache.attach(config, scope, device.gpu)
     plan = serialize(trt, parsed, config, progress)
     with listening(trt):
-        texts = timing_cache.keep(config, scope, attached, device.gpu)
+        cache_notes = timing_cache.keep(config, scope, attached, device.gpu)
     inputs = with_locations(model.inputs, parsed)
     # Users go before the objects that they use. Their memory is free before the GPU's lock is.
     del attached, config, calibrator, parsed
-    cache_notes = [Note(stage="build", text=text, level="info") for text in texts]
     return Built(plan, inputs, (*warnings_of(trt, model), *cache_notes))
 
 

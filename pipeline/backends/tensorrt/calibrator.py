@@ -40,7 +40,8 @@ from pipeline.core import (
     silent,
     sizes_from_shapes,
 )
-from pipeline.data.samples import Batch, CalibrationSet
+from pipeline.data.batch import Batch
+from pipeline.data.samples import CalibrationSet
 from pipeline.errors import CrucibleError, DataError, UnsupportedError
 from pipeline.onnx_graph.files import copy_model, onnx_model, read_proto
 from pipeline.plan.schema import CalibrationConfig

@@ -25,12 +25,12 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from pipeline.backends.layer_timing import TakesInputs, bound_sizes
 from pipeline.core import Precision, Tensors
 from pipeline.errors import InternalError
-from pipeline.results.layer_table import Layer, LayerTable
+from pipeline.results.layer_table import Evidence, Layer, LayerPrecision, LayerTable
 
 RUNS = 20
 WARMUP_RUNS = 5
@@ -61,7 +61,8 @@ _TYPE = r"(?:tf32|bf16|f16|f32|i8|s8|u8|e4m3|e5m2)"
 # xmma: inputs_[multiplied]added_output, f32f32_tf32f32_f32, or without the multiplied type,
 # f16f16_f32_f16; CUTLASS 3: a_b_added_c_d
 SIGNATURE = re.compile(
-    rf"_(?P<read>{_TYPE}){_TYPE}?_(?P<first>{_TYPE})(?P<second>(?:{_TYPE}|i32)?)_(?:{_TYPE}|i32)(?=_|$)"
+    rf"_(?P<read>{_TYPE}){_TYPE}?"
+    rf"_(?P<first>{_TYPE})(?P<second>(?:{_TYPE}|i32)?)_(?:{_TYPE}|i32)(?=_|$)"
 )
 MULTIPLIED = {
     "tf32": Precision.TF32,
@@ -282,7 +283,7 @@ def _dtypes(tensors: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 def precision_of(
     kind: str, tactic: str, inputs: Sequence[str], outputs: Sequence[str]
-) -> tuple[Precision | Literal["integer", "none", "unknown"], Literal["tactic", "types", "none"]]:
+) -> tuple[LayerPrecision, Evidence]:
     """Return the precision of a layer and its evidence, by the rules above.
 
     `inputs` and `outputs` are dtypes as in `Layer`.

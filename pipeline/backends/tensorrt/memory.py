@@ -62,8 +62,8 @@ def tensors_of(opened: Opened) -> tuple[tuple[Named, ...], tuple[Named, ...]]:
     reads. StoreError if the file holds the engine of another model.
     """
     engine, cuda_engine = opened.engine, opened.cuda_engine
-    found = [cuda_engine.get_tensor_name(index) for index in range(cuda_engine.num_io_tensors)]
-    input_names = {name for name in found if cuda_engine.get_tensor_mode(name).name == "INPUT"}
+    names = [cuda_engine.get_tensor_name(index) for index in range(cuda_engine.num_io_tensors)]
+    input_names = {name for name in names if cuda_engine.get_tensor_mode(name).name == "INPUT"}
     inputs: tuple[Named, ...] = ()
     for spec in engine.inputs:
         name = spec.name if spec.name in input_names else f"__{spec.name}"
@@ -71,14 +71,14 @@ def tensors_of(opened: Opened) -> tuple[tuple[Named, ...], tuple[Named, ...]]:
             inputs += ((spec, name),)
     outputs = tuple((spec, spec.name) for spec in engine.outputs)
     same_inputs = input_names == {name for _, name in inputs}
-    same_outputs = {*found} - input_names == {name for _, name in outputs}
+    same_outputs = {*names} - input_names == {name for _, name in outputs}
     has_more_profiles = cuda_engine.num_optimization_profiles > max(1, len(engine.profiles))
     if not same_inputs or not same_outputs or has_more_profiles:
         expected = ", ".join(spec.name for spec in (*engine.inputs, *engine.outputs))
         raise unreadable(
             engine,
             f"it is the engine of another model: expected inputs and outputs {expected}, found"
-            f" {', '.join(found)}",
+            f" {', '.join(names)}",
         )
     for spec, tensor in (*inputs, *outputs):
         dtype = cuda_engine.get_tensor_dtype(tensor).name

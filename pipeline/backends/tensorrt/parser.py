@@ -264,6 +264,7 @@ def _bodies(proto: onnx.ModelProto, index: int, parser: Any) -> Iterator[Refusal
 
 
 def _remedy(reason: str, operator: str) -> str:
+    # by TensorRT's text: it has no error code for a zero point or a missing plugin
     if "zero point" in reason:
         return "quantise to int8 with zero point 0 (activation: int8)"
     if re.search(r"\btypes?\b", reason):

@@ -36,10 +36,10 @@ from pipeline.quantization.lint.rules import TENSORRT
 
 
 def mend(proto: onnx.ModelProto, backend: str, rules: Collection[str] = ()) -> Counter[str]:
-    """Apply every fix for `backend` (of these rules only, if any are named), in place, until none
-    has anything left to do.
+    """Apply every fix for `backend` in place, until none applies.
 
-    Returns how often each was applied. Node names must be unique.
+    If rules are named, only their fixes are applied. Returns how often each was applied. Node names
+    must be unique.
     """
     counts: Counter[str] = Counter()
     for rule, (fix, backends) in FIXES.items():
@@ -52,8 +52,9 @@ def mend(proto: onnx.ModelProto, backend: str, rules: Collection[str] = ()) -> C
 
 
 def fold_norm(view: View) -> bool:
-    """A batch norm behind a quantised convolution becomes its bias, where the norm's factor only
-    undoes that of a division before it.
+    """Fold a batch norm behind a quantised convolution into its bias.
+
+    This is possible if the factor of the norm only cancels that of a division before it.
     """
     for node in view.weighted():
         bias = folded_bias(view, node)
@@ -70,7 +71,7 @@ def fold_norm(view: View) -> bool:
 
 
 def fold_weight(view: View) -> bool:
-    """The Q of a constant weight is computed now, as ONNX defines it."""
+    """Compute the Q of a constant weight, as ONNX defines it."""
     for dq in view.weights.values():
         q = view.makers.get(dq.input[0])
         if q is None or q.input[0] not in view.constants:
@@ -85,7 +86,7 @@ def fold_weight(view: View) -> bool:
 
 
 def _integers_of(view: View, q: onnx.NodeProto, scale: Scale) -> NDArray[np.generic]:
-    """What a Q makes of its constant."""
+    """Return the integers of a constant behind its Q."""
     values = numpy_helper.to_array(view.constants[q.input[0]]).astype(np.float32)
     attributes = {attribute.name: int(attribute.i) for attribute in q.attribute}
     zero = view.zero(q)
@@ -100,7 +101,7 @@ def _integers_of(view: View, q: onnx.NodeProto, scale: Scale) -> NDArray[np.gene
 
 
 def fold_bias(view: View) -> bool:
-    """A quantised bias becomes the floats that it stands for."""
+    """Replace a quantised bias by its floats."""
     for node in view.weighted():
         dq = view.weights.get(node.input[2]) if len(node.input) > 2 else None
         if dq is None:
@@ -120,8 +121,9 @@ def fold_bias(view: View) -> bool:
 
 
 def to_signed(view: View) -> bool:
-    """uint8 with zero point 128 becomes int8 with zero point 0, for all Q and DQ at once, since
-    they share tensors.
+    """Turn uint8 with zero point 128 into int8 with zero point 0.
+
+    All Q and DQ change at once, since they share tensors.
     """
     quantizers = [
         node
@@ -146,8 +148,9 @@ def to_signed(view: View) -> bool:
 
 
 def to_unsigned(view: View) -> bool:
-    """Where several operators read one, int8 activations become uint8 with 128 added to the zero
-    point, all at once; weights stay int8.
+    """Turn int8 activations that several operators read into uint8, with zero point + 128.
+
+    All change at once. Weights stay int8.
     """
     pairs = [
         pair
@@ -170,14 +173,14 @@ def to_unsigned(view: View) -> bool:
 
 
 def _is_shifted(view: View, node: onnx.NodeProto) -> bool:
-    """Whether this is a Q or DQ of uint8 with zero point 128."""
+    """Return True for a Q or DQ of uint8 with zero point 128."""
     if node.op_type not in QDQ or view.dtype(node) != "uint8":
         return False
     return bool((view.zero(node) == 128).all())
 
 
 def _shares_with_equals(view: View, node: onnx.NodeProto) -> bool:
-    """Whether all that share the integers of this Q or DQ are Q and DQ of the same kind."""
+    """Return True if only Q and DQ of the same kind share the integers of this Q or DQ."""
     name = node.output[0] if node.op_type == QDQ[0] else node.input[0]
     neighbours = list(view.readers[name])
     if name in view.makers:
@@ -188,7 +191,7 @@ def _shares_with_equals(view: View, node: onnx.NodeProto) -> bool:
 
 
 def pass_relu(view: View) -> bool:
-    """A pair between an operator and its Relu moves behind the Relu."""
+    """Move a pair between an operator and its Relu behind the Relu."""
     for node in view.weighted():
         for pair in view.pairs_on(node.output[0]):
             relu = next(iter(view.readers[pair.dq.output[0]]), None)
@@ -203,7 +206,7 @@ def pass_relu(view: View) -> bool:
 
 
 def drop_repeated(view: View) -> bool:
-    """A pair that changes nothing goes."""
+    """Remove a pair that changes nothing."""
     for name, pair in view.pairs.items():
         if repeated(view, pair) is not None and name not in view.outputs:
             for node in view.readers[name]:
@@ -215,7 +218,7 @@ def drop_repeated(view: View) -> bool:
 
 
 def share_q(view: View) -> bool:
-    """One Q for all that quantise a tensor alike."""
+    """Use one Q for all equal Q of a tensor."""
     for first, *others in equal_quantizers(view):
         for other in others:
             for node in view.readers[other.output[0]]:
@@ -227,8 +230,9 @@ def share_q(view: View) -> bool:
 
 
 def repeat_before(view: View) -> bool:
-    """The pair behind a Relu is written before it too, so that the convolution gives 8 bits and the
-    Relu alone runs in floats.
+    """Write the pair behind a Relu before it, too.
+
+    So the convolution returns 8 bits, and only the Relu runs in floats.
     """
     for _, relu, pair in relus_in_floats(view):
         if can_precede(view, relu, pair):
@@ -238,8 +242,9 @@ def repeat_before(view: View) -> bool:
 
 
 def repeat_behind(view: View) -> bool:
-    """The pair before what moves values is written behind it too, where a quantised operator reads
-    the moved values.
+    """Write the pair before an operator that moves values behind it, too.
+
+    The reader of the moved values must be quantised.
     """
     for node in view.weighted():
         for index, name in enumerate(node.input[:2]):
@@ -271,7 +276,7 @@ are applied.
 
 
 def _fresh(view: View, name: str) -> str:
-    """The name, with underscores added until nothing else has it."""
+    """Return the name, with underscores added until it is unique."""
     names = {tensor.name for tensor in view.graph.initializer}
     for node in view.graph.node:
         names.update(node.input, node.output, [node.name])
@@ -285,7 +290,7 @@ def _replace_input(node: onnx.NodeProto, old: str, new: str) -> None:
 
 
 def _add_pair(view: View, node: onnx.NodeProto, index: int, pair: Pair) -> None:
-    """An input of a node quantised as by `pair`."""
+    """Quantise an input of a node by the parameters of `pair`."""
     name, parameters = node.input[index], list(pair.q.input[1:])
     q, dq = _fresh(view, f"{name}_q"), _fresh(view, f"{name}_dq")
     node.input[index] = dq
@@ -306,7 +311,7 @@ def _remove(view: View, nodes: list[onnx.NodeProto]) -> None:
 
 
 def _in_order(view: View, nodes: list[onnx.NodeProto]) -> None:
-    """Put these nodes, in this order, where the last of them stood."""
+    """Put these nodes, in this order, at the position of the last of them."""
     names = [node.name for node in nodes]
     last = max(index for index, node in enumerate(view.graph.node) if node.name in names)
     ordered: list[onnx.NodeProto] = []
@@ -320,7 +325,7 @@ def _in_order(view: View, nodes: list[onnx.NodeProto]) -> None:
 
 
 def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
-    """A node that stays when the graph's list of nodes is emptied."""
+    """Return a copy of a node that remains when the graph's list of nodes is emptied."""
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
     return copy

@@ -22,15 +22,16 @@ NORMS = frozenset({"Div", "Mul", "Add", "Sub", "BatchNormalization"})
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Quantise and dequantise, of an activation."""
+    """The Q and the DQ of an activation."""
 
     q: onnx.NodeProto
     dq: onnx.NodeProto
 
 
 class View:
-    """A quantised graph: its pairs, its quantised weights, and how it is wired without them. Node
-    names must be unique.
+    """A quantised graph: its pairs, its quantised weights, and its connections without them.
+
+    Node names must be unique.
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -57,7 +58,7 @@ class View:
             self.pairs[dq.output[0]] = Pair(q, dq)
 
     def _without_pairs(self) -> onnx.GraphProto:
-        """The graph as it was before quantisation, without the values of its constants."""
+        """Return the graph as it was before quantisation, without the values of its constants."""
         bare = onnx.GraphProto(input=self.graph.input, output=self.graph.output)
         bare.initializer.extend(
             onnx.TensorProto(name=name, dims=tensor.dims) for name, tensor in self.constants.items()
@@ -76,35 +77,36 @@ class View:
         return bare
 
     def before(self, name: str) -> str:
-        """The tensor that was quantised, where `name` is what a pair makes of it."""
+        """Return the quantised tensor if `name` is the result of a pair."""
         while name in self.pairs:
             name = self.pairs[name].q.input[0]
         return name
 
     def dims(self, dq: onnx.NodeProto) -> tuple[int, ...]:
-        """Shape of a quantised weight; of one that is computed, by the scale: rank 2 says that it
-        is a weight.
+        """Return the shape of a quantised weight.
+
+        The rank of a computed weight follows from its scale: rank 2 marks it as a weight.
         """
         weight = self.weight(dq)
         return tuple(weight.dims) if weight is not None else (1, 1)
 
     def weight(self, dq: onnx.NodeProto) -> onnx.TensorProto | None:
-        """The constant behind a weight's DQ, and its Q where it has one; None if it is computed."""
+        """Return the constant behind a weight's DQ, and its Q if any; None if it is computed."""
         maker = self.makers.get(dq.input[0])
         name = maker.input[0] if maker is not None and maker.op_type == QDQ[0] else dq.input[0]
         return self.constants.get(name)
 
     def value(self, name: str) -> Scale:
-        """A constant."""
+        """Return a constant."""
         return np.asarray(numpy_helper.to_array(self.constants[name]), np.float64)
 
     def scale(self, node: onnx.NodeProto) -> Scale | None:
-        """The scale of a Q or DQ; None if it is computed."""
+        """Return the scale of a Q or DQ; None if it is computed."""
         tensor = self.constants.get(node.input[1])
         return None if tensor is None else np.asarray(numpy_helper.to_array(tensor), np.float64)
 
     def zero(self, node: onnx.NodeProto) -> Scale:
-        """The zero point of a Q or DQ; 0 if it has none or computes it."""
+        """Return the zero point of a Q or DQ; 0 if it has none, or if it is computed."""
         if len(node.input) < 3 or node.input[2] not in self.constants:
             return np.zeros(())
         return self.value(node.input[2])
@@ -113,7 +115,7 @@ class View:
         return type_name(quantised_type(node, self.constants))
 
     def same(self, one: onnx.NodeProto, other: onnx.NodeProto) -> bool:
-        """Whether two Q or DQ quantise alike."""
+        """Return True if two Q or DQ quantise in the same way."""
         scale, other_scale = self.scale(one), self.scale(other)
         if scale is None or other_scale is None or not np.array_equal(scale, other_scale):
             return False
@@ -122,15 +124,15 @@ class View:
         return self.dtype(one) == self.dtype(other)
 
     def weighted(self) -> Iterator[onnx.NodeProto]:
-        """Conv, Gemm and MatMul of the graph with its pairs, in order."""
+        """Return Conv, Gemm and MatMul of the graph with its pairs, in order."""
         yield from (node for node in self.graph.node if node.op_type in WEIGHTED)
 
     def quantised(self, node: onnx.NodeProto) -> bool:
-        """Whether the data and the weight of a weighted operator are."""
+        """Return True if the data and the weight of a weighted operator are quantised."""
         return all(name in self.pairs or name in self.weights for name in node.input[:2])
 
     def pairs_on(self, name: str) -> list[Pair]:
-        """The pairs that read this tensor."""
+        """Return the pairs that read this tensor."""
         return [pair for pair in self.pairs.values() if pair.q.input[0] == name]
 
 
@@ -138,10 +140,11 @@ class View:
 
 
 def can_pass(view: View, pair: Pair, follower: onnx.NodeProto) -> bool:
-    """Whether a pair can stand behind `follower` as well: it is the only one to read the pair, and
-    the pair alone reads what it quantises.
+    """Return True if a pair may also be behind `follower`.
 
-    A Relu, like what moves values, commutes with rounding to a grid that holds zero.
+    `follower` must be the only reader of the pair, and the pair the only reader of its tensor. A
+    Relu, and an operator that only moves values, commutes with rounding to a grid that contains
+    zero.
     """
     has_other_readers = (
         view.readers[pair.q.input[0]] != [pair.q]
@@ -156,8 +159,9 @@ def can_pass(view: View, pair: Pair, follower: onnx.NodeProto) -> bool:
 
 
 def relus_in_floats(view: View) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto, Pair]]:
-    """Quantised convolutions with a Relu or Clip before a pair whose lowest integer is not zero
-    (seen in ONNX Runtime 1.31: no int8 kernel).
+    """Return quantised convolutions with a Relu or Clip before a pair that reaches below zero.
+
+    ONNX Runtime 1.31 has no int8 kernel for them (seen).
     """
     for node in view.weighted():
         readers = view.readers[node.output[0]]
@@ -172,7 +176,7 @@ def relus_in_floats(view: View) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto
 
 
 def _reaches_below_zero(view: View, pair: Pair) -> bool:
-    """Whether the lowest integer of a pair of one scale stands for less than zero."""
+    """Return True if the lowest integer of a pair of one scale is a value below zero."""
     scale = view.scale(pair.q)
     lowest = -128 if view.dtype(pair.q) == "int8" else 0
     if scale is None or scale.size != 1:
@@ -181,8 +185,9 @@ def _reaches_below_zero(view: View, pair: Pair) -> bool:
 
 
 def can_precede(view: View, relu: onnx.NodeProto, pair: Pair) -> bool:
-    """Whether a pair behind a Relu can stand before it as well: nothing else may read what the Relu
-    makes, which would become coarser.
+    """Return True if a pair behind a Relu may also be before it.
+
+    No other node may read the result of the Relu, because it would become coarser.
     """
     return (
         relu.op_type == "Relu"
@@ -192,13 +197,13 @@ def can_precede(view: View, relu: onnx.NodeProto, pair: Pair) -> bool:
 
 
 def only_pairs(view: View, pair: Pair) -> bool:
-    """Whether nothing but DQs reads the integers of a pair."""
+    """Return True if only DQs read the integers of a pair."""
     name = pair.q.output[0]
     return name not in view.outputs and all(node.op_type == QDQ[1] for node in view.readers[name])
 
 
 def norms_behind(view: View, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Arithmetic with constants on the result of an operator, up to the first that is none."""
+    """Return the nodes with constants behind an operator, up to the first other node."""
     chain: list[onnx.NodeProto] = []
     name = node.output[0]
     while len(view.readers[name]) == 1 and name not in view.outputs:
@@ -214,17 +219,20 @@ def norms_behind(view: View, node: onnx.NodeProto) -> list[onnx.NodeProto]:
 
 
 def folded_bias(view: View, node: onnx.NodeProto) -> Scale | None:
-    """The bias of a quantised convolution with the batch norm behind it folded in; None if there is
-    no norm, or it changes the weights too.
+    """Return the bias of a quantised convolution with the batch norm behind it folded in.
+
+    The result is None if there is no norm, or if the norm changes the weights too.
     """
     if node.op_type != "Conv" or not view.quantised(node):
         return None
     chain = norms_behind(view, node)
-    if not any(norm.op_type == "BatchNormalization" for norm in chain):
+    norm = next((norm for norm in chain if norm.op_type == "BatchNormalization"), None)
+    if norm is None:
         return None
     bias_name = node.input[2] if len(node.input) > 2 else ""
     if not bias_name:
-        bias = np.zeros(view.dims(view.weights[node.input[1]])[0])
+        gamma = view.value(norm.input[1])
+        bias = np.zeros(gamma.shape)
     elif bias_name in view.constants:
         bias = view.value(bias_name)
     else:
@@ -237,9 +245,7 @@ def folded_bias(view: View, node: onnx.NodeProto) -> Scale | None:
 
 
 def _as_line(view: View, chain: list[onnx.NodeProto], bias: Scale) -> tuple[Scale, Scale] | None:
-    """Factor and summand per channel of all that the chain does to a result; None if something of
-    it is not per channel.
-    """
+    """Return factor and summand per channel of a chain; None if a part of it is not per channel."""
     factor, summand = np.ones(bias.shape), bias.copy()
     for node in chain:
         values = [view.value(name) for name in node.input[1:]]
@@ -261,8 +267,9 @@ def _as_line(view: View, chain: list[onnx.NodeProto], bias: Scale) -> tuple[Scal
 
 
 def repeated(view: View, pair: Pair) -> Pair | None:
-    """The pair whose values this one quantises again alike, directly or behind what moves
-    values.
+    """Return the pair whose values this one quantises again in the same way.
+
+    It is directly before this one, or before operators that only move values.
     """
     for name in (pair.q.input[0], _moved(view, pair.q.input[0])):
         before = view.pairs.get(name)
@@ -272,8 +279,9 @@ def repeated(view: View, pair: Pair) -> Pair | None:
 
 
 def _moved(view: View, name: str) -> str:
-    """The tensor whose values were moved, maybe several times, to make this one; empty if none
-    were.
+    """Return the tensor whose values were moved to this one; "" if none were.
+
+    They may be moved several times.
     """
     source = ""
     maker = view.makers.get(name)
@@ -284,14 +292,14 @@ def _moved(view: View, name: str) -> str:
 
 
 def moved_pair(view: View, name: str) -> Pair | None:
-    """The pair of one scale whose values were moved to make this tensor."""
+    """Return the pair of one scale whose values were moved to this tensor."""
     pair = view.pairs.get(_moved(view, name))
     scale = None if pair is None else view.scale(pair.dq)
     return pair if scale is not None and scale.size == 1 else None
 
 
 def around_movers(view: View) -> Iterator[tuple[onnx.NodeProto, Pair, Pair]]:
-    """What moves values, with the pairs before and behind it."""
+    """Return the operators that move values, with the pairs before and behind them."""
     for node in view.graph.node:
         if node.op_type in SAME_SCALE and node.input[0] in view.pairs:
             yield from (
@@ -300,7 +308,7 @@ def around_movers(view: View) -> Iterator[tuple[onnx.NodeProto, Pair, Pair]]:
 
 
 def equal_quantizers(view: View) -> Iterator[list[onnx.NodeProto]]:
-    """Groups of Q that read one tensor and quantise alike."""
+    """Return groups of Q that read one tensor and quantise it in the same way."""
     for name in list(view.readers):
         quantizers = [
             node for node in view.readers[name] if node.op_type == QDQ[0] and node.input[0] == name

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from pipeline.core import Frozen, Note
+from pipeline.core import Frozen, Note, NoteCode
 from pipeline.onnx_graph.inspect import type_name
 from pipeline.quantization.existing_qdq import QDQ
 from pipeline.quantization.lint.qdq_view import (
@@ -45,7 +45,7 @@ USED_LEAST = 16  # of 127 steps; a weight that reaches no further has a scale 8 
 
 
 class Finding(Frozen):
-    """One breach of a rule."""
+    """A violation of one rule."""
 
     rule: str
     nodes: tuple[str, ...]
@@ -54,15 +54,15 @@ class Finding(Frozen):
     fixable: bool = False  # `crucible lint --fix` mends it without a change of the arithmetic
 
 
-SATURATES = "can saturate on this CPU, which adds two products of 8-bit numbers in 16 bits"
 MAX_IN_7_BITS = 64
 
 Rule = Callable[[View], Iterator[Finding]]
 
 
 def lint(graph: onnx.GraphProto, backend: str) -> tuple[Finding, ...]:
-    """All findings for one backend, in the order of the rules; nothing for a graph without Q/DQ.
-    Node names must be unique.
+    """Return all findings for one backend, in the order of the rules.
+
+    There are none for a graph without Q/DQ. Node names must be unique.
     """
     if not any(node.op_type in QDQ for node in graph.node):
         return ()
@@ -75,7 +75,7 @@ def lint(graph: onnx.GraphProto, backend: str) -> tuple[Finding, ...]:
 
 
 def finding_notes(findings: tuple[Finding, ...], backend: str) -> tuple[Note, ...]:
-    """One warning per rule that is breached, with the command that tells more."""
+    """Return one warning per violated rule, with the command that shows more."""
     notes = []
     for rule in dict.fromkeys(finding.rule for finding in findings):
         first, *others = (finding for finding in findings if finding.rule == rule)
@@ -89,7 +89,8 @@ def finding_notes(findings: tuple[Finding, ...], backend: str) -> tuple[Note, ..
 
 
 def saturation_notes(graph: onnx.GraphProto) -> tuple[Note, ...]:
-    """A warning of the weights that use the eighth bit, for a CPU without an 8-bit dot product.
+    """Warn of weights that use the eighth bit, for a CPU without an 8-bit dot product.
+
     Node names must be unique.
     """
     view = View(graph)
@@ -101,17 +102,20 @@ def saturation_notes(graph: onnx.GraphProto) -> tuple[Note, ...]:
     if not names:
         return ()
     more = f", and {len(names) - 1} more" if len(names) > 1 else ""
-    text = f"weights of more than 7 bits ({names[0]}{more}): their products {SATURATES}"
-    return (Note(stage="lint", text=text),)
+    text = (
+        f"weights of more than 7 bits ({names[0]}{more}): their products can saturate on this CPU,"
+        " which adds two products of 8-bit numbers in 16 bits"
+    )
+    return (Note(stage="lint", text=text, code=NoteCode.SATURATES),)
 
 
 def _weights_of(view: View, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """The DQs of constants that a weighted operator multiplies by."""
+    """Return the DQs of constants that a weighted operator multiplies by."""
     return [view.weights[name] for name in node.input[:2] if name in view.weights]
 
 
 def _reach(view: View, dq: onnx.NodeProto) -> float:
-    """The largest magnitude of a weight in steps of its scale; 0 where that is not known."""
+    """Return the largest magnitude of a weight in steps of its scale; 0 if it is unknown."""
     weight, scale, zero = view.weight(dq), view.scale(dq), view.zero(dq)
     if weight is None or scale is None:
         return 0.0
@@ -261,7 +265,7 @@ def pair_before_mover(view: View) -> Iterator[Finding]:
 
 
 def _unquantised_inputs(view: View) -> Iterator[tuple[onnx.NodeProto, str]]:
-    """Weighted operators of a quantised weight, with the input that no pair makes."""
+    """Return weighted operators with a quantised weight, and the input that no pair produces."""
     for node in view.weighted():
         floats = [
             name
@@ -295,7 +299,7 @@ def float_result(view: View) -> Iterator[Finding]:
 
 
 def _is_normed(view: View, node: onnx.NodeProto) -> bool:
-    """Whether a batch norm stands behind an operator."""
+    """Return True if a batch norm follows an operator."""
     return any(norm.op_type == "BatchNormalization" for norm in norms_behind(view, node))
 
 

@@ -65,17 +65,15 @@ def simplify(
     if options.surgery:
         model = operate(model, request, options.surgery, out / OPERATED)
         notes += model.notes
-    has_attention = False
-    if options.plain_attention:
-        has_attention = bool(attentions(read_proto(model.path, weights=False).graph))
-    if has_attention:
-        model = with_plain_attention(model, request, out / ATTENDED)
+    rewrite = None
+    if options.plain_attention and attentions(read_proto(model.path, weights=False).graph):
+        rewrite = with_plain_attention(model, request, out / ATTENDED)
+        model = rewrite.model
         notes += model.notes
     result = _simplified(model, request, out, simplifier) if options.enabled else _copy(model, out)
-    rewrite_failed = any(note.level != "info" for note in model.notes)
-    if has_attention and options.enabled and not rewrite_failed:
+    if rewrite and not rewrite.fault and options.enabled:
         # Computed values of the graph may be constants now.
-        last = with_plain_attention(result, request, out / AT_LAST)
+        last = with_plain_attention(result, request, out / AT_LAST).model
         result = _last_or_before(last, result, out)
     for folder in (out / OPERATED, out / ATTENDED, out / AT_LAST):
         shutil.rmtree(folder, ignore_errors=True)

@@ -61,7 +61,15 @@ class NothingToRewrite:
 Outcome = Success | Difference | Failure | NothingToRewrite
 
 
-def with_plain_attention(model: OnnxModel, request: SimplifyRequest, out: Path) -> OnnxModel:
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """The model after the rewrite, which is the model before it if `fault` is not empty."""
+
+    model: OnnxModel
+    fault: str = ""
+
+
+def with_plain_attention(model: OnnxModel, request: SimplifyRequest, out: Path) -> Rewrite:
     """Return the model with attention written plainly, under `out`, with a note.
 
     New masks are tried first, then the old ones. If both change outputs, or if the rewrite fails,
@@ -71,7 +79,7 @@ def with_plain_attention(model: OnnxModel, request: SimplifyRequest, out: Path) 
     for masks in (True, False):
         outcome = _attempt(model, request, out, masks)
         if isinstance(outcome, Success):
-            return _with_note(model, outcome.model, difference)
+            return Rewrite(_with_note(model, outcome.model, difference))
         shutil.rmtree(out, ignore_errors=True)
         if isinstance(outcome, Failure):
             return _unchanged(model, outcome.message, outcome.retryable)
@@ -124,13 +132,13 @@ def _with_note(before: OnnxModel, after: OnnxModel, difference: str) -> OnnxMode
     return after.model_copy(update={"notes": (Note(stage=STAGE, text=text, level="info"),)})
 
 
-def _unchanged(model: OnnxModel, fault: str, retryable: bool) -> OnnxModel:
+def _unchanged(model: OnnxModel, fault: str, retryable: bool) -> Rewrite:
     """Return the original model, with a warning if there is a fault."""
     notes: tuple[Note, ...] = ()
     if fault:
         text = f"attention stays as it was written{retry_clause(retryable)}: {fault}"
         notes = (Note(stage=STAGE, text=text),)
-    return model.model_copy(update={"notes": notes, "provisional": retryable})
+    return Rewrite(model.model_copy(update={"notes": notes, "provisional": retryable}), fault)
 
 
 def _attend_file(masks: bool, source: Path, target: Path, progress: Progress) -> None:

@@ -26,11 +26,12 @@ from service.http.routers.inference_io import (
     read_body,
     respond,
 )
+from service.http.routers.inference_route import InferenceRoute
 from service.http.routers.reports import preferred
 from service.inference import InferAnswer, InferRequest, Served
 from service.offload.pool import HELP_FROM_BYTES
 
-router = APIRouter(tags=["inference"], responses=REFUSALS)
+router = APIRouter(tags=["inference"], responses=REFUSALS, route_class=InferenceRoute)
 
 JSON, RAW, NPY, NPZ = (
     "application/json",
@@ -116,9 +117,6 @@ class QueryOptions:
     timeout_s: float | None
 
 
-NO_OPTIONS = QueryOptions((), None, None, None)
-
-
 @router.post("/infer", **OPENAPI)
 async def infer(
     request: Request,
@@ -130,7 +128,7 @@ async def infer(
     """Run inference on the only deployed model. 409 with the list of names if several are
     deployed.
     """
-    return await answer(request, None, _query_options(outputs, shape, version, timeout_s))
+    return await _answer(request, None, _query_options(outputs, shape, version, timeout_s))
 
 
 @router.post("/models/{name}/infer", **OPENAPI)
@@ -145,11 +143,11 @@ async def infer_model(
     """Run inference on this model, from JSON, raw bytes of its only input, .npy, .npz, or an image
     if the model describes how an image becomes its input.
     """
-    return await answer(request, name, _query_options(outputs, shape, version, timeout_s))
+    return await _answer(request, name, _query_options(outputs, shape, version, timeout_s))
 
 
-async def answer(request: Request, model: str | None, options: QueryOptions) -> Response:
-    """Run inference for a matched route. `model` None: the only deployed model."""
+async def _answer(request: Request, model: str | None, options: QueryOptions) -> Response:
+    """Run inference. `model` None: the only deployed model."""
     caller, service = caller_of(request), service_of(request)
     caller.require("infer")
     served = service.serving.find(caller, model, options.version)
@@ -230,8 +228,8 @@ async def _parsed(
 async def _decoded_by_helper(
     service: Service, served: Served, work: str, body: bytes | memoryview, **arguments: object
 ) -> PlainRequest:
-    head, binary = await service.helpers.ask(work, [body], **arguments)
-    content = parse_request(binary, head["header_length"], served.inputs)
+    header_length, binary = await service.helpers.ask(work, [body], **arguments)
+    content = parse_request(binary, header_length, served.inputs)
     return PlainRequest(content.inputs, content.outputs, content.timeout_s)
 
 

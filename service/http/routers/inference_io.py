@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from service.codecs.content_encoding import encoding_asked, packed, unpacked
+from service.codecs.content_encoding import accepted_encoding, packed, unpacked
 from service.codecs.oip import binary_form
 from service.context import Service
 from service.errors import Unprocessable
@@ -97,7 +97,7 @@ async def respond(
     headers: Mapping[str, str],
 ) -> Response:
     """Build the response, compressed if the client accepts that."""
-    encoding = encoding_asked(request.headers.get("accept-encoding", ""))
+    encoding = accepted_encoding(request.headers.get("accept-encoding", ""))
     if encoding is None:
         return Parts(parts, media_type, headers)
     body = await asyncio.to_thread(packed, parts, encoding)
@@ -113,7 +113,7 @@ async def encode_in_helper(
     body. `binary` names the outputs that are not JSON.
     """
     length, parts = binary_form(answer.outputs, {})
-    head, text = await service.helpers.ask(
+    return await service.helpers.ask(
         "encode",
         parts,
         header_length=length,
@@ -121,7 +121,6 @@ async def encode_in_helper(
         binary=binary or {},
         **answer_head(answer),
     )
-    return head["header_length"], text
 
 
 def headers_of(answer: InferAnswer) -> dict[str, str]:

@@ -31,10 +31,17 @@ from service.http.routers.inference_io import (
     respond,
     whole_number,
 )
+from service.http.routers.inference_route import InferenceRoute
 from service.inference import InferAnswer, InferRequest, Served
 from service.offload.pool import HELP_FROM_BYTES
 
-router = APIRouter(prefix="/v2", tags=["Open Inference Protocol"], responses=REFUSALS)
+_ROUTER: dict[str, Any] = {
+    "prefix": "/v2",
+    "tags": ["Open Inference Protocol"],
+    "responses": REFUSALS,
+}
+router = APIRouter(**_ROUTER)
+infer_router = APIRouter(**_ROUTER, route_class=InferenceRoute)
 
 _TENSOR = {
     "type": "object",
@@ -210,17 +217,12 @@ async def unload(
     return {}
 
 
-@router.post("/models/{name}/infer", **_INFER)
-@router.post("/models/{name}/versions/{version}/infer", **_INFER)
+@infer_router.post("/models/{name}/infer", **_INFER)
+@infer_router.post("/models/{name}/versions/{version}/infer", **_INFER)
 async def infer(name: str, request: Request, version: str = "") -> Response:
     """Run inference on this model. No Content-Type is needed; Inference-Header-Content-Length
     counts bytes of the body before compression.
     """
-    return await answer(request, name, version)
-
-
-async def answer(request: Request, name: str, version: str) -> Response:
-    """Run inference for a matched route. `version` empty: the current version."""
     caller, service = caller_of(request), service_of(request)
     caller.require("infer")
     served = _find(service, caller, name, version)
@@ -228,8 +230,9 @@ async def answer(request: Request, name: str, version: str) -> Response:
     header_length = None if length_header is None else whole_number(length_header, HEADER_LENGTH)
     body = await read_body(request, service.settings.max_infer_bytes)
     if (len(body) if header_length is None else header_length) > HELP_FROM_BYTES:
-        head, body = await service.helpers.ask("decode_oip", [body], header_length=header_length)
-        header_length = head["header_length"]
+        header_length, body = await service.helpers.ask(
+            "decode_oip", [body], header_length=header_length
+        )
     content = parse_request(body, header_length, served.inputs)
     version_number = served.version if version else None
     inference = InferRequest(

@@ -216,7 +216,8 @@ class NoisyLoaded:
     backend: Noisy
 
     def session(self, profile: int = 0) -> Session:
-        return NoisySession(self.loaded.session(profile), profile, self.backend)  # type: ignore[return-value]
+        inner = self.loaded.session(profile)
+        return NoisySession(inner, profile, self.backend)  # type: ignore[return-value]
 
     def close(self) -> None:
         self.loaded.close()

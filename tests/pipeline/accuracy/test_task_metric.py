@@ -14,7 +14,7 @@ def test_an_output_without_a_row_per_sample_has_no_interval() -> None:
     with pytest.raises(
         DataError, match="1 score for the whole set: output 'pooled' has no row per sample"
     ):
-        metric.result()
+        metric.compared()
 
 
 def exits(*arguments: object) -> object:
@@ -29,7 +29,7 @@ def test_a_users_function_that_returns_nothing_or_ends_the_process_is_named() ->
         metric = TaskMetric("mine:f", "y", max_drop=0.1, function=function)
         metric.add(np.ones((2, 4), np.float32), None, np.ones((2, 4), np.float32))
         with pytest.raises(DataError, match=message):
-            metric.result()
+            metric.compared()
 
 
 # -- the drop's interval -----------------------------------------------------
@@ -68,7 +68,9 @@ def scored(
     for start in range(0, len(outputs), batch):
         rows = slice(start, start + batch)
         metric.add(outputs[rows], None if labels is None else labels[rows], outputs[rows])
-    return metric.result()[1]
+    _, failures = metric.compared()
+    chance = metric.chance()
+    return [chance, *failures] if chance else failures
 
 
 def task(samples: int = 200) -> tuple[np.ndarray, np.ndarray]:

@@ -35,7 +35,7 @@ from pipeline.backends.timing_cache import (
     read,
     write,
 )
-from pipeline.core import Target
+from pipeline.core import NoteCode, Target
 from tests.builders.nvml import Device, Nvml, NVMLError, NVMLError_LibraryNotFound
 
 TARGET = Target(
@@ -143,7 +143,7 @@ def test_a_damaged_cache_is_no_cache(file: str, content: bytes) -> None:
     assert read(TIMED) == b""
     attached = attach(Config(), TIMED)
     assert attached.cache.entries == {}
-    assert "was damaged and was created again" in attached.notes[0]
+    assert "was damaged and was created again" in attached.notes[0].text
 
 
 def test_a_cache_without_its_description_is_no_cache() -> None:
@@ -158,7 +158,7 @@ def test_a_cache_without_its_description_is_no_cache() -> None:
 def test_the_first_build_starts_with_an_empty_cache_and_leaves_its_own() -> None:
     config = Config()
     attached = attach(config, TIMED)
-    assert (attached.cache.entries, attached.notes) == ({}, [])
+    assert (attached.cache.entries, attached.notes) == ({}, ())
     attached.cache.entries["conv"] = "tactic 1"
     assert keep(config, TIMED, attached) == ()
     assert attach(Config(), TIMED).cache.entries == {"conv": "tactic 1"}
@@ -169,10 +169,10 @@ def test_a_cache_that_tensorrt_does_not_take_is_replaced(stored: bytes) -> None:
     write(TIMED, stored)
     config = Config()
     attached = attach(config, TIMED)
-    assert "was damaged" in attached.notes[0]
+    assert "was damaged" in attached.notes[0].text
     assert config.cache is attached.cache
     attached.cache.entries["conv"] = "tactic 1"
-    assert keep(config, TIMED, attached) == tuple(attached.notes)
+    assert keep(config, TIMED, attached) == attached.notes
     assert json.loads(read(TIMED))["conv"] == "tactic 1"
 
 
@@ -203,9 +203,10 @@ def test_times_taken_beside_another_process_are_not_kept() -> None:
     attached.cache.entries["conv"] = "slower than it is"
     here, gone = os.getppid(), 4194301
     (note,) = keep(config, TIMED, Attached(attached.cache, others=OtherProcesses((here,))))
-    assert note == f"timing cache not filled: another process used the GPU (process {here})"
+    assert note.text == f"timing cache not filled: another process used the GPU (process {here})"
+    assert note.code is NoteCode.GPU_SHARED
     (note,) = keep(config, TIMED, Attached(attached.cache, others=OtherProcesses((gone, here))))
-    assert note.startswith(
+    assert note.text.startswith(
         f"timing cache not filled: another process used the GPU (process {here}, {gone}); a process"
         " that does not exist here may be"
     )
@@ -220,9 +221,11 @@ def test_times_are_not_kept_where_nobody_tells_who_else_computes(
     attached = attach(config := Config(), TIMED)
     attached.cache.entries["conv"] = "slower than it is"
     monkeypatch.setattr(timing_cache, "other_processes", lambda gpu: OtherProcesses(unknown=after))
-    assert keep(config, TIMED, attached) == (
-        "timing cache not filled: it is not known whether another process used the GPU: no answer",
+    (note,) = keep(config, TIMED, attached)
+    assert note.text == (
+        "timing cache not filled: it is not known whether another process used the GPU: no answer"
     )
+    assert note.code is NoteCode.GPU_SHARED
     assert read(TIMED) == b""
 
 
@@ -237,7 +240,7 @@ def test_times_taken_while_others_took_the_cpus_are_not_kept(
     attached.cache.entries["conv"] = "slower than it is"
     monkeypatch.setattr(timing_cache, "cpu_time", lambda: CpuTime(200.0, 54.0, 31.0))
     (note,) = keep(config, TIMED, attached)
-    assert note.startswith(
+    assert note.text.startswith(
         "timing cache not filled: other work took 75% of the CPUs and left 4% idle"
     )
     assert read(TIMED) == b""

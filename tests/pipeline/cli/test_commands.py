@@ -223,7 +223,8 @@ def test_bench_sweeps_over_the_batch(compiled: tuple[Path, Path], tmp_path: Path
         *arguments, "--set", "benchmark.duration_s=0.2", env={"CRUCIBLE_HOME": str(home)}
     )
     assert result.code == 0, result.err
-    assert [point["batch"] for point in result.summary["points"]] == [1, 4, 16]  # type: ignore[attr-defined]
+    points = result.summary["points"]
+    assert [point["batch"] for point in points] == [1, 4, 16]  # type: ignore[attr-defined]
     assert result.summary["best"] in (1, 4, 16)
     assert "best batch with" in result.out
     assert (tmp_path / "sweep" / "sweep.svg").read_text().startswith("<svg")

@@ -20,13 +20,12 @@ from pipeline.cli.lint import (
 )
 from pipeline.compiler.candidates import lint_notes
 from pipeline.compiler.compile import compile_plan
-from pipeline.core import CalibrationMethod, Placement, Precision, Profile, Recipe, Target
+from pipeline.core import CalibrationMethod, NoteCode, Placement, Precision, Profile, Recipe, Target
 from pipeline.errors import ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import load_plan, plan_from_model
 from pipeline.quantization.existing_qdq import lost_scales
-from pipeline.quantization.lint.rules import SATURATES
 from pipeline.results.report import Report
 from pipeline.stages.calibrate import calibrate
 from pipeline.stages.convert import convert
@@ -233,7 +232,8 @@ def test_only_a_cpu_that_saturates_is_said_to(
         Target(backend="openvino", version="1", device="CPU", cpu_flags=flags),
     )
     recipe = Recipe(backend="openvino", precision=Precision.INT8, quantizer="given")
-    assert any(SATURATES in note.text for note in lint_notes(wide, recipe, target)) is warned
+    codes = [note.code for note in lint_notes(wide, recipe, target)]
+    assert (NoteCode.SATURATES in codes) is warned
     assert lint_notes(wide, recipe.model_copy(update={"quantizer": "crucible"}), target) == ()
 
 

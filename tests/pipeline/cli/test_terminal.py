@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.cli.terminal import StageProgress, benchmark_table, console, expectation
-from pipeline.execution.stage_runner import StageEvent
+from pipeline.execution.stage_event import StageEvent
 from pipeline.measurement.clock import Samples
 from pipeline.results.report import BenchmarkReport, LatencyRow
 
@@ -89,7 +89,7 @@ def test_a_long_stage_says_that_it_is_alive() -> None:
     clock, console = Clock(), plain()
     shown = StageProgress(console, every_s=30, clock=clock)
     shown.say_alive()
-    shown(StageEvent("build", "tensorrt fp16", "started", estimate_s=68.0))
+    shown(StageEvent("build", "tensorrt fp16", estimate_s=68.0, state="started"))
     clock.now += 29
     shown.say_alive()
     assert output_of(console) == ""
@@ -97,11 +97,11 @@ def test_a_long_stage_says_that_it_is_alive() -> None:
         StageEvent(
             "build",
             "tensorrt fp16",
-            "progress",
             0.4,
             "[timing] kernels",
             elapsed_s=29.0,
             estimate_s=68.0,
+            state="progress",
         )
     )
     clock.now += 2
@@ -110,7 +110,7 @@ def test_a_long_stage_says_that_it_is_alive() -> None:
         output_of(console)
         == "  running   31.0 s  build tensorrt fp16  40%, about 37 s left, [timing] kernels\n"
     )
-    shown(StageEvent("build", "tensorrt fp16", "finished", seconds=33.0))
+    shown(StageEvent("build", "tensorrt fp16", seconds=33.0, state="finished"))
     clock.now += 100
     shown.say_alive()
     assert output_of(console).splitlines()[1:] == ["  done      33.0 s  build tensorrt fp16"]
@@ -120,10 +120,10 @@ def test_each_of_two_stages_says_that_it_is_alive_and_ends_on_its_own() -> None:
     """The first one started ends last."""
     clock, console = Clock(), plain()
     shown = StageProgress(console, every_s=30, clock=clock)
-    shown(StageEvent("build", "a", "started"))
+    shown(StageEvent("build", "a", state="started"))
     clock.now += 20
-    shown(StageEvent("build", "b", "started"))
-    shown(StageEvent("build", "b", "progress", 0.5, "half way"))
+    shown(StageEvent("build", "b", state="started"))
+    shown(StageEvent("build", "b", 0.5, "half way", state="progress"))
     clock.now += 15
     shown.say_alive()
     assert output_of(console).splitlines() == ["  running   35.0 s  build a"], (
@@ -135,10 +135,10 @@ def test_each_of_two_stages_says_that_it_is_alive_and_ends_on_its_own() -> None:
         "  running   55.0 s  build a",
         "  running   35.0 s  build b  50%, half way",
     ]
-    shown(StageEvent("build", "b", "finished", seconds=40.0))
+    shown(StageEvent("build", "b", seconds=40.0, state="finished"))
     clock.now += 5
     shown.say_alive()
-    shown(StageEvent("build", "a", "failed", text="no kernel"))
+    shown(StageEvent("build", "a", text="no kernel", state="failed"))
     clock.now += 100
     shown.say_alive()
     assert [line.split()[0] for line in output_of(console).splitlines()[3:]] == [
@@ -152,7 +152,7 @@ def test_each_of_two_stages_says_that_it_is_alive_and_ends_on_its_own() -> None:
 def test_a_silent_stage_is_shown_alive_too() -> None:
     console = plain()
     with StageProgress(console, every_s=0.02) as shown:
-        shown(StageEvent("build", "", "started"))
+        shown(StageEvent("build", "", state="started"))
         end = time.monotonic() + 60
         while "running" not in output_of(console) and time.monotonic() < end:
             time.sleep(0.01)
@@ -162,20 +162,24 @@ def test_a_silent_stage_is_shown_alive_too() -> None:
 def test_a_quiet_run_says_nothing() -> None:
     console = plain()
     with StageProgress(console, quiet=True, every_s=0.01) as shown:
-        shown(StageEvent("build", "", "started", estimate_s=5.0))
+        shown(StageEvent("build", "", estimate_s=5.0, state="started"))
         time.sleep(0.05)
-        shown(StageEvent("build", "", "finished"))
+        shown(StageEvent("build", "", state="finished"))
     assert output_of(console) == ""
 
 
 def test_bars_show_what_is_left() -> None:
     console = Console(file=io.StringIO(), width=130, force_terminal=True, color_system=None)
     with StageProgress(console) as shown:
-        shown(StageEvent("build", "x", "started", estimate_s=68.0))
-        shown(StageEvent("build", "x", "progress", 0.25, "timing", elapsed_s=0.1, estimate_s=68.0))
+        shown(StageEvent("build", "x", estimate_s=68.0, state="started"))
+        shown(
+            StageEvent(
+                "build", "x", 0.25, "timing", elapsed_s=0.1, estimate_s=68.0, state="progress"
+            )
+        )
         shown._bars.refresh()
         assert "about 68 s left" in output_of(console)
-        shown(StageEvent("build", "x", "finished", seconds=60.0))
+        shown(StageEvent("build", "x", seconds=60.0, state="finished"))
     assert "done      60.0 s  build x" in output_of(console)
 
 
@@ -186,20 +190,20 @@ def test_each_of_two_stages_has_a_bar_until_it_ends() -> None:
     console = Console(file=io.StringIO(), width=130, force_terminal=True, color_system=None)
     with StageProgress(console) as shown:
         bars = shown._bars
-        shown(StageEvent("build", "a", "started", estimate_s=68.0))
-        shown(StageEvent("build", "b", "started", estimate_s=20.0))
-        shown(StageEvent("build", "b", "progress", 0.25, "timing"))
+        shown(StageEvent("build", "a", estimate_s=68.0, state="started"))
+        shown(StageEvent("build", "b", estimate_s=20.0, state="started"))
+        shown(StageEvent("build", "b", 0.25, "timing", state="progress"))
         assert [(bar.description, bar.completed) for bar in bars.tasks] == [
             (BUILD_A, 0.0),
             (BUILD_B, 0.25),
         ]
-        shown(StageEvent("build", "a", "progress", 0.5, "timing"))
-        shown(StageEvent("build", "b", "finished", seconds=20.0))
+        shown(StageEvent("build", "a", 0.5, "timing", state="progress"))
+        shown(StageEvent("build", "b", seconds=20.0, state="finished"))
         assert [(bar.description, bar.completed) for bar in bars.tasks] == [(BUILD_A, 0.5)]
-        shown(StageEvent("build", "b", "started"))
-        shown(StageEvent("build", "a", "finished", seconds=60.0))
+        shown(StageEvent("build", "b", state="started"))
+        shown(StageEvent("build", "a", seconds=60.0, state="finished"))
         assert [bar.description for bar in bars.tasks] == [BUILD_B]
-        shown(StageEvent("build", "b", "failed", text="no kernel"))
+        shown(StageEvent("build", "b", text="no kernel", state="failed"))
         assert bars.tasks == []
     text = output_of(console)
     assert text.index("20.0 s  build b") < text.index("60.0 s  build a") < text.index("failed")

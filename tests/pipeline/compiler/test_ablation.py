@@ -16,13 +16,14 @@ from pipeline.compiler.ablation import (
     base_of,
     reversals,
 )
+from pipeline.compiler.compile import worth_measuring
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.report.files import load_report, write_report
 from pipeline.report.markdown import markdown
-from pipeline.report.tables import sections
-from pipeline.results.report import Ablation, AblationRow, Candidate, State
+from pipeline.report.sections import sections
+from pipeline.results.report import Ablation, AblationRow, Candidate, Origin, State
 from tests.builders.report import EVIL, benchmark, latency_row, sample_report, selection
 
 INT8 = Recipe(backend="onnxruntime", precision=Precision.INT8, method=CalibrationMethod.ENTROPY)
@@ -95,6 +96,30 @@ def test_where_none_passed_the_nearest_of_those_that_gave_answers_is_taken() -> 
     assert base_of([near.model_copy(update={"state": "mislabelled"})]) is None
     passed = candidate(INT8.model_copy(update={"weight_bits": 7}), 0.009)
     assert base_of([far, near, passed]) is passed
+
+
+@pytest.mark.parametrize(
+    ("origin", "state", "is_measured"),
+    [
+        (Origin.PLAN, "failed accuracy", True),
+        (Origin.ABLATION, "failed accuracy", True),
+        (Origin.FALLBACK, "failed accuracy", False),
+        (Origin.FALLBACK, "measured", True),
+        (Origin.PLAN, "mislabelled", False),
+        (Origin.PLAN, "failed", False),
+    ],
+)
+def test_all_checked_candidates_are_measured_but_failed_attempts_of_a_rescue(
+    origin: Origin, state: State, is_measured: bool
+) -> None:
+    checked = candidate(INT8, 0.1, state=state).model_copy(update={"origin": origin})
+    assert worth_measuring(checked, ()) is is_measured
+
+
+def test_a_failed_attempt_is_measured_if_its_switches_were_reversed() -> None:
+    base = candidate(INT8, 0.1, state="failed accuracy")
+    base = base.model_copy(update={"origin": Origin.FALLBACK})
+    assert worth_measuring(base, Ablated(base, ()).labels)
 
 
 def test_rows_tell_each_change_and_what_changed_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.backends import BACKENDS
 from pipeline.benchmark.elimination import Role
-from pipeline.compiler.candidates import check_candidates, reference_outputs
+from pipeline.compiler.candidate_stages import reference_outputs
 from pipeline.compiler.compile import (
     build_baselines,
     build_reference,
@@ -23,6 +23,7 @@ from pipeline.compiler.compile import (
     publish_report,
 )
 from pipeline.compiler.context import CompileContext, open_context
+from pipeline.compiler.host_recipes import check_candidates
 from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import call_in_child
@@ -30,7 +31,7 @@ from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
 from pipeline.host.environment import cpu_flags
 from pipeline.plan.schema import load_plan
-from pipeline.results.report import BenchmarkReport, Benchmarks, Report
+from pipeline.results.report import BenchmarkReport, Benchmarks, Origin, Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import write_task
 from tests.builders.halves import Halves, run_here
@@ -231,7 +232,7 @@ def test_where_it_cannot_be_delivered_the_report_says_why(tmp_path: Path) -> Non
     pytest.importorskip("torch")
     report = report_of(pytorch_task(tmp_path, forward="x * float(torch.tensor(2.0).numpy())"))
     assert (report.verdict, report.delivered) == ("keep", None)
-    assert "could not be delivered as an engine" in report.reasons[-1]
+    assert "because torch exported fp32 failed: torch.export cannot" in report.reasons[-1]
     program = report.candidates[-1]
     assert (program.label, program.state) == ("torch exported fp32", "failed")
     assert "torch.export cannot capture this model" in program.reason
@@ -271,7 +272,8 @@ def test_on_a_cpu_an_onnx_file_is_its_own_baseline_and_can_be_delivered(tmp_path
     assert baseline.recipe.label == "onnxruntime as given fp32"
     assert build_reference(context, exported) == baseline
     expected = reference_outputs(context, baseline, context.data.selection)
-    assert deliverable_candidate(context, exported, baseline, expected).engine == baseline
+    candidate = deliverable_candidate(context, exported, baseline, expected)
+    assert (candidate.engine, candidate.origin) == (baseline, Origin.BASELINE)
 
 
 def test_on_a_gpu_the_baseline_runs_there_and_the_cpu_is_only_the_reference(

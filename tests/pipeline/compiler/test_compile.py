@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.compiler.candidates import QUANTIZERS, WEIGHT_QUANTIZERS, check_candidates
+from pipeline.compiler.candidate_stages import QUANTIZERS, WEIGHT_QUANTIZERS
 from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.context import open_context
+from pipeline.compiler.host_recipes import check_candidates
 from pipeline.core import Progress, silent
 from pipeline.data.samples import SampleSet
 from pipeline.errors import CrucibleError, InternalError
@@ -24,7 +25,7 @@ from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
 from pipeline.plan.recipes import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
 from pipeline.plan.schema import load_plan
-from pipeline.results.report import Report
+from pipeline.results.report import Origin, Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import FEATURES, answers, write_task
 from tests.builders.halves import Halves, run_here
@@ -317,6 +318,8 @@ def test_switches_reversed_are_built_checked_and_measured_like_any_candidate(
     for row in (rows["per_channel"], rows["last_layer"]):
         assert row.ratio is not None
         assert row.drop_change is not None
+    origins = [candidate.origin for candidate in report.candidates]
+    assert origins == [Origin.PLAN] * 2 + [Origin.ABLATION] * 2
     reversal = report.candidates[3]
     assert reversal.recipe.placement.last_layer
     assert reversal.benchmark is not None

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from pipeline.compiler.decision import (
+    DELIVER_BASELINE,
     FIX_CALIBRATION,
     FIX_LABELS,
     KEEP_WORST,
@@ -22,15 +23,17 @@ from pipeline.compiler.decision import (
     ratio_missing,
     speed_ratio,
 )
-from pipeline.core import CalibrationMethod, Note, Precision, Recipe
+from pipeline.compiler.fallback import keeping
+from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
-from pipeline.quantization.lint.rules import SATURATES
 from pipeline.results.report import (
     BenchmarkReport,
     Candidate,
+    DataFault,
     LatencyRow,
     MetricResult,
+    Origin,
     OutputError,
     State,
     ValidationReport,
@@ -193,18 +196,21 @@ def test_a_winner_that_is_slower_than_the_baseline_is_none() -> None:
     assert "a, is slower: 0.66 times as fast (95 % 0.52 to 0.85)" in decision.reasons[1]
 
 
-@pytest.mark.parametrize("is_delivered", [True, False])
-def test_what_is_kept_is_named_as_it_is_called_and_whether_it_is_delivered(
-    is_delivered: bool,
+@pytest.mark.parametrize("undelivered", ["", "torch exported fp16 failed: it was not exported"])
+def test_what_is_kept_is_named_as_it_is_called_and_why_it_is_not_delivered(
+    undelivered: str,
 ) -> None:
     slower = candidate("a", 0.66).model_copy(
         update={"benchmark": BenchmarkReport(label="a", rows=(row(0.66, 0.52, 0.85),))},
     )
-    baseline = Baseline("pytorch compile fp16", "torch.compile(module.half())", is_delivered)
-    reasons = decide([slower], slower, None, baseline).reasons
-    assert "pytorch compile fp16 is the call `torch.compile(module.half())`" in reasons
-    assert any("is delivered as an engine" in reason for reason in reasons) is is_delivered
-    assert any("could not be delivered" in reason for reason in reasons) is not is_delivered
+    baseline = Baseline("pytorch compile fp16", "torch.compile(module.half())", undelivered)
+    decision = decide([slower], slower, None, baseline)
+    assert "pytorch compile fp16 is the call `torch.compile(module.half())`" in decision.reasons
+    failure = f"the baseline could not be delivered as an engine, because {undelivered}"
+    assert decision.reasons[-1] == (
+        failure if undelivered else "the baseline is delivered as an engine"
+    )
+    assert (DELIVER_BASELINE in decision.next_steps) is bool(undelivered)
 
 
 def test_where_the_host_cannot_tell_the_verdict_is_unproven_with_the_reason() -> None:
@@ -321,11 +327,7 @@ def test_a_failed_model_with_its_own_pairs_is_not_told_to_calibrate() -> None:
     assert "crucible lint MODEL --backend" in steps[0]
     assert not [step for step in steps if "method" in step or "keep_fp32" in step]
     saturated = failed.model_copy(
-        update={
-            "notes": (
-                Note(stage="lint", text=f"weights of more than 7 bits: their products {SATURATES}"),
-            )
-        }
+        update={"notes": (Note(stage="lint", text="wide weights", code=NoteCode.SATURATES),)}
     )
     assert decide([saturated], None, None).next_steps == (SEVEN_BITS, *steps)
 
@@ -346,39 +348,38 @@ def test_a_mislabelled_engine_never_wins_however_fast() -> None:
 
 def test_after_a_vain_rescue_the_advice_is_training_in_16_bits() -> None:
     first = candidate("fp16", 2.0, "failed accuracy", 0.1, precision=Precision.FP16)
-    vain = first.model_copy(
-        update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})}
-    )
+    vain = first.model_copy(update={"origin": Origin.FALLBACK})
     assert "keep_fp32" in decide([first], None, None).next_steps[0]
     assert decide([first, vain], None, None).next_steps == (TRAIN_IN_16_BITS,)
+    fp32 = candidate("fp32", 2.0, "failed accuracy", 0.5)
+    ended = decide([first, fp32.model_copy(update={"origin": Origin.FALLBACK})], None, None)
+    assert ended.next_steps == next_steps(first)  # the rescue ended there, with steps left
 
 
 def test_after_a_vain_rescue_of_int8_nobody_is_told_to_try_it() -> None:
     first = candidate("int8", 2.0, "failed accuracy", 0.1, precision=Precision.INT8)
-    vain = first.model_copy(
-        update={"recipe": first.recipe.model_copy(update={"variant": "rescued"})}
-    )
     assert KEEP_WORST in decide([first], None, None).next_steps
-    assert set(decide([first], None, None).next_steps) - set(
-        decide([first, vain], None, None).next_steps
-    ) == {KEEP_WORST}
+    searched = first.recipe.model_copy(update={"keep_worst": True})
+    vain = first.model_copy(update={"recipe": keeping(searched, ["a"]), "origin": Origin.FALLBACK})
+    expected = [step for step in next_steps(first) if step != KEEP_WORST]
+    assert list(decide([vain], None, None).next_steps) == expected
 
 
 def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:
     failed = candidate("a", 2.0, "failed accuracy", 0.0, Precision.INT8)
-    chance = failed.model_copy(
-        update={"reason": "the reference itself scores at chance: top1 0.25"}
-    )
+    assert failed.selection is not None
+
+    def with_faults(*faults: DataFault) -> Candidate:
+        report = failed.selection.model_copy(update={"data_faults": faults})
+        return failed.model_copy(update={"selection": report})
+
+    chance = with_faults(DataFault.LABELS)
     assert decide([chance], None, None).next_steps == (FIX_LABELS,)
-    foreign = failed.model_copy(
-        update={"reason": "the calibration set's ranges do not fit the selection set: 'x' ..."}
-    )
+    foreign = with_faults(DataFault.CALIBRATION)
     assert decide([foreign], None, None).next_steps == (FIX_CALIBRATION, *next_steps(foreign))
-    late = decide(
-        [failed],
-        failed,
-        validation(0.0, failures=("the reference itself scores at chance: top1 0.25",)),
-    )
+    both = with_faults(DataFault.CALIBRATION, DataFault.LABELS)
+    assert decide([both], None, None).next_steps == (FIX_LABELS, FIX_CALIBRATION)
+    late = decide([failed], failed, chance.selection.model_copy(update={"failures": ("top1",)}))
     assert late.next_steps[0] == FIX_LABELS
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from pipeline.cli.terminal import console, print_latency
 from pipeline.compiler.compile import compile_plan
-from pipeline.compiler.remeasure import AGAIN, Remeasured, benchmark_again, with_figures
+from pipeline.compiler.decision import DELIVER_BASELINE, OTHER_CANDIDATES
+from pipeline.compiler.remeasure import REMEASURED, Remeasured, benchmark_again, with_figures
 from pipeline.core import Precision, Recipe
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.schema import load_plan
 from pipeline.report.files import load_report, write_report
-from pipeline.report.tables import sections
+from pipeline.report.sections import sections
 from pipeline.results.report import Ablation, AblationRow, Benchmarks, Candidate, Report, Step
 from pipeline.stages.benchmark import ENOUGH_RUNS
 from pipeline.stages.benchmark import benchmark as measure
@@ -93,7 +94,11 @@ def test_a_baseline_that_cannot_be_delivered_says_why() -> None:
     lost = Candidate(label="torch", recipe=recipe, state="failed", reason="it was not exported")
     report = renewed(sample_report(), 16.0, lost)
     assert (report.verdict, report.delivered, report.candidates[-1]) == ("keep", None, lost)
-    assert any("could not be delivered" in reason for reason in report.reasons)
+    assert report.reasons[-1] == (
+        "the baseline could not be delivered as an engine, because torch failed: it was not"
+        " exported"
+    )
+    assert report.next_steps == (DELIVER_BASELINE, OTHER_CANDIDATES)
 
 
 def test_a_baseline_that_was_kept_is_measured_again_as_what_it_is() -> None:
@@ -124,7 +129,7 @@ def test_steps_before_are_told_as_earlier_ones_and_a_note_says_it_once() -> None
     assert [step.stage for step in report.steps[:-1]] == [
         step.stage for step in sample_report().steps[:-1]
     ]
-    assert [note.text for note in report.notes].count(AGAIN) == 1
+    assert report.notes.count(REMEASURED) == 1
 
 
 def test_what_a_switch_did_to_the_speed_is_left_out() -> None:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.core import DimRange, Profile, TensorSpec
+from pipeline.data.batch import batch_sizes
 from pipeline.data.samples import (
     CalibrationSet,
     SampleSet,
     SelectionSet,
     ValidationSet,
-    _cut,
     check_disjoint,
     open_set,
 )
@@ -131,7 +131,7 @@ def test_cutting_keeps_to_the_range_and_to_the_size_asked_for(
     most = fewest + more
     if math.ceil(samples / most) > samples // fewest:
         return  # cannot be cut; open_set refuses it
-    counts = list(_cut(samples, size, (fewest, most)))
+    counts = list(batch_sizes(samples, size, (fewest, most)))
     assert sum(counts) == samples
     assert all(fewest <= count <= most for count in counts)
     if fewest == 1:

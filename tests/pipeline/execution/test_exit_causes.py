@@ -23,7 +23,14 @@ from pipeline.errors import (
     StoreError,
 )
 from pipeline.execution.child_process import call_in_child
-from pipeline.execution.exit_causes import MemoryKills, crucible_error, how_it_died, memory_kills
+from pipeline.execution.exit_causes import (
+    NEXT_STEPS,
+    ExitCause,
+    MemoryKills,
+    crucible_error,
+    how_it_died,
+    memory_kills,
+)
 
 NONE, ONE = MemoryKills(0, 0), MemoryKills(1, 1)
 KILLED = "was killed by signal 9 (SIGKILL)"
@@ -114,16 +121,16 @@ def test_anything_else_is_our_bug() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "before", "after", "printed", "how", "advice"),
+    ("code", "before", "after", "printed", "how", "cause"),
     [
-        (-9, NONE, ONE, "", "was killed by the kernel because memory ran out", "free memory"),
+        (-9, NONE, ONE, "", "was killed by the kernel because memory ran out", ExitCause.NO_MEMORY),
         (
             -9,
             MemoryKills(None, 4),
             MemoryKills(None, 5),
             "",
             f"{KILLED}, probably because memory ran out: the kernel",
-            "free memory",
+            ExitCause.NO_MEMORY,
         ),
         (
             -9,
@@ -131,7 +138,7 @@ def test_anything_else_is_our_bug() -> None:
             MemoryKills(2, 5),
             "",
             f"{KILLED}, probably because memory ran out: the kernel",
-            "free memory",
+            ExitCause.NO_MEMORY,
         ),
         (
             -9,
@@ -139,7 +146,7 @@ def test_anything_else_is_our_bug() -> None:
             MemoryKills(),
             "",
             f"{KILLED}, probably because memory ran out",
-            "free memory",
+            ExitCause.NO_MEMORY,
         ),
         (
             -9,
@@ -147,7 +154,7 @@ def test_anything_else_is_our_bug() -> None:
             ONE,
             "",
             f"{KILLED}, but the kernel reports no lack of memory",
-            "run the same command again",
+            ExitCause.KILLED,
         ),
         (
             -6,
@@ -155,7 +162,7 @@ def test_anything_else_is_our_bug() -> None:
             NONE,
             "terminate called after throwing 'std::bad_alloc'",
             "ran out of memory and ended by signal 6 (SIGABRT)",
-            "free memory",
+            ExitCause.NO_MEMORY,
         ),
         (
             1,
@@ -163,7 +170,7 @@ def test_anything_else_is_our_bug() -> None:
             NONE,
             "MemoryError",
             "ran out of memory and ended with exit code 1",
-            "free memory",
+            ExitCause.NO_MEMORY,
         ),
         (
             -11,
@@ -171,17 +178,22 @@ def test_anything_else_is_our_bug() -> None:
             ONE,
             "noise",
             "ended by signal 11 (SIGSEGV) before it returned a result",
-            "your own code",
+            ExitCause.ENDED,
         ),
-        (0, NONE, ONE, "", "ended with exit code 0 before it returned a result", "your own code"),
+        (0, NONE, ONE, "", "ended with exit code 0 before it returned a result", ExitCause.ENDED),
     ],
 )
 def test_a_death_is_told_with_as_much_as_is_known(
-    code: int, before: MemoryKills, after: MemoryKills, printed: str, how: str, advice: str
+    code: int, before: MemoryKills, after: MemoryKills, printed: str, how: str, cause: ExitCause
 ) -> None:
-    message, next_step = how_it_died(code, before, after, printed)
-    assert message.startswith(how)
-    assert advice in next_step
+    actual_cause, text = how_it_died(code, before, after, printed)
+    assert text.startswith(how)
+    assert actual_cause is cause
+
+
+def test_each_cause_of_an_end_has_its_own_next_step() -> None:
+    assert NEXT_STEPS.keys() == set(ExitCause)
+    assert len(set(NEXT_STEPS.values())) == len(ExitCause)
 
 
 @pytest.mark.parametrize(

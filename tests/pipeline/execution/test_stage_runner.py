@@ -1,6 +1,8 @@
 """The runner: one stage through store, child and events."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,8 @@ import pytest
 
 from pipeline.core import Artifact, Progress, Target
 from pipeline.errors import DataError
-from pipeline.execution.stage_runner import Runner, Stage, StageCall, StageEvent, installed
+from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_runner import Runner, Stage, StageCall, installed
 from pipeline.execution.store import Store
 from pipeline.results.report import Step
 
@@ -30,12 +33,14 @@ def refuse(progress: Progress) -> Number:
 
 
 DOUBLE = Stage("double", 1, ("numpy",))
+COUNT = Stage("count", 1)
 REFUSE = StageCall(Stage("refuse", 1, writes_files=False), Number, partial(refuse))
 
 
 def call(number: int = 21, subject: str = "", **changes: object) -> StageCall[Number]:
     """What doubles a number."""
-    return replace(StageCall(DOUBLE, Number, partial(double, number)), subject=subject, **changes)  # type: ignore[arg-type]
+    made = StageCall(DOUBLE, Number, partial(double, number))
+    return replace(made, subject=subject, **changes)  # type: ignore[arg-type]
 
 
 def test_a_stage_runs_in_a_child_once_and_is_then_reused(tmp_path: Path) -> None:
@@ -184,7 +189,7 @@ def test_the_version_of_a_missing_package_is_absent() -> None:
 def test_what_is_run_anew_is_told_as_a_stage_and_never_reused(tmp_path: Path) -> None:
     events: list[StageEvent] = []
     runner = Runner(Store(tmp_path), events.append, plan="tiny")
-    assert [runner.anew("count", "x", count, 21) for _ in range(2)] == [22, 22]
+    assert [runner.anew(COUNT, "x", count, 21) for _ in range(2)] == [22, 22]
     assert [event.state for event in events] == ["started", "progress", "finished"] * 2
     assert [event.estimate_s is None for event in events[::3]] == [True, False]
     assert {(step.stage, step.subject, step.reused, step.digest) for step in runner.steps} == {
@@ -194,9 +199,41 @@ def test_what_is_run_anew_is_told_as_a_stage_and_never_reused(tmp_path: Path) ->
         ("tiny", "count", "x")
     ] * 2
     with pytest.raises(DataError, match="expected more"):
-        runner.anew("refuse", "", refuse)
+        runner.anew(REFUSE.stage, "", refuse)
     assert (events[-1].state, events[-1].text) == ("failed", "expected more, got less")
     assert len(runner.steps) == 2
+
+
+def test_only_a_stage_that_needs_a_quiet_device_runs_on_one(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def quiet_device() -> Iterator[None]:
+        order.append("quiet")
+        yield
+        order.append("free")
+
+    def emit(event: StageEvent) -> None:
+        order.append(f"{event.stage} {event.state}")
+
+    runner = Runner(Store(tmp_path), emit, quiet_device=quiet_device)
+    measuring = replace(DOUBLE, name="measure", needs_quiet_device=True)
+    runner.stage(call(21))
+    assert "quiet" not in order
+    order.clear()
+    for each in (runner, runner.branch()):  # the second finds it in the store
+        each.stage(call(21, stage=measuring))
+    assert order == [
+        "measure started",
+        "quiet",
+        "measure progress",
+        "free",
+        "measure finished",
+        "measure reused",
+    ]
+    order.clear()
+    runner.anew(replace(COUNT, needs_quiet_device=True), "", count, 21)
+    assert order == ["count started", "quiet", "count progress", "free", "count finished"]
 
 
 def count(number: int, progress: Progress) -> int:

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.host.replace_folder import Exchange, exchange_names, locked, replace_folder, standing
+from pipeline.host.replace_folder import (
+    Exchange,
+    current_folder,
+    exchange_names,
+    locked,
+    replace_folder,
+)
 from tests.builders.cli import environment
 from tests.integration.kills import WORKS
 
@@ -72,11 +78,11 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path
 
 def test_a_reader_finds_the_old_folder_between_two_renames(tmp_path: Path) -> None:
     place = tmp_path / "place"
-    assert standing(place) == place
+    assert current_folder(place) == place
     aside = folder_of(tmp_path / ".place.old", "old")
-    assert standing(place) == aside
+    assert current_folder(place) == aside
     folder_of(place, "new")
-    assert standing(place) == place
+    assert current_folder(place) == place
 
 
 DIES = """

@@ -57,6 +57,13 @@ def test_three_processes_are_never_enough(count: int) -> None:
     assert raised.value.obstacle is Obstacle.OUT_OF_TIME
 
 
+def test_one_disturbed_process_of_four_asks_for_more_time_and_not_for_a_quieter_host() -> None:
+    with pytest.raises(NotMeasurable) as raised:
+        compare_processes(processes([1.0, 1.0, 1.0, 5.0]), processes([1.0] * 4))
+    assert raised.value.obstacle is Obstacle.OUT_OF_TIME
+    assert raised.value.text == ("3 undisturbed processes of each engine, expected at least 4")
+
+
 def test_a_stalled_process_does_not_move_the_ratio() -> None:
     stalled = processes([1.0, 340.0, 1.1, 0.9, 1.0, 1.05])
     quiet = processes([0.5, 0.5, 0.55, 0.45, 0.5, 0.525])

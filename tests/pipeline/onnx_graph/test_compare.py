@@ -131,7 +131,7 @@ def test_feeds_that_the_first_graph_refuses_are_passed_over_but_not_all(double: 
     assert compare_graphs(double, double, [wrong, *FEEDS]) == ""
     with pytest.raises(ModelError, match="cannot run"):
         compare_graphs(double, double, [wrong])
-    with pytest.raises(ModelError, match="nothing to be compared on"):
+    with pytest.raises(ModelError, match="no inputs to compare"):
         compare_graphs(double, double, [])
 
 

@@ -15,7 +15,7 @@ from pipeline.onnx_graph.files import write_proto
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.lint.fixes import FIXES, mend
 from pipeline.quantization.lint.rules import lint
-from tests.builders.qat import CONSTANTS, GAINS, NORMED, PLAIN, quantised
+from tests.builders.qat import CONSTANTS, GAINS, NORMED, PLAIN, WEIGHTS, quantised
 from tests.pipeline.quantization.test_lint_rules import CASES, CONV, SECOND
 
 SAME_BITS = 0.0
@@ -75,9 +75,32 @@ def answers(proto: onnx.ModelProto, path: Path) -> np.ndarray:
     return np.asarray(result, np.float64)
 
 
-@pytest.mark.parametrize("rule", FIXES)
-def test_a_fix_changes_no_answer_and_mends_what_was_found(tmp_path: Path, rule: str) -> None:
-    backend, body, constants, allowed = EXACT[rule]
+def test_every_fix_has_a_case() -> None:
+    assert set(EXACT) == set(FIXES)
+
+
+COMPUTED_WEIGHT, PAIR_AS_WEIGHT = (
+    NORMED.replace(
+        WEIGHTS,
+        f"{maker} [wq] wi = QuantizeLinear(a, t, z) [wdq] wd = DequantizeLinear(wi, t, z)",
+    )
+    for maker in ("a = Abs(w)", "m = ReduceMax<keepdims = 0>(x) a = Mul(w, m)")
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "exact"),
+    [
+        *EXACT.items(),
+        ("norm-after", ("onnxruntime", COMPUTED_WEIGHT, CONSTANTS + GAINS, 1e-5)),
+        ("norm-after", ("onnxruntime", PAIR_AS_WEIGHT, CONSTANTS + GAINS, 1e-5)),
+    ],
+    ids=[*EXACT, "norm-after, of a computed weight", "norm-after, of a pair as the weight"],
+)
+def test_a_fix_changes_no_answer_and_mends_what_was_found(
+    tmp_path: Path, rule: str, exact: tuple[str, str, str, float]
+) -> None:
+    backend, body, constants, allowed = exact
     proto = flatten(quantised(body, "float[N, A, B, C] y", constants))
     expected = answers(proto, tmp_path / "before.onnx")
     assert np.ptp(expected) > 0

@@ -42,7 +42,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "artifact.json").write_text("{"), "'artifact.json'"),
     (lambda folder: (folder / "engine.json").write_text("{"), "is not an engine of this version"),
     (lambda folder: (folder / "engine.json").write_text("[]"), "is not an engine of this version"),
-    (change_threads, "'engine.json' is not what 'artifact.json' says"),
+    (change_threads, "'engine.json' differs from 'artifact.json'"),
 ]
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from pipeline.core import Note, NoteCode
 from pipeline.errors import UserError
-from pipeline.report.files import load_report, schema, write_report
+from pipeline.report.files import OLD_NOTE_CODES, load_report, schema, write_report
 from pipeline.results.report import Report
 from tests.builders.report import proven_report
 
@@ -24,6 +25,20 @@ def test_three_files_are_written_and_the_json_reads_back_equal(
     assert written == {"report.json", "report.md", "report.html", "figures"}
     assert load_report(files.folder).model_dump() == report.model_dump()
     assert load_report(files.json_file).verdict == "accepted"
+
+
+@pytest.mark.parametrize(("text", "code"), OLD_NOTE_CODES.items())
+def test_notes_of_a_report_from_before_codes_get_theirs(
+    report: Report, tmp_path: Path, text: str, code: NoteCode
+) -> None:
+    document = json.loads(report.model_dump_json())
+    for note in document["notes"]:
+        del note["code"]
+    document["notes"].append({"stage": "benchmark", "text": text, "level": "warning"})
+    (tmp_path / "report.json").write_text(json.dumps(document))
+    *others, last = load_report(tmp_path).notes
+    assert tuple(others) == report.notes
+    assert last == Note(stage="benchmark", text=text, code=code)
 
 
 def test_every_figure_is_also_a_file_of_its_own(report: Report, tmp_path: Path) -> None:

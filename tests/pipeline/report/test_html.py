@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.report.entries import entries
 from pipeline.report.files import write_report
 from pipeline.report.html import page
-from pipeline.report.tables import entries
 from pipeline.results.report import Report
 from tests.builders.report import EVIL, proven_report, sample_report
 

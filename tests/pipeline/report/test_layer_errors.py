@@ -7,8 +7,13 @@ import pytest
 from pipeline.core import CalibrationMethod
 from pipeline.report.figures import plots
 from pipeline.report.files import load_report, write_report
+from pipeline.report.layer_errors import (
+    LAYER_ERRORS,
+    error_text,
+    layer_error_section,
+    layer_error_table,
+)
 from pipeline.report.markdown import markdown
-from pipeline.report.tables import LAYER_ERRORS, error_text, layer_error_table, layer_errors
 from pipeline.results.report import NodeHarm, NodeRanking, Report, RescueStep
 from pipeline.stages.sensitivity import MAX_ERROR
 from tests.builders.report import EVIL, proven_report
@@ -53,7 +58,7 @@ def report_of(state: str = "measured") -> Report:
 
 
 def test_the_worst_ten_nodes_are_told_with_what_was_kept_at_last() -> None:
-    (table,) = layer_errors(report_of()).tables
+    (table,) = layer_error_section(report_of()).tables
     assert table.headings[0] == "of 30 nodes of tensorrt fp16 flags"
     assert len(table.rows) == 10
     assert table.rows[0] == (
@@ -69,7 +74,7 @@ def test_the_worst_ten_nodes_are_told_with_what_was_kept_at_last() -> None:
 
 
 def test_nothing_is_called_kept_where_no_engine_passed() -> None:
-    (table,) = layer_errors(report_of("failed accuracy")).tables
+    (table,) = layer_error_section(report_of("failed accuracy")).tables
     assert {row[-1] for row in table.rows} == {""}
 
 
@@ -100,7 +105,12 @@ def test_the_section_and_its_figure_follow_the_rescue_and_the_report_reads_back(
     drawn = (tmp_path / "figures" / "layer-errors-1.svg").read_text()
     assert all(
         text in drawn
-        for text in ("own error, kept in fp32 at last", "accumulated", "/layer.9/MatMul", "0.001")
+        for text in (
+            "own error, kept in fp32 in the end",
+            "accumulated",
+            "/layer.9/MatMul",
+            "0.001",
+        )
     )
     assert "mathdefault" not in drawn
     (plot,) = (plot for plot in plots(report) if plot.section == LAYER_ERRORS)
@@ -108,7 +118,7 @@ def test_the_section_and_its_figure_follow_the_rescue_and_the_report_reads_back(
 
 
 def test_without_a_ranking_there_is_no_section_and_no_figure() -> None:
-    assert layer_errors(proven_report()).tables == ()
+    assert layer_error_section(proven_report()).tables == ()
     assert all(plot.section != LAYER_ERRORS for plot in plots(proven_report()))
     assert "Which layers hurt" not in markdown(proven_report())
 

@@ -10,6 +10,7 @@ from pipeline.core import DimRange, Precision, Profile
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.clock import Samples
+from pipeline.report.latency_sections import LIMIT_COLUMNS
 from pipeline.report.performance_summary import (
     gpu_lines,
     limit_cells,
@@ -19,7 +20,6 @@ from pipeline.report.performance_summary import (
     summary_of,
     summary_rows,
 )
-from pipeline.report.tables import LIMIT_COLUMNS
 from pipeline.results.report import LatencyRow, Totals
 
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=64)})
@@ -167,6 +167,6 @@ def test_what_the_gpu_did_is_told() -> None:
         temperature_c=Span(least=40, median=40, most=40),
     )
     text = "\n".join(gpu_lines(use.model_copy(update={"other_processes": (7, 9)})))
-    assert "GPU, seen 9 times: SM clock 1980 (1755 to 1980) MHz, temperature 40 C" in text
+    assert "GPU, 9 samples: SM clock 1980 (1755 to 1980) MHz, temperature 40 C" in text
     assert "other processes on the GPU: 7, 9" in text
     assert gpu_lines(None) == ()

@@ -256,3 +256,18 @@ def test_what_may_pass_is_tried_again_by_the_next_compile(
     )
     assert (note.level, result.provisional) == ("warning", True)
     assert [file.name for file in out.iterdir()] == ["model.onnx"]
+
+
+def test_a_rewrite_that_failed_is_not_repeated_after_simplification(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def fail(*arguments: object, name: str, **named: object) -> None:
+        attempts.append(name)
+        raise ChildKilled("it was killed", "try again")
+
+    monkeypatch.setattr(attention_rewrite, "call_in_child", fail)
+    result = simplify(model_of(tmp_path, written_out()), (), SimplifyConfig(), (), out, silent)
+    assert attempts == ["plain attention"]
+    assert [note.level for note in result.notes] == ["warning", "info"]

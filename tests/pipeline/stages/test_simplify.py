@@ -24,6 +24,7 @@ from pipeline.onnx_graph.files import (
 )
 from pipeline.plan.schema import SimplifyConfig
 from pipeline.stages.simplify import simplify
+from pipeline.stages.simplify.simplifier import Simplifier
 
 PROFILES = (Profile(dims={"N": DimRange(min=1, opt=4, max=8)}),)
 
@@ -211,7 +212,7 @@ def hang(source: Path, target: Path, progress: Progress) -> None:
         (rename_output, "outputs were y float32[N, 4] and became renamed"),
         (grow, "the file grew from"),
         (put_in_foreign_operator, "com.example::Relu"),
-        (write_rubbish, "not a whole ONNX file"),
+        (write_rubbish, "not a complete ONNX file"),
         (write_nothing, "no model at"),
         (raise_error, "RuntimeError: the optimizer met a bug"),
         (segfault, "SIGSEGV"),
@@ -230,10 +231,10 @@ def test_what_goes_wrong_is_rolled_back_with_its_reason(
     ("simplifier", "reason"), [(run_out_of_memory, "out of memory"), (be_killed, "SIGKILL")]
 )
 def test_what_more_memory_may_mend_is_tried_again_by_the_next_compile(
-    two_nodes: OnnxModel, tmp_path: Path, simplifier: object, reason: str
+    two_nodes: OnnxModel, tmp_path: Path, simplifier: Simplifier, reason: str
 ) -> None:
     def stage(model: OnnxModel, out: Path, progress: Progress = silent) -> OnnxModel:
-        return simplify(model, PROFILES, SimplifyConfig(), (), out, progress, *simplifiers)  # type: ignore[arg-type]
+        return simplify(model, PROFILES, SimplifyConfig(), (), out, progress, *simplifiers)
 
     def run(store: Store) -> OnnxModel:
         runner = Runner(store, run=lambda function, *arguments, **rest: function(*arguments))

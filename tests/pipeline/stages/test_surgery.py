@@ -151,7 +151,7 @@ def test_larger_matrices_are_refused_by_the_example(tmp_path: Path, out: Path) -
         (
             "lose_a_tensor",
             ModelError,
-            "left a faulty model: node .* reads 'd', which nothing before it makes",
+            "left a faulty model: node .* reads 'd', which no earlier node produces",
         ),
         ("forget_to_return", ModelError, "returned NoneType, expected an onnx.ModelProto"),
         ("raise_error", ModelError, "raised KeyError: 'no such node'"),

@@ -1,7 +1,7 @@
 """A child that speaks the messages as job_worker does, and does what the job's name says: `python
 worker_double.py FD`.
 
-Imports nothing of ours, so that it starts at once; the lines are written by hand, as a stranger's
+Imports nothing of ours, so that it starts at once; the frames are written by hand, as a stranger's
 child could.
 """
 
@@ -9,42 +9,57 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+LENGTHS = struct.Struct("<QQ")
+
 
 def main(descriptor: int) -> None:
     server = socket.socket(fileno=descriptor)
-    reader, writer = server.makefile("r"), server.makefile("w")
+    stream = server.makefile("rwb")
 
-    def say(**message: object) -> None:
-        writer.write(json.dumps(message) + "\n")
-        writer.flush()
+    def write(data: bytes) -> None:
+        stream.write(data)
+        stream.flush()
 
-    start = json.loads(reader.readline())
+    def hear() -> str:
+        length, _ = LENGTHS.unpack(stream.read(LENGTHS.size))
+        return stream.read(length).decode()
+
+    start = json.loads(hear())
     work = Path(start["work"])
     name = json.loads(Path(start["plan"]).read_text())["name"]
     print(f"I am {name}", flush=True)
-    say(kind="stage", stage="build", state="started")
-    Faults(work, say, reader.readline).do(name)
+    faults = Faults(work, write, hear)
+    faults.stage("build", "started")
+    faults.do(name)
 
 
 class Faults:
     """One method per name; a name may carry seconds: `succeed-0.3`."""
 
-    def __init__(self, work, say, hear) -> None:  # type: ignore[no-untyped-def]
-        self.work, self.say, self.hear = work, say, hear
+    def __init__(self, work, write, hear) -> None:  # type: ignore[no-untyped-def]
+        self.work, self.write, self.hear = work, write, hear
 
     def do(self, name: str) -> None:
         what, _, seconds = name.partition("-")
         time.sleep(float(seconds or 0))
         getattr(self, what)()
 
+    def say(self, **message: object) -> None:
+        head = json.dumps(message).encode()
+        self.write(LENGTHS.pack(len(head), 0) + head)
+
+    def stage(self, stage: str, state: str, **details: object) -> None:
+        self.say(kind="stage", event={"stage": stage, "state": state, **details})
+
     def succeed(self) -> None:
         """Copies the report that the test laid beside the plan."""
-        self.say(kind="stage", stage="build", state="finished", seconds=0.1)
+        self.stage("build", "finished", seconds=0.1)
         template = self.work.parents[1] / "template"
         subprocess.run(["cp", "-r", str(template), str(self.work / "out")], check=True)
         self.say(kind="finished")
@@ -52,9 +67,9 @@ class Faults:
     def measure(self) -> None:
         self.say(kind="wants")
         granted = json.loads(self.hear())
-        self.say(kind="stage", stage="benchmark", state="finished", text=json.dumps(granted))
+        self.stage("benchmark", "finished", text=json.dumps(granted))
         self.say(kind="returns")
-        self.say(kind="stage", stage="validate", state="finished", text=self.hear())
+        self.stage("validate", "finished", text=self.hear())
         self.succeed()
 
     def fail(self) -> None:
@@ -74,7 +89,7 @@ class Faults:
         """One that has left the session, and one whose parent has gone."""
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         subprocess.run(["sh", "-c", "setsid sleep 600 & "], check=True)
-        self.say(kind="stage", stage="grandchild", state="started")
+        self.stage("grandchild", "started")
         time.sleep(600)
 
     def eat(self) -> None:
@@ -97,8 +112,26 @@ class Faults:
     def leave(self) -> None:
         sys.exit(3)
 
+    def huge(self) -> None:
+        """A length that no memory holds."""
+        self.write(LENGTHS.pack(2**63, 0))
+        time.sleep(600)
+
+    def body(self) -> None:
+        """A body, which no message has."""
+        self.write(LENGTHS.pack(2, 1) + b"{}x")
+        time.sleep(600)
+
+    def half(self) -> None:
+        """Half a frame, and then nothing."""
+        self.write(LENGTHS.pack(100, 0) + b'{"kind": ')
+
+    def babble(self) -> None:
+        self.write(LENGTHS.pack(5, 0) + b"hello")
+        time.sleep(600)
+
     def rubbish(self) -> None:
-        self.say(kind="stage", stage="x" * 200_000, state="started")
+        self.stage("x" * 200_000, "started")
         time.sleep(600)
 
     def lie(self) -> None:
@@ -108,7 +141,7 @@ class Faults:
     def chatter(self) -> None:
         """Progress without end, for a while."""
         for number in range(500):
-            self.say(kind="stage", stage="build", state="progress", fraction=number / 500)
+            self.stage("build", "progress", fraction=number / 500)
         self.succeed()
 
     def flood(self) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from pipeline.core import TensorSpec
-from service.codecs.content_encoding import encoding_asked, packed, unpacked
+from service.codecs.content_encoding import accepted_encoding, packed, unpacked
 from service.codecs.native_json import encode_json, parse_json
 from service.codecs.npy import array_from_npy, arrays_from_npz, npy_from_array, npz_from_arrays
 from service.codecs.oip import OipRequest, binary_form, encode_answer, parse_request
@@ -141,7 +141,7 @@ def test_a_bomb_is_found_before_it_is_unpacked() -> None:
 
 def test_only_who_names_one_encoding_gets_it() -> None:
     assert [
-        encoding_asked(value)
+        accepted_encoding(value)
         for value in ("gzip", "Deflate", "", "gzip, deflate", "gzip;q=0", "br", "*")
     ] == ["gzip", "deflate", *[None] * 5]
 

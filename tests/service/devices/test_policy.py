@@ -113,7 +113,8 @@ def test_whatever_comes_measuring_is_alone_and_nothing_is_lost(
         elif move == "serve":
             devices = devices.serve(name, "cpu")
         else:
-            devices = devices.ask(Lease("cpu", move, name), NOW, patience_s=1e9)  # type: ignore[arg-type]
+            lease = Lease("cpu", move, name)  # type: ignore[arg-type]
+            devices = devices.ask(lease, NOW, patience_s=1e9)
         devices, _ = devices.grant(NOW)
         uses = [lease.use for lease in devices.held]
         assert uses.count("build") <= 1

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.compiler import candidates, compile
+from pipeline.compiler import candidate_stages, compile
+from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Stage
 from service.auth import Caller
 from service.http.access_log import AccessLog
-from service.jobs.state import Died, Failure, Job, Progress, StageSeen
+from service.jobs.state import Died, Failure, Job
 from service.observability.prometheus import STAGES, Metrics
 from service.storage.layout import Folders
 
@@ -142,7 +143,7 @@ def test_stages_are_counted_by_their_known_names() -> None:
         Job(id="1", owner="me", identity="i", name="n", device="cpu", created="2026-01-01"),
     )
     for stage in ("build", "made up by a child"):
-        metrics.observe_job(job, StageSeen("finished", Progress(stage=stage), 2.0))
+        metrics.observe_job(job, StageEvent(stage, state="finished", seconds=2.0))
     metrics.observe_job(
         job.model_copy(update={"state": "failed"}), Died(Failure(code="c", message="m"))
     )
@@ -155,7 +156,7 @@ def test_stages_are_counted_by_their_known_names() -> None:
 def test_the_known_stages_are_those_of_the_pipeline() -> None:
     stages = {
         value.name
-        for module in (candidates, compile)
+        for module in (candidate_stages, compile)
         for value in vars(module).values()
         if isinstance(value, Stage)
     }

@@ -14,8 +14,12 @@ import httpx
 import numpy as np
 import orjson
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from service.app import create_app
+from service.jobs.traces import tracing_to
 from service.settings import Settings
 from tests.service.builders.app import URL, Desk, known_host
 from tests.service.builders.jobs import WITHIN_S, WORKER
@@ -29,11 +33,15 @@ Story = Callable[[Desk, DoubleServing], Awaitable[None]]
 
 
 def at_models(
-    home: Path, story: Story, models: tuple[str, ...] = tuple(MODELS), **settings: Any
+    home: Path,
+    story: Story,
+    models: tuple[str, ...] = tuple(MODELS),
+    traces: TracerProvider | None = None,
+    **settings: Any,
 ) -> None:
     async def run() -> None:
         serving = DoubleServing({name: MODELS[name] for name in models})
-        app = create_app(Settings(home=home, **settings), WORKER, known_host, serving)
+        app = create_app(Settings(home=home, **settings), WORKER, known_host, serving, traces)
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),
@@ -360,6 +368,55 @@ def test_a_request_is_counted_under_its_route_whichever_way_it_takes(tmp_path: P
         assert 'crucible_http_requests_total{method="POST",route="/infer",status="200"} 1.0' in text
 
     at_models(tmp_path, story, ("same_float32",))
+
+
+def test_the_way_through_the_router_answers_alike(tmp_path: Path) -> None:
+    """With traces FastAPI's router runs the routes, since it makes the spans."""
+    answers: list[list[tuple[int, str]]] = []
+
+    async def story(desk: Desk, _: DoubleServing) -> None:
+        rows = []
+        for path in (
+            "/models/same_float32/infer?shape=2,4",
+            "/models/same_float32/infer?shape=2,5",
+            "/models/same_float32/infer?version=x&timeout_s=y",
+            "/models/add/infer?version=1",
+            "/models/nothing/infer",
+            "/v2/models/same_float32/infer",
+            "/v2/models/same_float32/infer?version=9",
+            "/v2/models/same_float32/versions/x/infer",
+        ):
+            answer = await desk.client.post(path, content=X.tobytes())
+            rows.append((answer.status_code, answer.text))
+        answers.append(rows)
+
+    at_models(tmp_path, story)
+    exporter = InMemorySpanExporter()
+    at_models(tmp_path, story, traces=tracing_to(SimpleSpanProcessor(exporter)))
+    assert answers[0] == answers[1]
+    assert [status for status, _ in answers[0]] == [200, 422, 422, 422, 404, 422, 404, 422]
+    refusal = orjson.loads(answers[0][2][1])["error"]
+    assert ("query version: " in refusal, "query timeout_s: " in refusal) == (True, True)
+    names = {span.name for span in exporter.get_finished_spans()}
+    assert {"POST /models/{name}/infer", "POST /v2/models/{name}/versions/{version}/infer"} <= names
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters"),
+    [
+        ("/infer", ["outputs", "shape", "version", "timeout_s"]),
+        ("/models/{name}/infer", ["name", "outputs", "shape", "version", "timeout_s"]),
+        ("/v2/models/{name}/infer", ["name", "version"]),
+        ("/v2/models/{name}/versions/{version}/infer", ["name", "version"]),
+    ],
+)
+def test_routes_that_bypass_fastapi_are_documented(
+    tmp_path: Path, path: str, parameters: list[str]
+) -> None:
+    operation = create_app(Settings(home=tmp_path)).openapi()["paths"][path]["post"]
+    assert [parameter["name"] for parameter in operation["parameters"]] == parameters
+    assert "application/octet-stream" in operation["requestBody"]["content"]
+    assert {"200", "4XX", "5XX"} == set(operation["responses"])
 
 
 def test_a_request_whose_client_has_gone_is_dropped(tmp_path: Path) -> None:

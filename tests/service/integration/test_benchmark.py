@@ -366,9 +366,11 @@ def test_a_real_model_is_compiled_loaded_and_measured_again(tmp_path: Path) -> N
                         await web.post("/models/m/infer", json={"inputs": {"x": [[1.0] * 16]}})
                     )
 
-            assert CONTENDED not in after.reasons
+            assert CONTENDED.text not in after.reasons
             busy = await ended(desk, await web.post("/models/m/benchmark"), ask)
-            assert load_report(desk.service.folders.report(busy["id"])).reasons[-1] == CONTENDED
+            assert (
+                load_report(desk.service.folders.report(busy["id"])).reasons[-1] == CONTENDED.text
+            )
 
     asyncio.run(story())
 

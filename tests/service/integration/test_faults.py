@@ -354,7 +354,7 @@ def claims_one_terabyte() -> bytes:
 @pytest.mark.slow
 def test_models_made_to_break_the_compiler_fail_their_jobs_only(tmp_path: Path) -> None:
     traps = (
-        (nested(5000), "model.invalid", "is not a whole ONNX file"),
+        (nested(5000), "model.invalid", "is not a complete ONNX file"),
         (one_terabyte(), "job.memory", "more than its limit of 2.00 GiB"),
         (claims_one_terabyte(), "model.invalid", "is not a valid ONNX model"),
     )

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from pipeline.errors import DataError
-from pipeline.execution.stage_runner import StageEvent
+from pipeline.execution.stage_event import StageEvent
 from service.jobs.messages import (
-    LINE_BYTES,
-    BadMessage,
-    Failed,
+    FROM_CHILD,
+    FROM_SERVER,
     Finished,
     FromChild,
     Granted,
@@ -21,24 +20,20 @@ from service.jobs.messages import (
     Stage,
     Start,
     Wants,
-    failed_from_error,
-    from_child,
-    from_server,
-    line_of,
-    stage_from_event,
+    within_limits,
 )
+from service.sandbox.framing import MAX_HEAD_BYTES, BadMessage, Failed, decode, failed_from_error
 
+STAGE = Stage(event=StageEvent("build", state="finished", seconds=1.5))
 FAILED = Failed(code="data.invalid", message="bad\ndata", next_step="send good data")
 
 
 @pytest.mark.parametrize(
     "message",
-    [Stage(stage="build", state="finished", seconds=1.5), Wants(), Returns(), Finished(), FAILED],
+    [STAGE, Wants(), Returns(), Finished(), FAILED],
 )
-def test_what_a_child_says_comes_whole_and_on_one_line(message: FromChild) -> None:
-    line = line_of(message)
-    assert line.count(b"\n") == 1
-    assert from_child(line) == message
+def test_what_a_child_says_comes_whole(message: FromChild) -> None:
+    assert decode(FROM_CHILD, FROM_CHILD.dump_json(message)) == message
 
 
 def test_what_the_server_says_comes_whole() -> None:
@@ -47,70 +42,70 @@ def test_what_the_server_says_comes_whole() -> None:
         Returned(contended=True),
         Start.model_validate({"plan": "/p", "work": "/w", "shared": "/s", "command": "c"}),
     ):
-        assert from_server(line_of(message)) == message
-    with pytest.raises(EOFError):
-        from_server(b"")
-    with pytest.raises(EOFError):
-        from_server(b'{"kind": "gran')
+        assert decode(FROM_SERVER, FROM_SERVER.dump_json(message)) == message
 
 
 @pytest.mark.parametrize(
-    "line",
+    "head",
     [
         b"",
         b"\n",
-        b"hello\n",
-        b"[]\n",
-        b"null\n",
-        b"\xff\xfe\n",
-        b'{"kind": "start"}\n',
-        b'{"kind": "stage", "stage": "build", "state": "well"}\n',
-        b'{"kind": "stage", "stage": "build", "state": "started", "extra": 1}\n',
-        b'{"kind": "stage", "stage": "build", "state": "progress", "fraction": NaN}\n',
-        b'{"kind": "stage", "stage": "build", "state": "progress", "fraction": 2}\n',
-        b'{"kind": "stage", "stage": "build", "state": "finished", "seconds": -1}\n',
-        b'{"kind": "stage", "stage": "build", "state": "finished", "seconds": 1e999}\n',
-        b'{"kind": "stage", "stage": "build", "state": "finished", "seconds": "1"}\n',
-        json.dumps({"kind": "stage", "stage": "b" * 101, "state": "started"}).encode(),
+        b"hello",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"kind": "start"}',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "well"}}',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "started", "extra": 1}}',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "progress", "fraction": NaN}}',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "progress", "fraction": 2}}',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "finished", "seconds": -1}}',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "finished", "seconds": 1e999}}',
+        b'{"kind": "stage", "event": {"stage": "build", "state": "finished", "seconds": "1"}}',
+        json.dumps({"kind": "stage", "event": {"stage": "b" * 101, "state": "started"}}).encode(),
+        json.dumps(
+            {"kind": "stage", "event": {"stage": "b", "text": "t" * 501, "state": "started"}}
+        ).encode(),
         json.dumps({"kind": "failed", "code": "<b>", "message": ""}).encode(),
         json.dumps({"kind": "failed", "code": "x", "message": "m" * 8001}).encode(),
-        b'{"kind": "wants", "use": "everything"}\n',
+        b'{"kind": "wants", "use": "everything"}',
         b"[" * 100_000,
-        b" " * (LINE_BYTES + 1),
+        b" " * (MAX_HEAD_BYTES + 1),
     ],
 )
-def test_what_no_child_may_say_is_refused(line: bytes) -> None:
+def test_what_no_child_may_say_is_refused(head: bytes) -> None:
     with pytest.raises(BadMessage):
-        from_child(line)
+        decode(FROM_CHILD, head)
 
 
 @given(some.binary(max_size=200))
-def test_any_bytes_are_refused_in_few_words(line: bytes) -> None:
+def test_any_bytes_are_refused_in_few_words(head: bytes) -> None:
     with pytest.raises(BadMessage) as error:
-        from_child(line)
+        decode(FROM_CHILD, head)
     assert len(str(error.value)) < 1000
 
 
 @given(some.text(), some.text(), some.floats(-5, 5) | some.none())
 def test_whatever_a_stage_says_fits(subject: str, text: str, fraction: float | None) -> None:
-    message = stage_from_event(StageEvent("build", subject * 50, "progress", fraction, text * 50))
-    line = line_of(message)
-    assert len(line) < LINE_BYTES
-    assert from_child(line) == message
+    event = StageEvent("build", subject * 50, fraction, text * 50, state="progress")
+    message = Stage(event=within_limits(event))
+    head = FROM_CHILD.dump_json(message)
+    assert len(head) < MAX_HEAD_BYTES
+    assert decode(FROM_CHILD, head) == message
 
 
 @pytest.mark.parametrize("character", ["x", "\0", "é", "\udc80", "😀"])
 def test_the_longest_failure_fits(character: str) -> None:
     message = failed_from_error(DataError(character * 20_000, character * 20_000))
-    assert from_child(line_of(message)) == message
+    assert decode(FROM_CHILD, FROM_CHILD.dump_json(message)) == message
     assert message.code == "data.invalid"
 
 
 def test_progress_of_a_stage_comes_twice_a_second_and_all_else_always() -> None:
     pace = Pace()
     progress, other = (
-        Stage(stage="build", state="progress"),
-        Stage(stage="build", subject="b", state="progress"),
+        StageEvent("build", state="progress"),
+        StageEvent("build", "b", state="progress"),
     )
     assert [pace.lets(progress, now) for now in (0.0, 0.1, 0.49, 0.5, 0.7, 1.0)] == [
         True,
@@ -121,5 +116,5 @@ def test_progress_of_a_stage_comes_twice_a_second_and_all_else_always() -> None:
         True,
     ]
     assert pace.lets(other, 1.1)
-    assert [pace.lets(Stage(stage="build", state="finished"), 1.1) for _ in range(3)] == [True] * 3
+    assert [pace.lets(StageEvent("build", state="finished"), 1.1) for _ in range(3)] == [True] * 3
     assert pace.lets(progress, 1.2)

@@ -70,7 +70,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     ),
     (
         edit(lambda engine: engine.update(digest="other"), "engine/engine.json"),
-        "is not what 'artifact.json' says",
+        "differs from 'artifact.json'",
     ),
     (
         edit(lambda manifest: manifest["value"].update(digest="other"), "engine/artifact.json"),

@@ -12,13 +12,14 @@ import psutil
 import pytest
 
 from pipeline.errors import DiskFull
+from pipeline.execution.stage_event import StageEvent
 from service.devices.leases import utc_now
 from service.devices.policy import Lease
 from service.errors import Conflict, NotFound, TooMany, Unavailable
 from service.jobs.attempt import PATIENCE_S
 from service.jobs.publish import DIGESTS, REPORT_FILES
 from service.jobs.queue import MAX_INTERRUPTIONS
-from service.jobs.state import Job, JobEvent, Requeued, StageSeen, Started
+from service.jobs.state import Job, JobEvent, Requeued, Started
 from service.jobs.store import JobStore, Once
 from service.sandbox.process_tree import of_jobs
 from service.storage.database import Database
@@ -68,7 +69,11 @@ def test_a_job_succeeds_and_its_report_is_published(tmp_path: Path) -> None:
         ("fail", "model.invalid", "no such model"),
         ("die", "host.child_died", "ended by signal 11 (SIGSEGV)"),
         ("leave", "host.child_died", "ended with exit code 3"),
-        ("rubbish", "job.protocol", "more than 131072 bytes"),
+        ("rubbish", "job.protocol", "at most 131072 bytes, got 200"),
+        ("huge", "job.protocol", "at most 131072 bytes, got 9223372036854775808"),
+        ("body", "job.protocol", "at most 0 bytes, got 1"),
+        ("babble", "job.protocol", "not a message: b'hello'"),
+        ("half", "host.child_died", "ended with exit code 0"),
         ("flood", "job.protocol", "more than 20000 messages"),
         ("lie", "host.store", "an invalid report"),
     ],
@@ -185,7 +190,7 @@ class Faulty(JobStore):
     """A bug of ours in the middle of a job."""
 
     def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
-        if isinstance(event, StageSeen) and self.get(job_id).name == "hang":
+        if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
             raise ZeroDivisionError("injected")
         return super().append(job_id, event, now)
 
@@ -226,7 +231,7 @@ class DamagedWhileRunning(JobStore):
     """The row of a job is damaged under it."""
 
     def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
-        if isinstance(event, StageSeen) and self.get(job_id).name == "hang":
+        if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
             with self._database.write() as rows:
                 rows.execute("UPDATE jobs SET job = '{' WHERE id = ?", (job_id,))
         return super().append(job_id, event, now)

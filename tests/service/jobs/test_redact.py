@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.execution.stage_event import StageEvent
 from service.jobs.redact import scrub_file, scrubbed, scrubbed_event
-from service.jobs.state import CancelAsked, Died, Failure, Progress, StageSeen
+from service.jobs.state import CancelAsked, Died, Failure
 from service.storage.layout import Folders
 
 FOLDERS = Folders(Path("/srv/a&b/home"))
@@ -36,9 +37,9 @@ def test_events_are_scrubbed_where_they_have_texts(tmp_path: Path) -> None:
         Failure(code="c", message="m", next_step="m")
     )
     event = scrubbed_event(
-        StageSeen("failed", Progress(stage="build", subject=file, text=file), 2.0), FOLDERS
+        StageEvent("build", file, text=file, state="failed", seconds=2.0), FOLDERS
     )
-    assert event == StageSeen("failed", Progress(stage="build", subject="m", text="m"), 2.0)
+    assert event == StageEvent("build", "m", text="m", state="failed", seconds=2.0)
     assert scrubbed_event(CancelAsked(), FOLDERS) == CancelAsked()
     (tmp_path / "report.md").write_text(f"model: {file}\n")
     scrub_file(tmp_path / "report.md", FOLDERS)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from pipeline.execution.stage_event import StageEvent
 from service.jobs.state import (
     FINAL,
     CancelAsked,
@@ -13,9 +14,7 @@ from service.jobs.state import (
     Failure,
     Job,
     JobEvent,
-    Progress,
     Requeued,
-    StageSeen,
     StaleEvent,
     Started,
     Succeeded,
@@ -27,7 +26,7 @@ from service.jobs.state import (
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
 QUEUED = Job(id="1", owner="me", identity="i", name="n", device="cpu", created=NOW.isoformat())
-SEEN = StageSeen("progress", Progress(stage="build", subject="onnxruntime fp32", fraction=0.5))
+SEEN = StageEvent("build", "onnxruntime fp32", 0.5, state="progress")
 DIED = Died(Failure(code="host.child_died", message="killed"))
 ACCEPTED = Succeeded("accepted", "onnxruntime fp32")
 
@@ -46,7 +45,7 @@ def test_the_usual_way() -> None:
         10,
         "2026-01-02T03:04:05.000+00:00",
     )
-    assert running.progress == SEEN.progress
+    assert running.progress == SEEN
     state = after(ACCEPTED, job=running)
     assert (state.state, state.verdict, state.winner, state.pid, state.is_final) == (
         "succeeded",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DiskFull
+from pipeline.execution.stage_event import StageEvent, StageStatus
 from service.errors import Conflict, NotFound, TooMany
 from service.jobs.state import (
     CancelAsked,
@@ -19,9 +20,7 @@ from service.jobs.state import (
     Job,
     JobEvent,
     Measures,
-    Progress,
     Requeued,
-    StageSeen,
     StaleEvent,
     Started,
     Succeeded,
@@ -31,7 +30,15 @@ from service.storage.database import Database
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
 DIED = Died(Failure(code="job.memory", message="too much", next_step="less"))
-SEEN = StageSeen("finished", Progress(stage="build", subject="onnxruntime fp32"), 1.5)
+SEEN = StageEvent("build", "onnxruntime fp32", state="finished", seconds=1.5)
+STATUS = {
+    "stage": "build",
+    "subject": "onnxruntime fp32",
+    "fraction": None,
+    "text": "",
+    "elapsed_s": 0.0,
+    "estimate_s": None,
+}
 
 
 def job(number: int, identity: str = "", owner: str = "me") -> Job:
@@ -73,7 +80,7 @@ def test_each_event_is_stored_with_the_job_after_it(store: JobStore) -> None:
     assert events == [
         ("queued", {}),
         ("running", {"attempt": 1}),
-        ("stage", {**SEEN.progress.model_dump(), "state": "finished", "seconds": 1.5}),
+        ("stage", {**STATUS, "state": "finished", "seconds": 1.5}),
         ("queued", {"why": "why"}),
         ("running", {"attempt": 2}),
         ("succeeded", {"verdict": "accepted", "winner": "w"}),
@@ -82,6 +89,13 @@ def test_each_event_is_stored_with_the_job_after_it(store: JobStore) -> None:
     assert [event.kind for event in later] == ["stage", "queued", "running", "succeeded"]
     assert all(event.seq > seq for event in later)
     assert len(store.events(added.id, limit=2)) == 2
+
+
+def test_a_job_keeps_the_status_of_its_stage(store: JobStore) -> None:
+    store.add(job(1), NOW)
+    running = take(store, "0001", Started(42, 1.0), SEEN)
+    assert running.progress == StageStatus("build", "onnxruntime fp32")
+    assert running.model_dump()["progress"] == STATUS
 
 
 def test_how_a_job_ends_is_told(store: JobStore) -> None:
@@ -126,7 +140,7 @@ def test_a_full_disk_stores_neither_event_nor_job(store: JobStore, database: Dat
             store,
             "0001",
             Started(1, 1.0),
-            *[StageSeen("progress", Progress(stage="s", text="x" * 500))] * 200,
+            *[StageEvent("s", text="x" * 500, state="progress")] * 200,
         )
     running = store.get("0001")
     assert len(store.events("0001")) >= 2

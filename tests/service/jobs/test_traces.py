@@ -31,7 +31,8 @@ def test_a_missing_extra_is_named_before_anything_begins(tmp_path: Path) -> None
     from pathlib import Path
     from service.app import create_app
     from service.settings import Settings
-    create_app(Settings(home=Path({str(tmp_path / "home")!r}), otel_endpoint="http://127.0.0.1:4318"))
+    home = Path({str(tmp_path / "home")!r})
+    create_app(Settings(home=home, otel_endpoint="http://127.0.0.1:4318"))
     """
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],

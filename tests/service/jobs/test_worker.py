@@ -15,12 +15,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.compiler import candidates
-from pipeline.core import Engine, Precision, Progress, silent
+from pipeline.compiler import candidate_stages
+from pipeline.core import Engine, Note, Precision, Progress, silent
 from pipeline.errors import InternalError, ModelError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.durations import History
-from pipeline.execution.stage_runner import Run, Runner, StageEvent
+from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import MANIFEST, Store
 from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
 from pipeline.plan.source import source_from_config
@@ -28,8 +29,11 @@ from pipeline.report.files import load_report
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report
 from pipeline.stages.benchmark import benchmark
 from service.jobs.messages import (
+    FROM_CHILD,
+    FROM_SERVER,
     Finished,
     FromChild,
+    FromServer,
     Granted,
     HostIdentity,
     Returned,
@@ -37,24 +41,24 @@ from service.jobs.messages import (
     Stage,
     Start,
     Wants,
-    from_child,
-    line_of,
 )
 from service.jobs.publish import take_over
 from service.jobs.queue import WORKER
 from service.jobs.state import Job
 from service.jobs.worker import (
-    CHOSEN,
+    CHOSEN_CONTENDED,
     CONTENDED,
+    DOUBTS,
     Server,
     doubted,
     forget_contended,
     measure_again,
-    measuring,
     probe_host,
+    quiet_device,
     seed,
 )
 from service.jobs.worker_client import Child, environment_for
+from service.sandbox.framing import decode, frame, read_frame
 from service.storage.layout import PLAN, Folders, Work
 from tests.builders.report import benchmark as figures
 from tests.builders.report import sample_report
@@ -65,42 +69,33 @@ class Peer:
     """The server's end of the socket."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.end, self.lines = end, end.makefile("rb")
+        self.end, self.frames = end, end.makefile("rb")
+
+    def sends(self, *messages: FromServer) -> None:
+        for message in messages:
+            self.end.sendall(b"".join(frame(FROM_SERVER.dump_json(message))))
 
     def hears(self, count: int) -> list[FromChild]:
-        return [from_child(self.lines.readline()) for _ in range(count)]
+        return [decode(FROM_CHILD, read_frame(self.frames)[0]) for _ in range(count)]
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Server, Peer]]:
     ours, theirs = socket.socketpair()
     peer = Peer(ours)
-    with ours, theirs, peer.lines, theirs.makefile("rwb") as stream:
+    with ours, theirs, peer.frames, theirs.makefile("rwb") as stream:
         yield Server(stream), peer
 
 
-def bench_stage(progress: Progress) -> str:
-    return "measured"
-
-
-def other_stage(progress: Progress) -> str:
-    return "built"
-
-
-def broken_stage(progress: Progress) -> str:
-    raise InternalError("broken")
-
-
 @pytest.mark.parametrize(("before", "after"), [(False, False), (True, False), (False, True)])
-def test_only_the_benchmark_asks_for_the_device_and_gives_it_back(
+def test_a_measurement_asks_for_the_device_and_gives_it_back(
     pair: tuple[Server, Peer], tmp_path: Path, before: bool, after: bool
 ) -> None:
     server, peer = pair
-    run = measuring(bench_stage, server, tmp_path / "contended")
-    assert run(other_stage, name="build") == "built"
-    peer.end.sendall(line_of(Granted(contended=before)) + line_of(Returned(contended=after)))
-    assert run(bench_stage, name="benchmark") == "measured"
-    assert peer.hears(2) == [Wants(), Returns()]
+    peer.sends(Granted(contended=before), Returned(contended=after))
+    with quiet_device(server, tmp_path / "contended"):
+        assert peer.hears(1) == [Wants()]
+    assert peer.hears(1) == [Returns()]
     assert (tmp_path / "contended").exists() == (before or after)
 
 
@@ -108,16 +103,17 @@ def test_a_failed_benchmark_gives_the_device_back_and_a_gone_server_is_an_error(
     pair: tuple[Server, Peer], tmp_path: Path
 ) -> None:
     server, peer = pair
-    peer.end.sendall(line_of(Granted()) + line_of(Returned()))
-    with pytest.raises(InternalError, match="broken"):
-        measuring(broken_stage, server, tmp_path / "contended")(broken_stage, name="benchmark")
+    peer.sends(Granted(), Returned())
+    with (
+        pytest.raises(InternalError, match="broken"),
+        quiet_device(server, tmp_path / "contended"),
+    ):
+        raise InternalError("broken")
     assert peer.hears(2) == [Wants(), Returns()]
-    peer.end.sendall(
-        line_of(Start.model_validate({"plan": "/p", "work": "/w", "shared": "/s", "command": "c"}))
-    )
+    peer.sends(Start(plan=Path("/p"), work=Path("/w"), shared=Path("/s"), command="c"))
     with pytest.raises(InternalError, match="answered start"):
         server.lease()
-    peer.end.sendall(line_of(Granted()))
+    peer.sends(Granted())
     with pytest.raises(InternalError, match="answered granted"):
         server.give_back()
     peer.end.shutdown(socket.SHUT_WR)
@@ -128,10 +124,10 @@ def test_a_failed_benchmark_gives_the_device_back_and_a_gone_server_is_an_error(
 def test_progress_is_told_seldom(pair: tuple[Server, Peer]) -> None:
     server, peer = pair
     for number in range(1000):
-        server.emit(StageEvent("build", "", "progress", number / 1000))
-    server.emit(StageEvent("build", "", "finished", seconds=2.0))
+        server.emit(StageEvent("build", "", number / 1000, state="progress"))
+    server.emit(StageEvent("build", "", seconds=2.0, state="finished"))
     heard = []
-    while not heard or heard[-1].state != "finished":
+    while not heard or heard[-1].event.state != "finished":
         (message,) = peer.hears(1)
         assert isinstance(message, Stage)
         heard.append(message)
@@ -140,9 +136,9 @@ def test_progress_is_told_seldom(pair: tuple[Server, Peer]) -> None:
 
 def test_contended_figures_accept_nothing_and_are_not_kept(tmp_path: Path) -> None:
     report = doubted(sample_report(), CONTENDED)
-    assert (report.verdict, report.reasons[-1], report.notes[-1].text) == (
+    assert (report.verdict, report.reasons[-1], report.notes[-1]) == (
         "unproven",
-        CONTENDED,
+        CONTENDED.text,
         CONTENDED,
     )
     assert (
@@ -198,9 +194,9 @@ def tiny_model(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("doubts", [(), (CONTENDED,), (CHOSEN,)])
+@pytest.mark.parametrize("doubts", [(), (CONTENDED,), (CHOSEN_CONTENDED,)])
 def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(
-    tmp_path: Path, doubts: tuple[str, ...]
+    tmp_path: Path, doubts: tuple[Note, ...]
 ) -> None:
     plan, old = compiled_before(tmp_path)
     for why in doubts:
@@ -209,12 +205,12 @@ def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(
     runner = Runner(Store(tmp_path / "home"), run=with_figures_of(benchmarked))
     report = measure_again(tmp_path / "compiled", plan, runner, "again")
     assert (report.verdict, report.command) == ("unproven" if doubts else "accepted", "again")
-    assert [reason for reason in report.reasons if reason in (CHOSEN, CONTENDED)] == [
-        CHOSEN
-    ] * bool(doubts)
-    assert [note.text for note in report.notes if note.text in (CHOSEN, CONTENDED)] == [
-        CHOSEN
-    ] * bool(doubts)
+    expected = [CHOSEN_CONTENDED] if doubts else []
+    assert [note for note in report.notes if note.code in DOUBTS] == expected
+    texts = {CONTENDED.text, CHOSEN_CONTENDED.text}
+    assert [reason for reason in report.reasons if reason in texts] == [
+        note.text for note in expected
+    ]
 
 
 def test_an_engine_that_cannot_be_measured_or_whose_model_changed_says_so(tmp_path: Path) -> None:
@@ -401,8 +397,8 @@ def everything(folder: Path, besides: Path) -> dict[Path, tuple[int, int, bytes]
 
 
 def probe_with_another_build(progress: Progress) -> HostIdentity:
-    newer = replace(candidates.BUILD, version=candidates.BUILD.version + 1)
-    candidates.STAGES = (*candidates.STAGES, newer)
+    newer = replace(candidate_stages.BUILD, version=candidate_stages.BUILD.version + 1)
+    candidate_stages.STAGES = (*candidate_stages.STAGES, newer)
     return probe_host()
 
 

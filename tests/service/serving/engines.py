@@ -33,6 +33,7 @@ from pipeline.report.bundle import seal
 from pipeline.serving_inputs import BatchSpec
 from service.auth import LOCAL
 from service.inference import InferAnswer, InferRequest
+from service.registry.models import DeploymentOptions, Version
 from service.sandbox.process_tree import MARK
 from service.serving.deployment import Deployment, DeploymentSpec
 from service.serving.stats import Figures
@@ -136,8 +137,32 @@ class Bench:
         return await self.deployment.infer(asking({"x": array}, **more))
 
     def count(self, state: str) -> float:
-        labels = {"model": self.deployment.spec.model, "version": "1", "state": state}
+        labels = {"model": self.deployment.model, "version": "1", "state": state}
         return self.registry.get_sample_value("crucible_inference_requests_total", labels) or 0.0
+
+
+def version_of_engine(engine: Engine, batch: BatchSpec, model: str) -> Version:
+    """The first version of a model, as its promotion would describe it."""
+    return Version(
+        model=model,
+        version=1,
+        owner="local",
+        job="job",
+        created="2026-01-01T00:00:00.000+00:00",
+        verdict="accepted",
+        override=False,
+        before=None,
+        label=engine.recipe.label,
+        backend=engine.target.backend,
+        precision=engine.recipe.precision,
+        target=engine.target.device,
+        on_gpu=engine.target.compute_capability is not None,
+        size_bytes=engine.size_bytes,
+        inputs=engine.inputs,
+        outputs=engine.outputs,
+        profiles=engine.profiles,
+        batch=batch,
+    )
 
 
 @asynccontextmanager
@@ -147,8 +172,9 @@ async def deployed(
     """Loaded and ready; closed at the end, and then no process and no file of it is left."""
     registry = CollectorRegistry()
     figures = Figures(registry)
-    fields = {"model": MODEL, "version": 1, "owner": "local", "device": "cpu"} | more
-    spec = DeploymentSpec(engine_folder=engine.root, engine=engine, batch=batch, **fields)
+    version = version_of_engine(engine, batch, more.pop("model", MODEL))
+    device, load_s = more.pop("device", "cpu"), more.pop("load_s", 180.0)
+    spec = DeploymentSpec(version, engine, DeploymentOptions(**more), device, load_s)
     work = folder / f"work-{uuid.uuid4().hex}"
     deployment = await Deployment.start(
         spec, work, figures, **({"worker": worker} if worker else {})
@@ -158,7 +184,7 @@ async def deployed(
     finally:
         await deployment.close()
         assert not work.exists()
-        assert processes_of(f"serve-{spec.model}-") == []
+        assert processes_of(f"serve-{version.model}-") == []
 
 
 def processes_of(mark: str) -> list[int]:

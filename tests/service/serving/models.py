@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from service.jobs.state import Started, Succeeded
 from service.jobs.store import JobStore
 from service.registry.models import PromoteRequest
 from service.registry.repository import Repository
-from service.serving.deployment import DeploymentSpec
+from service.serving.deployment import DeploymentSpec, served_version
 from service.serving.loader import LoaderContext
 from service.serving.manager import ModelManager
 from service.storage.database import Database
@@ -49,16 +50,16 @@ class Double:
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         if self.drained or self.closed:
-            raise Unavailable(f"version {self.spec.version} was asked when it was gone")
+            raise Unavailable(f"version {self.spec.version.version} was asked when it was gone")
         self.answering += 1
         try:
             await asyncio.sleep(0.001)
             assert not self.closed
             self.answered += 1
-            outputs = {"y": np.full(1, self.spec.version)}
+            outputs = {"y": np.full(1, self.spec.version.version)}
             return InferAnswer(
-                self.spec.model,
-                self.spec.version,
+                self.spec.version.model,
+                self.spec.version.version,
                 self.spec.device,
                 outputs,
                 Timing(0, 0, 0.001, 0, 1),
@@ -69,24 +70,14 @@ class Double:
 
     def served(self) -> Served:
         spec = self.spec
-        return Served(
-            spec.model,
-            spec.version,
-            spec.owner,
-            spec.device,
-            "double",
-            (),
-            (),
-            spec.batch,
-            "ready",
-            instances=spec.instances,
-        )
+        served = served_version(spec.version, spec.device, "ready", "")
+        return replace(served, backend="double", instances=spec.options.instances)
 
     def statistics(self) -> Statistics:
         total = Total(self.answered, 0.0)
         return Statistics(
-            self.spec.model,
-            self.spec.version,
+            self.spec.version.model,
+            self.spec.version.version,
             total,
             Total(),
             total,
@@ -128,13 +119,13 @@ class Host:
         self.proofs: list[tuple[tuple[Padding, ...], str]] = []
 
     async def start(self, spec: DeploymentSpec, work: Path) -> Double:
-        self.tried[spec.model] += 1
+        self.tried[spec.version.model] += 1
         await asyncio.sleep(0.001)
-        if spec.model in self.hanging:
+        if spec.version.model in self.hanging:
             raise TimedOut("it did not load its engine in time")
-        if self.broken[spec.version] > 0:
-            self.broken[spec.version] -= 1
-            raise ChildDied(f"the worker of version {spec.version} died")
+        if self.broken[spec.version.version] > 0:
+            self.broken[spec.version.version] -= 1
+            raise ChildDied(f"the worker of version {spec.version.version} died")
         self.started.append(Double(spec))
         return self.started[-1]
 
@@ -144,7 +135,7 @@ class Host:
 
     @property
     def alive(self) -> list[int]:
-        return [worker.spec.version for worker in self.started if not worker.closed]
+        return [worker.spec.version.version for worker in self.started if not worker.closed]
 
 
 def ended_job(

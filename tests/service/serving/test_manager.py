@@ -151,7 +151,7 @@ def test_a_load_that_does_not_fit_is_refused_before_the_device_is_touched(tmp_pa
             await here.deployments.deploy(
                 LOCAL, "m", DeploymentOptions(overlap=True)
             )  # twice what an instance needs
-            assert here.host.started[-1].spec.overlap
+            assert here.host.started[-1].spec.options.overlap
             assert (await here.deployments.view(LOCAL, "m")).current.memory_bytes is None
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
             assert (
@@ -237,7 +237,11 @@ def test_more_rows_than_were_proved_are_refused(tmp_path: Path) -> None:
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=4))
             host.batch = ALONE
             await here.promote()
-            assert [worker.spec.max_batch for worker in host.started] == [4, 1]
+            most = [
+                (worker.spec.options.max_batch, worker.spec.version.most_together)
+                for worker in host.started
+            ]
+            assert most == [(4, 8), (4, 1)]
             message = await refused(
                 Unprocessable, here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=2))
             )
@@ -466,7 +470,7 @@ def test_shapes_and_memory_are_told(tmp_path: Path) -> None:
             after = (await here.deployments.view(LOCAL, "m")).deployment
             assert (after.state, after.version, after.memory_bytes) == ("unloaded", None, None)
             await here.deployments.load(LOCAL, "m")
-            assert here.host.started[-1].spec.queue_limit == 7  # as it was deployed last
+            assert here.host.started[-1].spec.options.queue_limit == 7  # as it was deployed last
 
     play(story)
 

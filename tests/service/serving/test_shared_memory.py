@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from pipeline.errors import HostError
+from service.sandbox.framing import BadMessage
 from service.serving.shared_memory import ALIGNMENT, MIN_BYTES, Buffer, Slot, layout
-from service.serving.worker_messages import BadMessage, Placed
+from service.serving.worker_messages import Placed
 
 FLOAT = np.dtype(np.float32)
 

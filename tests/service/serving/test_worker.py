@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from pipeline.core import Engine, Tensors
+from service.sandbox.framing import MAX_HEAD_BYTES, decode
 from service.serving.shared_memory import Slot, layout
 from service.serving.worker import Runner, Server, SlotBuffers, run_all
-from service.serving.worker_messages import PACKET_BYTES, Done, Run, from_worker, packet_of
+from service.serving.worker_messages import FROM_SERVER, FROM_WORKER, Done, Run
 from tests.service.serving.engines import linear, marked
 
 WAIT_S = 20.0
@@ -151,13 +152,15 @@ def send_batch(end: socket.socket, slots: Sequence[Slot], number: int) -> None:
     assert slot.inputs is not None
     slot.inputs.array(x.dtype, placed[0])[...] = x
     message = Run(number, slot.number, placed, tuple(new))
-    socket.send_fds(end, [packet_of(message)], [buffer.descriptor for buffer in new.values()])
+    socket.send_fds(
+        end, [FROM_SERVER.dump_json(message)], [buffer.descriptor for buffer in new.values()]
+    )
     for buffer in new.values():
         buffer.give_descriptor()
 
 
 def received(end: socket.socket) -> Done:
-    message = from_worker(end.recv(PACKET_BYTES))
+    message = decode(FROM_WORKER, end.recv(MAX_HEAD_BYTES))
     assert isinstance(message, Done)
     return message
 

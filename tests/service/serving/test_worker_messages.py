@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from pipeline.errors import DataError
+from service.sandbox.framing import MAX_HEAD_BYTES, BadMessage, Failed, decode, failed_from_error
 from service.serving.worker_messages import (
-    PACKET_BYTES,
-    BadMessage,
+    FROM_SERVER,
+    FROM_WORKER,
     Done,
-    Failed,
     FromServer,
     FromWorker,
     Load,
@@ -23,10 +23,6 @@ from service.serving.worker_messages import (
     Refused,
     Run,
     Short,
-    failed_from_error,
-    from_server,
-    from_worker,
-    packet_of,
 )
 
 DONE = Done(3, (Placed((2, 1000), 64), Placed((), 0)), 0.1, 0.2, 0.3)
@@ -39,11 +35,11 @@ DONE = Done(3, (Placed((2, 1000), 64), Placed((), 0)), 0.1, 0.2, 0.3)
         DONE,
         Short(3, 70),
         Refused(3, "bad\nids", "send others"),
-        Failed("host.store", "no", "go"),
+        Failed(code="host.store", message="no", next_step="go"),
     ],
 )
 def test_what_a_worker_says_comes_whole(message: FromWorker) -> None:
-    assert from_worker(packet_of(message)) == message
+    assert decode(FROM_WORKER, FROM_WORKER.dump_json(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -55,9 +51,7 @@ def test_what_a_worker_says_comes_whole(message: FromWorker) -> None:
     ],
 )
 def test_what_the_server_says_comes_whole(message: FromServer) -> None:
-    assert from_server(packet_of(message)) == message
-    with pytest.raises(EOFError):
-        from_server(b"")
+    assert decode(FROM_SERVER, FROM_SERVER.dump_json(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -82,23 +76,21 @@ def test_what_the_server_says_comes_whole(message: FromServer) -> None:
 )
 def test_what_no_worker_may_say_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(BadMessage):
-        from_worker(json.dumps(json.loads(packet_of(DONE)) | change).encode())
+        decode(FROM_WORKER, json.dumps(json.loads(FROM_WORKER.dump_json(DONE)) | change).encode())
 
 
 @given(some.binary(max_size=200))
 def test_any_bytes_are_refused_in_few_words(packet: bytes) -> None:
     with pytest.raises(BadMessage) as error:
-        from_worker(packet)
+        decode(FROM_WORKER, packet)
     assert len(str(error.value)) < 1000
 
 
 def test_the_longest_failure_and_the_largest_batch_fit() -> None:
     for character in ("x", "\0", "é", "\udc80", "😀"):
         message = failed_from_error(DataError(character * 20_000, character * 20_000))
-        assert from_worker(packet_of(message)) == message
-    assert (
-        len(packet_of(Run(1 << 48, 1, (Placed((1000, 1000, 1000, 1000), 1 << 40),) * 1000)))
-        < PACKET_BYTES
-    )
+        assert decode(FROM_WORKER, FROM_WORKER.dump_json(message)) == message
+    batch = Run(1 << 48, 1, (Placed((1000, 1000, 1000, 1000), 1 << 40),) * 1000)
+    assert len(FROM_SERVER.dump_json(batch)) < MAX_HEAD_BYTES
     with pytest.raises(BadMessage):
-        from_worker(b" " * (PACKET_BYTES + 1))
+        decode(FROM_WORKER, b" " * (MAX_HEAD_BYTES + 1))

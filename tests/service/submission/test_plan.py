@@ -3,21 +3,134 @@
 import json
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from pydantic import BaseModel
 
 from pipeline.backends.pytorch.module import load_module
+from pipeline.plan.schema import (
+    AccuracyConfig,
+    DataConfig,
+    ModelConfig,
+    Plan,
+    SimplifyConfig,
+    TensorRTConfig,
+)
 from pipeline.plan.source import source_from_config
 from service.errors import Unprocessable
 from service.settings import Settings
-from service.submission.plan import SubmittedPlan, identity, parse, plan_from
+from service.submission.plan import (
+    ALLOWED,
+    SubmittedPlan,
+    allowed_keys,
+    identity,
+    parse,
+    plan_from,
+)
 from service.submission.uploads import Part
 
 KEYS = (
     "name architecture classes inputs outputs profiles data accuracy candidates rescue export"
     " simplify calibration tensorrt benchmark serving"
 )
+
+REFUSED: dict[type[BaseModel], str] = {
+    Plan: "model ablate keep_builds",
+    ModelConfig: "path entrypoint python_path weights weights_from inputs outputs seed",
+    DataConfig: "validation",
+    AccuracyConfig: "python_path",
+    SimplifyConfig: "timeout_s surgery python_path",
+    TensorRTConfig: "plugins",
+}
+COMPLETE = b"""
+name: n
+architecture: resnet18
+classes: 10
+inputs: [{name: x, dtype: float32, shape: [batch], location: device, kind: static}]
+outputs: [y]
+profiles: [{batch: {min: 1, opt: 1, max: 1}, values: {k: {min: 1, opt: 2, max: 3}}}]
+data:
+  calibration: {generate: random, samples: 1, because: test, seed: 1}
+  selection: {generate: random, samples: 1, because: test, seed: 1}
+accuracy:
+  metric: top1
+  output: y
+  max_drop: 0.1
+  thresholds: {max_abs: 1, mean_abs: 1, min_cosine: 1, min_snr_db: 1}
+  per_output: {y: {max_abs: 1}}
+candidates:
+  - backend: b
+    precision: int8
+    method: auto
+    activation: auto
+    weight_bits: 8
+    realised_in: auto
+    quantizer: crucible
+    weight_only: false
+    block_size: 32
+    smooth_quant: true
+    placement:
+      conv: true
+      matmul_weight: true
+      matmul_activations: true
+      residual_add: true
+      first_layer: true
+      last_layer: true
+      per_channel: true
+    keep_fp32: [fc]
+    compute_capability: "8.9"
+    hardware_compatible: true
+    version_compatible: true
+    form: aoti
+    mode: max-autotune
+    provider: cpu
+rescue: true
+export: {opset: 20, exporter: auto}
+simplify: {enabled: true, plain_attention: true}
+calibration: {samples: 1, batch: 1, percentile: 99, language_model: true}
+tensorrt: {workspace_mib: 1, optimization_level: 1, timing_iterations: 1}
+benchmark:
+  sizes: [{batch: 1}]
+  duration_s: 1
+  budget_s: 1
+  warmup_s: 1
+  warmup_runs: 1
+  threads: 1
+  baselines: [eager]
+serving:
+  padding: [{input: x, axis: 1, value: 0}]
+  image:
+    input: x
+    size: [1, 1]
+    resize: 1
+    colour: RGB
+    layout: NCHW
+    scale: 1
+    mean: [0, 0, 0]
+    std: [1, 1, 1]
+  labels: {y: [cat]}
+"""
+
+
+def types_in(annotation: object) -> Iterator[type]:
+    """All classes that an annotation names."""
+    if isinstance(annotation, type):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from types_in(argument)
+
+
+def sections_below(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """A section and all sections within it."""
+    yield section
+    for field in section.model_fields.values():
+        for kind in types_in(field.annotation):
+            if issubclass(kind, BaseModel):
+                yield from sections_below(kind)
 
 
 def upload(folder: Path, name: str, filename: str, content: bytes = b"x") -> Part:
@@ -33,6 +146,62 @@ def settings(tmp_path: Path) -> Settings:
 def test_the_list_of_keys_is_this() -> None:
     """A new one edits this list and docs/service.md; think of what a stranger could do with it."""
     assert list(SubmittedPlan.model_fields) == KEYS.split()
+
+
+def test_each_field_of_the_plan_is_allowed_by_name_or_refused() -> None:
+    """A new field of a plan belongs to ALLOWED or, if strangers must not have it, to REFUSED."""
+    allowed = {section: set(allowed_keys(section)) for section in {*sections_below(Plan)}}
+    allowed[Plan] = set(SubmittedPlan.model_fields).intersection(Plan.model_fields)
+    for section, keys in allowed.items():
+        refused = set(REFUSED.get(section, "").split())
+        assert keys.isdisjoint(refused), section
+        assert keys | refused == set(section.model_fields), section
+    assert set(ALLOWED) == {SubmittedPlan, *allowed} - {Plan, ModelConfig}
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [(section, key) for section, keys in ALLOWED.items() for key in keys.split()],
+)
+def test_a_field_that_the_list_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, section: type[BaseModel], key: str
+) -> None:
+    assert parse(COMPLETE).architecture == "resnet18"
+    others = [other for other in allowed_keys(section) if other != key]
+    monkeypatch.setitem(ALLOWED, section, " ".join(others))
+    written = "profiles.0" if key == "dims" else key  # a profile is written without `dims`
+    with pytest.raises(Unprocessable, match=rf"unknown key '([a-z0-9_]+\.)*{written}'"):
+        parse(COMPLETE)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"ablate": True},
+        {"keep_builds": 6},
+        {"data": {"validation": {"generate": "random", "samples": 1, "because": "test"}}},
+        {"accuracy": {"python_path": "."}},
+        {"simplify": {"timeout_s": 600}},
+        {"simplify": {"surgery": None}},
+        {"simplify": {"python_path": "."}},
+        {"tensorrt": {"plugins": []}},
+        *({"model": {key: None}} for key in REFUSED[ModelConfig].split()),
+    ],
+)
+def test_a_refused_field_is_an_unknown_key_even_with_its_default(document: object) -> None:
+    with pytest.raises(Unprocessable, match="unknown key"):
+        parse(yaml.safe_dump(document).encode())
+
+
+def test_only_sets_of_samples_could_be_paths() -> None:
+    """Paths are refused wherever they are; no other allowed field can hold one."""
+    fields = [
+        (section.__name__, key)
+        for section in ALLOWED
+        for key in allowed_keys(section)
+        if Path in types_in(section.model_fields[key].annotation)
+    ]
+    assert fields == [("DataConfig", "calibration"), ("DataConfig", "selection")]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +238,11 @@ def test_yaml_json_and_nothing_are_read() -> None:
     assert parse(b"name: a\nprofiles: [{batch: [1, 2, 4]}]").profiles[0].dims["batch"].opt == 2
     assert parse(json.dumps({"name": "a"}).encode()).name == "a"
     assert parse(b"") == SubmittedPlan()
+
+
+def test_an_empty_submission_has_the_defaults_of_a_plan(tmp_path: Path, settings: Settings) -> None:
+    plan = plan_from(SubmittedPlan(), {"model": upload(tmp_path, "model", "m.onnx")}, settings)
+    assert plan == Plan(name="m", model=ModelConfig(path=tmp_path / "model.onnx"))
 
 
 def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tempfile
 import textwrap
 import zipfile
 from pathlib import Path
@@ -507,13 +508,19 @@ def test_a_package_that_crashes_is_named_but_not_one_that_was_killed(
     error: type[ChildDied],
     words: str,
 ) -> None:
-    """A process that is killed has run out of memory: that says nothing of the package."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    """A process that is killed has run out of memory: that says nothing of the package. Neither
+    leaves what torch has extracted.
+    """
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # read TMPDIR again
     engine = package_that_dies(tmp_path / "engine", number)
     with pytest.raises(error, match=words) as failure:
         torch_programs._loaded_once(engine, silent)
     assert type(failure.value) is error
     assert failure.value.may_pass is (number == "SIGKILL")
+    assert list(temporary.iterdir()) == []
 
 
 def cache_hits(engine: Engine, progress: Progress) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
 from pipeline.plan.schema import ExportConfig, SimplifyConfig
 from pipeline.quantization.existing_qdq import QDQ, given_precision, lost_scales, scales_of
-from pipeline.stages.export import export, kept_scales
+from pipeline.stages.export import export, scale_notes
 from pipeline.stages.simplify import simplify
 from tests.builders.qat import digits, prepared, trained
 
@@ -126,8 +126,8 @@ def test_an_export_that_lost_a_scale_is_refused(
         tmp_path / "model.onnx",
     )
     with pytest.raises(Refused, match="1 of the 7 scales"):
-        kept_scales(job)
-    assert kept_scales(replace(job, path=exported.path))
+        scale_notes(job)
+    assert scale_notes(replace(job, path=exported.path))
 
 
 class Learnt(torch.nn.Module):
@@ -151,7 +151,7 @@ def test_bare_operators_are_counted_once_per_tensor(tmp_path: Path) -> None:
     assert list(scales_run(Learnt(), source, feeds).values()) == [1]
     job = Job(source, Learnt(), ("y",), 20, feeds, tmp_path / "model.onnx")
     torchscript(job)
-    assert len(kept_scales(job)) == 1
+    assert len(scale_notes(job)) == 1
     assert (
         given_precision(read_proto(onnx_model(tmp_path, "model.onnx").path).graph) is Precision.INT8
     )
@@ -187,7 +187,10 @@ class Decomposed(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         operators = torch.ops.quantized_decomposed
         integers = operators.quantize_per_tensor(x, 0.05, 0, 0, self.high, torch.uint8)
-        return operators.dequantize_per_tensor(integers, 0.05, 0, 0, self.high, torch.uint8)  # type: ignore[no-any-return]
+        floats: torch.Tensor = operators.dequantize_per_tensor(
+            integers, 0.05, 0, 0, self.high, torch.uint8
+        )
+        return floats
 
 
 @pytest.mark.parametrize("high", [255, 127])

@@ -36,11 +36,13 @@ from tests.builders.layers import CAPTURED, captured, real_table, seconds_of
     ("tactic", "precision"),
     [
         (
-            "sm80_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x64x32_stage3",
+            "sm80_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc"
+            "_tilesize128x64x32_stage3",
             "tf32",
         ),
         (
-            "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nchwkcrs_nchw_tilesize64x64x8_stage3_g1_ffma",
+            "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nchwkcrs_nchw"
+            "_tilesize64x64x8_stage3_g1_ffma",
             "fp32",
         ),
         ("sm80_xmma_fprop_wngd_f32f32_f32_f32_nchwkcrs_nchw_tilesize8x16x64x8_wngd2x2", "fp32"),
@@ -48,7 +50,8 @@ from tests.builders.layers import CAPTURED, captured, real_table, seconds_of
         ("sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize96x64x32_stage3", "fp16"),
         ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize32x32x64", "bf16"),
         (
-            "sm89_xmma_gemm_e4m3e4m3_e4m3f32_f32_tn_n_tilesize64x64x64_stage4_tensor16x8x32_bias_f32",
+            "sm89_xmma_gemm_e4m3e4m3_e4m3f32_f32_tn_n"
+            "_tilesize64x64x64_stage4_tensor16x8x32_bias_f32",
             "fp8",
         ),
         ("sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64", "fp8"),
@@ -75,7 +78,8 @@ from tests.builders.layers import CAPTURED, captured, real_table, seconds_of
             "tf32",
         ),  # tensor cores multiply no fp32
         (
-            "cutlass3x_sm100_simt_sgemm_f32_f32_f32_f32_f32_64x32x16_1x1x1_3_tnn_align1_bias_f32_relu",
+            "cutlass3x_sm100_simt_sgemm_f32_f32_f32_f32_f32"
+            "_64x32x16_1x1x1_3_tnn_align1_bias_f32_relu",
             "fp32",
         ),
         ("cutlass3x_sm90_tensorop_s64x128x32gemm_e4m3_e4m3_f32_bf16_bf16_128x128x128", "fp8"),

@@ -40,7 +40,8 @@ def bench(tmp_path: Path) -> Bench:
 
 def check_runs(session: object, *batches: Tensors) -> None:
     for batch in batches:
-        np.testing.assert_array_equal(run_session(session, batch)["y"], doubled(dict(batch))["y"])  # type: ignore[arg-type]
+        outputs = run_session(session, batch)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(outputs["y"], doubled(dict(batch))["y"])
 
 
 def test_runs_and_captures_a_shape_at_its_second_run(bench: Bench) -> None:

@@ -16,9 +16,12 @@ from pipeline.cli.terminal import (
 from pipeline.core import Precision
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse
+from pipeline.report.entries import entries
 from pipeline.report.html import page
 from pipeline.report.markdown import markdown
-from pipeline.report.tables import _grouped, entries, left, right, sections
+from pipeline.report.run_sections import grouped_notes
+from pipeline.report.sections import sections
+from pipeline.report.tables import left, right
 from pipeline.results.report import Report
 from tests.builders.report import proven_report, sample_report
 
@@ -199,4 +202,4 @@ def test_a_note_of_the_graph_itself_names_no_engine() -> None:
         ("openvino int8", "said of one"),
         ("openvino int8", "said of one"),
     ]
-    assert _grouped(notes) == ("said of all", "said of one (openvino int8)")
+    assert grouped_notes(notes) == ("said of all", "said of one (openvino int8)")

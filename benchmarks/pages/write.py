@@ -1,0 +1,70 @@
+"""Write docs/benchmarks.md, and the tables and figures of accuracy.md, measurement.md, deploy.md
+and the README, from benchmarks/results/*.json.
+
+No figure there is typed by hand, and a test keeps pages and results in step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import ROOT, takes_no_arguments
+from benchmarks.pages.accuracy import calibration_drawing
+from benchmarks.pages.figures import Drawing
+from benchmarks.pages.gpu_drawings import curve_drawing, models_drawings
+from benchmarks.pages.render import load_results, render
+
+DOCS = ROOT / "docs"
+PAGE = DOCS / "benchmarks.md"
+PAGES_WITH_PARTS = {
+    DOCS / "accuracy.md": "accuracy.md.j2",
+    DOCS / "measurement.md": "measurement.md.j2",
+    DOCS / "deploy.md": "deploy.md.j2",
+    ROOT / "README.md": "readme.md.j2",
+}
+"""Pages of which only parts are written here, and the templates of these parts."""
+
+PART = re.compile(
+    r"^<!-- (?P<name>[^:\n]+): from here on written .*?"
+    r"^<!-- (?P=name): written .*? up to here -->\n",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def main(words: Sequence[str]) -> None:
+    takes_no_arguments("pages", __doc__, words)
+    for file, text in pages().items():
+        file.write_text(text, encoding="utf-8")
+        print(f"wrote {file.relative_to(ROOT)}")
+    for drawing in drawings():
+        if not drawing.is_current():
+            print(f"drew {drawing.write().relative_to(ROOT)}")
+
+
+def pages() -> dict[Path, str]:
+    """Every page that holds figures, as it is to be."""
+    results = load_results()
+    with_parts = {
+        file: with_parts_of(file.read_text(encoding="utf-8"), render(template, results))
+        for file, template in PAGES_WITH_PARTS.items()
+    }
+    return {PAGE: render("benchmarks.md.j2", results), **with_parts}
+
+
+def with_parts_of(page: str, rendered: str) -> str:
+    """Replace each marked part of the page by the rendered one of that name."""
+    parts = {part["name"]: part[0] for part in PART.finditer(rendered)}
+    marks = {part["name"] for part in PART.finditer(page)}
+    if marks != parts.keys():
+        raise ValueError(f"the template has the parts {sorted(parts)}, the page {sorted(marks)}")
+    return PART.sub(lambda part: parts[part["name"]], page)
+
+
+def drawings() -> tuple[Drawing, ...]:
+    """All figures of the pages."""
+    results = load_results()
+    gpu_models = results["gpu_models"]
+    calibration = calibration_drawing(results["calibration"])
+    return (calibration, *models_drawings(gpu_models), curve_drawing(gpu_models))

@@ -1,0 +1,160 @@
+"""Sections about accuracy: other sizes, rescues, reversed switches, the validation set."""
+
+from __future__ import annotations
+
+from pipeline.formatting import interval, state_label
+from pipeline.report.entries import entries
+from pipeline.report.tables import Section, Table, left, number_cell, right
+from pipeline.results.report import AblationRow, MetricResult, Report, SizeCheck, ValidationReport
+
+
+def size_section(report: Report) -> Section:
+    """Return the gate's results at other sizes: all of the winner, and the failures of others."""
+    profiles = len(report.plan.profiles)
+    rows: list[tuple[str, ...]] = []
+    for entry in entries(report):
+        selection = entry.candidate.selection if entry.candidate else None
+        for check in selection.sizes if selection else ():
+            if entry.part == "winner" or check.failures:
+                rows.append((str(entry.number), entry.label, *_size_cells(check, profiles)))
+    columns = (
+        *left("#", "engine", "size", "inputs"),
+        *right("samples", "cosine", "drop"),
+        *left("outcome"),
+    )
+    text = (
+        "The gate checks batch 1, and min, opt and max of every profile, besides the batches of the"
+        " whole selection set. Samples are cut or repeated to fill a batch. Inputs of sizes that no"
+        " sample has are generated."
+    )
+    return Section(
+        "sizes",
+        "Accuracy at every size",
+        (text,) if rows else (),
+        tables=(Table(columns, tuple(rows)),),
+    )
+
+
+def _size_cells(check: SizeCheck, profiles: int) -> tuple[str, ...]:
+    outcome = "; ".join(check.failures) or "passed"
+    if check.not_checked and not check.failures:
+        outcome = f"not checked: {check.not_checked}"
+    return (
+        check.where(profiles),
+        check.inputs,
+        str(check.samples),
+        number_cell(check.cosine, ".5f"),
+        number_cell(check.drop, "+.4f"),
+        outcome,
+    )
+
+
+def rescue_section(report: Report) -> Section:
+    rows = tuple(
+        (rescue.label, step.step, step.label or "-", state_label(step.outcome))
+        for rescue in report.rescues
+        for step in rescue.steps
+    )
+    text = tuple(f"{rescue.label}: {rescue.conclusion}" for rescue in report.rescues)
+    table = Table(left("of", "step", "engine", "outcome"), rows)
+    return Section("rescue", "Rescue", text, tables=(table,))
+
+
+def ablation_section(report: Report) -> Section:
+    """Return the effect of each switch of the placement on one candidate."""
+    key, title = "ablation", "Switches reversed"
+    ablation = report.ablation
+    if ablation is None:
+        return Section(key, title)
+    if not ablation.label:
+        text = (
+            "No int8 candidate with Q/DQ placed by Crucible has results, so no switch was reversed."
+        )
+        return Section(key, title, (text,))
+    text = (
+        f"Each row is {ablation.label} with one switch of `placement` reversed. Changes are against"
+        " that candidate, on the selection set: a drop that changes by more than 0 is worse."
+        " Speed-up is the median before over the median after, at the first shape, with its 95 %"
+        " interval. Above 1, reversing the switch makes the engine faster."
+    )
+    columns = (
+        *left("switch", "from", "to"),
+        *right("drop", "change", "cosine", "change", "speed-up"),
+        *left("outcome"),
+    )
+    rows = tuple(_ablation_row(row) for row in ablation.rows)
+    return Section(key, title, (text,), tables=(Table(columns, rows),))
+
+
+def _ablation_row(row: AblationRow) -> tuple[str, ...]:
+    return (
+        row.switch,
+        "on" if row.before else "off",
+        "on" if row.after else "off",
+        number_cell(row.drop, ".4f"),
+        number_cell(row.drop_change, "+.4f"),
+        number_cell(row.cosine, ".5f"),
+        number_cell(row.cosine_change, "+.5f"),
+        interval(row.ratio, 2) if row.ratio else "-",
+        ablation_outcome(row),
+    )
+
+
+def ablation_outcome(row: AblationRow) -> str:
+    """Return the result of the reversed switch, in words."""
+    if row.state is None:
+        return "changes nothing in this graph"
+    state = state_label(row.state)
+    return f"{state}: {row.reason}" if row.reason else state
+
+
+def validation_section(report: Report) -> Section:
+    validation = report.validation
+    if validation is None:
+        return Section("validation", "Validation")
+    winner = report.title_of(report.winner) if report.winner else "The winner"
+    text = [
+        f"{winner} on {validation.samples} samples of the {validation.role} set, read once."
+        f" Reference: {report.reference}."
+    ]
+    if validation.metric is not None:
+        text.append(_metric_text(validation.metric))
+    return Section(
+        "validation",
+        "Validation",
+        tuple(text),
+        items=validation.failures,
+        tables=(_output_errors(validation),),
+    )
+
+
+def _metric_text(metric: MetricResult) -> str:
+    outcome = "within" if metric.passed else "over"
+    return (
+        f"{metric.name}: {metric.reference:.4f} (reference), {metric.candidate:.4f} (engine)."
+        f" Drop {interval(metric.interval, 4)}, {outcome} the allowed {metric.max_drop:g}."
+    )
+
+
+def _output_errors(validation: ValidationReport) -> Table:
+    columns = (
+        *left("output"),
+        *right("max abs", "mean abs", "max rel", "min cosine", "SNR", "NaN", "Inf", "worst sample"),
+        *left("passed"),
+    )
+    rows = tuple(
+        (
+            error.output,
+            f"{error.max_abs:.3g}",
+            f"{error.mean_abs:.3g}",
+            f"{error.max_rel:.3g}",
+            f"{error.cosine:.5f}",
+            f"{error.snr_db:.1f} dB",
+            str(error.nan),
+            str(error.inf),
+            str(error.worst_sample),
+            "yes" if error.passed else "no",
+        )
+        for error in validation.outputs
+    )
+    return Table(columns, rows)

@@ -1,0 +1,99 @@
+"""Sections about latency at every shape, and about what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.formatting import date, number_text, shape_text
+from pipeline.report.entries import (
+    Entry,
+    entries,
+    percentile_cell,
+    percentile_cells,
+    ratio_cell,
+    shapes,
+    winner_row,
+)
+from pipeline.report.performance_summary import gpu_lines, limit_cells, peaks_text
+from pipeline.report.tables import Section, Table, left, right
+from pipeline.results.report import LatencyRow, Report
+
+LIMIT_COLUMNS = (
+    *right("GFLOP/s", "GB/s", "of peak arithmetic", "of peak memory"),
+    *left("bound by", "why", "next"),
+)  # of the cells that `limit_cells` returns
+
+
+def latency_section(report: Report) -> Section:
+    percentiles = (
+        "Percentiles need enough raw values: p90 needs 100, p99 needs 1,000. Upload, compute and"
+        " download are medians. Drifts: the median still changed between blocks."
+    )
+    measured = f"Measured {date(report.benchmarked or report.created)}"
+    if any(step.stage == "benchmark" and step.reused for step in report.steps):
+        measured += (
+            ", in an earlier run on this host with the same engines: these results come from the"
+            " store"
+        )
+    tables = tuple(_latency_table(report, sizes) for sizes in shapes(report))
+    return Section("latency", "Latency", (percentiles, f"{measured}."), tables=tables)
+
+
+def _rows_at(report: Report, sizes: dict[str, int]) -> list[tuple[Entry, LatencyRow]]:
+    """Return the entries that were measured at one shape."""
+    rows = [(entry, entry.row(sizes)) for entry in entries(report)]
+    return [(entry, row) for entry, row in rows if row is not None]
+
+
+def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
+    columns = (
+        *left("#", f"engine at {shape_text(sizes)}"),
+        *right("median", "p90", "p99", "speed-up", "upload", "compute", "download"),
+        *right("per s", "GFLOP/s", "values", "warm-up"),
+    )
+    measured = _rows_at(report, sizes)
+    rows = tuple(_latency_cells(entry, row) for entry, row in measured)
+    return Table(columns, rows, emphasised=winner_row(entry for entry, _ in measured))
+
+
+def _latency_cells(entry: Entry, row: LatencyRow) -> tuple[str, ...]:
+    median, p90, p99 = percentile_cells(row.end_to_end)
+    return (
+        str(entry.number),
+        entry.label,
+        median if row.end_to_end.stable else f"{median} (drifts)",
+        p90,
+        p99,
+        ratio_cell(entry, row),
+        percentile_cell(row.upload, 50),
+        percentile_cell(row.compute, 50),
+        percentile_cell(row.download, 50),
+        number_text(row.throughput_per_s),
+        number_text(row.flops_per_s / 1e9) if row.flops_per_s else "-",
+        str(len(row.end_to_end.values_s)),
+        str(len(row.end_to_end.warmup_s)),
+    )
+
+
+def limit_section(report: Report) -> Section:
+    """Return the bottleneck of every row, and its distance from the device's peaks."""
+    measured = [_rows_at(report, sizes) for sizes in shapes(report)]
+    if not any(row.bound for rows in measured for _, row in rows):
+        return Section("limits", "What binds each row")
+    text = (
+        "GFLOP/s and GB/s are the FLOPs and bytes of the source graph, divided by the median end to"
+        " end. Each node counts its own bytes. Shares are of the device's peak; for them, bytes are"
+        " scaled to the engine's precision. A share over 100 % means that the engine fuses nodes or"
+        " finds data in caches.",
+        *(f"Peaks of {peaks_text(peaks)}." for peaks in report.peaks),
+        *gpu_lines(report.gpu_use),
+    )
+    tables = tuple(_limits_table(rows) for rows in measured)
+    return Section("limits", "What binds each row", text, tables=tables)
+
+
+def _limits_table(measured: Sequence[tuple[Entry, LatencyRow]]) -> Table:
+    sizes = measured[0][1].sizes
+    columns = (*left("#", f"engine at {shape_text(sizes)}"), *LIMIT_COLUMNS)
+    rows = tuple((str(entry.number), entry.label, *limit_cells(row)) for entry, row in measured)
+    return Table(columns, rows, emphasised=winner_row(entry for entry, _ in measured))

@@ -1,0 +1,138 @@
+"""Sections about the compile itself: stages, operators, host and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pipeline.formatting import bytes_text, date, time_text
+from pipeline.report.tables import Bar, Section, Table, left, right
+from pipeline.results.report import OperatorTable, Report, Step
+
+
+class _StageTime(NamedTuple):
+    """All steps of one stage."""
+
+    stage: str
+    steps: int
+    reused: int
+    ran_s: float  # in this run
+    reused_s: float  # when the reused steps ran
+
+
+def stage_section(report: Report) -> Section:
+    steps = report.steps
+    stages = [_stage_time(stage, steps) for stage in dict.fromkeys(step.stage for step in steps)]
+    ran_s = sum(stage.ran_s for stage in stages)
+    reused_s = sum(stage.reused_s for stage in stages)
+    text = f"{time_text(ran_s)} of work in this run." if ran_s else "Every result was reused."
+    if reused_s:
+        text += (
+            f" {sum(stage.reused for stage in stages)} of {len(steps)} steps came from the store"
+            f" (hatched); they took {time_text(reused_s)} when they ran."
+        )
+    tables = (_stage_table(stages), _step_table(steps))
+    return Section("stages", "Time per stage", (text,) if stages else (), tables=tables)
+
+
+def _stage_time(stage: str, steps: Sequence[Step]) -> _StageTime:
+    own = [step for step in steps if step.stage == stage]
+    reused = [step for step in own if step.reused]
+    reused_s = sum(step.seconds for step in reused)
+    ran_s = sum(step.seconds for step in own if not step.reused)
+    return _StageTime(stage, len(own), len(reused), ran_s, reused_s)
+
+
+def _stage_table(stages: Sequence[_StageTime]) -> Table:
+    longest_s = max((stage.ran_s + stage.reused_s for stage in stages), default=0.0) or 1.0
+    rows = tuple(
+        (
+            stage.stage,
+            str(stage.steps),
+            str(stage.reused),
+            time_text(stage.ran_s) if stage.ran_s else "-",
+            time_text(stage.reused_s) if stage.reused_s else "-",
+        )
+        for stage in stages
+    )
+    bars = tuple(Bar(stage.ran_s / longest_s, stage.reused_s / longest_s) for stage in stages)
+    columns = (*left("stage"), *right("steps", "reused", "ran now", "took then"))
+    return Table(columns, rows, bars=bars)
+
+
+def _step_table(steps: Sequence[Step]) -> Table:
+    columns = (*left("stage", "of"), *right("time"), *left("state", "date", "artifact"))
+    rows = tuple(
+        (
+            step.stage,
+            step.subject,
+            time_text(step.seconds),
+            "reused" if step.reused else "ran",
+            date(step.created),
+            step.digest[:12],
+        )
+        for step in steps
+    )
+    return Table(columns, rows, "Every step, with its date", folded=True)
+
+
+def operator_section(report: Report) -> Section:
+    tables = report.operators
+    rows: list[tuple[str, ...]] = []
+    for name in operator_names(tables):
+        rows.append((name, *(str(table.operators.get(name, 0)) for table in tables)))
+    if tables:
+        rows.append(("all nodes", *(str(sum(table.operators.values())) for table in tables)))
+        rows.append(("file size", *(bytes_text(table.size_bytes) for table in tables)))
+    columns = (*left("operator"), *right(*(table.stage for table in tables)))
+    title = "Every operator, and the file sizes"
+    table = Table(columns, tuple(rows), title, folded=True)
+    return Section("operators", "Operators before and after", tables=(table,))
+
+
+def operator_names(tables: Sequence[OperatorTable]) -> tuple[str, ...]:
+    """Return the names of all operators, the most frequent first."""
+    counts: dict[str, int] = {}
+    for table in tables:
+        for name, count in table.operators.items():
+            counts[name] = max(counts.get(name, 0), count)
+    return tuple(sorted(counts, key=lambda name: (-counts[name], name)))
+
+
+def environment_section(report: Report) -> Section:
+    host = report.environment
+    packages = ", ".join(f"{name} {version}" for name, version in sorted(host.packages.items()))
+    rows = (
+        ("CPU", host.cpu),
+        ("CPU flags", " ".join(host.cpu_flags) or "none of the relevant ones"),
+        ("cores", str(host.cores)),
+        ("governor", host.governor or "unknown"),
+        ("load, 1 min", f"{host.load_1min:.2f}"),
+        ("memory", bytes_text(host.memory_bytes)),
+        ("GPU", ", ".join(host.gpus) or "none"),
+        ("system", host.os),
+        ("Python", host.python),
+        ("packages", packages),
+        ("report written", date(report.created)),
+        ("latency measured", date(report.benchmarked or report.created)),
+    )
+    return Section("environment", "Environment", tables=(Table(left("what", "value"), rows),))
+
+
+def note_section(report: Report) -> Section:
+    notes = (
+        (subject, f"{note.level}, {note.stage}: {note.text}")
+        for subject, note in report.every_note()
+    )
+    return Section("notes", "Notes and warnings", items=grouped_notes(notes))
+
+
+def grouped_notes(notes: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Return each text once, followed by its engines. A note on the graph names no engine."""
+    subjects: dict[str, list[str]] = {}
+    for subject, text in notes:
+        subjects.setdefault(text, []).append(subject)
+    lines = []
+    for text, names in subjects.items():
+        lines.append(f"{text} ({', '.join(dict.fromkeys(names))})" if all(names) else text)
+    return tuple(lines)
