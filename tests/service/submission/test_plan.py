@@ -205,7 +205,7 @@ def test_only_sets_of_samples_could_be_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (b"model: {path: /etc/passwd}", "unknown key 'model'"),
         (b"data: {calibration: /etc/passwd}", "data.calibration"),
@@ -228,10 +228,10 @@ def test_only_sets_of_samples_could_be_paths() -> None:
         (b"name: a\nname: b", "duplicate key"),
     ],
 )
-def test_what_reaches_beyond_the_upload_is_refused(text: bytes, said: str) -> None:
-    with pytest.raises(Unprocessable) as caught:
+def test_what_reaches_beyond_the_upload_is_refused(text: bytes, message: str) -> None:
+    with pytest.raises(Unprocessable) as error:
         parse(text)
-    assert said in caught.value.message
+    assert message in error.value.message
 
 
 def test_yaml_json_and_nothing_are_read() -> None:
@@ -324,7 +324,7 @@ def test_a_plan_without_a_name_has_that_of_the_file(
 
 
 @pytest.mark.parametrize(
-    ("filename", "text", "said"),
+    ("filename", "text", "message"),
     [
         ("w.safetensors", b"", "weights without a model"),
         ("m.pt", b"", "is a pickle"),
@@ -337,9 +337,9 @@ def test_a_plan_without_a_name_has_that_of_the_file(
     ],
 )
 def test_what_is_no_model_says_so(
-    tmp_path: Path, settings: Settings, filename: str, text: bytes, said: str
+    tmp_path: Path, settings: Settings, filename: str, text: bytes, message: str
 ) -> None:
-    with pytest.raises(Unprocessable, match=said):
+    with pytest.raises(Unprocessable, match=message):
         plan_from(parse(text), {"model": upload(tmp_path, "model", filename)}, settings)
 
 
@@ -348,14 +348,14 @@ def test_architectures_name_the_extra_where_it_is_missing() -> None:
         "import sys; sys.modules['torchvision'] = None; from service.architectures import"
         " entrypoint_of; entrypoint_of('resnet50', 10)"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (
         "Unprocessable: architectures need torchvision, which is not installed on this server"
-        in done.stderr
+        in result.stderr
     )
-    assert ".[torch]" in done.stderr
+    assert ".[torch]" in result.stderr
 
 
 def test_code_is_taken_only_where_the_service_says_so(tmp_path: Path) -> None:
