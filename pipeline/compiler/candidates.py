@@ -65,9 +65,9 @@ from pipeline.errors import (
 )
 from pipeline.execution.child_process import stop_children
 from pipeline.execution.stage_runner import Stage, StageCall
-from pipeline.onnx_graph.attention import attentions
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.onnx_graph.files import operator_histogram, read_proto
+from pipeline.onnx_graph.inspect import attentions
 from pipeline.plan.recipes import (
     baseline_recipes,
     default_candidates,
