@@ -77,8 +77,8 @@ from pipeline.stages.validate import ReferenceOutputs, check_outputs
 EXPORT = Stage("export", 3, ("torch", "onnx", "onnxscript", "onnxruntime"))
 SIMPLIFY = Stage(
     "simplify",
-    6,
-    ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"),
+    7,
+    ("onnx", "onnx-ir", "onnxsim", "onnx-graphsurgeon", "onnxruntime"),
     is_cacheable=lambda model: not model.provisional,
 )
 BASELINE = Stage("baseline", 4, pytorch_.DISTRIBUTIONS)

@@ -207,7 +207,7 @@ def test_an_install_serves_http_and_grpc(base_python: str, tmp_path: Path) -> No
 def test_a_command_that_needs_no_heavy_library_loads_none() -> None:
     heavy = (
         "torch onnxruntime openvino nncf tensorrt tensorrt_rtx onnxsim polygraphy onnx_graphsurgeon"
-        " matplotlib"
+        " onnx_ir matplotlib"
     )
     code = (
         "import sys, service.cli.main, pipeline.compiler.compile; print([name for name in"

@@ -32,7 +32,7 @@ from tests.service.builders.jobs import WITHIN_S, WORKER
 
 HEAVY = (
     "torch torchvision tensorrt tensorrt_rtx onnxruntime openvino nncf modelopt onnxsim polygraphy"
-    " matplotlib onnx onnx_graphsurgeon onnxscript"
+    " matplotlib onnx onnx_graphsurgeon onnx_ir onnxscript"
 )
 
 
