@@ -507,7 +507,7 @@ class CalibrationTable(Artifact):
 class TensorRTOptions(Frozen):
     """Options of TensorRT's builder."""
 
-    workspace_bytes: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
+    workspace_mib: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
     optimization_level: int = Field(default=3, ge=0, le=5)  # TensorRT's own default is 3
     # as trtexec; TensorRT's own default is 1
     timing_iterations: int = Field(default=8, ge=1, le=100)

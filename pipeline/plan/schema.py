@@ -37,6 +37,7 @@ from pipeline.core import (
     Precision,
     Profile,
     ProgramForm,
+    TensorRTOptions,
     TensorSpec,
 )
 from pipeline.errors import PlanError
@@ -251,15 +252,6 @@ class CandidateConfig(Frozen):
     provider: OrtProvider = "cpu"  # onnxruntime
 
 
-class TensorRTConfig(Frozen):
-    """TensorRT's builder."""
-
-    workspace_mib: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
-    optimization_level: int = Field(default=3, ge=0, le=5)
-    timing_iterations: int = Field(default=8, ge=1, le=100)
-    plugins: tuple[Path, ...] = ()  # libraries with plugins that the model's operators need
-
-
 class ExportConfig(Frozen):
     opset: int = Field(default=20, ge=13, le=26)
     exporter: Literal["auto", "dynamo", "torchscript"] = "auto"
@@ -343,7 +335,7 @@ class Plan(Frozen):
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
-    tensorrt: TensorRTConfig = TensorRTConfig()
+    tensorrt: TensorRTOptions = TensorRTOptions()
     benchmark: BenchmarkConfig = BenchmarkConfig()
     serving: ServingConfig = ServingConfig()
 

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from pipeline.core import DimRange, Frozen, Profile, TensorSpec, ValueRange
+from pipeline.core import DimRange, Frozen, Profile, TensorRTOptions, TensorSpec, ValueRange
 from pipeline.plan.schema import (
     AccuracyConfig,
     BenchmarkConfig,
@@ -32,7 +32,6 @@ from pipeline.plan.schema import (
     PlanLoader,
     Profiles,
     SimplifyConfig,
-    TensorRTConfig,
     Thresholds,
     explain,
 )
@@ -75,7 +74,7 @@ class SubmittedPlan(Frozen):
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
-    tensorrt: TensorRTConfig = TensorRTConfig()
+    tensorrt: TensorRTOptions = TensorRTOptions()
     benchmark: BenchmarkConfig = BenchmarkConfig()
     serving: ServingConfig = ServingConfig()
 
@@ -107,7 +106,7 @@ ALLOWED: dict[type[BaseModel], str] = {
     ExportConfig: "opset exporter",
     SimplifyConfig: "enabled plain_attention",
     CalibrationConfig: "samples batch percentile language_model",
-    TensorRTConfig: "workspace_mib optimization_level timing_iterations",
+    TensorRTOptions: "workspace_mib optimization_level timing_iterations",
     BenchmarkConfig: "sizes duration_s budget_s warmup_s warmup_runs threads baselines",
     ServingConfig: "padding image labels",
     Padding: "input axis value",

@@ -12,13 +12,13 @@ import yaml
 from pydantic import BaseModel
 
 from pipeline.backends.pytorch.module import load_module
+from pipeline.core import TensorRTOptions
 from pipeline.plan.schema import (
     AccuracyConfig,
     DataConfig,
     ModelConfig,
     Plan,
     SimplifyConfig,
-    TensorRTConfig,
 )
 from pipeline.plan.source import source_from_config
 from service.errors import Unprocessable
@@ -44,7 +44,7 @@ REFUSED: dict[type[BaseModel], str] = {
     DataConfig: "validation",
     AccuracyConfig: "python_path",
     SimplifyConfig: "timeout_s surgery python_path",
-    TensorRTConfig: "plugins",
+    TensorRTOptions: "plugins",
 }
 COMPLETE = b"""
 name: n
