@@ -36,7 +36,10 @@ def silent(fraction: float | None, text: str) -> None:
 class Frozen(BaseModel):
     """Base of all values that are written to disk: immutable, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=False)
+    # by alias: a renamed key of the plan is written with its old name, which programs read
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=False, serialize_by_alias=True
+    )
 
 
 class Precision(StrEnum):
