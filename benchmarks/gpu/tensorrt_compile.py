@@ -44,11 +44,11 @@ FLOATS: tuple[Option, ...] = tuple(
 )
 OWN, MODELOPT = {"precision": "int8"}, {"precision": "int8", "quantizer": "modelopt"}
 ENTROPY, MINMAX = (
-    {"precision": "int8", "realised_in": "flags", "method": method}
+    {"precision": "int8", "precision_from": "flags", "method": method}
     for method in ("entropy", "minmax")
 )
 FLAGS, EVERYWHERE = (
-    {"precision": "fp16", "realised_in": "flags"},
+    {"precision": "fp16", "precision_from": "flags"},
     {"precision": "fp16", "hardware_compatible": True},
 )
 CHOICE = "choice"  # the plan as it is
@@ -165,7 +165,7 @@ def run_part(
     named = [
         f"candidates={json.dumps(candidates)}",
         f"benchmark.duration_s={arguments.seconds:g}",
-        "rescue=false",
+        "fallback=false",
     ]
     overrides = [] if group == CHOICE else [*named, *OVERRIDES.get(model, ())]
     part = {

@@ -160,7 +160,7 @@ def export_model(context: CompileContext) -> OnnxModel:
 def simplify_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
     """Simplify the exported graph, or return it unchanged if the plan turns that off."""
     options = context.plan.simplify
-    if not (options.enabled or options.surgery or options.plain_attention):
+    if not (options.enabled or options.surgery or options.rewrite_attention):
         return exported
     surgery: tuple[object, ...] = ()
     if options.surgery:

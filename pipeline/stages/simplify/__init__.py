@@ -66,7 +66,7 @@ def simplify(
         model = operate(model, request, options.surgery, out / OPERATED)
         notes += model.notes
     rewrite = None
-    if options.plain_attention and attentions(read_proto(model.path, weights=False).graph):
+    if options.rewrite_attention and attentions(read_proto(model.path, weights=False).graph):
         rewrite = with_plain_attention(model, request, out / ATTENDED)
         model = rewrite.model
         notes += model.notes

@@ -95,7 +95,7 @@ def test_the_report_warns_of_a_tensorrt_with_reported_wrong_answers() -> None:
             "tensorrt",
             "enc_fp32",
             False,
-            [": `simplify: {plain_attention: true}` may bring it there"],
+            [": `simplify: {rewrite_attention: true}` may bring it there"],
         ),
         (Precision.FP16, "tensorrt", "enc_fp32", True, [""]),
         (Precision.FP16, "tensorrt", "enc_fp16", False, []),

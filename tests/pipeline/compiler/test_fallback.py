@@ -329,7 +329,7 @@ def test_at_the_limit_of_builds_the_conclusion_names_it_and_what_else_there_is()
     conclusion = kept_in_int8(1, passed=False, builds=1)
     assert conclusion.startswith(
         "int8 does not keep its accuracy, even with the worst 1 of 20 nodes in fp32 (more of them"
-        " by a larger `keep_builds`): bf16"
+        " by a larger `keep_fp32_builds`): bf16"
     )
     assert "quantisation-aware training" in conclusion
     assert "even with the worst 20 of 20 nodes in fp32: bf16" in kept_in_int8(
@@ -496,7 +496,7 @@ def test_a_model_that_overflows_in_fp16_ends_accepted(
 
 
 def test_a_plan_can_do_without_the_rescue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    report = rescued(monkeypatch, tmp_path, Halves(), rescue=False)
+    report = rescued(monkeypatch, tmp_path, Halves(), fallback=False)
     assert outcomes(report) == [("halves fp16", "failed accuracy")]
     assert (report.verdict, report.rescues) == ("rejected", ())
     assert any("keep_fp32" in step for step in report.next_steps)

@@ -86,7 +86,7 @@ def test_one_layer_that_overflows_in_fp16_is_kept_and_the_model_accepted(
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"keep_fp32": "auto", "rescue": False}], ids=["not asked for", "switched off"]
+    "changes", [{}, {"keep_fp32": "auto", "fallback": False}], ids=["not asked for", "switched off"]
 )
 def test_int8_fails_where_the_plan_does_not_ask_for_more(
     tmp_path: Path, changes: dict[str, object]
@@ -116,7 +116,9 @@ def test_no_more_engines_are_built_than_the_plan_allows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int, counts: list[int]
 ) -> None:
     monkeypatch.setitem(BACKENDS, "halves", Halves(wrong=frozenset({Precision.INT8})))
-    report = compiled(tmp_path, "stretched", [int8("halves", keep_fp32="auto")], keep_builds=most)
+    report = compiled(
+        tmp_path, "stretched", [int8("halves", keep_fp32="auto")], keep_fp32_builds=most
+    )
     assert [len(names) for _, _, names in outcomes(report)] == counts
 
 

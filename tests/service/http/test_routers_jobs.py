@@ -168,6 +168,23 @@ def test_a_plan_that_reaches_beyond_its_upload_is_422(tmp_path: Path, plan: str)
     at_desk(tmp_path, story)
 
 
+def test_the_log_of_a_job_begins_with_the_warnings_about_its_plan(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        plan = b"name: succeed\nrescue: false"
+        files = {"model": ("m.onnx", b"onnx"), "plan": ("p", plan)}
+        job = (await desk.client.post("/compile", files=files)).json()
+        await desk.until(job["id"], "succeeded")
+        log = (await desk.client.get(f"/jobs/{job['id']}/log")).text
+        first, second = log.splitlines()[:2]
+        assert first == "`rescue` is now called `fallback`; the old name still works"
+        assert second.endswith("I am succeed")
+        again = await desk.client.post("/compile", files=files)
+        assert again.json()["id"] == job["id"]
+        assert [path.name for path in (tmp_path / "jobs").iterdir()] == [job["id"]]
+
+    at_desk(tmp_path, story)
+
+
 def test_a_plan_of_the_servers_own_is_compiled_by_its_name(tmp_path: Path) -> None:
     configs = tmp_path / "configs"
     configs.mkdir()
