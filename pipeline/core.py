@@ -15,14 +15,14 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Tensors = Mapping[str, NDArray[np.generic]]
+Tensors = Mapping[str, NDArray[Any]]
 """Tensors by name, as host arrays."""
 
 Progress = Callable[[float | None, str], None]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.common import RESULTS, Row, argument_parser, publish
@@ -173,11 +174,8 @@ def gpu_copies(gpu: Gpu, known: Peaks) -> Iterator[Row]:
         ("copy to the host", host, device, 1),
     )
     for what, target, source, times in copies:
-        rate = (
-            times
-            * COPY_BYTES
-            / best_s(lambda target=target, source=source: target.copy_(source, non_blocking=True))
-        )
+        copy = partial(target.copy_, source, non_blocking=True)
+        rate = times * COPY_BYTES / best_s(copy)
         yield row_of(gpu.name, what, "GB/s", rate, known.bytes_per_s if times == 2 else None)
 
 
@@ -185,7 +183,7 @@ def best_s(run: Callable[[], object]) -> float:
     """Seconds per call, in the fastest of a few blocks of calls."""
     import torch
 
-    found = []
+    found: list[float] = []
     for _ in range(BLOCKS):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -121,7 +121,8 @@ def two_at_once(run: Run, other: Run) -> Row:
     """The median while another engine runs beside it, and while that one waits; in turn, as a host
     changes.
     """
-    together, alone = [], []
+    together: list[float] = []
+    alone: list[float] = []
     for _ in range(BLOCKS):
         alone += measure_block(run, min_s=BLOCK_S)
         with beside(other):  # libraries leave the interpreter to others while they compute

@@ -107,7 +107,7 @@ def compare(backend: str, plan_path: Path) -> Row:
     }
 
 
-def race(contestants: tuple[Callable[[], None], ...]) -> list[Samples]:
+def race(contestants: Sequence[Callable[[], object]]) -> list[Samples]:
     """A block of each per round, in random order; samples of each."""
     for run in contestants:
         warm_up(run, WarmUpOptions())

@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import DIGITS, RESULTS, ROOT, Row, argument_parser
+from benchmarks.common import DIGITS, RESULTS, ROOT, argument_parser
 from pipeline.host.environment import environment
 from pipeline.host.gpu import find_gpus
 from pipeline.measurement.clock import monotonic
@@ -43,6 +43,7 @@ WIDTH = 125  # of the demo's table, in characters
 BESIDE = 2  # busy loops
 BUSY_LOOP = "while True: pass"
 IN_ONNX = "mlp_onnx"
+Row = Mapping[str, Any]
 LIMITS_S = {
     "mlp": (15.0, 30.0),
     IN_ONNX: (15.0, 30.0),
@@ -205,9 +206,10 @@ def two_layers() -> onnx.ModelProto:
 
 def row_of(name: str, report: Report, seconds: float) -> dict[str, Any]:
     """What the report says, and where the time went."""
-    stages: Counter[str] = Counter()
+    stages: dict[str, float] = defaultdict(float)
     for step in report.steps:
         stages[step.stage] += step.seconds
+    longest = sorted(stages, key=stages.__getitem__, reverse=True)
     engines = [report.baseline, *report.baselines, *(each.benchmark for each in report.candidates)]
     first = [(each.label, each.rows[0], each.stopped) for each in engines if each]
     return {
@@ -219,7 +221,7 @@ def row_of(name: str, report: Report, seconds: float) -> dict[str, Any]:
         "ratio_missing": report.ratio_missing,
         "delivered": report.delivered.recipe.label if report.delivered else None,
         "seconds": round(seconds, 1),
-        "stages_s": {stage: round(spent, 1) for stage, spent in stages.most_common()},
+        "stages_s": {stage: round(stages[stage], 1) for stage in longest},
         "engines": [
             {
                 "label": label,
@@ -305,7 +307,7 @@ def show(rows: Sequence[Row]) -> None:
     Console(width=170).print(table)
 
 
-def cells(row: Any) -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
     """A row as text."""
     if "failed" in row:
         return (row["model"], str(row["beside"]), "failed", row["failed"][-80:], "", "", "", "")

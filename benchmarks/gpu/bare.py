@@ -152,12 +152,13 @@ class BareSession:
     their one shape.
     """
 
-    def __init__(self, trt: Any, rt: Any, plan: bytes, feeds: Tensors) -> None:
+    def __init__(self, trt: Any, rt: Any, engine: Engine, feeds: Tensors) -> None:
+        self.inputs, self.outputs = engine.inputs, engine.outputs
         self._rt = rt
         logger = trt.Logger(trt.Logger.ERROR)
         trt.init_libnvinfer_plugins(logger, "")
         self._runtime = trt.Runtime(logger)
-        self._engine = self._runtime.deserialize_cuda_engine(plan)
+        self._engine = self._runtime.deserialize_cuda_engine(engine.path.read_bytes())
         self._context = self._engine.create_execution_context()
         self._stream = Stream(rt)
         self._raw = self._stream.raw

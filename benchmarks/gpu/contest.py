@@ -92,7 +92,7 @@ class Listening:
     """A peer whose first words are kept: the race itself does not need them."""
 
     peer: Peer
-    keep: Callable[[Loaded], None]
+    keep: Callable[[Loaded], object]
 
     def send(self, payload: object) -> None:
         self.peer.send(payload)
@@ -273,7 +273,7 @@ def opened(entrant: Entrant, feeds: Tensors) -> Iterator[tuple[Single | Flow, di
         if entrant.way == "bare":
             trt = trt_library.library()
             session: Session = stack.enter_context(
-                closing(BareSession(trt, cuda.runtime(), entrant.engine.path.read_bytes(), feeds))
+                closing(BareSession(trt, cuda.runtime(), entrant.engine, feeds))
             )
             yield Single(session, feeds), {}
         elif entrant.way == "torch":

@@ -224,7 +224,9 @@ def options_for(choice: Choice, options: Options) -> Options:
     """
     if not choice.words:
         return options
-    return replace(options, **{"ways" if choice.names_ways else "only": choice.words})
+    if choice.names_ways:
+        return replace(options, ways=choice.words)
+    return replace(options, only=choice.words)
 
 
 def prepare(choices: list[Choice], options: Options) -> int:

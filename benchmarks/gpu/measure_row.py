@@ -76,7 +76,7 @@ class Made:
     recipe: Recipe
     converted: OnnxModel
     engine: Engine
-    table: LayerTable | None
+    tables: tuple[LayerTable, ...]  # of each profile
     bare: Engine | None = None
 
 
@@ -98,11 +98,11 @@ def make(
     target_context = built or context
     engine = build_engine(target_context, converted, recipe)
     try:
-        table = prove_engine(target_context, engine, converted)
+        tables = prove_engine(target_context, engine, converted)
     except CrucibleError as error:  # the engine can be measured all the same
         print(f"   no layer table: {error.message}", file=sys.stderr, flush=True)
-        table = None
-    return Made(way, recipe, converted, engine, table)
+        tables = ()
+    return Made(way, recipe, converted, engine, tables)
 
 
 def build_twin(context: CompileContext, converted: OnnxModel, recipe: Recipe) -> Engine:
@@ -335,6 +335,6 @@ def build_facts(context: CompileContext, made: Made) -> dict[str, Any]:
         "build_s": seconds.get(made.engine.root.name),
         "bare_build_s": seconds.get(made.bare.root.name) if made.bare else None,
         "engine_bytes": made.engine.size_bytes,
-        "layers": layer_facts(made.table, made.recipe) if made.table else None,
+        "layers": layer_facts(made.tables[0], made.recipe) if made.tables else None,
         "notes": [note.text for note in (*made.converted.notes, *made.engine.notes)],
     }

@@ -89,7 +89,10 @@ def calibration_file(row: Row, folder: Path, sizes: Mapping[str, int]) -> Path:
     rows, tokens = next(iter(shapes.values()))
     batches = max(2, min(CALIBRATION_ROWS // rows, CALIBRATION_TOKENS // (rows * tokens)))
     arrays = [text_feeds(shapes, seed) for seed in range(1, batches + 1)]
-    np.savez(file, **{name: np.concatenate([each[name] for each in arrays]) for name in shapes})
+    joined: dict[str, Any] = {
+        name: np.concatenate([each[name] for each in arrays]) for name in shapes
+    }
+    np.savez(file, **joined)
     return file
 
 

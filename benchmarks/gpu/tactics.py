@@ -25,9 +25,11 @@ from pipeline.backends.tensorrt.messages import builders_logger_of, logger_of
 from pipeline.compiler.candidate_stages import convert_model
 from pipeline.compiler.context import CompileContext
 from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, silent
+from pipeline.execution.stage_runner import Stage
 from pipeline.plan.schema import home
 
-STAGE, REPEATS, PAUSE_S = "tactics", 3, 30.0
+TACTICS = Stage("tactics", 1)
+REPEATS, PAUSE_S = 3, 30.0
 KINDS: Mapping[str, tuple[str, ...]] = {
     "plain": (),
     "after a pause": ("pause",),
@@ -48,7 +50,7 @@ def tactics(options: Options) -> dict[str, Any]:
     """Every kind REPEATS times, then one race of all these engines in bare loops."""
     row = row_named("resnet50_b1")
     assert row is not None
-    (document, entries, watch), known = begun(), device_peaks()
+    (document, entries, watch), known = begun(options), device_peaks()
     context, model = graph_of(plan_of(row, options.overrides))
     recipe = recipe_of(context, "fp16")
     converted = convert_model(context, model, recipe)
@@ -78,7 +80,9 @@ def tactics(options: Options) -> dict[str, Any]:
                 else []
             )
     seconds = {
-        step.subject: round(step.seconds, 1) for step in context.runner.steps if step.stage == STAGE
+        step.subject: round(step.seconds, 1)
+        for step in context.runner.steps
+        if step.stage == TACTICS.name
     }
     for outcome in race_at(model, {}, 1, entrants, options, watch) if entrants else []:
         entries[outcome.entrant.name] = entry_of(outcome, known) | {
@@ -92,7 +96,13 @@ def _built(context: CompileContext, converted: OnnxModel, recipe: Recipe) -> Eng
     out = home() / "gpu_models" / "tactics" / recipe.variant
     out.mkdir(parents=True, exist_ok=True)
     engine: Engine = context.runner.anew(
-        STAGE, recipe.variant, build_kind, converted, recipe, context.build_options("tensorrt"), out
+        TACTICS,
+        recipe.variant,
+        build_kind,
+        converted,
+        recipe,
+        context.build_options("tensorrt"),
+        out,
     )
     return engine
 
@@ -131,7 +141,7 @@ def build_kind(
 def _monitor(trt: Any) -> Any:
     """The least that a progress monitor can be."""
 
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+    class Monitor(trt.IProgressMonitor):
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             pass
 

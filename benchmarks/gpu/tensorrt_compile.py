@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import RESULTS, ROOT, Row, argument_parser
+from benchmarks.common import RESULTS, ROOT, argument_parser
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.core import NoteCode, Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
@@ -39,20 +39,18 @@ from pipeline.results.precision_audit import reformats, time_by_precision
 from pipeline.results.report import BenchmarkReport, Candidate, Report
 
 Option = Mapping[str, str | bool]
+Row = Mapping[str, Any]
 FLOATS: tuple[Option, ...] = tuple(
     {"precision": precision} for precision in ("fp32", "tf32", "fp16", "bf16")
 )
-OWN, MODELOPT = {"precision": "int8"}, {"precision": "int8", "quantizer": "modelopt"}
-ENTROPY, MINMAX = (
-    {"precision": "int8", "precision_from": "flags", "method": method}
-    for method in ("entropy", "minmax")
-)
-FLAGS, EVERYWHERE = (
-    {"precision": "fp16", "precision_from": "flags"},
-    {"precision": "fp16", "hardware_compatible": True},
-)
+OWN: Option = {"precision": "int8"}
+MODELOPT: Option = {"precision": "int8", "quantizer": "modelopt"}
+ENTROPY: Option = {"precision": "int8", "precision_from": "flags", "method": "entropy"}
+MINMAX: Option = {"precision": "int8", "precision_from": "flags", "method": "minmax"}
+FLAGS: Option = {"precision": "fp16", "precision_from": "flags"}
+EVERYWHERE: Option = {"precision": "fp16", "hardware_compatible": True}
 CHOICE = "choice"  # the plan as it is
-LABELLED = {
+LABELLED: dict[str, tuple[Option, ...]] = {
     "float": FLOATS,
     "int8": (OWN, MODELOPT, ENTROPY, MINMAX),
     "other": ({"precision": "fp8"}, FLAGS, EVERYWHERE),
@@ -207,7 +205,9 @@ def possible(
     """The candidates that this host can build, and rows for those that it refuses: named in a plan,
     one of these would stop the compile.
     """
-    plan, candidates, refused = load_plan(plan_path), [], []
+    plan = load_plan(plan_path)
+    candidates: list[dict[str, Any]] = []
+    refused: list[Row] = []
     for option in options:
         candidate = {"backend": "tensorrt", **option}
         recipe = recipe_from_candidate(

@@ -46,7 +46,6 @@ def peer_engine(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(source.model_dump_json(), encoding="utf-8")
     recipe = Recipe(backend="pytorch", precision=Precision(precision), variant=kind)
-    interface = {"inputs": model.inputs, "outputs": model.outputs, "profiles": ()}
     return Engine(
         root=folder,
         file=FILE,
@@ -55,7 +54,9 @@ def peer_engine(
         recipe=recipe,
         threads=0,
         size_bytes=0,
-        **interface,
+        inputs=model.inputs,
+        outputs=model.outputs,
+        profiles=(),
     )
 
 
@@ -163,7 +164,7 @@ def unmasked_attention() -> Iterator[None]:
     def unmasked(query: Any, key: Any, value: Any, attn_mask: Any = None, **named: Any) -> Any:
         return attention(query, key, value, **named)
 
-    functional.scaled_dot_product_attention = unmasked
+    functional.scaled_dot_product_attention = unmasked  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -53,7 +53,7 @@ def own_environment() -> dict[str, str]:
 def serving(home: Path) -> Iterator[Served]:
     """A server on this home that is ready, with all that was deployed in it."""
     port, log = free_port(), home.with_suffix(".log")
-    command = [sys.executable, "-m", "pipeline.cli", "serve", "--home", home, "--port", str(port)]
+    command = [sys.executable, "-m", "pipeline.cli", "serve", f"--home={home}", f"--port={port}"]
     with running(
         command, log, {**own_environment(), "CRUCIBLE_SERVICE_GRPC_PORT": "0"}
     ) as process:  # any: the next after `port` may be taken

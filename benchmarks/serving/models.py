@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ OPSET = 17
 
 def write_echo(path: Path, side: int) -> Path:
     """[batch, 3, side, side] -> the same, where no value is negative: one Relu."""
-    shape = ["batch", 3, side, side]
+    shape = ("batch", 3, side, side)
     return _write(path, [helper.make_node("Relu", [INPUT], [OUTPUT])], shape, shape, [])
 
 
@@ -109,8 +110,8 @@ def oip_body(
 def _write(
     path: Path,
     nodes: list[onnx.NodeProto],
-    given: list[str | int],
-    taken: list[str | int],
+    given: Sequence[str | int],
+    taken: Sequence[str | int],
     weights: list[onnx.TensorProto],
 ) -> Path:
     inputs, outputs = (

@@ -46,7 +46,7 @@ def test_a_bare_loop_gives_the_engines_answers_and_gives_all_memory_back(
     gpu: dict[str, ModuleType], bench: Bench
 ) -> None:
     engine = bench.engine()
-    session = gpu["bare"].BareSession(bench.trt, bench.cuda, engine.path.read_bytes(), feeds(4))
+    session = gpu["bare"].BareSession(bench.trt, bench.cuda, engine, feeds(4))
     for start in (0, 7):
         np.testing.assert_array_equal(
             run_session(session, feeds(4, start))["y"], doubled(dict(feeds(4, start)))["y"]
