@@ -130,14 +130,14 @@ def allowed_keys(section: type[BaseModel]) -> list[str]:
 
 
 def _refusals(value: object, location: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:
-    """Yield an error for each key that is not allowed, and for each path."""
+    """Yield an error for each key that is not allowed, for each path, and for a set of no paths."""
     items: Iterable[tuple[int | str, object]] = ()
     if isinstance(value, BaseModel):
         allowed = allowed_keys(type(value))
         for refused in sorted(value.model_fields_set.difference(allowed)):
             yield InitErrorDetails(type="extra_forbidden", loc=(*location, refused), input=None)
         items = ((key, getattr(value, key)) for key in allowed)
-    elif isinstance(value, Path):
+    elif isinstance(value, Path) or (value == () and location[0] == "data"):
         yield InitErrorDetails(type=_HOST_PATH, loc=location, input=str(value))
     elif isinstance(value, Mapping):
         items = value.items()

@@ -211,6 +211,7 @@ def test_only_sets_of_samples_could_be_paths() -> None:
         (b"model: {path: /etc/passwd}", "unknown key 'model'"),
         (b"data: {calibration: /etc/passwd}", "data.calibration"),
         (b"data: {calibration: ../x.npz}", "data.calibration"),
+        (b"data: {selection: []}", "data.selection: no path of the server is allowed"),
         (b"data: {validation: file:///etc/passwd}", "unknown key 'data.validation'"),
         (b"accuracy: {metric: 'os:system'}", "no metric 'os:system'"),
         (b"accuracy: {python_path: /tmp}", "unknown key 'accuracy.python_path'"),
