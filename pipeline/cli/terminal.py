@@ -267,7 +267,7 @@ def verdict_lines(report: Report) -> list[str]:
     if report.nearest_miss and report.nearest_miss != report.winner:
         lines.append(f"  nearest miss: {escape(report.title_of(report.nearest_miss))}")
     lines += [
-        f"  rescue of {escape(rescue.label)}: {escape(rescue.conclusion)}"
+        f"  fallback of {escape(rescue.label)}: {escape(rescue.conclusion)}"
         for rescue in report.rescues
     ]
     warnings = dict.fromkeys(
