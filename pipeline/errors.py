@@ -94,7 +94,7 @@ class ChildKilled(ChildDied):
 
 
 class ChildStopped(ChildDied):
-    pass
+    may_pass = True
 
 
 class LoadCrashed(ChildDied):
