@@ -11,6 +11,7 @@ import gzip
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -70,11 +71,11 @@ def key_of(home: Path, *scopes: str, owner: str = "") -> str:
         return Keys(database).create("test", scopes, owner or "local")[1]
 
 
-def metadata_of(key: str = "", request_id: str = "") -> list[tuple[str, str]]:
-    return [
+def metadata_of(key: str = "", request_id: str = "") -> tuple[tuple[str, str], ...]:
+    return (
         *([("authorization", f"Bearer {key}")] if key else []),
         *([("x-request-id", request_id)] if request_id else []),
-    ]
+    )
 
 
 def message_of(request: Request) -> pb.ModelInferRequest:
@@ -113,10 +114,10 @@ def _over_grpc(server: Server, request: Request) -> Asked:
                 compression=compression,
             )
         except grpc.RpcError as error:
-            told = dict(error.trailing_metadata())
+            told: dict[str, Any] = {each.key: each.value for each in error.trailing_metadata()}
             return Asked(
                 told.get("crucible-code", error.code().name),
-                error.details(),
+                error.details() or "",
                 told.get("retry-after"),
                 told.get("x-request-id"),
             )
