@@ -36,7 +36,10 @@ def silent(fraction: float | None, text: str) -> None:
 class Frozen(BaseModel):
     """Base of all values that are written to disk: immutable, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=False)
+    # by alias: a renamed key of the plan is written with its old name, which programs read
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=False, serialize_by_alias=True
+    )
 
 
 class Precision(StrEnum):
@@ -507,7 +510,7 @@ class CalibrationTable(Artifact):
 class TensorRTOptions(Frozen):
     """Options of TensorRT's builder."""
 
-    workspace_bytes: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
+    workspace_mib: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
     optimization_level: int = Field(default=3, ge=0, le=5)  # TensorRT's own default is 3
     # as trtexec; TensorRT's own default is 1
     timing_iterations: int = Field(default=8, ge=1, le=100)

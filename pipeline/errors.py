@@ -12,6 +12,7 @@
     │   ├── ChildDied          host.child_died      a child process ended by a signal, or
     │   │                                           out of time
     │   │   ├── ChildKilled                         it was killed, or ran out of memory
+    │   │   ├── ChildStopped                        Crucible stopped it, because the run ends
     │   │   └── LoadCrashed                         it died as it loaded an engine that was just
     │   │                                           built
     │   ├── StoreError         host.store           the store cannot be used
@@ -90,6 +91,10 @@ class ChildDied(HostError):
 
 class ChildKilled(ChildDied):
     may_pass = True
+
+
+class ChildStopped(ChildDied):
+    pass
 
 
 class LoadCrashed(ChildDied):

@@ -1,5 +1,5 @@
-"""What `simplify.plain_attention` does to the speed of engines on the CPU: each twice in one race,
-of the graph as exported and of the plain one.
+"""What `simplify.rewrite_attention` does to the speed of engines on the CPU: each twice in one
+race, of the graph as exported and of the plain one.
 
 MiniLM with its real weights and dynamic shapes, by both of torch's exporters, and with random
 weights and fixed shapes a BERT-base, and a ViT-B/16 and a Swin-T, whose queries, keys and values
@@ -57,7 +57,7 @@ CANDIDATES = tuple(
 )
 BUDGET_S = 300.0  # of one shape: eight engines, and all of them are compared
 LEAST = 0.95  # of the speed as exported, by the lower end of the interval
-PLAIN, AS_EXPORTED = "simplify.plain_attention=true", "simplify.plain_attention=false"
+PLAIN, AS_EXPORTED = "simplify.rewrite_attention=true", "simplify.rewrite_attention=false"
 
 
 def main(words: Sequence[str]) -> None:

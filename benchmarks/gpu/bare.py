@@ -113,8 +113,9 @@ def _configured(
     config = builder.create_builder_config()
     config.builder_optimization_level = options.tensorrt.optimization_level
     config.avg_timing_iterations = options.tensorrt.timing_iterations
-    if options.tensorrt.workspace_bytes is not None:
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.tensorrt.workspace_bytes)
+    if options.tensorrt.workspace_mib is not None:
+        workspace = options.tensorrt.workspace_mib * 2**20
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     config.clear_flag(trt.BuilderFlag.TF32)
     if recipe.precision is Precision.TF32:
         config.set_flag(trt.BuilderFlag.TF32)

@@ -40,10 +40,10 @@ from pipeline.results.layer_table import LayerTable
 
 T = TypeVar("T")
 BARE = Stage("bare", timing_cache.FORMAT + 1, tensorrt_.DISTRIBUTIONS)
-PLAIN_ATTENTION = "simplify.plain_attention=true"
+REWRITTEN = "simplify.rewrite_attention=true"
 OVERRIDES = {
-    " surgery": (PLAIN_ATTENTION,),
-    " folded": (PLAIN_ATTENTION, "simplify.surgery=pipeline.folding:fold_strides"),
+    " surgery": (REWRITTEN,),
+    " folded": (REWRITTEN, "simplify.surgery=pipeline.folding:fold_strides"),
     " level 5": ("tensorrt.optimization_level=5",),
 }
 """What ways whose names end so change in the plan besides its candidate."""

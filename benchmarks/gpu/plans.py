@@ -50,7 +50,7 @@ def document_of(row: Row, data: Path, profiles: Sequence[Mapping[str, Any]] = ()
         "profiles": list(profiles),
         "data": {"calibration": [str(data)] if text else generated},
         "calibration": {"language_model": text, "batch": CALIBRATION_ROWS},
-        "simplify": {"plain_attention": False},  # but for ways whose names say `surgery`
+        "simplify": {"rewrite_attention": False},  # but for ways whose names say `surgery`
     }
 
 

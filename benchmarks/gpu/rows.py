@@ -24,19 +24,19 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "fp16 surgery": {"precision": "fp16"},
     "fp16 folded": {"precision": "fp16"},
     "fp16 level 5": {"precision": "fp16"},
-    "fp16 flags": {"precision": "fp16", "realised_in": "flags"},
+    "fp16 flags": {"precision": "fp16", "precision_from": "flags"},
     "int8": {"precision": "int8"},
     "int8 no residual": {"precision": "int8", "placement": {"residual_add": False}},
     "int8 no first": {"precision": "int8", "placement": {"first_layer": False}},
     "int8 surgery": {"precision": "int8"},
     "int8 folded": {"precision": "int8"},
     "int8 modelopt": {"precision": "int8", "quantizer": "modelopt"},
-    "int8 implicit": {"precision": "int8", "realised_in": "flags", "method": "entropy"},
-    "int8 implicit folded": {"precision": "int8", "realised_in": "flags", "method": "entropy"},
+    "int8 implicit": {"precision": "int8", "precision_from": "flags", "method": "entropy"},
+    "int8 implicit folded": {"precision": "int8", "precision_from": "flags", "method": "entropy"},
     "fp8": {"precision": "fp8"},
 }
 """Candidates by their short names; each is one of the plan's. `surgery`: of the graph with plain
-attention (`simplify.plain_attention`); `folded`: besides, with the first convolution's stride
+attention (`simplify.rewrite_attention`); `folded`: besides, with the first convolution's stride
 folded into its channels (pipeline/onnx_graph/space_to_depth.py). `no residual`: what is added keeps
 its precision; `no first`: the first layer does, in fp16. `level 5`: built at TensorRT's highest
 optimisation level, which tries more kernels. `flags`: TensorRT chooses the precision of each layer
@@ -56,7 +56,7 @@ USUAL_SIDE = 224  # pixels
 SETTINGS = {
     " folded": "`simplify.surgery: pipeline.folding:fold_strides`",
     " level 5": "`tensorrt.optimization_level: 5`",
-    "fp16 flags": "a candidate with `realised_in: flags`",
+    "fp16 flags": "a candidate with `precision_from: flags`",
     "int8 modelopt": "a candidate with `quantizer: modelopt`",
     "int8 no residual": "a candidate with `placement: {residual_add: false}`",
     "int8 no first": "a candidate with `placement: {first_layer: false}`",
@@ -64,7 +64,7 @@ SETTINGS = {
 }
 """What a plan has to say, beside its model and data, for the ways whose names end so."""
 SURGERY = " surgery"
-AS_EXPORTED = "`simplify.plain_attention: false`"
+AS_EXPORTED = "`simplify.rewrite_attention: false`"
 
 FP16_PEERS = ("eager fp16", "graph fp16", "compile fp16")
 FLOAT_PEERS = ("eager fp32", *FP16_PEERS)

@@ -45,9 +45,9 @@ FLOATS: tuple[Option, ...] = tuple(
 )
 OWN: Option = {"precision": "int8"}
 MODELOPT: Option = {"precision": "int8", "quantizer": "modelopt"}
-ENTROPY: Option = {"precision": "int8", "realised_in": "flags", "method": "entropy"}
-MINMAX: Option = {"precision": "int8", "realised_in": "flags", "method": "minmax"}
-FLAGS: Option = {"precision": "fp16", "realised_in": "flags"}
+ENTROPY: Option = {"precision": "int8", "precision_from": "flags", "method": "entropy"}
+MINMAX: Option = {"precision": "int8", "precision_from": "flags", "method": "minmax"}
+FLAGS: Option = {"precision": "fp16", "precision_from": "flags"}
 EVERYWHERE: Option = {"precision": "fp16", "hardware_compatible": True}
 CHOICE = "choice"  # the plan as it is
 LABELLED: dict[str, tuple[Option, ...]] = {
@@ -163,7 +163,7 @@ def run_part(
     named = [
         f"candidates={json.dumps(candidates)}",
         f"benchmark.duration_s={arguments.seconds:g}",
-        "rescue=false",
+        "fallback=false",
     ]
     overrides = [] if group == CHOICE else [*named, *OVERRIDES.get(model, ())]
     part = {

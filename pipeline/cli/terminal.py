@@ -149,7 +149,7 @@ class StageProgress:
             self._running[name] = (self._clock() - event.elapsed_s, event)
         if self._live and event.state in ("started", "progress", "waiting"):
             self._update(name, event)
-        if event.state in ("finished", "reused", "failed"):
+        if event.state in ("finished", "reused", "failed", "cancelled"):
             self._running.pop(name, None)
             self._clear(name)
             if not self._quiet:
@@ -231,6 +231,8 @@ def _line(name: str, event: StageEvent) -> str:
         return f"  [green]done[/]    {event.seconds:6.1f} s  {name}"
     if event.state == "reused":
         return f"  [cyan]reused[/]            {name}"
+    if event.state == "cancelled":
+        return f"  [yellow]cancelled[/]         {name}"
     return f"  [red]failed[/]            {name}"
 
 
@@ -265,7 +267,7 @@ def verdict_lines(report: Report) -> list[str]:
     if report.nearest_miss and report.nearest_miss != report.winner:
         lines.append(f"  nearest miss: {escape(report.title_of(report.nearest_miss))}")
     lines += [
-        f"  rescue of {escape(rescue.label)}: {escape(rescue.conclusion)}"
+        f"  fallback of {escape(rescue.label)}: {escape(rescue.conclusion)}"
         for rescue in report.rescues
     ]
     warnings = dict.fromkeys(

@@ -25,8 +25,8 @@ from pipeline.errors import (
     ModelError,
     UnsupportedError,
 )
-from pipeline.onnx_graph.attention import attentions
 from pipeline.onnx_graph.files import operator_histogram, read_proto
+from pipeline.onnx_graph.inspect import attentions
 from pipeline.plan.recipes import weight_bits
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.lint.rules import finding_notes, lint, saturation_notes
@@ -81,8 +81,8 @@ def prepare(
         engine = build_engine(context, converted, recipe)
         candidate = with_engine(candidate, engine, model, converted)
         tables = prove_engine(context, engine, converted)
-        plain_attention = context.plan.simplify.plain_attention
-        candidate = with_layers(candidate, tables, converted, plain_attention)
+        rewrite_attention = context.plan.simplify.rewrite_attention
+        candidate = with_layers(candidate, tables, converted, rewrite_attention)
         candidate = with_answers(context, model, candidate, engine, expected)
     except InternalError as error:  # other candidates may still work
         reason = f"a bug in Crucible, please report it: {error.message}"
@@ -184,15 +184,18 @@ def lint_notes(converted: OnnxModel, recipe: Recipe, target: Target) -> tuple[No
 
 
 def with_layers(
-    candidate: Candidate, tables: Sequence[LayerTable], converted: OnnxModel, plain_attention: bool
+    candidate: Candidate,
+    tables: Sequence[LayerTable],
+    converted: OnnxModel,
+    rewrite_attention: bool,
 ) -> Candidate:
     """Add the layer table of each profile to the candidate.
 
     Its state is `mislabelled` if in one profile the engine does not run the precision of its
-    label. `plain_attention`: the setting of the plan.
+    label. `rewrite_attention`: the setting of the plan.
     """
     for table in tables:
-        audited = _with_table(candidate, table, converted, plain_attention)
+        audited = _with_table(candidate, table, converted, rewrite_attention)
         if table.profile:
             where = f"profile {table.profile + 1}: "
             notes = tuple(
@@ -214,7 +217,7 @@ def with_layers(
 
 
 def _with_table(
-    candidate: Candidate, table: LayerTable, converted: OnnxModel, plain_attention: bool
+    candidate: Candidate, table: LayerTable, converted: OnnxModel, rewrite_attention: bool
 ) -> Candidate:
     """Add the layer table of one profile to the candidate, with its notes and its verdict."""
     recipe = candidate.recipe
@@ -224,7 +227,7 @@ def _with_table(
         *precision_notes(table, None if recipe.weight_only else precision, kept, forced),
     ]
     if recipe.backend == "tensorrt" and precision in FUSED:
-        notes += _attention_notes(table, converted, plain_attention)
+        notes += _attention_notes(table, converted, rewrite_attention)
     mismatch = mislabelled(precision, table, kept, recipe.weight_only, forced)
     if mismatch and precision is Precision.FP32:
         own_operators = INTEGER_OPERATORS & operator_histogram(converted.path).keys()
@@ -242,7 +245,7 @@ def _with_table(
 
 
 def _attention_notes(
-    table: LayerTable, converted: OnnxModel, plain_attention: bool
+    table: LayerTable, converted: OnnxModel, rewrite_attention: bool
 ) -> tuple[Note, ...]:
     """Return a note if not every attention of the graph runs in one kernel."""
     graph = read_proto(converted.path, weights=False).graph
@@ -250,6 +253,6 @@ def _attention_notes(
     if fused >= places:
         return ()
     text = f"attention is in one kernel in {fused} of {places} places"
-    if not plain_attention:
-        text += ": `simplify: {plain_attention: true}` may bring it there"
+    if not rewrite_attention:
+        text += ": `simplify: {rewrite_attention: true}` may bring it there"
     return (Note(stage="prove", text=text, level="info"),)

@@ -77,8 +77,8 @@ from pipeline.stages.validate import ReferenceOutputs, check_outputs
 EXPORT = Stage("export", 3, ("torch", "onnx", "onnxscript", "onnxruntime"))
 SIMPLIFY = Stage(
     "simplify",
-    6,
-    ("onnx", "onnxsim", "onnx-graphsurgeon", "onnxruntime"),
+    7,
+    ("onnx", "onnx-ir", "onnxsim", "onnx-graphsurgeon", "onnxruntime"),
     is_cacheable=lambda model: not model.provisional,
 )
 BASELINE = Stage("baseline", 4, pytorch_.DISTRIBUTIONS)
@@ -160,7 +160,7 @@ def export_model(context: CompileContext) -> OnnxModel:
 def simplify_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
     """Simplify the exported graph, or return it unchanged if the plan turns that off."""
     options = context.plan.simplify
-    if not (options.enabled or options.surgery or options.plain_attention):
+    if not (options.enabled or options.surgery or options.rewrite_attention):
         return exported
     surgery: tuple[object, ...] = ()
     if options.surgery:

@@ -17,7 +17,6 @@ from pipeline.core import (
     ModelSource,
     Precision,
     Target,
-    TensorRTOptions,
     TensorSpec,
 )
 from pipeline.data.samples import (
@@ -107,15 +106,7 @@ class CompileContext:
                 threads=self.plan.benchmark.threads,
                 source=source,
             )
-        options = self.plan.tensorrt
-        workspace = options.workspace_mib * 2**20 if options.workspace_mib else None
-        tensorrt = TensorRTOptions(
-            workspace_bytes=workspace,
-            optimization_level=options.optimization_level,
-            timing_iterations=options.timing_iterations,
-            plugins=options.plugins,
-        )
-        return BuildOptions(profiles=self.plan.profiles, tensorrt=tensorrt)
+        return BuildOptions(profiles=self.plan.profiles, tensorrt=self.plan.tensorrt)
 
     def plugin_digests(self, backend: str) -> tuple[str, ...]:
         """Return the digests of the plugin libraries that a build for `backend` depends on.

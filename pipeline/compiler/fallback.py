@@ -362,7 +362,7 @@ def _nothing_passed(failed: Candidate, history: Sequence[Tried]) -> str:
     kept = [step.attempt for step in history if step.attempt.step == "keep"]
     nodes = len(kept[-1].ranking.nodes) if kept and kept[-1].ranking else 0
     most = min(len(kept[-1].recipe.keep_fp32), nodes) if kept else 0
-    more = " (more of them by a larger `keep_builds`)" if most < nodes else ""
+    more = " (more of them by a larger `keep_fp32_builds`)" if most < nodes else ""
     even = f", even with the worst {most} of {nodes} nodes in fp32{more}" if kept else ""
     if failed.recipe.precision is not Precision.INT8:
         return f"no engine in 16 bits keeps its accuracy{even}: {TRAIN_IN_16_BITS}"

@@ -66,7 +66,7 @@ def rescue(
     """
     known = {candidate.label: candidate for candidate in candidates}
     stories = []
-    for failed in to_rescue(candidates) if context.plan.rescue else ():
+    for failed in to_rescue(candidates) if context.plan.fallback else ():
         history: list[Tried | Skipped] = []
         for attempt in attempts(context, model, failed, frozenset(known), history):
             if isinstance(attempt, Skipped):
@@ -110,7 +110,7 @@ def attempts(
     yield from by_other_methods(failed)
     if keeps_nodes(failed.recipe):
         best = nearest(failed, history)
-        yield from with_nodes_kept(best, rank(context, model, best), context.plan.keep_builds)
+        yield from with_nodes_kept(best, rank(context, model, best), context.plan.keep_fp32_builds)
     if precision is Precision.FP16:
         yield in_bf16(failed)
 

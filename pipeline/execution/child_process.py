@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.core import Progress, silent
-from pipeline.errors import ChildDied, ChildKilled, CrucibleError, InternalError
+from pipeline.errors import ChildDied, ChildKilled, ChildStopped, CrucibleError, InternalError
 from pipeline.execution.exit_causes import (
     NEXT_STEPS,
     ExitCause,
@@ -117,8 +117,9 @@ _running: set[Child] = set()
 
 
 def stop_children() -> None:
-    """Stop every child of this process. Threads that wait for a child get ChildDied."""
+    """Stop every child of this process. Threads that wait for a child get ChildStopped."""
     for child in tuple(_running):
+        child.is_stopped = True
         child.end()
 
 
@@ -135,6 +136,7 @@ class Child:
         conversation: bool = True,
     ) -> None:
         self.name = name
+        self.is_stopped = False  # by stop_children
         self._own_log = log is None
         self.log = log or _temporary_log()
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -261,6 +263,10 @@ class Child:
     def _death(self) -> ChildDied:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
+        if self.is_stopped:
+            return ChildStopped(
+                f"the child process for '{self.name}' was stopped", "run the command again"
+            )
         printed, code = self.log_tail(), self._process.poll()
         cause, how = how_it_died(code, self._kills, memory_kills(), printed)
         message = f"the child process for '{self.name}' {how}\n{printed}".rstrip()

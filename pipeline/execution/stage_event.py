@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-StageState = Literal["started", "progress", "finished", "reused", "waiting", "failed"]
+StageState = Literal["started", "progress", "finished", "reused", "waiting", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from pydantic import BaseModel
 
 from pipeline.core import Progress, Target, silent
+from pipeline.errors import ChildStopped
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.content import text_of_content
 from pipeline.execution.durations import History
-from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_event import StageEvent, StageState
 from pipeline.execution.store import Key, Store
 from pipeline.measurement.clock import monotonic
 from pipeline.results.report import Step
@@ -138,7 +139,7 @@ class Runner:
         try:
             stored = self.store.get(key, call.kind, make, stage.is_cacheable)
         except BaseException as error:
-            emit("failed", text=_first_line(error))
+            emit(_end_of(error), text=_first_line(error))
             raise
         if any(step.digest == stored.digest for step in self.steps):
             return stored.value
@@ -177,7 +178,7 @@ class Runner:
                     function, *arguments, name=name, progress=self.progress(name, subject)
                 )
         except BaseException as error:
-            emit("failed", text=_first_line(error))
+            emit(_end_of(error), text=_first_line(error))
             raise
         step = Step(
             stage=name,
@@ -221,6 +222,12 @@ class Runner:
             )
 
         return progress
+
+
+def _end_of(error: BaseException) -> StageState:
+    """Return how a stage has ended: `cancelled` if it was only interrupted."""
+    is_failure = isinstance(error, Exception) and not isinstance(error, ChildStopped)
+    return "failed" if is_failure else "cancelled"
 
 
 def _first_line(error: BaseException) -> str:

@@ -23,6 +23,7 @@ SPEED_FLAGS = frozenset(
 PACKAGES = (
     "numpy",
     "onnx",
+    "onnx-ir",
     "onnxruntime",
     "onnxsim",
     "onnxscript",

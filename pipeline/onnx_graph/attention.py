@@ -20,41 +20,29 @@ has the speedups. Before that, a packed product of queries, keys and values is s
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import Any
+from itertools import permutations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from pipeline.onnx_graph.attention_masks import Masks
-from pipeline.onnx_graph.graphsurgeon import OURS, chain, exported, maker, number_of
+from pipeline.onnx_graph.inspect import opset_of
+from pipeline.onnx_graph.rewriting import (
+    OURS,
+    chain,
+    exported,
+    imported,
+    initializer,
+    number_of,
+    operands,
+    permutation,
+    successor,
+)
 from pipeline.onnx_graph.split_qkv import Unpacking
 
 SCORED = ((), ("Mul",), ("Add",), ("Add", "Mul"))
 """Operators from Softmax back to the product of queries and keys: a mask, a scale."""
-
-BETWEEN = frozenset({"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"})
-"""Operators between Softmax and the product with the values."""
-
-
-def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """Return the names of the Softmax nodes with a matrix product behind them.
-
-    A classifier's last Softmax is not among them.
-    """
-    readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
-    for node in graph.node:
-        for name in node.input:
-            readers[name].append(node)
-    names = []
-    for softmax in (node for node in graph.node if node.op_type == "Softmax"):
-        after = list(readers[softmax.output[0]])
-        for node in after:  # the loop appends to it
-            if node.op_type in BETWEEN:
-                after += readers[node.output[0]]
-        if any(node.op_type == "MatMul" for node in after):
-            names.append(softmax.name)
-    return tuple(names)
 
 
 def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelProto | None:
@@ -63,89 +51,77 @@ def plain_attention(model: onnx.ModelProto, masks: bool = True) -> onnx.ModelPro
     Nodes of another form do not change. If `masks` is False, masks keep their numbers, and guards
     against NaN stay.
     """
-    import onnx_graphsurgeon as gs
-
-    graph = gs.import_onnx(model)
+    rewritten = imported(model)
+    graph = rewritten.graph
     before = _wiring(graph)
     Unpacking(graph).run()
-    mask_rewriter = Masks(graph, hide=masks)
-    for softmax in [node for node in graph.nodes if node.op == "Softmax"]:
+    mask_rewriter = Masks(graph, opset_of(model), hide=masks)
+    for softmax in [node for node in graph if node.op_type == "Softmax"]:
         nodes = _scoring_nodes(softmax)
         if not nodes:
             continue
         first, product = nodes[0], nodes[-1]
         scaled_after(graph, product)
         transposed_once(product)
-        mask_rewriter.rewrite(softmax, product, first if first.op == "Add" else None)
-    if _wiring(graph) == before:
-        return None
-    return exported(graph, model)
+        mask_rewriter.rewrite(softmax, product, first if first.op_type == "Add" else None)
+    return None if _wiring(graph) == before else exported(rewritten)
 
 
-def _scoring_nodes(softmax: Any) -> list[Any]:
+def _scoring_nodes(softmax: ir.Node) -> list[ir.Node]:
     """Return the nodes from a Softmax back to the product of queries and keys, the last first.
 
     The list is empty if they have another form, or a scale that is not one number.
     """
     for between in SCORED:
-        nodes = chain(softmax.inputs[0], *between, "MatMul")
+        nodes = chain(operands(softmax)[0], *between, "MatMul")
         if nodes:
-            scales = [node.inputs[1] for node in nodes if node.op == "Mul"]
+            scales = [operands(node)[1] for node in nodes if node.op_type == "Mul"]
             return [] if any(number_of(scale) is None for scale in scales) else nodes
     return []
 
 
-def _wiring(graph: Any) -> list[tuple[str, list[str], list[str]]]:
-    return [
-        (node.op, [tensor.name for tensor in node.inputs], [tensor.name for tensor in node.outputs])
-        for node in graph.nodes
-    ]
+def _wiring(graph: ir.Graph) -> list[tuple[ir.Node, str, tuple[ir.Value | None, ...]]]:
+    return [(node, node.op_type, tuple(node.inputs)) for node in graph]
 
 
-def scaled_after(graph: Any, scores: Any) -> None:
+def scaled_after(graph: ir.Graph, scores: ir.Node) -> None:
     """Rewrite (a * s) @ (b * t) as (a @ b) * (s * t).
 
     A fused kernel accumulates in fp32, so nothing overflows there; elsewhere fp16 may overflow.
     """
-    import onnx_graphsurgeon as gs
-
-    factors = [factor for factor in map(_factor, scores.inputs) if factor]
+    factors = [factor for factor in map(_factor, operands(scores)) if factor]
     if len(factors) < len(scores.inputs):
         return
     numbers = [number for _, number in factors]
     scale = np.asarray(np.prod(numbers, dtype=np.float64), numbers[0].dtype)
-    scores.inputs = [before for before, _ in factors]
-    (product,) = scores.outputs
-    plain = gs.Variable(f"{OURS}{product.name}/plain", dtype=product.dtype, shape=product.shape)
-    scores.outputs = [plain]
-    constant = gs.Constant(f"{OURS}{product.name}/scale", scale)
-    graph.nodes.append(
-        gs.Node("Mul", f"{OURS}{product.name}/scaled", inputs=[plain, constant], outputs=[product])
-    )
+    for index, (before, _) in enumerate(factors):
+        scores.replace_input_with(index, before)
+    (plain,) = scores.outputs
+    product = successor(plain)
+    name = f"{OURS}{product.name}"
+    plain.name = f"{name}/plain"
+    constant = initializer(graph, f"{name}/scale", scale)
+    graph.append(ir.node("Mul", [plain, constant], outputs=[product], name=f"{name}/scaled"))
 
 
-def _factor(tensor: Any) -> tuple[Any, np.ndarray] | None:
-    """Return a tensor before its multiplication by one number, and the number, or None."""
-    import onnx_graphsurgeon as gs
-
-    node = maker(tensor)
-    if node is None or node.op != "Mul":
-        return None
-    for one, other in (node.inputs, node.inputs[::-1]):
-        number = number_of(other)
-        if number is not None and not isinstance(one, gs.Constant):
-            return one, number
+def _factor(value: ir.Value) -> tuple[ir.Value, np.ndarray] | None:
+    """Return a value before its multiplication by one number, and the number, or None."""
+    for node in chain(value, "Mul"):
+        for one, other in permutations(operands(node)):
+            number = number_of(other)
+            if number is not None and not one.is_initializer():
+                return one, number
     return None
 
 
-def transposed_once(scores: Any) -> None:
+def transposed_once(scores: ir.Node) -> None:
     """Transpose keys [b, t, h, d] to [b, h, d, t] in one step.
 
     They were [b, t, h, d] -> [b, h, t, d] -> [b * h, t, d] -> [b * h, d, t] -> [b, h, d, t].
     """
-    nodes = chain(scores.inputs[1], "Reshape", "Transpose", "Reshape", "Transpose")
-    if [node.attrs.get("perm") for node in nodes[1::2]] != [[0, 2, 1], [0, 2, 1, 3]]:
+    nodes = chain(operands(scores)[1], "Reshape", "Transpose", "Reshape", "Transpose")
+    if [permutation(node) for node in nodes[1::2]] != [(0, 2, 1), (0, 2, 1, 3)]:
         return
-    last, first = nodes[0], nodes[-1]
-    last.op, last.attrs = "Transpose", {"perm": [0, 2, 3, 1]}
-    last.inputs = [first.inputs[0]]
+    last, order = nodes[0], {"perm": [0, 2, 3, 1]}
+    turned = successor(last.outputs[0])
+    last.append(ir.node("Transpose", nodes[-1].inputs, order, outputs=[turned], name=last.name))

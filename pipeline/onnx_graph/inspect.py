@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import onnx
@@ -37,6 +38,8 @@ SIZED_BY_VALUES = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression
 # Operators whose output has the shape of their first input.
 SCATTERS = frozenset({"ScatterND", "ScatterElements", "Scatter"})
 DEFAULT_DOMAINS = ("", "ai.onnx")
+BETWEEN = frozenset({"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"})
+"""Operators between Softmax and the product with the values."""
 
 
 def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -280,3 +283,23 @@ def _operators_within(node: onnx.NodeProto) -> set[str]:
             for graph in graphs_of(attribute.g):
                 operators.update(inner.op_type for inner in graph.node)
     return operators
+
+
+def attentions(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """Return the names of the Softmax nodes with a matrix product behind them.
+
+    A classifier's last Softmax is not among them.
+    """
+    readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            readers[name].append(node)
+    names = []
+    for softmax in (node for node in graph.node if node.op_type == "Softmax"):
+        after = list(readers[softmax.output[0]])
+        for node in after:  # the loop appends to it
+            if node.op_type in BETWEEN:
+                after += readers[node.output[0]]
+        if any(node.op_type == "MatMul" for node in after):
+            names.append(softmax.name)
+    return tuple(names)

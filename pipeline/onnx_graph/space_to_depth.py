@@ -7,12 +7,18 @@ stride. docs/tensorrt.md says for which models that is faster.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx
+import onnx_ir as ir
 
-from pipeline.onnx_graph.graphsurgeon import exported, floats_of
+from pipeline.onnx_graph.rewriting import (
+    exported,
+    floats_of,
+    imported,
+    initializer,
+    operands,
+    successor,
+)
 
 # TensorRT's int8 kernels take 32 channels at once, and compute with zeros for missing ones.
 MAX_CHANNELS = 4
@@ -26,52 +32,50 @@ def fold_strides(model: onnx.ModelProto) -> onnx.ModelProto:
     product (768 channels of one pixel), and the first 7 x 7 of a ResNet, with 3 channels, becomes a
     4 x 4 with 12. Dynamic, grouped, dilated and indivisible convolutions stay as they are.
     """
-    import onnx_graphsurgeon as gs
-
-    graph = gs.import_onnx(model)
-    for node in [node for node in graph.nodes if node.op == "Conv"]:
+    folded_model = imported(model)
+    graph = folded_model.graph
+    for node in [node for node in graph if node.op_type == "Conv"]:
         if strided := _strided(node):
             weight, stride, pads = strided
             folded = [
                 folded_axis(size, stride, pad)
                 for size, pad in zip(weight.shape[2:], pads, strict=True)
             ]
-            (image, _, *bias), name = node.inputs, node.outputs[0].name
-            blocks = gs.Variable(f"{name}_blocks", dtype=image.dtype)
-            graph.nodes.append(
-                gs.Node(
-                    "SpaceToDepth", f"{name}_to_depth", {"blocksize": stride}, [image], [blocks]
-                )
-            )
-            node.inputs = [
-                blocks,
-                gs.Constant(f"{name}_weight", folded_weight(weight, stride, folded)),
-                *bias,
-            ]
+            image, _, *bias = operands(node)
+            name = node.outputs[0].name
+            blocks = ir.Value(name=f"{name}_blocks", type=image.type)
+            to_depth = ir.node("SpaceToDepth", [image], {"blocksize": stride}, outputs=[blocks])
+            to_depth.name = f"{name}_to_depth"
+            blocks_weight = folded_weight(weight, stride, folded)
+            inputs = [blocks, initializer(graph, f"{name}_weight", blocks_weight), *bias]
             begins, sizes = [-first for first, _, _ in folded], [size for _, size, _ in folded]
             ends = [size - 1 - begin for begin, size in zip(begins, sizes, strict=True)]
-            node.attrs = {
+            attributes = {
                 "kernel_shape": sizes,
                 "strides": [1, 1],
                 "pads": [*begins, *ends],
                 "dilations": [1, 1],
                 "group": 1,
             }
-    return exported(graph, model)
+            output = successor(node.outputs[0])
+            conv = ir.node("Conv", inputs, attributes, outputs=[output], name=node.name)
+            graph.extend([to_depth, conv])
+    return exported(folded_model)
 
 
-def _strided(node: Any) -> tuple[np.ndarray, int, list[int]] | None:
+def _strided(node: ir.Node) -> tuple[np.ndarray, int, list[int]] | None:
     """Return the weight and stride of a convolution that can be folded, and its paddings in front.
 
     The result is None for any other convolution.
     """
-    weight, shape = floats_of(node.inputs[1]), node.inputs[0].shape
+    image, factor, *_ = operands(node)
+    weight, shape = floats_of(factor), image.shape
+    strides = node.attributes.get_ints("strides", (1,))
     if weight is None or weight.ndim != 4 or weight.shape[1] > MAX_CHANNELS:
         return None
-    strides = node.attrs.get("strides", [1])
     if not shape or not _is_plain(node) or len(set(strides)) > 1 or strides[0] == 1:
         return None
-    stride, pads = strides[0], list(node.attrs.get("pads", [0] * 4))
+    stride, pads = strides[0], list(node.attributes.get_ints("pads", [0] * 4))
     for axis in AXES:
         size, begin, end = shape[axis], pads[axis - 2], pads[axis]
         if (
@@ -83,13 +87,13 @@ def _strided(node: Any) -> tuple[np.ndarray, int, list[int]] | None:
     return weight, stride, pads[:2]
 
 
-def _is_plain(node: Any) -> bool:
+def _is_plain(node: ir.Node) -> bool:
     """Return True for a convolution with explicit padding, and without groups and dilation."""
-    attributes = node.attrs
+    attributes = node.attributes
     return (
-        attributes.get("auto_pad", "NOTSET") == "NOTSET"
-        and attributes.get("group", 1) == 1
-        and set(attributes.get("dilations", [1])) == {1}
+        attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+        and attributes.get_int("group", 1) == 1
+        and set(attributes.get_ints("dilations", (1,))) == {1}
     )
 
 

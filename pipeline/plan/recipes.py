@@ -56,7 +56,7 @@ UNUSED_BY_WEIGHT_ONLY = (
     "quantizer",
     "placement",
     "smooth_quant",
-    "realised_in",
+    "precision_from",
 )
 """Keys of a candidate that have no effect with quantised weights only, except some values."""
 
@@ -156,7 +156,7 @@ def _tensorrt_candidates(target: Target, calibrated: bool) -> tuple[CandidateCon
         )
     if calibrated and int(target.version.split(".")[0]) < 11:
         candidates.append(
-            CandidateConfig(backend="tensorrt", precision=Precision.INT8, realised_in="flags")
+            CandidateConfig(backend="tensorrt", precision=Precision.INT8, precision_from="flags")
         )
     return tuple(candidates)
 
@@ -223,12 +223,12 @@ def expand(candidate: CandidateConfig) -> tuple[CandidateConfig, ...]:
 def _check_choices(candidate: CandidateConfig, methods: bool, switches: Sequence[str]) -> None:
     """Raise PlanError for a list whose values would all give the same engine."""
     precision, quantizer = candidate.precision, candidate.quantizer
-    in_flags = candidate.realised_in == "flags"
+    in_flags = candidate.precision_from == "flags"
     by_itself = ""
     if quantizer != "crucible":
         by_itself = f"the quantizer `{quantizer}`"
     elif in_flags:
-        by_itself = "TensorRT's own calibrator (`realised_in: flags`)"
+        by_itself = "TensorRT's own calibrator (`precision_from: flags`)"
     no_method = no_switch = ""
     if precision is not Precision.INT8:
         no_method = no_switch = f"{precision} has none"
@@ -278,7 +278,7 @@ def recipe_from_candidate(
 def _float_recipe(candidate: CandidateConfig) -> Recipe:
     """Return the recipe of a float precision. The other families change some of its fields."""
     backend, precision = candidate.backend, candidate.precision
-    in_flags = candidate.realised_in == "flags"
+    in_flags = candidate.precision_from == "flags"
     return Recipe(
         backend=backend,
         precision=precision,
@@ -452,7 +452,7 @@ def _check_given(candidate: CandidateConfig, given: Precision) -> None:
         "method",
         "activation",
         "weight_bits",
-        "realised_in",
+        "precision_from",
         "quantizer",
         "placement",
         "weight_only",
@@ -503,7 +503,9 @@ def _check_for_backend(candidate: CandidateConfig) -> None:
     if backend == "tensorrt":
         return
     foreign = {key: key for key in FOR_TENSORRT if getattr(candidate, key)}
-    foreign |= {"realised_in": "realised_in: flags"} if candidate.realised_in == "flags" else {}
+    foreign |= (
+        {"precision_from": "precision_from: flags"} if candidate.precision_from == "flags" else {}
+    )
     for key, text in foreign.items():
         raise PlanError(
             f"candidate '{backend} {precision}': only TensorRT has `{text}`",
@@ -582,13 +584,14 @@ def _check_kept(candidate: CandidateConfig) -> None:
         candidate.quantizer != "crucible"
         or candidate.precision in (Precision.FP8, Precision.INT4)
         or candidate.weight_only
-        or (candidate.precision is Precision.INT8 and candidate.realised_in == "flags")
+        or (candidate.precision is Precision.INT8 and candidate.precision_from == "flags")
     )
     if by_library:
         raise PlanError(
             f"{name}: `keep_fp32: auto` looks at Crucible's own Q/DQ pairs, and here another"
             " library places them",
-            "name the nodes in `keep_fp32`, or take `quantizer: crucible` and `realised_in: graph`",
+            "name the nodes in `keep_fp32`, or take `quantizer: crucible` and"
+            " `precision_from: graph`",
         )
 
 

@@ -7,11 +7,12 @@ error that suggests a similar one.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ import platformdirs
 import yaml
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     Discriminator,
@@ -37,11 +39,13 @@ from pipeline.core import (
     Precision,
     Profile,
     ProgramForm,
+    TensorRTOptions,
     TensorSpec,
 )
 from pipeline.errors import PlanError
 from pipeline.serving_inputs import ServingConfig
 
+LOG = logging.getLogger(__name__)
 ONNX_SUFFIXES = (".onnx",)
 METRICS, NEED_LABELS = ("top1", "top5", "cosine"), ("top1", "top5")
 
@@ -71,6 +75,17 @@ def _profile_by_symbol(item: Mapping[str, object]) -> dict[str, object]:
 
 
 Profiles = Annotated[tuple[Profile, ...], BeforeValidator(_profiles_by_symbol)]
+
+
+def _renamed(old: str, new: str) -> Any:
+    """Return the field of a key that was called `old`.
+
+    Both names are read. Stored plans and reports are written with the old one.
+    """
+    return Field(validation_alias=AliasChoices(new, old), serialization_alias=old)
+
+
+Fallback = Annotated[bool, _renamed("rescue", "fallback")]
 
 
 class ModelConfig(Frozen):
@@ -236,7 +251,9 @@ class CandidateConfig(Frozen):
     activation: Literal["auto", "int8", "uint8"] = "auto"
     weight_bits: Literal[7, 8] | None = None
     # TensorRT: written into the graph, or by builder flags (int8: implicit)
-    realised_in: Literal["auto", "graph", "flags"] = "auto"
+    precision_from: Annotated[
+        Literal["auto", "graph", "flags"], _renamed("realised_in", "precision_from")
+    ] = "auto"
     quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
     weight_only: bool = False  # int8 and int4; int4 is nothing else
     block_size: Literal[32, 64, 128] | None = None  # weight_only
@@ -249,15 +266,6 @@ class CandidateConfig(Frozen):
     form: ProgramForm | None = None  # torch: aoti where it is left out
     mode: CompileMode | None = None  # torch, form compile
     provider: OrtProvider = "cpu"  # onnxruntime
-
-
-class TensorRTConfig(Frozen):
-    """TensorRT's builder."""
-
-    workspace_mib: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
-    optimization_level: int = Field(default=3, ge=0, le=5)
-    timing_iterations: int = Field(default=8, ge=1, le=100)
-    plugins: tuple[Path, ...] = ()  # libraries with plugins that the model's operators need
 
 
 class ExportConfig(Frozen):
@@ -273,7 +281,7 @@ class SimplifyConfig(Frozen):
     surgery: str | None = None  # module:function, takes and returns an onnx.ModelProto
     python_path: Path = Path()  # where the module of the surgery is imported from
     # rewritten into the form that fused kernels match; discarded if that changes an output
-    plain_attention: bool = True
+    rewrite_attention: Annotated[bool, _renamed("plain_attention", "rewrite_attention")] = True
 
     @model_validator(mode="after")
     def _function(self) -> SimplifyConfig:
@@ -337,13 +345,13 @@ class Plan(Frozen):
     ablate: bool = False  # the best int8 candidate again with each switch of its placement reversed
     # try fp16, and candidates with `keep_fp32: auto`, in other ways if they exceed the limits; this
     # takes a few more builds
-    rescue: bool = True
+    fallback: Fallback = True
     # most engines built, per candidate, to find the nodes that must stay in fp32
-    keep_builds: int = Field(default=6, ge=1)
+    keep_fp32_builds: Annotated[int, Field(ge=1), _renamed("keep_builds", "keep_fp32_builds")] = 6
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
-    tensorrt: TensorRTConfig = TensorRTConfig()
+    tensorrt: TensorRTOptions = TensorRTOptions()
     benchmark: BenchmarkConfig = BenchmarkConfig()
     serving: ServingConfig = ServingConfig()
 
@@ -416,6 +424,8 @@ def plan_from_document(
         raise PlanError(
             explain(error, Plan), "correct the plan; docs/plan.md lists every key"
         ) from error
+    for text in old_name_warnings(document, Plan):
+        LOG.warning("plan '%s': %s", plan.name, text)
     return _with_absolute_paths(plan, base)
 
 
@@ -424,7 +434,7 @@ def override_plan(plan: Plan, overrides: Iterable[str]) -> Plan:
 
     Relative paths in overrides are taken from the working folder.
     """
-    document = plan.model_dump(mode="json")
+    document = plan.model_dump(mode="json", by_alias=False)
     document["profiles"] = [_written_profile(profile) for profile in document["profiles"]]
     return plan_from_document(document, base=Path.cwd(), overrides=overrides)
 
@@ -463,6 +473,10 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         _index(node, last, key)
         node[int(last)] = value
     else:
+        for names in _old_names(_section_at(Plan, tuple(parents))).items():
+            if last in names:  # the override replaces the value under either name
+                for name in names:
+                    node.pop(name, None)
         node[last] = value
 
 
@@ -543,10 +557,10 @@ def explain(
     for fault in error.errors():
         where = ".".join(str(part) for part in fault["loc"] if part not in _UNWRITTEN) or "plan"
         if fault["type"] == "extra_forbidden":
-            known = sorted(keys_of(_section_at(kind, fault["loc"][:-1])))
-            near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(known)}"
-            sentences.append(f"unknown key '{where}': {hint}")
+            section, key = _section_at(kind, fault["loc"][:-1]), str(fault["loc"][-1])
+            sentences.append(
+                f"unknown key '{where}': {_hint(key, section, sorted(keys_of(section)))}"
+            )
         else:
             message = re.sub(
                 r"valid (tuple|dictionary|path for).*",
@@ -556,6 +570,40 @@ def explain(
             shown = "" if isinstance(fault["input"], dict | list) else f" (got {fault['input']!r})"
             sentences.append(f"{where}: {message}{shown}")
     return "; ".join(dict.fromkeys(sentences))
+
+
+def _hint(key: str, section: type[BaseModel], known: Sequence[str]) -> str:
+    """Describe what to write instead of an unknown key."""
+    new = _old_names(section).get(key)
+    if new in known:
+        return f"it is the old name of '{new}', which is given too"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(known)}"
+
+
+def old_name_warnings(
+    document: object, section: type[BaseModel], where: str = ""
+) -> tuple[str, ...]:
+    """Return a warning for each key that a parsed plan writes with its old name."""
+    warnings = []
+    for part in document if isinstance(document, list) else [document]:
+        if not isinstance(part, dict):
+            continue
+        for old, new in _old_names(section).items():
+            if old in part:
+                warnings.append(
+                    f"`{where}{old}` is now called `{where}{new}`; the old name still works"
+                )
+        for name, field in section.model_fields.items():
+            for model in _models_in(field.annotation):
+                warnings += old_name_warnings(part.get(name), model, f"{where}{name}.")
+    return tuple(dict.fromkeys(warnings))
+
+
+def _old_names(section: type[BaseModel]) -> dict[str, str]:
+    """Return the name of each renamed key of a section, by its old name."""
+    fields = section.model_fields.items()
+    return {field.serialization_alias: name for name, field in fields if field.serialization_alias}
 
 
 def _section_at(model: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:

@@ -1,4 +1,4 @@
-"""Sections about accuracy: other sizes, rescues, reversed switches, the validation set."""
+"""Sections about accuracy: other sizes, fallbacks, reversed switches, the validation set."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rescue_section(report: Report) -> Section:
     )
     text = tuple(f"{rescue.label}: {rescue.conclusion}" for rescue in report.rescues)
     table = Table(left("of", "step", "engine", "outcome"), rows)
-    return Section("rescue", "Rescue", text, tables=(table,))
+    return Section("rescue", "Fallback", text, tables=(table,))
 
 
 def ablation_section(report: Report) -> Section:

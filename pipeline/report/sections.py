@@ -31,7 +31,9 @@ from pipeline.results.report import Report, ValidationReport
 
 def sections(report: Report) -> tuple[Section, ...]:
     """Return every section that is not empty. The verdict and its reasons are not among them."""
-    plan = json.dumps(report.plan.model_dump(mode="json", exclude_defaults=True), indent=2)
+    plan = json.dumps(
+        report.plan.model_dump(mode="json", exclude_defaults=True, by_alias=False), indent=2
+    )
     parts = (
         Section("command", "Repeat it", code=report.command),
         _candidate_section(report),

@@ -306,7 +306,7 @@ def scale_notes(job: Job) -> tuple[Note, ...]:
     exported: Counter[bytes] = Counter()
     for (operator, _, scale, _), tensors in scales_of(read_proto(job.path).graph).items():
         if operator == QDQ[1]:
-            exported[scale] = len(tensors)
+            exported[scale] += len(tensors)
     missing = (used - exported).total()
     if missing:
         raise Refused(

@@ -89,14 +89,12 @@ class Wants(Frozen):
     """The child is about to measure, and waits for Granted."""
 
     kind: Literal["wants"] = "wants"
-    use: Literal["measure"] = "measure"
 
 
 class Returns(Frozen):
     """The child has measured."""
 
     kind: Literal["returns"] = "returns"
-    use: Literal["measure"] = "measure"
 
 
 class Finished(Frozen):

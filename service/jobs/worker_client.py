@@ -180,12 +180,12 @@ class Child:
         return decode(FROM_CHILD, head)
 
     async def death(self) -> Failure:
-        """Return cause the child ended, once it has closed the connection without an answer."""
+        """Return how the child ended, once it has closed the connection without an answer."""
         cause = await how_it_ended(self._process, self._kills)
         return Failure(
             code="host.child_died",
             message=f"the job's process {cause}",
-            next_step="retry the job; its log tells cause far it came",
+            next_step="retry the job; its log shows what it did",
         )
 
     async def end(self) -> None:

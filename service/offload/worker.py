@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Field, TypeAdapter
@@ -107,22 +107,18 @@ def answer(head: Fields, body: bytes, works: Mapping[str, Work]) -> tuple[FromHe
         return failed_from_error(error), ()
 
 
-def main(requests: BinaryIO, answers: BinaryIO, works: Mapping[str, Work] = WORK) -> None:
-    """Answer requests until the server is gone."""
-    while True:
-        try:
-            head, body = read_frame(requests)
-        except EOFError:
-            return
-        message, parts = answer(orjson.loads(head), body, works)
-        answers.writelines(frame(FROM_HELPER.dump_json(message), parts))
-        answers.flush()
-
-
 def serve(works: Mapping[str, Work]) -> None:
     """Work as a helper until the server closes stdin."""
     os.nice(5)  # the server has priority
-    main(sys.stdin.buffer, sys.stdout.buffer, works)
+    while True:
+        try:
+            head, body = read_frame(sys.stdin.buffer)
+        except EOFError:
+            return
+        message, parts = answer(orjson.loads(head), body, works)
+        sys.stdout.buffer.writelines(frame(FROM_HELPER.dump_json(message), parts))
+        sys.stdout.buffer.flush()
+        del body, parts  # they may be large, and the next request may be far away
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,11 @@ class Work:
     def clear_temporary(self) -> None:
         """Delete temporary files after the child has ended."""
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def start_log(self, lines: Sequence[str]) -> None:
+        """Write the first lines of the log."""
+        self.root.mkdir(parents=True)
+        self.log.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def shorten_log(self) -> None:
         """Keep only the end of the log, which is all that clients can read. A symbolic link instead

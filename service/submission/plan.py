@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from pipeline.core import DimRange, Frozen, Profile, TensorSpec, ValueRange
+from pipeline.core import DimRange, Frozen, Profile, TensorRTOptions, TensorSpec, ValueRange
 from pipeline.plan.schema import (
     AccuracyConfig,
     BenchmarkConfig,
@@ -26,15 +26,16 @@ from pipeline.plan.schema import (
     CandidateConfig,
     DataConfig,
     ExportConfig,
+    Fallback,
     GeneratedData,
     PlacementConfig,
     Plan,
     PlanLoader,
     Profiles,
     SimplifyConfig,
-    TensorRTConfig,
     Thresholds,
     explain,
+    old_name_warnings,
 )
 from pipeline.serving_inputs import InputRecipe, Padding, ServingConfig
 from service.architectures import check_metric, entrypoint_of
@@ -71,11 +72,11 @@ class SubmittedPlan(Frozen):
     data: DataConfig = DataConfig()
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = Field(default=(), max_length=64)
-    rescue: bool = True
+    fallback: Fallback = True
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
     calibration: CalibrationConfig = CalibrationConfig()
-    tensorrt: TensorRTConfig = TensorRTConfig()
+    tensorrt: TensorRTOptions = TensorRTOptions()
     benchmark: BenchmarkConfig = BenchmarkConfig()
     serving: ServingConfig = ServingConfig()
 
@@ -97,7 +98,7 @@ ALLOWED: dict[type[BaseModel], str] = {
     AccuracyConfig: "metric output max_drop thresholds per_output",
     Thresholds: "max_abs mean_abs min_cosine min_snr_db",
     CandidateConfig: (
-        "backend precision method activation weight_bits realised_in quantizer weight_only"
+        "backend precision method activation weight_bits precision_from quantizer weight_only"
         " block_size smooth_quant placement keep_fp32 compute_capability hardware_compatible"
         " version_compatible form mode provider"
     ),
@@ -105,9 +106,9 @@ ALLOWED: dict[type[BaseModel], str] = {
         "conv matmul_weight matmul_activations residual_add first_layer last_layer per_channel"
     ),
     ExportConfig: "opset exporter",
-    SimplifyConfig: "enabled plain_attention",
+    SimplifyConfig: "enabled rewrite_attention",
     CalibrationConfig: "samples batch percentile language_model",
-    TensorRTConfig: "workspace_mib optimization_level timing_iterations",
+    TensorRTOptions: "workspace_mib optimization_level timing_iterations",
     BenchmarkConfig: "sizes duration_s budget_s warmup_s warmup_runs threads baselines",
     ServingConfig: "padding image labels",
     Padding: "input axis value",
@@ -129,14 +130,14 @@ def allowed_keys(section: type[BaseModel]) -> list[str]:
 
 
 def _refusals(value: object, location: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:
-    """Yield an error for each key that is not allowed, and for each path."""
+    """Yield an error for each key that is not allowed, for each path, and for a set of no paths."""
     items: Iterable[tuple[int | str, object]] = ()
     if isinstance(value, BaseModel):
         allowed = allowed_keys(type(value))
         for refused in sorted(value.model_fields_set.difference(allowed)):
             yield InitErrorDetails(type="extra_forbidden", loc=(*location, refused), input=None)
         items = ((key, getattr(value, key)) for key in allowed)
-    elif isinstance(value, Path):
+    elif isinstance(value, Path) or (value == () and location[0] == "data"):
         yield InitErrorDetails(type=_HOST_PATH, loc=location, input=str(value))
     elif isinstance(value, Mapping):
         items = value.items()
@@ -166,6 +167,11 @@ def parse(text: bytes) -> SubmittedPlan:
         raise Unprocessable(explain(error, SubmittedPlan, allowed_keys), SEE) from error
     check_metric(plan.accuracy.metric)
     return plan
+
+
+def warnings_of(text: bytes) -> tuple[str, ...]:
+    """Return the warnings for a plan that `parse` accepts."""
+    return old_name_warnings(yaml.load(text, PlanLoader), SubmittedPlan)
 
 
 def _check_form(text: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +50,7 @@ class CompileRequest:
     plan: Plan
     identity: str
     digest: str
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,8 @@ async def submit(
         queue_lengths = await service.read(lambda: _queue_lengths(service))
         device = device_for(request.plan, tuple(host.devices), queue_lengths)
         await asyncio.to_thread(service.folders.save_plan, job_id, request.plan)
+        if request.warnings:  # before the job's child can put a link in the place of its log
+            await asyncio.to_thread(service.folders.work(job_id).start_log, request.warnings)
         return JobSpec(request.plan.name, device, request.identity, request.digest)
 
     return await _submit(service, owner, key, prepare)
@@ -118,7 +120,6 @@ async def _submit(service: Service, owner: str, key: str | None, prepare: Prepar
         )
     now = utc_now()
     job_id = new_id(now)
-    folder = service.folders.uploads(job_id)
     try:
         spec = await prepare(job_id)
         job = Job(
@@ -137,16 +138,16 @@ async def _submit(service: Service, owner: str, key: str | None, prepare: Prepar
             trace=current_trace(),
         )
     except BaseException:
-        await asyncio.to_thread(shutil.rmtree, folder, True)
+        await asyncio.to_thread(service.folders.remove, job_id)
         raise
     await _forget_damaged(service, owner, spec.identity)
     try:
         added, _ = await service.runner.submit(job, Once(key, spec.digest) if key else None)
     except Exception:  # not CancelledError: the runner then adds the job anyway
-        await asyncio.to_thread(shutil.rmtree, folder, True)
+        await asyncio.to_thread(service.folders.remove, job_id)
         raise
     if added.id != job_id:
-        await asyncio.to_thread(shutil.rmtree, folder, True)
+        await asyncio.to_thread(service.folders.remove, job_id)
     return added
 
 
@@ -217,11 +218,13 @@ async def _upload_request(
 def _request_of_parts(
     parts: Mapping[str, uploads.Part], settings: Settings, owner: str, host: HostIdentity
 ) -> CompileRequest:
-    client_plan = submitted.parse(parts["plan"].path.read_bytes() if "plan" in parts else b"")
+    text = parts["plan"].path.read_bytes() if "plan" in parts else b""
+    client_plan = submitted.parse(text)
     return CompileRequest(
         plan=submitted.plan_from(client_plan, parts, settings),
         identity=submitted.identity(client_plan, parts, owner, host.digest),
         digest=submitted.identity(client_plan, parts, owner, ""),
+        warnings=submitted.warnings_of(text),
     )
 
 

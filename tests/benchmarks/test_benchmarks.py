@@ -634,6 +634,7 @@ def test_of_several_rows_the_one_nearest_to_the_default_settings_counts() -> Non
         ({"environment": {"cores": 10}}, "", "10 cores, CPU and packages not recorded"),
         ({"environment": None}, "", "cores not recorded, CPU and packages not recorded"),
         ({"overrides": [f"{TIMINGS}=8", "simplify.plain_attention=true"]}, "", CPU_HOST),
+        ({"overrides": ["simplify.rewrite_attention=true"]}, "", CPU_HOST),
         (
             {"overrides": [f"{TIMINGS}=2", "export.exporter=torchscript", "a.b=1"]},
             "; each kernel timed 2 times, not 8 as by default; exported by `torchscript`, which is"

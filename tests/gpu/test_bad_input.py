@@ -89,7 +89,7 @@ def fp16_task(folder: Path, **changes: object) -> Path:
         folder,
         **{
             "candidates": [{"backend": "tensorrt", "precision": "fp16"}],
-            "rescue": False,
+            "fallback": False,
             **changes,
         },
     )
@@ -178,11 +178,11 @@ def answer_once(engine: Engine, progress: object = None) -> int:
             "version compatibility needs the lean runtime",
         ),
         (
-            {"precision": "int8", "realised_in": "flags", "method": "percentile"},
+            {"precision": "int8", "precision_from": "flags", "method": "percentile"},
             "by entropy or minmax, not by percentile",
         ),
         (
-            {"precision": "tf32", "realised_in": "flags"},
+            {"precision": "tf32", "precision_from": "flags"},
             "tf32 is the fp32 graph with one builder flag set",
         ),
         (

@@ -198,7 +198,7 @@ def publication(exchanges: bool) -> Work:
         out, place = folder / "jobs" / "1" / "out", folder / "reports" / "1"
         publish(out, place, Folders(folder), exchange_of(exchanges))
 
-    def whole(place: Path) -> str:
+    def version_in(place: Path) -> str:
         load_engine(place)
         assert load_report(place).verdict == "accepted"
         return (place / "report.md").read_text()
@@ -206,12 +206,12 @@ def publication(exchanges: bool) -> Work:
     def check(folder: Path) -> None:
         place = folder / "reports" / "1"
         if exchanges or place.exists():
-            assert whole(place) in ("old", "new")
+            assert version_in(place) in ("old", "new")
         else:
-            assert whole(folder / "reports" / ".1.old") == "old"
+            assert version_in(folder / "reports" / ".1.old") == "old"
 
     def check_done(folder: Path) -> None:
-        assert whole(folder / "reports" / "1") == "new"
+        assert version_in(folder / "reports" / "1") == "new"
         assert [path.name for path in (folder / "reports").iterdir()] == ["1"]
 
     return Work(prepare, do, check, check_done)

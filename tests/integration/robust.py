@@ -75,17 +75,17 @@ def figures(report: Report) -> list[float]:
     """The accuracy of every candidate on the selection set: metric of reference and candidate, and
     the errors of each output.
     """
-    found = []
+    values = []
     for candidate in report.candidates:
         assert candidate.selection is not None
         assert candidate.selection.metric is not None
-        found += [candidate.selection.metric.reference, candidate.selection.metric.candidate]
-        found += [
+        values += [candidate.selection.metric.reference, candidate.selection.metric.candidate]
+        values += [
             number
             for output in candidate.selection.outputs
             for number in (output.max_abs, output.mean_abs, output.cosine)
         ]
-    return found
+    return values
 
 
 def assert_same(folder: Path, home: Path, compiled: tuple[Path, Path]) -> Report:
@@ -94,10 +94,10 @@ def assert_same(folder: Path, home: Path, compiled: tuple[Path, Path]) -> Report
     """
     undisturbed, its_home = compiled
     report, expected = load_report(folder), load_report(undisturbed / "out")
-    found = outcome(folder, home)
-    assert found == outcome(undisturbed / "out", its_home)
-    assert set(found.graphs) >= {"export", "simplify"}
-    assert found.tables
+    result = outcome(folder, home)
+    assert result == outcome(undisturbed / "out", its_home)
+    assert set(result.graphs) >= {"export", "simplify"}
+    assert result.tables
     assert figures(report) == pytest.approx(figures(expected), abs=TOLERANCE)
     assert list((home / "tmp").iterdir()) == []
     return report
@@ -173,12 +173,12 @@ def wait_for_stage(home: Path, stage: str, process: subprocess.Popen[str]) -> No
 
 def unfinished(home: Path) -> set[str]:
     """The stages that were started, and have no artifact."""
-    done = {
+    artifacts = {
         f"{folder.parent.name}/{folder.name[:12]}"
         for folder in (home / "artifacts").glob("*/*")
         if (folder / MANIFEST).exists()
     }
-    return {name.partition("/")[0] for name in started_stages(home) if name not in done}
+    return {name.partition("/")[0] for name in started_stages(home) if name not in artifacts}
 
 
 def still_running(home: Path, patience_s: float = 60) -> list[psutil.Process]:
@@ -186,22 +186,22 @@ def still_running(home: Path, patience_s: float = 60) -> list[psutil.Process]:
     ends once it has imported what it needs.
     """
     end = time.monotonic() + patience_s
-    while (found := _processes_of(home)) and time.monotonic() < end:
+    while (processes := _processes_of(home)) and time.monotonic() < end:
         time.sleep(0.1)
-    return found
+    return processes
 
 
 def _processes_of(home: Path) -> list[psutil.Process]:
     """But for zombies, whose parent has yet to notice."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if (
                 process.environ().get("CRUCIBLE_HOME") == str(home)
                 and process.status() != psutil.STATUS_ZOMBIE
             ):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 # -- a host with less than one wants -----------------------------------------

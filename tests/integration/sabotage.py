@@ -68,10 +68,10 @@ class Saboteur:
                 self._spoiled(arguments[0], self.folder, self.before_build),
                 *arguments[1:],
             )
-        made = run_here(function, *arguments, name=name, log=log, progress=progress)
+        result = run_here(function, *arguments, name=name, log=log, progress=progress)
         if function.__name__ == "convert" and self.after_convert:
-            return self._spoiled(made, made.root, self.after_convert)
-        return made
+            return self._spoiled(result, result.root, self.after_convert)
+        return result
 
     def _spoiled(self, model: OnnxModel, folder: Path, fault: Fault) -> OnnxModel:
         proto = read_proto(model.path)

@@ -87,8 +87,8 @@ def is_file(name: str) -> bool:
 
 
 def code_files() -> list[str]:
-    found = (file for folder in CODE for file in (ROOT / folder).rglob("*.py"))
-    return sorted(str(file.relative_to(ROOT)) for file in found)
+    files = (file for folder in CODE for file in (ROOT / folder).rglob("*.py"))
+    return sorted(str(file.relative_to(ROOT)) for file in files)
 
 
 def pages() -> Iterator[Path]:
@@ -141,10 +141,10 @@ least, so that a finder which finds nothing is no proof.
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_name_is_one_that_exists(kind: str) -> None:
     texts, find, exists, least = KINDS[kind]
-    found = [(file.relative_to(ROOT), name) for file, text in texts() for name in find(text)]
-    assert len(found) >= least
-    known = {name: exists(name) for name in {name for _, name in found}}
-    assert not [f"{file}: {name}" for file, name in found if not known[name]]
+    names = [(file.relative_to(ROOT), name) for file, text in texts() for name in find(text)]
+    assert len(names) >= least
+    known = {name: exists(name) for name in {name for _, name in names}}
+    assert not [f"{file}: {name}" for file, name in names if not known[name]]
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def base_python(tmp_path_factory: pytest.TempPathFactory) -> str:
         ]
     commands[-1] += ["--constraint", "constraints.txt", "."]
     for command in commands:
-        done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        result = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
     return python
 
 
@@ -70,11 +70,11 @@ def test_without_torch_an_onnx_model_compiles(base_python: str, tmp_path: Path) 
     )
     assert "No module named 'torch'" in missing.stderr
     plan = write_task(tmp_path, candidates=[])
-    done = crucible("compile", plan, cwd=tmp_path, env={"PYTHONPATH": ""}, python=base_python)
-    assert done.code == 0, done.err
-    assert done.summary["verdict"] == "unproven"
-    assert "onnxruntime int8" in done.out
-    assert "openvino" not in done.out.split("ACCEPTED")[0]
+    result = crucible("compile", plan, cwd=tmp_path, env={"PYTHONPATH": ""}, python=base_python)
+    assert result.code == 0, result.err
+    assert result.summary["verdict"] == "unproven"
+    assert "onnxruntime int8" in result.out
+    assert "openvino" not in result.out.split("ACCEPTED")[0]
     assert (
         "reference, ONNX Runtime fp32"
         in (tmp_path / "crucible-out" / "tiny" / "report.md").read_text()
@@ -92,9 +92,9 @@ def test_without_torch_an_entrypoint_names_the_extra(base_python: str, tmp_path:
     (tmp_path / "net.py").write_text(
         "import torch\n\ndef build():\n    return torch.nn.Linear(16, 4)\n"
     )
-    done = crucible("compile", plan, cwd=tmp_path, env={"PYTHONPATH": ""}, python=base_python)
-    assert done.code == 1
-    assert ".[torch]" in done.err
+    result = crucible("compile", plan, cwd=tmp_path, env={"PYTHONPATH": ""}, python=base_python)
+    assert result.code == 1
+    assert ".[torch]" in result.err
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ print(pipeline.__file__, descriptors.__file__)
 @pytest.mark.slow
 def test_helper_processes_of_an_install_answer(base_python: str, tmp_path: Path) -> None:
     """They are started by the names of their modules, from an empty environment."""
-    done = subprocess.run(
+    result = subprocess.run(
         [base_python, "-c", HELPERS],
         capture_output=True,
         text=True,
@@ -161,8 +161,8 @@ def test_helper_processes_of_an_install_answer(base_python: str, tmp_path: Path)
         env=environment({"PYTHONPATH": ""}),
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    json_helper, grpc_helper, places = done.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+    json_helper, grpc_helper, places = result.stdout.splitlines()
     assert json_helper == grpc_helper == "0000c03f00002040"  # 1.5 and 2.5 in fp32
     installed = str(Path(base_python).parents[1] / "lib")
     assert all(place.startswith(installed) for place in places.split())
@@ -185,11 +185,11 @@ def served(base_python: str, home: Path) -> Iterator[tuple[str, str]]:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline() for _ in range(2)]
-            found = re.fullmatch(
+            match = re.fullmatch(
                 r"Crucible listens on (http://\S+)\ngRPC listens on (\S+)\n", "".join(lines)
             )
-            assert found, (home / "server.log").read_text()
-            yield found[1], found[2]
+            assert match, (home / "server.log").read_text()
+            yield match[1], match[2]
         finally:
             process.terminate()
             process.wait(30)
@@ -208,13 +208,13 @@ def test_an_install_serves_http_and_grpc(base_python: str, tmp_path: Path) -> No
 def test_a_command_that_needs_no_heavy_library_loads_none() -> None:
     heavy = (
         "torch onnxruntime openvino nncf tensorrt tensorrt_rtx onnxsim polygraphy onnx_graphsurgeon"
-        " matplotlib"
+        " onnx_ir matplotlib"
     )
     code = (
         "import sys, service.cli.main, pipeline.compiler.compile; print([name for name in"
         f" '{heavy}'.split() if name in sys.modules])"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert result.stdout.strip() == "[]"

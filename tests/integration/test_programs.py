@@ -23,9 +23,9 @@ PROGRAM = (
 def test_a_program_is_delivered_validated_and_measured_again(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     plan, out = pytorch_task(tmp_path), tmp_path / "out"
-    done = crucible("compile", plan, *PROGRAM, "--out", out)
-    assert (done.code, done.summary["verdict"]) == (0, "unproven"), done.err
-    assert done.summary["winner"] == "torch exported fp32"
+    result = crucible("compile", plan, *PROGRAM, "--out", out)
+    assert (result.code, result.summary["verdict"]) == (0, "unproven"), result.err
+    assert result.summary["winner"] == "torch exported fp32"
     assert (out / "engine" / "program.pt2").is_file()
     assert crucible("validate", out).code == 0
     measured = crucible("bench", out)

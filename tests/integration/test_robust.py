@@ -52,8 +52,8 @@ def kill_in(stage: str, delay_s: float, plan: Path, home: Path, out: Path) -> se
     while time.monotonic() < end and stage in unfinished(home):
         time.sleep(0.005)
     process.kill()
-    done = finish(process)
-    assert done.code == -signal.SIGKILL, done
+    result = finish(process)
+    assert result.code == -signal.SIGKILL, result
     return unfinished(home)
 
 
@@ -72,8 +72,8 @@ def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(
         hit |= kill_in(stage, moment.uniform(0, 0.7 * took_s[stage]), plan, home, out)
     assert hit == set(STAGES)
     assert not out.exists()
-    done = finish(start(plan, home, out))
-    assert done.summary["verdict"] == "unproven", done.err
+    result = finish(start(plan, home, out))
+    assert result.summary["verdict"] == "unproven", result.err
     report = assert_same(out, home, compiled)
     assert [
         note.text for note in report.notes if note.stage == "store"
@@ -84,21 +84,21 @@ def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(
 @pytest.mark.slow
 def test_after_sigkill_while_nodes_are_ranked_one_run_comes_to_the_same(tmp_path: Path) -> None:
     """The stage that only a rescue runs."""
-    kept = {"backend": "onnxruntime", "precision": "int8", "method": "minmax", "keep_fp32": "auto"}
+    int8 = {"backend": "onnxruntime", "precision": "int8", "method": "minmax", "keep_fp32": "auto"}
     plan, undisturbed = (
-        write_broken_task(tmp_path, "stretched", candidates=[kept], simplify={}),
+        write_broken_task(tmp_path, "stretched", candidates=[int8], simplify={}),
         (tmp_path, tmp_path / "its-home"),
     )
-    done = finish(start(plan, undisturbed[1], tmp_path / "out"))
-    assert done.summary["verdict"] == "unproven", done.err
+    result = finish(start(plan, undisturbed[1], tmp_path / "out"))
+    assert result.summary["verdict"] == "unproven", result.err
     expected = load_report(tmp_path / "out")
     took_s = next(step.seconds for step in expected.steps if step.stage == "rank")
     home, out, moment = tmp_path / "home", tmp_path / "other", random.Random(6)
     assert kill_in("rank", moment.uniform(0, AT_ONCE_S), plan, home, out) == {"rank"}
     kill_in("rank", moment.uniform(0, 0.7 * took_s), plan, home, out)
     assert not out.exists()
-    done = finish(start(plan, home, out))
-    assert done.summary["verdict"] == "unproven", done.err
+    result = finish(start(plan, home, out))
+    assert result.summary["verdict"] == "unproven", result.err
     report = assert_same(out, home, undisturbed)
     assert (
         report.candidates[1].recipe.keep_fp32
@@ -120,9 +120,10 @@ def test_ctrl_c_in_every_stage_ends_with_130_and_leaves_what_was_finished(
         process = start(plan, home, out)
         wait_for_stage(home, stage, process)
         process.send_signal(signal.SIGINT)
-        done = finish(process)
-        assert done.code == 130, f"{stage}: {done.err}"
-        assert "run the same command to continue" in done.err
+        result = finish(process)
+        assert result.code == 130, f"{stage}: {result.err}"
+        assert "run the same command to continue" in result.err
+        assert "  failed  " not in result.err
         assert list((home / "tmp").iterdir()) == []
         finished = set((home / "artifacts").rglob(MANIFEST))
         assert before <= finished
@@ -141,8 +142,8 @@ def test_two_at_once_both_succeed_and_make_everything_once(
         (tmp_path / "one", tmp_path / "other"),
     )
     both = [finish(process) for process in [start(plan, home, out) for out in outs]]
-    assert [done.code for done in both] == [0, 0], both
-    assert any("waiting for it" in done.err for done in both)
+    assert [result.code for result in both] == [0, 0], both
+    assert any("waiting for it" in result.err for result in both)
     one, other = (assert_same(out, home, compiled) for out in outs)
     assert [step.digest for step in one.steps] == [step.digest for step in other.steps]
     for mine, theirs in zip(one.steps, other.steps, strict=True):
@@ -200,8 +201,8 @@ def test_damaged_artifacts_of_every_kind_are_found_made_again_and_said(
                 damaged.add(step.digest)
     table = next(iter((home / "artifacts" / "calibrate").rglob("table.json")))
     flip(table)
-    done = finish(start(compiled[0] / "plan.yaml", home, out))
-    assert done.code == 0, done.err
+    result = finish(start(compiled[0] / "plan.yaml", home, out))
+    assert result.code == 0, result.err
     report = assert_same(out, home, compiled)
     assert {step.digest for step in report.steps if not step.reused} == damaged
     messages = [note.text for note in report.notes if note.stage == "store"]

@@ -41,32 +41,32 @@ def test_a_disk_that_is_full_in_any_stage_is_named_and_the_next_run_goes_on(
             used = shutil.disk_usage(home).used
             subprocess.run(["mount", "-o", f"remount,size={used + free_bytes}", home], check=True)
             forget_starts(home)
-            done = finish(start(plan, home, out))
-            assert done.code == 1, done.out + done.err
-            assert "host.disk_full" in done.err
-            assert "CRUCIBLE_HOME" in done.err
-            assert "bug" not in done.err
+            result = finish(start(plan, home, out))
+            assert result.code == 1, result.out + result.err
+            assert "host.disk_full" in result.err
+            assert "CRUCIBLE_HOME" in result.err
+            assert "bug" not in result.err
             assert list((home / "tmp").iterdir()) == []
             assert not out.exists()
             failed |= unfinished(home)
         assert len(failed) >= 3, failed
         subprocess.run(["mount", "-o", "remount,size=64m", home], check=True)
-        done = finish(start(plan, home, out))
-        assert done.code == 0, done.err
+        result = finish(start(plan, home, out))
+        assert result.code == 0, result.err
         assert_same(out, home, compiled)
 
 
 @needs_root
 def test_a_disk_without_room_for_a_folder_is_full(tmp_path: Path) -> None:
     with small_disk(tmp_path / "home", "nr_inodes=2"):
-        done = crucible(
+        result = crucible(
             "compile",
             write_task(tmp_path),
             env={"CRUCIBLE_HOME": str(tmp_path / "home")},
             cwd=tmp_path,
         )
-    assert done.code == 1
-    assert "host.disk_full" in done.err
+    assert result.code == 1
+    assert "host.disk_full" in result.err
 
 
 @needs_root
@@ -90,15 +90,15 @@ def test_a_full_disk_under_the_results_is_named_and_earlier_results_stay(
             ],
             check=True,
         )
-        done = crucible(
+        result = crucible(
             "compile",
             folder / "plan.yaml",
             "--out",
             tmp_path / "out",
             env={"CRUCIBLE_HOME": str(home)},
         )
-        assert done.code == 1, done.out + done.err
-        assert "host.disk_full" in done.err
+        assert result.code == 1, result.out + result.err
+        assert "host.disk_full" in result.err
         assert {file: file.read_bytes() for file in before} == before
         assert load_report(tmp_path / "out").verdict == "unproven"
 
@@ -117,16 +117,16 @@ def test_a_child_that_the_kernel_kills_for_memory_is_named_as_such(tmp_path: Pat
     (tmp_path / "hoarder.py").write_text(HOARD)
     with small_memory(600 << 20) as processes:
         join = f'echo $$ > {processes}; exec "$@"'
-        done = finish(
+        result = finish(
             start(plan, tmp_path / "home", tmp_path / "out", prefix=("sh", "-c", join, "sh"))
         )
-    assert done.code == 1, done.out + done.err
-    assert "host.child_died" in done.err
+    assert result.code == 1, result.out + result.err
+    assert "host.child_died" in result.err
     assert (
         "the child process for 'surgery' was killed by the kernel because memory ran out"
-        in done.err
+        in result.err
     )
-    assert "free memory" in done.err
+    assert "free memory" in result.err
     assert list((tmp_path / "home" / "tmp").iterdir()) == []
 
 
@@ -155,8 +155,8 @@ def test_clocks_that_jump_change_nothing(tmp_path: Path, jumping_clock: dict[str
     elsewhen = ("unshare", "--time", "--monotonic", "1000000000", "--boottime", "1000000000", "--")
     if subprocess.run([*elsewhen, "true"], capture_output=True, check=False).returncode:
         pytest.skip("cannot make a time namespace")
-    done = finish(start(plan, home, tmp_path / "out", prefix=elsewhen, **jumping_clock))
-    assert done.code == 0, done.err
+    result = finish(start(plan, home, tmp_path / "out", prefix=elsewhen, **jumping_clock))
+    assert result.code == 0, result.err
     report = load_report(tmp_path / "out")
     years = {dt.datetime.fromisoformat(step.created).year for step in report.steps}
     assert len(years) > 1, "the clock did not jump"

@@ -46,10 +46,10 @@ from tests.integration.sabotage import (
 )
 
 
-def rejected(report: Report, said: str) -> None:
+def rejected(report: Report, message: str) -> None:
     assert (report.verdict, report.winner, len(report.candidates)) == ("rejected", None, 1)
     assert exit_code(report.verdict) == 2  # what `crucible compile` ends with
-    assert said in report.reasons[0]
+    assert message in report.reasons[0]
     assert report.next_steps
 
 
@@ -83,7 +83,7 @@ def test_a_quantisation_scale_times_8(tmp_path: Path, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "state", "said"),
+    ("backend", "state", "message"),
     [
         (
             "onnxruntime",
@@ -98,12 +98,12 @@ def test_a_quantisation_scale_times_8(tmp_path: Path, fault: Fault) -> None:
     ],
 )
 def test_an_fp32_graph_that_is_called_int8(
-    tmp_path: Path, backend: str, state: str, said: str
+    tmp_path: Path, backend: str, state: str, message: str
 ) -> None:
     if backend == "openvino":
         pytest.importorskip("openvino")
     report = compiled(tmp_path, [{**INT8[0], "backend": backend}], after_convert=never_quantised)
-    rejected(report, f"{state}: {said}")
+    rejected(report, f"{state}: {message}")
     (candidate,) = report.candidates
     assert (candidate.state, candidate.benchmark) == (state, None)
     assert (candidate.selection is not None) is (
@@ -115,7 +115,7 @@ def test_an_fp32_graph_that_is_called_int8(
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (classes_permuted, "top1 drops by"),
         (samples_permuted, "top1 drops by"),
@@ -129,27 +129,27 @@ def test_an_fp32_graph_that_is_called_int8(
         ),
     ],
 )
-def test_an_engine_that_answers_otherwise(tmp_path: Path, fault: Fault, said: str) -> None:
+def test_an_engine_that_answers_otherwise(tmp_path: Path, fault: Fault, message: str) -> None:
     report = compiled(tmp_path, FP32, before_build=fault)
-    rejected(report, said)
+    rejected(report, message)
     assert report.candidates[0].state == "failed accuracy"
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (np.nan, "1 values are NaN on one side only"),
         (np.inf, "1 values are infinite on one side only"),
     ],
 )
 def test_one_value_of_one_sample_that_is_not_finite(
-    tmp_path: Path, value: float, said: str
+    tmp_path: Path, value: float, message: str
 ) -> None:
     write_sabotaged(tmp_path, FP32)
     with np.load(tmp_path / "selection.npz") as archive:
         sample = archive["x"][137]
     report = compiled(tmp_path, FP32, before_build=one_value(value, sample))
-    rejected(report, said)
+    rejected(report, message)
     assert report.candidates[0].selection is not None
     assert report.candidates[0].selection.outputs[0].worst_sample == 137
 
@@ -168,9 +168,7 @@ def shuffle_labels(arrays: dict[str, np.ndarray]) -> None:
     arrays["labels"] = np.random.default_rng(5).permutation(arrays["labels"])
 
 
-def test_shuffled_labels_end_in_exit_code_2_and_the_reference_is_said_to_score_at_chance(
-    tmp_path: Path,
-) -> None:
+def test_shuffled_labels_end_in_exit_code_2_with_a_reference_at_chance(tmp_path: Path) -> None:
     plan = write_sabotaged(tmp_path, FP32)
     for role in ("selection", "validation"):
         resave(tmp_path / f"{role}.npz", shuffle_labels)
@@ -194,12 +192,12 @@ def test_labels_shuffled_in_the_validation_set_only_are_found_there(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("scale", "said"),
+    ("scale", "message"),
     [(0.05, "lies outside -0.1"), (100.0, "which leaves most of the 8 bits unused")],
     ids=["too narrow", "too wide"],
 )
 def test_calibration_on_another_domain_says_that_its_ranges_do_not_fit(
-    tmp_path: Path, scale: float, said: str
+    tmp_path: Path, scale: float, message: str
 ) -> None:
     write_sabotaged(tmp_path, INT8)
     resave(
@@ -208,7 +206,7 @@ def test_calibration_on_another_domain_says_that_its_ranges_do_not_fit(
     )
     report = compiled(tmp_path, INT8)
     rejected(report, "the calibration set's ranges do not fit the selection set: ")
-    assert said in report.reasons[0]
+    assert message in report.reasons[0]
     assert "top1 drops by" in report.reasons[0]
     assert report.next_steps[0] == FIX_CALIBRATION
 

@@ -32,7 +32,7 @@ from tests.service.builders.jobs import WITHIN_S, WORKER
 
 HEAVY = (
     "torch torchvision tensorrt tensorrt_rtx onnxruntime openvino nncf modelopt onnxsim polygraphy"
-    " matplotlib onnx onnx_graphsurgeon onnxscript"
+    " matplotlib onnx onnx_graphsurgeon onnx_ir onnxscript"
 )
 
 
@@ -41,10 +41,10 @@ def test_importing_the_server_loads_no_backend() -> None:
         f"import sys, service.server, service.app; print(*(set({HEAVY!r}.split()) &"
         " sys.modules.keys()))"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", message], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == ""
+    assert result.stdout.strip() == ""
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_other_owners_jobs_are_not_there_and_an_admin_sees_all(tmp_path: Path) -
 
 
 def test_it_is_ready_only_between_its_start_and_its_end(tmp_path: Path) -> None:
-    async def told() -> None:
+    async def run() -> None:
         known = asyncio.Event()
 
         async def later() -> Any:
@@ -215,11 +215,11 @@ def test_it_is_ready_only_between_its_start_and_its_end(tmp_path: Path) -> None:
             assert (await client.get("/readyz")).status_code == 503
             assert (await client.post("/compile")).json()["error"] == "the server is stopping"
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 def test_a_second_server_on_one_home_is_refused(tmp_path: Path) -> None:
-    async def told() -> None:
+    async def run() -> None:
         async with opened_desk(tmp_path):
             second = create_app(Settings(home=tmp_path), WORKER, known_host)
             with pytest.raises(StoreError, match=f"another server uses '{tmp_path}'"):
@@ -228,7 +228,7 @@ def test_a_second_server_on_one_home_is_refused(tmp_path: Path) -> None:
         async with opened_desk(tmp_path):  # the first has let it go
             pass
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 def test_the_first_admin_key_comes_from_a_file(tmp_path: Path) -> None:
@@ -327,10 +327,10 @@ class Slow(Keys):
 
     def __init__(self, database: Database, release: threading.Event) -> None:
         super().__init__(database)
-        self._release, self.asked = release, threading.Event()
+        self._release, self.lookup = release, threading.Event()
 
     def verify(self, text: str) -> Key:
-        self.asked.set()
+        self.lookup.set()
         assert self._release.wait(WITHIN_S)
         return super().verify(text)
 
@@ -343,9 +343,9 @@ def test_a_database_that_is_held_holds_up_nobody_who_needs_no_answer_of_it(tmp_p
         release.set()
         assert (await desk.client.get("/models", headers=known)).status_code == 200
         release.clear()
-        keys.asked.clear()
+        keys.lookup.clear()
         waiting = asyncio.create_task(desk.client.get("/models", headers=unknown))
-        assert await asyncio.to_thread(keys.asked.wait, WITHIN_S)
+        assert await asyncio.to_thread(keys.lookup.wait, WITHIN_S)
         for path, headers in (("/healthz", {}), ("/models", known)):
             assert (await desk.client.get(path, headers=headers)).status_code == 200
         assert not waiting.done()

@@ -50,15 +50,15 @@ def stream_of(chunks: Iterable[bytes], kind: str = "text/event-stream") -> httpx
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_events_are_read_however_they_are_cut(size: int) -> None:
     chunks = [STREAM[start : start + size] for start in range(0, len(STREAM), size)]
-    whole = [Event(1, "queued", {"at": "x"}), Event(7, "stage", {"text": "a\u2028b: c"})]
-    assert list(events_of_stream(stream_of(iter(chunks)))) == whole
+    events = [Event(1, "queued", {"at": "x"}), Event(7, "stage", {"text": "a\u2028b: c"})]
+    assert list(events_of_stream(stream_of(iter(chunks)))) == events
     more = [
         *chunks,
         b": heartbeat\n\n",
         b"event: server-restarting\ndata: {}\nretry: 2000\n\n",
         b'id: 9\nevent: running\ndata: {"at',
     ]
-    assert list(events_of_stream(stream_of(iter(more)))) == whole
+    assert list(events_of_stream(stream_of(iter(more)))) == events
 
 
 def test_a_page_in_the_place_of_events_is_an_error_at_once(
@@ -129,9 +129,9 @@ def test_an_address_that_is_none_is_named(url: str) -> None:
 
 
 def test_what_is_no_key_is_not_sent() -> None:
-    with pytest.raises(UserError, match="not a Crucible key") as caught:
+    with pytest.raises(UserError, match="not a Crucible key") as error:
         Client("http://a", "hunter2")
-    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in str(error.value)
 
 
 def test_nobody_there_is_told_at_once() -> None:
@@ -146,10 +146,10 @@ def test_a_server_that_is_another_is_told(tmp_path: Path) -> None:
     with (
         serving(tmp_path) as server,
         Client(f"{server.url}/docs") as client,
-        pytest.raises(RemoteError) as caught,
+        pytest.raises(RemoteError) as error,
     ):
         client.jobs()
-    assert (caught.value.message, caught.value.status) == ("no such path", 404)
+    assert (error.value.message, error.value.status) == ("no such path", 404)
 
 
 def test_a_job_from_its_submission_to_its_report(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_a_job_from_its_submission_to_its_report(tmp_path: Path) -> None:
         hanging = client.submit(upload(tmp_path, "hang"))
         assert client.cancel(hanging.id).state in ("cancelled", "cancelling")
         assert [event.kind for event in client.events(hanging.id)][-1] == "cancelled"
-        with pytest.raises(RemoteError, match="has ended") as caught:
+        with pytest.raises(RemoteError, match="has ended") as error:
             client.cancel(hanging.id)
-        assert (caught.value.code, caught.value.status) == ("service.conflict", 409)
+        assert (error.value.code, error.value.status) == ("service.conflict", 409)
         with pytest.raises(RemoteError, match="no config 'digits'"):
             client.submit_config("digits")
         with pytest.raises(UserError, match=r"cannot read .*absent\.onnx"):
@@ -188,30 +188,30 @@ def test_a_job_from_its_submission_to_its_report(tmp_path: Path) -> None:
 
 
 def test_events_go_on_over_a_killed_server_and_an_orderly_end(tmp_path: Path) -> None:
-    seen: list[Event] = []
+    history: list[Event] = []
 
     def follow(events: Iterator[Event]) -> None:
-        seen.extend(events)
+        history.extend(events)
 
-    with contextlib.ExitStack() as kept:
+    with contextlib.ExitStack() as stack:
         with serving(tmp_path) as server:
-            client = kept.enter_context(Client(server.url))
+            client = stack.enter_context(Client(server.url))
             job = client.submit(upload(tmp_path, "succeed-4"))
             events = client.events(job.id)
-            seen += [next(events), next(events), next(events)]
+            history += [next(events), next(events), next(events)]
             follower = threading.Thread(target=follow, args=(events,), daemon=True)
             follower.start()
             server.process.kill()
         port = server.address[1]
         with serving(tmp_path, port=port) as second:
-            until(lambda: seen[-1].kind == "stage" and len(seen) > 3)
+            until(lambda: history[-1].kind == "stage" and len(history) > 3)
             assert second.end() == 0
         with serving(tmp_path, port=port):
             follower.join(WITHIN_S)
             assert not follower.is_alive()
-            assert seen == list(client.events(job.id))
-    assert [event.kind for event in seen].count("running") == 3
-    assert seen[-1].kind == "succeeded"
+            assert history == list(client.events(job.id))
+    assert [event.kind for event in history].count("running") == 3
+    assert history[-1].kind == "succeeded"
 
 
 def test_a_server_that_stays_away_is_given_up(tmp_path: Path) -> None:
@@ -232,10 +232,10 @@ def test_a_large_upload_with_a_wrong_key_ends_with_the_servers_sentence(tmp_path
     with serving(tmp_path, keys_required=True) as server:
         with (
             Client(server.url, f"cru_{'0' * 10}_{'A' * 43}") as client,
-            pytest.raises(RemoteError, match="not known, or was revoked") as caught,
+            pytest.raises(RemoteError, match="not known, or was revoked") as error,
         ):
             client.submit(Upload(tmp_path / "large.onnx"))
-        assert (caught.value.status, caught.value.code) == (401, "service.unauthorized")
+        assert (error.value.status, error.value.code) == (401, "service.unauthorized")
         with (
             Client(server.url, text) as client,
             pytest.raises(RemoteError, match="no scope 'compile'"),

@@ -36,7 +36,7 @@ def test_variables_are_yaml_and_flags_overrule_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         ("CRUCIBLE_SERVICE_PROT", "1", "did you mean CRUCIBLE_SERVICE_PORT"),
         ("CRUCIBLE_SERVICE_PORT", "high", "port: Input should be a valid integer"),
@@ -50,10 +50,10 @@ def test_variables_are_yaml_and_flags_overrule_them() -> None:
         ),
     ],
 )
-def test_a_variable_that_does_not_fit_is_named(variable: str, value: str, said: str) -> None:
-    with pytest.raises(PlanError) as caught:
+def test_a_variable_that_does_not_fit_is_named(variable: str, value: str, message: str) -> None:
+    with pytest.raises(PlanError) as error:
         settings_from({variable: value})
-    assert said in str(caught.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_the_names_that_are_answered_to() -> None:
 
 
 def test_grpc_has_the_port_after_https_or_its_own() -> None:
-    for port, given, expected in (
+    for port, grpc_port, expected in (
         (8000, None, 8001),
         (9000, None, 9001),
         (0, None, 0),
         (8000, 0, 0),
         (0, 7000, 7000),
     ):
-        assert Settings(home=Path("/h"), port=port, grpc_port=given).rpc_port == expected
+        assert Settings(home=Path("/h"), port=port, grpc_port=grpc_port).rpc_port == expected
     assert settings_from({"CRUCIBLE_SERVICE_GRPC": "off"}).grpc is False

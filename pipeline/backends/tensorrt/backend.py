@@ -1,7 +1,7 @@
 """TensorRT 10.x and 11.x on an NVIDIA GPU: check a recipe, build an engine, load it.
 
 Networks are strongly typed: every precision is written in the graph. On 10.x a recipe may instead
-leave the choice to TensorRT (`realised_in: flags`). Then int8 is implicit, with ranges from a
+leave the choice to TensorRT (`precision_from: flags`). Then int8 is implicit, with ranges from a
 calibration cache beside the model.
 """
 

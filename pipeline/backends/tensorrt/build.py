@@ -162,8 +162,9 @@ def configure(
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.builder_optimization_level = allowed.optimization_level
     config.avg_timing_iterations = allowed.timing_iterations
-    if allowed.workspace_bytes is not None:
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, allowed.workspace_bytes)
+    if allowed.workspace_mib is not None:
+        workspace = allowed.workspace_mib * 2**20
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     config.clear_flag(trt.BuilderFlag.TF32)  # on by default: fp32 would not be fp32
     if recipe.precision is Precision.TF32:
         config.set_flag(trt.BuilderFlag.TF32)

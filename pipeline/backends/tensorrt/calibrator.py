@@ -56,7 +56,7 @@ BASES = {
 the algorithms of TensorRT 4.
 """
 
-IN_GRAPH = "take int8 written into the graph (`realised_in: graph`)"
+IN_GRAPH = "take int8 written into the graph (`precision_from: graph`)"
 MIN_SAMPLES = 100
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]

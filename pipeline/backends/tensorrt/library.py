@@ -114,11 +114,11 @@ REQUIREMENTS: dict[str, Requirement] = {
     "bf16": Requirement((8, 0), instead="take fp16"),
     "int8 (Q/DQ in the graph)": Requirement(instead=ANOTHER),
     "int8 implicit (calibrators)": Requirement(
-        until=(11, 0), instead="take int8 written into the graph (`realised_in: graph`)"
+        until=(11, 0), instead="take int8 written into the graph (`precision_from: graph`)"
     ),
     "fp8": Requirement((8, 9), instead="take int8 or fp16"),
     "precision by builder flags (weakly typed)": Requirement(
-        until=(11, 0), instead="take the precision written into the graph (`realised_in: graph`)"
+        until=(11, 0), instead="take the precision written into the graph (`precision_from: graph`)"
     ),
     "hardware compatibility": Requirement((8, 0), instead="leave `hardware_compatible` out"),
     VERSION_COMPATIBLE: Requirement(instead="leave `version_compatible` out"),
@@ -473,22 +473,22 @@ def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
                 "tf32 is the fp32 graph with one builder flag set, which leaves TensorRT no choice"
                 " between precisions"
             ),
-            "take `precision: tf32` with `realised_in: graph`",
+            "take `precision: tf32` with `precision_from: graph`",
         )
     if in_flags and precision not in (Precision.FP16, Precision.BF16, Precision.INT8):
         return (
             f"there is no builder flag for {precision} that lets TensorRT choose",
-            "leave `realised_in: flags` out",
+            "leave `precision_from: flags` out",
         )
     if in_flags and recipe.keep_fp32:
         return (
             "`keep_fp32` is written into the graph, and builder flags leave the choice to TensorRT",
-            "leave `realised_in: flags` out",
+            "leave `precision_from: flags` out",
         )
     if in_flags and precision is Precision.INT8 and recipe.method is CalibrationMethod.PERCENTILE:
         return (
             "TensorRT's own calibrators choose ranges by entropy or minmax, not by percentile",
-            "take one of these, or `realised_in: graph`",
+            "take one of these, or `precision_from: graph`",
         )
     if recipe.realised_in == "runtime" and precision is not Precision.TF32:
         return (
@@ -496,7 +496,7 @@ def _contradiction(recipe: Recipe, capability: str) -> tuple[str, str]:
                 f"only tf32 is a setting of TensorRT at build time, {precision} is"
                 " written into the graph"
             ),
-            "leave `realised_in` out",
+            "leave `precision_from` out",
         )
     if precision is Precision.INT8 and not in_flags and recipe.activation != "int8":
         return (
@@ -519,7 +519,7 @@ def _ignored_option(recipe: Recipe) -> tuple[str, str]:
     if implicit and recipe.quantizer != "crucible":
         return (
             f"implicit int8 is calibrated by TensorRT itself, not by {recipe.quantizer}",
-            "leave `quantizer` out, or `realised_in: flags`",
+            "leave `quantizer` out, or `precision_from: flags`",
         )
     if recipe.placement != Placement() or recipe.weight_bits != 8:
         who = "TensorRT" if implicit else "ModelOpt"

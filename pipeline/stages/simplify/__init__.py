@@ -18,7 +18,6 @@ from pathlib import Path
 from pipeline.core import Note, OnnxModel, Profile, Progress, Tensors
 from pipeline.errors import ChildDied, InternalError, ModelError
 from pipeline.execution.child_process import call_in_child
-from pipeline.onnx_graph.attention import attentions
 from pipeline.onnx_graph.compare import compare_graphs
 from pipeline.onnx_graph.feeds import feeds_of
 from pipeline.onnx_graph.files import (
@@ -28,6 +27,7 @@ from pipeline.onnx_graph.files import (
     operator_histogram,
     read_proto,
 )
+from pipeline.onnx_graph.inspect import attentions
 from pipeline.plan.schema import SimplifyConfig
 from pipeline.stages.simplify.attention_rewrite import with_plain_attention
 from pipeline.stages.simplify.checks import (
@@ -66,7 +66,7 @@ def simplify(
         model = operate(model, request, options.surgery, out / OPERATED)
         notes += model.notes
     rewrite = None
-    if options.plain_attention and attentions(read_proto(model.path, weights=False).graph):
+    if options.rewrite_attention and attentions(read_proto(model.path, weights=False).graph):
         rewrite = with_plain_attention(model, request, out / ATTENDED)
         model = rewrite.model
         notes += model.notes

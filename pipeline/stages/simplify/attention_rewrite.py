@@ -12,7 +12,6 @@ import onnx
 from pipeline.core import Note, OnnxModel, Progress
 from pipeline.errors import ChildDied, DiskFull, InternalError, ModelError
 from pipeline.execution.child_process import call_in_child
-from pipeline.onnx_graph.attention import plain_attention
 from pipeline.onnx_graph.compare import compare_graphs
 from pipeline.onnx_graph.feeds import feeds_of
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
@@ -143,6 +142,8 @@ def _unchanged(model: OnnxModel, fault: str, retryable: bool) -> Rewrite:
 
 def _attend_file(masks: bool, source: Path, target: Path, progress: Progress) -> None:
     """Rewrite a file, in a child process. Write no file if there is no attention to rewrite."""
+    from pipeline.onnx_graph.attention import plain_attention
+
     plain = plain_attention(read_proto(source), masks)
     if plain is not None:
         restore_interface(read_proto(source, weights=False), plain)

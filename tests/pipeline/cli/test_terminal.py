@@ -149,6 +149,17 @@ def test_each_of_two_stages_says_that_it_is_alive_and_ends_on_its_own() -> None:
     assert output_of(console).splitlines()[4] == "  running   60.0 s  build a"
 
 
+def test_a_stage_that_was_only_interrupted_is_not_called_failed() -> None:
+    console = plain()
+    shown = StageProgress(console, every_s=30, clock=Clock())
+    shown(StageEvent("build", "a", state="started"))
+    shown(StageEvent("build", "a", state="cancelled"))
+    shown.say_alive()
+    assert [line.split() for line in output_of(console).splitlines()] == [
+        ["cancelled", "build", "a"]
+    ]
+
+
 def test_a_silent_stage_is_shown_alive_too() -> None:
     console = plain()
     with StageProgress(console, every_s=0.02) as shown:

@@ -36,15 +36,15 @@ def candidate(
     state: State = "measured",
     median_ms: float = 2.0,
 ) -> Candidate:
-    found = selection(drop, cosine) if state in ("measured", "failed accuracy") else None
-    made = benchmark(recipe.label, median_ms, 8.0) if found else None
+    accuracy = selection(drop, cosine) if state in ("measured", "failed accuracy") else None
+    benchmarks = benchmark(recipe.label, median_ms, 8.0) if accuracy else None
     return Candidate(
         label=recipe.label,
         recipe=recipe,
         state=state,
         reason="" if state == "measured" else "why",
-        selection=found,
-        benchmark=made,
+        selection=accuracy,
+        benchmark=benchmarks,
     )
 
 
@@ -57,15 +57,15 @@ def test_the_switches_are_those_of_a_placement() -> None:
 
 
 def test_each_switch_is_reversed_alone() -> None:
-    made = reversals(INT8)
-    assert [reversal.switch for reversal in made] == list(SWITCHES)
-    for reversal in made:
+    entries = reversals(INT8)
+    assert [reversal.switch for reversal in entries] == list(SWITCHES)
+    for reversal in entries:
         changed = {
             name for name, on in reversal.recipe.placement if on != getattr(INT8.placement, name)
         }
         assert changed == {reversal.switch}
         assert reversal.recipe.model_copy(update={"placement": INT8.placement}) == INT8
-    labels = [reversal.recipe.label for reversal in made]
+    labels = [reversal.recipe.label for reversal in entries]
     assert len({*labels, INT8.label}) == 6
     assert labels[:2] == [f"{INT8.label} -first_layer", f"{INT8.label} +last_layer"]
 
@@ -142,9 +142,9 @@ def test_rows_tell_each_change_and_what_changed_nothing() -> None:
             channels,
         ),
     )
-    found = ablation_from(ablated, known)
-    assert found.label == base.label
-    rows = {row.switch: row for row in found.rows}
+    ablation = ablation_from(ablated, known)
+    assert ablation.label == base.label
+    rows = {row.switch: row for row in ablation.rows}
     assert (rows["first_layer"].before, rows["first_layer"].after) == (True, False)
     assert rows["first_layer"].drop_change == pytest.approx(-0.001)
     assert (rows["last_layer"].before, rows["last_layer"].after) == (False, True)
@@ -162,16 +162,16 @@ def test_rows_tell_each_change_and_what_changed_nothing() -> None:
 
 
 def test_speed_is_told_process_by_process() -> None:
-    def in_processes(found: Candidate, medians_ms: tuple[float, ...]) -> Candidate:
+    def in_processes(entry: Candidate, medians_ms: tuple[float, ...]) -> Candidate:
         row = latency_row(1.0, 1, 2.0)
         values = tuple(ms * 1e-3 for ms in medians_ms for _ in range(2))
         samples = Samples(
             values_s=values, blocks=(2,) * len(medians_ms), processes=(1,) * len(medians_ms)
         )
-        made = benchmark(found.label, 1.0, 2.0).model_copy(
+        report = benchmark(entry.label, 1.0, 2.0).model_copy(
             update={"rows": (row.model_copy(update={"end_to_end": samples}),)}
         )
-        return found.model_copy(update={"benchmark": made})
+        return entry.model_copy(update={"benchmark": report})
 
     last = reversals(INT8)[1]
     base = in_processes(candidate(INT8, 0.0), (1.0, 1.5, 0.8, 1.0))

@@ -148,9 +148,9 @@ def test_compiling_is_a_step_of_its_own_that_is_not_done_twice(tmp_path: Path) -
     def steps() -> list[tuple[str, bool]]:
         runner = Runner(Store(tmp_path / "home"), run=run_untimed)
         report = compile_plan(load_plan(plan), runner, "crucible compile plan.yaml")
-        assert [each.label for each in report.baselines] == ["pytorch compile fp32"]
-        found = [step for step in report.steps if step.stage == "torch.compile"]
-        return [(step.subject, step.reused) for step in found]
+        assert [baseline.label for baseline in report.baselines] == ["pytorch compile fp32"]
+        events = [step for step in report.steps if step.stage == "torch.compile"]
+        return [(step.subject, step.reused) for step in events]
 
     assert steps() == [("pytorch compile fp32", False)]
     assert steps() == [("pytorch compile fp32", True)]
@@ -188,7 +188,7 @@ def test_a_baseline_that_torch_export_refuses_is_not_delivered_and_says_why(tmp_
     assert "torch.export cannot capture this model" in candidate.reason
 
 
-def kept(plan: Path) -> Report:
+def report_of(plan: Path) -> Report:
     """A compile whose only candidate is slower than what the user has; latencies are made up."""
 
     def run(
@@ -216,12 +216,12 @@ def slower(label: str, role: Role) -> BenchmarkReport:
 
 def test_where_nothing_is_faster_the_users_module_is_delivered_as_a_program(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    report = kept(pytorch_task(tmp_path))
+    report = report_of(pytorch_task(tmp_path))
     assert (report.verdict, report.winner) == ("keep", "pytorch eager fp32")
     assert report.delivered is not None
     assert report.delivered.recipe.label == "torch exported fp32"
     assert report.reasons[2] == "pytorch eager fp32 is the call `module(...)`"
-    assert [(each.label, each.state) for each in report.candidates] == [
+    assert [(candidate.label, candidate.state) for candidate in report.candidates] == [
         ("onnxruntime fp32", "measured"),
         ("torch exported fp32", "built"),
     ]
@@ -230,7 +230,7 @@ def test_where_nothing_is_faster_the_users_module_is_delivered_as_a_program(tmp_
 
 def test_where_it_cannot_be_delivered_the_report_says_why(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    report = kept(pytorch_task(tmp_path, forward="x * float(torch.tensor(2.0).numpy())"))
+    report = report_of(pytorch_task(tmp_path, forward="x * float(torch.tensor(2.0).numpy())"))
     assert (report.verdict, report.delivered) == ("keep", None)
     assert "because torch exported fp32 failed: torch.export cannot" in report.reasons[-1]
     program = report.candidates[-1]
@@ -241,15 +241,15 @@ def test_where_it_cannot_be_delivered_the_report_says_why(tmp_path: Path) -> Non
 
 def test_the_call_of_the_fastest_baseline_is_named_and_none_of_an_onnx_file(tmp_path: Path) -> None:
     """A compile is pretended, as it takes a minute: only the recipe decides how it is called."""
-    given = {"backend": "pytorch", "precision": Precision.FP16, "variant": "compile"}
-    compiled = Recipe.model_validate({**given, "mode": "max-autotune"})
+    fields = {"backend": "pytorch", "precision": Precision.FP16, "variant": "compile"}
+    compiled = Recipe.model_validate({**fields, "mode": "max-autotune"})
     context, exported = opened(write_task(tmp_path, simplify={"enabled": False}))
     (file,) = build_baselines(context, exported)
     module = file.model_copy(update={"recipe": compiled})
     call = 'torch.compile(module.half(), mode="max-autotune")'
     for engine, expected in ((module, call), (file, "")):
-        found = Benchmarks(created="", results=(), baseline=engine.recipe.label)
-        assert call_of_fastest(found, [file, module]) == expected
+        benchmarks = Benchmarks(created="", results=(), baseline=engine.recipe.label)
+        assert call_of_fastest(benchmarks, [file, module]) == expected
 
 
 def test_a_baseline_that_loses_the_accuracy_is_neither_measured_nor_delivered(
@@ -257,7 +257,7 @@ def test_a_baseline_that_loses_the_accuracy_is_neither_measured_nor_delivered(
 ) -> None:
     pytest.importorskip("torch")
     plan = pytorch_task(tmp_path, "eager bf16", forward="(x + 1000.0) - 1000.0")
-    report = kept(plan)
+    report = report_of(plan)
     assert report.baselines == ()
     (note,) = [note.text for note in report.notes if note.stage == "baseline"]
     assert note.startswith("pytorch eager bf16 is left out: output 'output_0': smallest cosine")
@@ -276,7 +276,7 @@ def test_on_a_cpu_an_onnx_file_is_its_own_baseline_and_can_be_delivered(tmp_path
     assert (candidate.engine, candidate.origin) == (baseline, Origin.BASELINE)
 
 
-def test_on_a_gpu_its_baseline_is_what_the_gpu_makes_of_it_and_the_cpu_only_the_reference(
+def test_on_a_gpu_the_baseline_runs_there_and_the_cpu_is_only_the_reference(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -293,7 +293,7 @@ def test_on_a_gpu_its_baseline_is_what_the_gpu_makes_of_it_and_the_cpu_only_the_
         reference,
         reference_outputs(context, reference, context.data.selection),
     )
-    assert [(each.state, each.selection is not None) for each in checked] == [
+    assert [(candidate.state, candidate.selection is not None) for candidate in checked] == [
         ("measured", True),
     ] * 2
 

@@ -34,18 +34,18 @@ RECIPE = Recipe(backend="tensorrt", precision=Precision.INT8, realised_in="flags
 
 
 def test_what_stops_a_candidate_is_its_state_and_reason() -> None:
-    found = stopped(
+    result = stopped(
         Candidate(label="a", recipe=RECIPE, state="failed"), "refused", "no such kernel"
     )
-    assert (found.state, found.reason) == ("refused", "no such kernel")
+    assert (result.state, result.reason) == ("refused", "no such kernel")
 
 
 def test_a_mislabelled_engine_that_cannot_be_checked_stays_mislabelled() -> None:
     wrong = Candidate(
         label="a", recipe=RECIPE, state="mislabelled", reason="called int8, but runs fp16"
     )
-    found = stopped(wrong, "failed", "out of the GPU's memory")
-    assert (found.state, found.reason) == (
+    result = stopped(wrong, "failed", "out of the GPU's memory")
+    assert (result.state, result.reason) == (
         "mislabelled",
         "called int8, but runs fp16; its outputs were not checked: out of the GPU's memory",
     )
@@ -88,14 +88,14 @@ def test_the_report_warns_of_a_tensorrt_with_reported_wrong_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "backend", "table", "plain", "said"),
+    ("precision", "backend", "table", "plain", "remedies"),
     [
         (
             Precision.FP16,
             "tensorrt",
             "enc_fp32",
             False,
-            [": `simplify: {plain_attention: true}` may bring it there"],
+            [": `simplify: {rewrite_attention: true}` may bring it there"],
         ),
         (Precision.FP16, "tensorrt", "enc_fp32", True, [""]),
         (Precision.FP16, "tensorrt", "enc_fp16", False, []),
@@ -112,7 +112,7 @@ def test_the_report_warns_of_a_tensorrt_with_reported_wrong_answers() -> None:
     ],
 )
 def test_attention_in_several_kernels_is_said_with_what_may_help(
-    tmp_path: Path, precision: Precision, backend: str, table: str, plain: bool, said: list[str]
+    tmp_path: Path, precision: Precision, backend: str, table: str, plain: bool, remedies: list[str]
 ) -> None:
     model = written_out()
     (softmax,) = [node for node in model.graph.node if node.op_type == "Softmax"]
@@ -121,11 +121,13 @@ def test_attention_in_several_kernels_is_said_with_what_may_help(
     candidate = Candidate(
         label="a", recipe=Recipe(backend=backend, precision=precision), state="built"
     )
-    found = with_layers(candidate, [real_table(table)], onnx_model(tmp_path, "model.onnx"), plain)
+    result = with_layers(candidate, [real_table(table)], onnx_model(tmp_path, "model.onnx"), plain)
     text = "attention is in one kernel in 0 of 1 places"
     assert [
-        note.text.removeprefix(text) for note in found.notes if note.text.startswith("attention is")
-    ] == said
+        note.text.removeprefix(text)
+        for note in result.notes
+        if note.text.startswith("attention is")
+    ] == remedies
 
 
 def test_an_engine_whose_second_profile_runs_something_else_is_mislabelled(tmp_path: Path) -> None:
@@ -134,13 +136,13 @@ def test_an_engine_whose_second_profile_runs_something_else_is_mislabelled(tmp_p
     candidate = Candidate(label="a", recipe=recipe, state="built")
     honest = real_table("resnet_fp16")
     wrong = real_table("enc_fp32").model_copy(update={"profile": 1})
-    found = with_layers(candidate, [honest, wrong], onnx_model(tmp_path, "model.onnx"), True)
-    assert found.state == "mislabelled"
-    assert found.reason.startswith("profile 2: called fp16, but ")
-    assert (found.layers, found.other_layers) == (honest, (wrong,))
+    result = with_layers(candidate, [honest, wrong], onnx_model(tmp_path, "model.onnx"), True)
+    assert result.state == "mislabelled"
+    assert result.reason.startswith("profile 2: called fp16, but ")
+    assert (result.layers, result.other_layers) == (honest, (wrong,))
     alike = honest.model_copy(update={"profile": 1})
-    found = with_layers(candidate, [honest, alike], onnx_model(tmp_path, "model.onnx"), True)
-    assert (found.state, found.reason) == ("built", "")
+    result = with_layers(candidate, [honest, alike], onnx_model(tmp_path, "model.onnx"), True)
+    assert (result.state, result.reason) == ("built", "")
 
 
 def test_a_second_profile_does_not_hide_that_the_first_is_wrong(tmp_path: Path) -> None:
@@ -151,9 +153,9 @@ def test_a_second_profile_does_not_hide_that_the_first_is_wrong(tmp_path: Path) 
         real_table("enc_fp32"),
         real_table("resnet_fp16").model_copy(update={"profile": 1}),
     )
-    found = with_layers(candidate, [wrong, honest], onnx_model(tmp_path, "model.onnx"), True)
-    assert found.state == "mislabelled"
-    assert found.reason.startswith("called fp16, but ")
+    result = with_layers(candidate, [wrong, honest], onnx_model(tmp_path, "model.onnx"), True)
+    assert result.state == "mislabelled"
+    assert result.reason.startswith("called fp16, but ")
 
 
 class OnGpu(Halves):

@@ -68,7 +68,7 @@ def compiled(plan: Path, home: Path, run: Run = run_here) -> Report:
     return compile_plan(load_plan(plan), Runner(Store(home), run=run), "crucible compile plan.yaml")
 
 
-def made(report: Report) -> list[str]:
+def computed(report: Report) -> list[str]:
     return [step.stage for step in report.steps if not step.reused]
 
 
@@ -209,17 +209,17 @@ def test_editing_one_line_of_the_model_exports_again_and_nothing_else_does(tmp_p
     assert first.reference.startswith("PyTorch eager fp32")
     assert first.baseline is not None
     assert first.baseline.label == "pytorch eager fp32"
-    assert "export" in made(first)
-    assert made(compiled(plan, tmp_path / "home", run_untimed)) == []
+    assert "export" in computed(first)
+    assert computed(compiled(plan, tmp_path / "home", run_untimed)) == []
     (tmp_path / "net.py").write_text(NETWORK.replace("torch.relu", "torch.tanh"))
-    assert "export" in made(compiled(plan, tmp_path / "home", run_untimed))
+    assert "export" in computed(compiled(plan, tmp_path / "home", run_untimed))
 
 
 def test_another_threshold_checks_again_but_builds_nothing(tmp_path: Path) -> None:
     home = tmp_path / "home"
     compiled(write_task(tmp_path), home)
     again = compiled(write_task(tmp_path, accuracy={"metric": "top1", "max_drop": 0.04}), home)
-    assert set(made(again)) == {"validate"}
+    assert set(computed(again)) == {"validate"}
 
 
 def test_one_candidate_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -320,19 +320,19 @@ def test_switches_reversed_are_built_checked_and_measured_like_any_candidate(
         assert row.drop_change is not None
     origins = [candidate.origin for candidate in report.candidates]
     assert origins == [Origin.PLAN] * 2 + [Origin.ABLATION] * 2
-    made = report.candidates[3]
-    assert made.recipe.placement.last_layer
-    assert made.benchmark is not None
+    reversal = report.candidates[3]
+    assert reversal.recipe.placement.last_layer
+    assert reversal.benchmark is not None
 
 
 def test_weights_alone_go_through_the_whole_line_without_calibration_data(tmp_path: Path) -> None:
-    asked = [
+    recipes = [
         {"precision": "int4", "keep_fp32": ["classifier"]},
         {"precision": "int8", "weight_only": True, "activation": "int8"},
     ]
     data = {role: f"{role}.npz" for role in ("selection", "validation")}
     plan = write_task(
-        tmp_path, candidates=[{"backend": "onnxruntime", **each} for each in asked], data=data
+        tmp_path, candidates=[{"backend": "onnxruntime", **recipe} for recipe in recipes], data=data
     )
     report = compile_plan(
         load_plan(plan),
@@ -345,12 +345,12 @@ def test_weights_alone_go_through_the_whole_line_without_calibration_data(tmp_pa
         "onnxruntime int8 weight-only b32 a8",
     ]
     assert states["onnxruntime int8 weight-only b32 a8"] == "measured"
-    kept, whole = (candidate.notes[0].text for candidate in report.candidates)
-    assert kept.startswith(
+    partial, full = (candidate.notes[0].text for candidate in report.candidates)
+    assert partial.startswith(
         "1 of 2 linear layers hold their weights in 4 bits; as they were: classifier; all constants"
         " together: "
     )
-    assert whole.startswith(
+    assert full.startswith(
         "2 of 2 linear layers hold their weights in 8 bits; all constants together: "
     )
     assert {step.stage for step in report.steps} & {"calibrate", "cover"} == set()

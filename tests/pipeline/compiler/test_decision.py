@@ -127,9 +127,9 @@ def candidate(
 def in_three_processes(candidate: Candidate) -> Candidate:
     """The same, measured in too few processes for a ratio."""
     assert candidate.benchmark is not None
-    (whole,) = candidate.benchmark.rows
-    samples = Samples(values_s=whole.end_to_end.values_s[:3], blocks=(1,) * 3, processes=(1,) * 3)
-    few = whole.model_copy(update={"end_to_end": samples, "ratio": None})
+    (row,) = candidate.benchmark.rows
+    samples = Samples(values_s=row.end_to_end.values_s[:3], blocks=(1,) * 3, processes=(1,) * 3)
+    few = row.model_copy(update={"end_to_end": samples, "ratio": None})
     report = candidate.benchmark.model_copy(update={"rows": (few,)})
     return candidate.model_copy(update={"benchmark": report})
 
@@ -287,7 +287,7 @@ def test_the_nearest_miss_has_the_smallest_drop() -> None:
     assert len(decision.reasons) == 2
 
 
-def test_engines_that_are_not_what_they_are_called_are_rejected_and_are_no_near_miss() -> None:
+def test_mislabelled_engines_are_rejected_and_are_no_near_miss() -> None:
     wrong = candidate("a", 2.0, "mislabelled").model_copy(
         update={"reason": "called fp16, but its heavy layers run 0 % fp16", "selection": None}
     )
@@ -302,7 +302,7 @@ def test_engines_that_are_not_what_they_are_called_are_rejected_and_are_no_near_
 
 def test_where_a_models_own_pairs_are_not_run_the_next_step_is_to_mend_them() -> None:
     wrong = candidate("a", 2.0, "mislabelled", precision=Precision.INT8)
-    given = [
+    candidates = [
         wrong.model_copy(
             update={
                 "recipe": wrong.recipe.model_copy(update={"backend": backend, "quantizer": "given"})
@@ -310,7 +310,7 @@ def test_where_a_models_own_pairs_are_not_run_the_next_step_is_to_mend_them() ->
         )
         for backend in ("onnxruntime", "openvino")
     ]
-    first, *mend = decide(given, None, None).next_steps
+    first, *mend = decide(candidates, None, None).next_steps
     assert "call the candidate by" not in first  # another name is refused
     assert [step.partition(":")[0] for step in mend] == [
         "run `crucible lint MODEL --backend onnxruntime --fix OUT.onnx`",
@@ -409,15 +409,15 @@ def timed(
         values_s=tuple(values), blocks=(2,) * (len(values) // 2), processes=(2,) * len(process_ms)
     )
     geometric_mean = math.prod(process_ms) ** (1 / len(process_ms)) * 1e-3
-    found = candidate(label, BASELINE_S / geometric_mean, drop=drop)
-    assert found.selection is not None
+    entry = candidate(label, BASELINE_S / geometric_mean, drop=drop)
+    assert entry.selection is not None
     outputs = tuple(
-        output.model_copy(update={"cosine": cosine}) for output in found.selection.outputs
+        output.model_copy(update={"cosine": cosine}) for output in entry.selection.outputs
     )
     measured = row(BASELINE_S / geometric_mean).model_copy(update={"end_to_end": samples})
-    return found.model_copy(
+    return entry.model_copy(
         update={
-            "selection": found.selection.model_copy(update={"outputs": outputs}),
+            "selection": entry.selection.model_copy(update={"outputs": outputs}),
             "benchmark": BenchmarkReport(label=label, rows=(measured,)),
         }
     )
@@ -433,7 +433,7 @@ def chosen(*candidates: Candidate) -> str:
     return winner.label
 
 
-def test_of_two_equally_fast_engines_the_more_accurate_is_chosen_and_the_report_says_why() -> None:
+def test_of_two_equally_fast_engines_the_more_accurate_is_chosen() -> None:
     assert chosen(FASTEST, AS_FAST) == "as fast"
     decision = decide([FASTEST, AS_FAST], AS_FAST, validation(0.0))
     assert (
@@ -444,7 +444,7 @@ def test_of_two_equally_fast_engines_the_more_accurate_is_chosen_and_the_report_
     assert "cannot be told apart" in decide([FASTEST, AS_FAST], AS_FAST, None).reasons[-1]
 
 
-def test_at_equal_drop_the_higher_cosine_is_chosen_and_at_last_the_order_of_the_plan() -> None:
+def test_at_equal_drop_the_higher_cosine_then_the_order_of_the_plan_decides() -> None:
     near, far = (
         timed("near", (1.02, 1.00, 1.01), cosine=0.999),
         timed("far", (1.00, 1.02, 0.98), cosine=0.99),
@@ -479,9 +479,9 @@ def test_on_a_noisy_host_speed_is_not_given_away_for_accuracy() -> None:
     assert chosen(noisy, FASTEST) == "fastest"
 
 
-def test_engines_that_differ_in_their_ranges_only_are_as_fast_unless_measured_otherwise() -> None:
-    def int8(found: Candidate, method: str) -> Candidate:
-        return found.model_copy(
+def test_engines_that_differ_only_in_ranges_tie_unless_measured_otherwise() -> None:
+    def int8(entry: Candidate, method: str) -> Candidate:
+        return entry.model_copy(
             update={
                 "recipe": Recipe.model_validate(
                     {"backend": "onnxruntime", "precision": "int8", "method": method}
@@ -522,11 +522,11 @@ def test_a_chain_of_small_differences_does_not_lead_to_a_slow_candidate() -> Non
 
 
 def test_without_a_baseline_the_fastest_is_known_all_the_same() -> None:
-    def alone(found: Candidate) -> Candidate:
-        assert found.benchmark is not None
-        rows = tuple(each.model_copy(update={"ratio": None}) for each in found.benchmark.rows)
-        return found.model_copy(
-            update={"benchmark": found.benchmark.model_copy(update={"rows": rows})}
+    def alone(entry: Candidate) -> Candidate:
+        assert entry.benchmark is not None
+        rows = tuple(row.model_copy(update={"ratio": None}) for row in entry.benchmark.rows)
+        return entry.model_copy(
+            update={"benchmark": entry.benchmark.model_copy(update={"rows": rows})}
         )
 
     assert chosen(alone(timed("slow", (2.0, 2.1, 1.9))), alone(FASTEST)) == "fastest"

@@ -81,7 +81,7 @@ def test_one_failed_fp16_candidate_of_each_kind_is_rescued() -> None:
     by_flags = FP16.model_copy(update={"realised_in": "flags"})
     everywhere = FP16.model_copy(update={"hardware_compatible": True})
     failed = [candidate(by_flags), candidate(FP16), candidate(everywhere)]
-    assert [each.recipe for each in to_rescue(failed)] == [FP16, everywhere]
+    assert [candidate.recipe for candidate in to_rescue(failed)] == [FP16, everywhere]
 
 
 @pytest.mark.parametrize("state", ["measured", "mislabelled", "refused", "failed", "built"])
@@ -98,8 +98,8 @@ def test_only_a_failed_accuracy_is_rescued(state: State) -> None:
 
 
 def test_nothing_is_rescued_where_another_fp16_engine_of_the_kind_passed() -> None:
-    kept = FP16.model_copy(update={"keep_fp32": ("norm",)})
-    assert to_rescue([candidate(FP16), candidate(kept, "measured")]) == ()
+    recipe = FP16.model_copy(update={"keep_fp32": ("norm",)})
+    assert to_rescue([candidate(FP16), candidate(recipe, "measured")]) == ()
 
 
 def test_fp32_and_bf16_are_the_recipes_that_a_plan_would_name() -> None:
@@ -120,11 +120,11 @@ def test_opt_moves_to_min_and_to_max_and_the_range_stays() -> None:
         for move in moves
         if isinstance(move, Attempt) and move.profiles
     ]
-    assert [(each.min, each.opt, each.max) for each in ranges] == [(1, 1, 32), (1, 32, 32)]
+    assert [(bounds.min, bounds.opt, bounds.max) for bounds in ranges] == [(1, 1, 32), (1, 32, 32)]
     assert len({move.recipe.label for move in moves if isinstance(move, Attempt)}) == 2
 
 
-def test_opt_that_is_min_already_moves_to_max_only_and_an_empty_batch_is_tuned_for_one() -> None:
+def test_opt_at_min_moves_only_to_max_and_an_empty_batch_is_tuned_for_one() -> None:
     first, second = (
         Profile(dims={"batch": DimRange(min=low, opt=opt, max=32)}) for low, opt in ((1, 1), (0, 8))
     )
@@ -154,7 +154,7 @@ def test_fixed_shapes_have_no_opt_to_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "overflowing", "builds", "kept"),
+    ("nodes", "overflowing", "builds", "expected"),
     [
         (20, 0, 9, (1, 2, 4, 8, 16, 20)),
         (20, 0, 3, (1, 2, 20)),
@@ -168,9 +168,9 @@ def test_fixed_shapes_have_no_opt_to_move() -> None:
     ],
 )
 def test_what_overflows_is_kept_together_then_twice_as_many(
-    nodes: int, overflowing: int, builds: int, kept: tuple[int, ...]
+    nodes: int, overflowing: int, builds: int, expected: tuple[int, ...]
 ) -> None:
-    assert cuts(nodes, overflowing, builds) == kept
+    assert cuts(nodes, overflowing, builds) == expected
 
 
 def test_nodes_are_kept_by_their_names_whatever_these_hold_and_labels_stay_short() -> None:
@@ -178,16 +178,16 @@ def test_nodes_are_kept_by_their_names_whatever_these_hold_and_labels_stay_short
         nodes=tuple(harm(f"layer[{n}]/up*", largest=1e5 if n < 3 else 1.0) for n in range(40))
     )
     attempts = [
-        each
-        for each in with_nodes_kept(
+        attempt
+        for attempt in with_nodes_kept(
             candidate(FP16.model_copy(update={"keep_fp32": ("norm",)})), ranking, 5
         )
-        if isinstance(each, Attempt)
+        if isinstance(attempt, Attempt)
     ]
-    assert [len(each.recipe.keep_fp32) for each in attempts] == [4, 7, 13, 25, 41]
+    assert [len(attempt.recipe.keep_fp32) for attempt in attempts] == [4, 7, 13, 25, 41]
     assert attempts[0].recipe.keep_fp32[:2] == ("norm", "layer[[]0]/up[*]")
     assert attempts[0].words.startswith("3 nodes of 40, 'layer[0]/up*' (values up to 1e+05)")
-    labels = [each.recipe.label for each in attempts]
+    labels = [attempt.recipe.label for attempt in attempts]
     assert len(set(labels)) == 5
     assert labels[-1].startswith("tensorrt rescued fp16 keep norm and 40 more (")
     assert max(map(len, labels)) < 80
@@ -234,8 +234,8 @@ def test_where_the_method_is_auto_the_other_ways_to_choose_ranges_are_tried() ->
     failed = candidate(METHOD)
     assert to_rescue([failed]) == (failed,)
     attempts = by_other_methods(failed)
-    assert [each.words for each in attempts] == ["ranges by minmax", "ranges by percentile"]
-    assert [each.recipe.label for each in attempts] == [
+    assert [attempt.words for attempt in attempts] == ["ranges by minmax", "ranges by percentile"]
+    assert [attempt.recipe.label for attempt in attempts] == [
         "openvino int8 minmax u8s8",
         "openvino int8 percentile u8s8",
     ]
@@ -268,9 +268,7 @@ def test_a_method_that_mends_it_is_named_and_in_vain_all_are() -> None:
     )
 
 
-def test_the_nearest_miss_of_several_int8_engines_is_rescued_and_none_beside_one_that_passed() -> (
-    None
-):
+def test_only_the_nearest_miss_in_int8_is_rescued_and_only_if_none_passed() -> None:
     far, near = (
         candidate(INT8),
         candidate(SIGNED).model_copy(update={"selection": selection(0.04, 0.9)}),
@@ -328,12 +326,12 @@ def test_the_conclusion_says_how_many_nodes_were_enough_and_what_was_not_tried()
 
 
 def test_at_the_limit_of_builds_the_conclusion_names_it_and_what_else_there_is() -> None:
-    found = kept_in_int8(1, passed=False, builds=1)
-    assert found.startswith(
+    conclusion = kept_in_int8(1, passed=False, builds=1)
+    assert conclusion.startswith(
         "int8 does not keep its accuracy, even with the worst 1 of 20 nodes in fp32 (more of them"
-        " by a larger `keep_builds`): bf16"
+        " by a larger `keep_fp32_builds`): bf16"
     )
-    assert "quantisation-aware training" in found
+    assert "quantisation-aware training" in conclusion
     assert "even with the worst 20 of 20 nodes in fp32: bf16" in kept_in_int8(
         4, passed=False, builds=4
     )
@@ -344,8 +342,10 @@ def test_in_16_bits_the_conclusion_names_the_nodes_that_were_kept_in_vain() -> N
     attempts = with_nodes_kept(
         failed, NodeRanking(nodes=tuple(harm(f"n{n}") for n in range(120))), 6
     )
-    said = story(failed, [tried(attempt, "failed accuracy") for attempt in attempts]).conclusion
-    assert said.startswith(
+    conclusion = story(
+        failed, [tried(attempt, "failed accuracy") for attempt in attempts]
+    ).conclusion
+    assert conclusion.startswith(
         "no engine in 16 bits keeps its accuracy, even with the worst 120 of 120 nodes in fp32:"
         " train"
     )
@@ -354,10 +354,10 @@ def test_in_16_bits_the_conclusion_names_the_nodes_that_were_kept_in_vain() -> N
 def test_without_a_ranking_there_is_still_a_conclusion() -> None:
     (skipped,) = with_nodes_kept(candidate(INT8), NodeRanking(failure="memory ran out"), 6)
     assert isinstance(skipped, Skipped)
-    found = story(candidate(INT8), [skipped])
-    assert found.steps[0].outcome == "memory ran out"
-    assert found.ranking is None
-    assert found.conclusion.startswith("int8 does not keep its accuracy")
+    report = story(candidate(INT8), [skipped])
+    assert report.steps[0].outcome == "memory ran out"
+    assert report.ranking is None
+    assert report.conclusion.startswith("int8 does not keep its accuracy")
 
 
 # --- when it ends, and what it tells ---
@@ -368,10 +368,11 @@ FP32_FINE = Tried(in_fp32(candidate()), candidate(in_fp32(candidate()).recipe, "
 def test_fp32_that_fails_ends_it_and_fp16_is_not_to_blame() -> None:
     failed = tried(in_fp32(candidate()), "failed accuracy")
     assert ends(failed)
-    found = story(candidate(), [failed])
-    assert "fp16 is not the cause" in found.conclusion
+    report = story(candidate(), [failed])
+    assert "fp16 is not the cause" in report.conclusion
     assert (
-        found.steps[0].outcome == "failed accuracy: output 'y': 120 values are NaN on one side only"
+        report.steps[0].outcome
+        == "failed accuracy: output 'y': 120 values are NaN on one side only"
     )
 
 
@@ -389,23 +390,23 @@ def test_the_first_engine_that_passes_ends_it() -> None:
 
 
 def test_the_story_names_each_step_and_what_mended_it() -> None:
-    kept = with_nodes_kept(
+    final = with_nodes_kept(
         candidate(), NodeRanking(nodes=(harm("up", 2.4e5), harm("down", 2.4e5))), 6
     )[0]
     moved = with_opt_moved(candidate(), (PROFILE,))
-    found = story(
+    report = story(
         candidate(),
-        [FP32_FINE, *(tried(move, "failed accuracy") for move in moved), tried(kept, "measured")],
+        [FP32_FINE, *(tried(move, "failed accuracy") for move in moved), tried(final, "measured")],
     )
-    assert [step.step for step in found.steps] == [
+    assert [step.step for step in report.steps] == [
         "fp32 without TF32",
         "opt shape moved to min",
         "opt shape moved to max",
         "2 nodes of 2, 'up' (values up to 2.4e+05), 'down' (values up to 2.4e+05), kept in fp32",
     ]
-    assert found.steps[0].outcome == "passed, top1 drop 0.0020: fp16 is the cause"
-    assert found.steps[3].label == "tensorrt rescued fp16 keep up,down"
-    assert "`keep_fp32`: ['up', 'down']" in found.conclusion
+    assert report.steps[0].outcome == "passed, top1 drop 0.0020: fp16 is the cause"
+    assert report.steps[3].label == "tensorrt rescued fp16 keep up,down"
+    assert "`keep_fp32`: ['up', 'down']" in report.conclusion
 
 
 def test_opt_or_bf16_that_mends_it_is_said() -> None:
@@ -419,9 +420,11 @@ def test_opt_or_bf16_that_mends_it_is_said() -> None:
 
 def test_the_last_advice_is_a_model_trained_in_16_bits() -> None:
     skipped = Skipped("opt shape moved", "nothing to move: all shapes are fixed")
-    found = story(candidate(), [FP32_FINE, skipped, tried(in_bf16(candidate()), "failed accuracy")])
-    assert "train or fine-tune" in found.conclusion
-    assert [(step.label, step.outcome) for step in found.steps][1] == (
+    report = story(
+        candidate(), [FP32_FINE, skipped, tried(in_bf16(candidate()), "failed accuracy")]
+    )
+    assert "train or fine-tune" in report.conclusion
+    assert [(step.label, step.outcome) for step in report.steps][1] == (
         "",
         "nothing to move: all shapes are fixed",
     )
@@ -453,7 +456,7 @@ def rescued(
 
 
 def outcomes(report: Report) -> list[tuple[str, str]]:
-    return [(each.label, each.state) for each in report.candidates]
+    return [(candidate.label, candidate.state) for candidate in report.candidates]
 
 
 def test_a_model_that_overflows_in_fp16_ends_accepted(
@@ -465,33 +468,36 @@ def test_a_model_that_overflows_in_fp16_ends_accepted(
         ("halves fp32", "measured"),
         ("halves opt-min fp16", "failed accuracy"),
         ("halves opt-max fp16", "failed accuracy"),
-        (kept := report.candidates[4].label, "measured"),
+        (winner := report.candidates[4].label, "measured"),
     ]
     assert "NaN" in report.candidates[0].reason
-    assert (report.verdict, report.winner) == ("accepted", kept)
-    assert kept.startswith("halves rescued fp16 keep up and 3 more (")
+    assert (report.verdict, report.winner) == ("accepted", winner)
+    assert winner.startswith("halves rescued fp16 keep up and 3 more (")
     assert report.candidates[4].recipe.keep_fp32 == (
         "up",
         "wide_relu",
         "down",
         "norm",
     )  # of the norm, the sum of squares
-    (found,) = report.rescues
-    assert found.label == "halves fp16"
-    assert [step.label for step in found.steps] == [label for label, _ in outcomes(report)[1:]]
-    assert found.steps[0].outcome.endswith("fp16 is the cause")
-    assert "'up' (values up to" in found.steps[3].step
-    assert [each.origin for each in report.candidates] == [Origin.PLAN, *[Origin.FALLBACK] * 4]
+    (fallback,) = report.rescues
+    assert fallback.label == "halves fp16"
+    assert [step.label for step in fallback.steps] == [label for label, _ in outcomes(report)[1:]]
+    assert fallback.steps[0].outcome.endswith("fp16 is the cause")
+    assert "'up' (values up to" in fallback.steps[3].step
+    assert [candidate.origin for candidate in report.candidates] == [
+        Origin.PLAN,
+        *[Origin.FALLBACK] * 4,
+    ]
     assert report.candidates[2].benchmark is None  # a vain attempt has nothing to show
     assert report.candidates[0].benchmark is not None
     assert [step.stage for step in report.steps].count("rank") == 1
     assert [step.subject for step in report.steps if step.subject.endswith("on validation")] == [
-        f"{kept} on validation"
+        f"{winner} on validation"
     ]
 
 
 def test_a_plan_can_do_without_the_rescue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    report = rescued(monkeypatch, tmp_path, Halves(), rescue=False)
+    report = rescued(monkeypatch, tmp_path, Halves(), fallback=False)
     assert outcomes(report) == [("halves fp16", "failed accuracy")]
     assert (report.verdict, report.rescues) == ("rejected", ())
     assert any("keep_fp32" in step for step in report.next_steps)
@@ -580,8 +586,8 @@ def test_on_a_gpu_a_model_that_overflows_in_fp16_ends_accepted(tmp_path: Path) -
     ]
     mended = report.rescues[0].steps[-1]
     assert mended.outcome.startswith("passed"), report.rescues[0]
-    (kept,) = [each.recipe.keep_fp32 for each in report.candidates if each.label == mended.label]
-    assert sorted(kept) == ["down", "norm", "up", "wide_relu"], report.rescues[
+    (nodes,) = [each.recipe.keep_fp32 for each in report.candidates if each.label == mended.label]
+    assert sorted(nodes) == ["down", "norm", "up", "wide_relu"], report.rescues[
         0
     ]  # what overflows, and nothing else
     # unproven: a busy host cannot tell how much faster it is

@@ -40,8 +40,8 @@ def compiled(
 
 def outcomes(report: Report) -> list[tuple[str, str, tuple[str, ...]]]:
     return [
-        (str(each.recipe.precision), each.state, each.recipe.keep_fp32)
-        for each in report.candidates
+        (str(candidate.recipe.precision), candidate.state, candidate.recipe.keep_fp32)
+        for candidate in report.candidates
     ]
 
 
@@ -50,7 +50,7 @@ def int8(backend: str = "onnxruntime", **more: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_a_model_with_one_layer_that_breaks_in_int8_ends_accepted_with_that_layer_kept(
+def test_one_layer_that_breaks_in_int8_is_kept_and_the_model_accepted(
     tmp_path: Path, backend: str
 ) -> None:
     pytest.importorskip(backend)
@@ -70,7 +70,7 @@ def test_a_model_with_one_layer_that_breaks_in_int8_ends_accepted_with_that_laye
     assert [step.stage for step in report.steps].count("rank") == 1
 
 
-def test_a_model_with_one_layer_that_overflows_in_fp16_ends_accepted_with_that_layer_kept(
+def test_one_layer_that_overflows_in_fp16_is_kept_and_the_model_accepted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(BACKENDS, "halves", Halves())
@@ -86,17 +86,17 @@ def test_a_model_with_one_layer_that_overflows_in_fp16_ends_accepted_with_that_l
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"keep_fp32": "auto", "rescue": False}], ids=["not asked for", "switched off"]
+    "changes", [{}, {"keep_fp32": "auto", "fallback": False}], ids=["not asked for", "switched off"]
 )
 def test_int8_fails_where_the_plan_does_not_ask_for_more(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    kept = {"keep_fp32": changes.pop("keep_fp32")} if "keep_fp32" in changes else {}
-    report = compiled(tmp_path, "stretched", [int8(**kept)], **changes)
+    options = {"keep_fp32": changes.pop("keep_fp32")} if "keep_fp32" in changes else {}
+    report = compiled(tmp_path, "stretched", [int8(**options)], **changes)
     assert outcomes(report) == [("int8", "failed accuracy", ())]
     assert (report.verdict, report.rescues) == ("rejected", ())
     assert (KEEP_WORST in report.next_steps) is not bool(
-        kept
+        options
     )  # what the plan says already is no advice
 
 
@@ -111,13 +111,15 @@ def test_where_fp32_fails_too_no_int8_engine_is_built(
     assert "int8 is not the cause" in report.rescues[0].conclusion
 
 
-@pytest.mark.parametrize(("most", "kept"), [(1, [0, 1]), (2, [0, 1, 3])])
+@pytest.mark.parametrize(("most", "counts"), [(1, [0, 1]), (2, [0, 1, 3])])
 def test_no_more_engines_are_built_than_the_plan_allows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int, kept: list[int]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int, counts: list[int]
 ) -> None:
     monkeypatch.setitem(BACKENDS, "halves", Halves(wrong=frozenset({Precision.INT8})))
-    report = compiled(tmp_path, "stretched", [int8("halves", keep_fp32="auto")], keep_builds=most)
-    assert [len(names) for _, _, names in outcomes(report)] == kept
+    report = compiled(
+        tmp_path, "stretched", [int8("halves", keep_fp32="auto")], keep_fp32_builds=most
+    )
+    assert [len(names) for _, _, names in outcomes(report)] == counts
 
 
 class FitForMinMax(Halves):
@@ -134,7 +136,7 @@ def test_where_the_method_is_auto_and_the_first_fails_the_others_are_tried(
 ) -> None:
     monkeypatch.setitem(BACKENDS, "halves", FitForMinMax())
     report = compiled(tmp_path, "squaring", [{"backend": "halves", "precision": "int8"}])
-    assert [(each.recipe.method, each.state) for each in report.candidates] == [
+    assert [(candidate.recipe.method, candidate.state) for candidate in report.candidates] == [
         (CalibrationMethod.ENTROPY, "failed accuracy"),
         (CalibrationMethod.MINMAX, "measured"),
     ]
@@ -148,7 +150,7 @@ def test_a_method_that_the_plan_names_is_the_only_one(
 ) -> None:
     monkeypatch.setitem(BACKENDS, "halves", FitForMinMax())
     report = compiled(tmp_path, "squaring", [int8("halves", method="percentile")])
-    assert [each.state for each in report.candidates] == ["failed accuracy"]
+    assert [candidate.state for candidate in report.candidates] == ["failed accuracy"]
 
 
 class Whole(Halves):

@@ -51,7 +51,7 @@ def test_a_node_that_was_left_in_fp32_excuses_no_other() -> None:
     )  # left in fp32, and yet not run so
 
 
-def test_an_engine_whose_heavy_layers_all_stay_in_fp32_is_no_false_label_but_a_warning() -> None:
+def test_an_engine_with_all_heavy_layers_in_fp32_gets_a_warning() -> None:
     full = table(layer("fp32", nodes=("up",)), layer("fp16", 0.25, heavy=False))
     assert mislabelled(Precision.FP16, full, forced=[LARGE]) == ""
     (note,) = precision_notes(full, Precision.FP16, forced=[LARGE])
@@ -106,8 +106,8 @@ def test_a_model_with_large_activations_keeps_its_accurate_fp16_engine(
         "halves fp16 keep norm",
     )
     assert fp16.benchmark is not None
-    assert [each.node for each in fp16.kept_fp32] == ["up", "wide_relu", "down"]
-    assert all("values up to" in each.reason for each in fp16.kept_fp32)
+    assert [node.node for node in fp16.kept_fp32] == ["up", "wide_relu", "down"]
+    assert all("values up to" in node.reason for node in fp16.kept_fp32)
     assert fp16.title == report.title_of(fp16.label) == TITLE
     assert report.rescues == ()
 
@@ -147,11 +147,11 @@ def test_on_a_gpu_a_model_with_large_activations_keeps_its_accurate_fp16_engine(
     candidate = report.candidates[0]
     assert candidate.state == "measured", candidate.reason
     assert candidate.benchmark is not None
-    assert {"up", "down"} <= {each.node for each in candidate.kept_fp32}
+    assert {"up", "down"} <= {node.node for node in candidate.kept_fp32}
     assert candidate.title.endswith("nodes in fp32")
     assert candidate.layers is not None
     assert 0 < forced_share(candidate.layers, candidate.kept_fp32) < 1, candidate.layers
     assert any(
-        each.text.startswith(f"{len(candidate.kept_fp32)} nodes that stay")
-        for each in candidate.notes
+        note.text.startswith(f"{len(candidate.kept_fp32)} nodes that stay")
+        for note in candidate.notes
     )

@@ -34,30 +34,30 @@ RAN = Step(
 )
 
 
-def renewed(report: Report, median_ms: float = 4.0, kept: Candidate | None = None) -> Report:
+def renewed(report: Report, median_ms: float = 4.0, baseline: Candidate | None = None) -> Report:
     """Half as fast as its baseline's 8 ms now, where it was six times as fast before."""
-    engine = next(each.engine for each in report.candidates if each.label == WINNER)
+    engine = next(candidate.engine for candidate in report.candidates if candidate.label == WINNER)
     assert engine is not None
     results = (
         benchmark("pytorch eager fp32", 8.0, None),
         benchmark("pytorch traced fp32", 9.0, 8.0),
         benchmark(WINNER, median_ms, 8.0),
     )
-    found = Benchmarks(
+    benchmarks = Benchmarks(
         created="2026-05-05T00:00:00+00:00", results=results, baseline="pytorch eager fp32"
     )
-    return with_figures(report, Remeasured(engine, found, kept), [RAN])
+    return with_figures(report, Remeasured(engine, benchmarks, baseline), [RAN])
 
 
 def test_the_winner_and_the_baselines_have_the_new_figures_and_no_other_has_any() -> None:
     old = sample_report()
     report = renewed(old)
-    winner = next(each for each in report.candidates if each.label == WINNER)
+    winner = next(candidate for candidate in report.candidates if candidate.label == WINNER)
     assert report.baseline is not None
     assert old.baseline is not None
     assert winner.benchmark is not None
     assert report.ratio is not None
-    assert [report.baseline.label, *(each.label for each in report.baselines)] == [
+    assert [report.baseline.label, *(baseline.label for baseline in report.baselines)] == [
         "pytorch eager fp32",
         "pytorch traced fp32",
     ]
@@ -67,10 +67,10 @@ def test_the_winner_and_the_baselines_have_the_new_figures_and_no_other_has_any(
         < old.baseline.rows[0].end_to_end.median_s
     )
     assert 1.9 < report.ratio.value < 2.1
-    assert [each.label for each in report.candidates if each.benchmark] == [WINNER]
+    assert [candidate.label for candidate in report.candidates if candidate.benchmark] == [WINNER]
     assert [each.label for each in report.candidates] == [each.label for each in old.candidates]
-    assert [each.selection for each in report.candidates] == [
-        each.selection for each in old.candidates
+    assert [candidate.selection for candidate in report.candidates] == [
+        candidate.selection for candidate in old.candidates
     ]
     assert (report.validation, report.verdict, report.benchmarked) == (
         old.validation,
@@ -104,23 +104,23 @@ def test_a_baseline_that_cannot_be_delivered_says_why() -> None:
 
 def test_a_baseline_that_was_kept_is_measured_again_as_what_it_is() -> None:
     old = sample_report()
-    engine = next(each.engine for each in old.candidates if each.label == WINNER)
+    engine = next(candidate.engine for candidate in old.candidates if candidate.label == WINNER)
     assert engine is not None
     label = "pytorch eager fp32"
-    kept = engine.model_copy(
+    baseline = engine.model_copy(
         update={
             "recipe": engine.recipe.model_copy(update={"backend": "pytorch", "variant": "eager"})
         }
     )
     report = old.model_copy(update={"verdict": "keep", "winner": label, "delivered": None})
-    found = Benchmarks(
+    benchmarks = Benchmarks(
         created="2026-05-05T00:00:00+00:00", results=(benchmark(label, 7.0, None),), baseline=label
     )
-    renewed = with_figures(report, Remeasured(kept, found, kept=None), [RAN])
-    assert (renewed.verdict, renewed.winner, renewed.delivered) == ("keep", label, kept)
+    renewed = with_figures(report, Remeasured(baseline, benchmarks, kept=None), [RAN])
+    assert (renewed.verdict, renewed.winner, renewed.delivered) == ("keep", label, baseline)
     assert renewed.baseline is not None
     assert renewed.baseline.rows[0].end_to_end.median_s < 0.0075
-    assert [each.label for each in renewed.candidates if each.benchmark] == []
+    assert [candidate.label for candidate in renewed.candidates if candidate.benchmark] == []
 
 
 def test_steps_before_are_told_as_earlier_ones_and_a_note_says_it_once() -> None:

@@ -30,7 +30,8 @@ from pipeline.errors import (
     ModelError,
 )
 from pipeline.execution.child_process import call_in_child
-from pipeline.execution.stage_runner import Run, Runner
+from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_runner import Emit, Run, Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import load_plan
@@ -87,11 +88,12 @@ def prepared(
     run: Run,
     workers: int,
     recipes: tuple[Recipe, ...] = (),
+    emit: Emit = lambda event: None,
     **changes: object,
 ) -> tuple[list[Candidate], CompileContext, list[InternalError]]:
     """Every candidate of a small task, the context whose runner has the steps, and our bugs."""
     context, model, expected = opened(folder, **changes)
-    runner = Runner(Store(folder / "home"), run=run, workers=workers)
+    runner = Runner(Store(folder / "home"), emit, run=run, workers=workers)
     context = replace(context, runner=runner)
     outcomes = prepare_all(context, model, recipes or recipes_of(context)[0], expected)
     bugs = [outcome.bug for outcome in outcomes if outcome.bug]
@@ -143,7 +145,7 @@ def test_one_that_fails_loses_no_other_and_a_bug_of_ours_is_handed_on(
     tmp_path: Path,
     workers: int,
 ) -> None:
-    labels = [each.label for each in recipes_of(opened(tmp_path / "labels")[0])[0]]
+    labels = [recipe.label for recipe in recipes_of(opened(tmp_path / "labels")[0])[0]]
     faults = {labels[0]: ModelError("no such kernel"), labels[1]: InternalError("a slip")}
 
     def fail(function: Callable[..., Any], name: str) -> None:
@@ -219,8 +221,10 @@ def test_a_full_disk_stops_every_child_and_comes_out(tmp_path: Path, again: bool
 @pytest.mark.parametrize("again", [False, True], ids=["in a stage", "between two"])
 def test_ctrl_c_stops_every_child_and_comes_out(tmp_path: Path, again: bool) -> None:
     """In a process of its own: libraries that other tests have loaded may handle signals too."""
-    found = call_in_child(interrupted, tmp_path, again, name="interrupted", deadline_s=2 * WITHIN_S)
-    assert found == ("KeyboardInterrupt", 1 + again, 0)
+    outcome = call_in_child(
+        interrupted, tmp_path, again, name="interrupted", deadline_s=2 * WITHIN_S
+    )
+    assert outcome == ("KeyboardInterrupt", 1 + again, 0)
 
 
 def interrupted(folder: Path, again: bool, progress: Progress) -> tuple[str, int, int]:
@@ -231,16 +235,23 @@ def interrupted(folder: Path, again: bool, progress: Progress) -> tuple[str, int
 
 def ended(folder: Path, end: Callable[[], None], again: bool) -> tuple[str, int, int]:
     """What came out, how many children of the first candidate died, and how many still live."""
-    (first, second, _) = (each.label for each in recipes_of(opened(folder / "labels")[0])[0])
+    (first, second, _) = (recipe.label for recipe in recipes_of(opened(folder / "labels")[0])[0])
     line = Hanging(second, end, again)
+    states: list[tuple[str, str]] = []
+
+    def emit(event: StageEvent) -> None:
+        states.append((event.subject, event.state))
+
     with pytest.raises((DiskFull, KeyboardInterrupt)) as raised:
-        prepared(folder / "task", line, workers=2)
+        prepared(folder / "task", line, workers=2, emit=emit)
+    assert (first, "cancelled") in states
+    assert (first, "failed") not in states
     return raised.type.__name__, len(line.deaths[first]), len(living_children())
 
 
 def living_children() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
 
 
 # -- one after another -------------------------------------------------------
@@ -302,9 +313,9 @@ PROGRAMS = (("aoti", Precision.FP32), ("aoti", Precision.BF16), ("exported", Pre
 
 
 def programs() -> tuple[Recipe, ...]:
-    asked = {"backend": "torch", "realised_in": "runtime"}
-    given = ({**asked, "form": form, "precision": precision} for form, precision in PROGRAMS)
-    return tuple(map(Recipe.model_validate, given))
+    common = {"backend": "torch", "realised_in": "runtime"}
+    recipes = ({**common, "form": form, "precision": precision} for form, precision in PROGRAMS)
+    return tuple(map(Recipe.model_validate, recipes))
 
 
 def test_after_a_crash_no_other_precision_of_that_form_is_built(
@@ -321,7 +332,7 @@ def test_after_a_crash_no_other_precision_of_that_form_is_built(
             raise LoadCrashed("the package crashed", "take another form")
 
     candidates, context, bugs = prepared(tmp_path, Line(crash), 1, programs())
-    assert [(each.label, each.state) for each in candidates] == [
+    assert [(candidate.label, candidate.state) for candidate in candidates] == [
         ("torch aoti fp32", "failed"),
         ("torch aoti bf16", "refused"),
         ("torch exported fp32", "measured"),
@@ -347,7 +358,7 @@ def test_a_child_that_ends_otherwise_says_nothing_of_other_precisions(
             raise ChildKilled("out of memory", "give it more memory")
 
     candidates, context, _ = prepared(tmp_path, Line(die), 1, programs())
-    assert [each.state for each in candidates] == ["failed", "measured", "measured"]
+    assert [candidate.state for candidate in candidates] == ["failed", "measured", "measured"]
     assert context.crashed == {}
 
 
@@ -356,7 +367,7 @@ def crash_at_load(progress: Progress) -> None:
 
 
 def test_a_crash_at_load_is_told_apart_by_its_type_across_processes() -> None:
-    with pytest.raises(LoadCrashed, match="the package crashed") as caught:
+    with pytest.raises(LoadCrashed, match="the package crashed") as error:
         call_in_child(crash_at_load, name="crash")
-    assert caught.value.next_step == "take another form"
-    assert not caught.value.may_pass
+    assert error.value.next_step == "take another form"
+    assert not error.value.may_pass

@@ -83,7 +83,7 @@ def profiles_of(
     *ranges: dict[str, list[int]], **values: list[int] | list[list[int]]
 ) -> tuple[Profile, ...]:
     """A profile for each of `ranges`, all with the same ranges of values, by input name."""
-    return tuple(Profile.model_validate({"dims": each, "values": values}) for each in ranges)
+    return tuple(Profile.model_validate({"dims": bounds, "values": values}) for bounds in ranges)
 
 
 def on_tensorrt(words: str) -> dict[str, str]:

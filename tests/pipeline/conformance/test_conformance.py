@@ -51,7 +51,7 @@ def test_the_caller_owns_the_outputs(load: Open, case: Case) -> None:
     with closing(load(case).session()) as session:
         feeds = {name: array.copy() for name, array in case.feeds[0].items()}
         first = run_session(session, feeds)
-        kept = {name: array.copy() for name, array in first.items()}
+        copies = {name: array.copy() for name, array in first.items()}
         second = run_session(
             session,
             {
@@ -62,7 +62,7 @@ def test_the_caller_owns_the_outputs(load: Open, case: Case) -> None:
         for array in second.values():
             array[...] = 1  # may be written
         third = run_session(session, feeds)
-    for name, array in kept.items():
+    for name, array in copies.items():
         np.testing.assert_array_equal(first[name], array)
         np.testing.assert_array_equal(third[name], array)
         assert not any(np.shares_memory(first[name], feed) for feed in feeds.values())

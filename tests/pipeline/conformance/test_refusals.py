@@ -46,11 +46,11 @@ def test_a_model_that_a_backend_does_not_take_is_refused_by_name(
         backends.backend(name).probe()
     except BackendUnavailable as error:
         pytest.skip(error.message)
-    with pytest.raises(CrucibleError) as caught:
+    with pytest.raises(CrucibleError) as refusal:
         build(name, case, tmp_path / "engine")
-    assert isinstance(caught.value, ModelError | UnsupportedError)
-    assert re.search(case.refused_by[name], caught.value.message)
-    assert caught.value.next_step
+    assert isinstance(refusal.value, ModelError | UnsupportedError)
+    assert re.search(case.refused_by[name], refusal.value.message)
+    assert refusal.value.next_step
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_a_model_that_a_backend_does_not_take_is_refused_by_name(
 def test_what_no_array_holds_is_refused_before_any_backend_is_asked(
     case: Case, words: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match=words) as caught:
+    with pytest.raises(ModelError, match=words) as error:
         case.write(tmp_path)
-    assert caught.value.next_step
+    assert error.value.next_step
 
 
 MISSING = [
@@ -80,7 +80,7 @@ MISSING = [
 def test_lacks_no_precision_silently(name: str, precision: Precision, tmp_path: Path) -> None:
     """A precision is built, or refused by name."""
     recipe = Recipe(backend=name, precision=precision, compute_capability=CAPABILITY.get(name))
-    with pytest.raises(CrucibleError) as caught:
+    with pytest.raises(CrucibleError) as error:
         backends.backend(name).build(
             several().write(tmp_path / "source"),
             recipe,
@@ -88,15 +88,15 @@ def test_lacks_no_precision_silently(name: str, precision: Precision, tmp_path: 
             tmp_path,
             lambda fraction, text: None,
         )
-    assert isinstance(caught.value, BackendUnavailable | UnsupportedError)
-    assert caught.value.next_step
+    assert isinstance(error.value, BackendUnavailable | UnsupportedError)
+    assert error.value.next_step
 
 
 # --- feeds ---
 
 
 @pytest.mark.parametrize(
-    ("feeds", "said"),
+    ("feeds", "words"),
     [
         ({"x": ramp(2, 3)}, ["expected inputs 'x', 'mask'", "got 'x'"]),
         (
@@ -125,15 +125,15 @@ def test_lacks_no_precision_silently(name: str, precision: Precision, tmp_path: 
     ],
 )
 def test_refuses_wrong_feeds_with_expected_and_actual(
-    load: Open, feeds: Tensors, said: list[str]
+    load: Open, feeds: Tensors, words: list[str]
 ) -> None:
     good = two_symbols()
     with closing(load(good).session()) as session:
         run_session(session, good.feeds[1])
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError) as error:
             session.bind(feeds)
-        assert all(text in caught.value.message for text in said)
-        assert caught.value.next_step
+        assert all(text in error.value.message for text in words)
+        assert error.value.next_step
         assert_goes_on(session, good)
 
 
@@ -151,14 +151,14 @@ def test_a_shape_outside_all_profiles_is_refused_with_all_of_them(
 ) -> None:
     case = two_profiles()
     with closing(load(case).session()) as session:
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError) as error:
             session.bind({"x": ramp(*size), "mask": ramp(*size, dtype="int64")})
         for text in (
             f"batch = {size[0]}, sequence = {size[1]}",
             "batch from 1 to 1, sequence from 1 to 64",
             "batch from 2 to 8, sequence from 1 to 16",
         ):
-            assert text in caught.value.message
+            assert text in error.value.message
         assert_goes_on(session, case)
 
 
@@ -168,10 +168,10 @@ def test_a_value_outside_all_profiles_is_refused(load: Open, k: int) -> None:
     case = top_k()
     with closing(load(case).session()) as session:
         run_session(session, case.feeds[1])
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError) as error:
             session.bind({"x": case.feeds[1]["x"], "k": np.array([k])})
-        assert f"k = [{k}]" in caught.value.message
-        assert "k from [1] to [8]" in caught.value.message
+        assert f"k = [{k}]" in error.value.message
+        assert "k from [1] to [8]" in error.value.message
         assert_goes_on(session, case)
 
 
@@ -204,8 +204,8 @@ def test_refuses_an_engine_of_another_host(backend: str, engine_of: EngineOf) ->
     foreign = engine.target.model_copy(
         update={"version": "0.1", "cpu_flags": ("sve2",), "device": "Another CPU"}
     )
-    with pytest.raises(BackendUnavailable) as caught:
+    with pytest.raises(BackendUnavailable) as error:
         backends.load(engine.model_copy(update={"target": foreign}))
     for text in ("0.1", engine.target.version, "sve2", "Another CPU"):
-        assert text in caught.value.message
-    assert caught.value.next_step
+        assert text in error.value.message
+    assert error.value.next_step

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pipeline.core import Progress
-from pipeline.errors import ChildDied, DataError, DiskFull, InternalError
+from pipeline.errors import ChildDied, ChildStopped, DataError, DiskFull, InternalError
 from pipeline.execution import child_process as process
 from pipeline.execution.child_process import Channel, Child, call_in_child, stop_children
 
@@ -193,7 +193,7 @@ def test_the_children_of_every_thread_are_stopped_and_whoever_waits_hears_of_it(
         barrier.wait(60)
         stop_children()
         for future in waiting:
-            with pytest.raises(ChildDied, match="SIGTERM"):
+            with pytest.raises(ChildStopped, match="was stopped"):
                 future.result(60)
     stop_children()  # there is nobody left
     living = psutil.Process().children(recursive=True)

@@ -8,8 +8,10 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from pipeline.onnx_graph.attention import attentions, plain_attention
+from pipeline.errors import ModelError
+from pipeline.onnx_graph.attention import plain_attention
 from pipeline.onnx_graph.attention_masks import HIDDEN
+from pipeline.onnx_graph.inspect import attentions
 from tests.builders.attention import LEAST, answer, written_out
 
 PLAIN = ["Add", "MatMul", "MatMul", "Mul", "Softmax", *["Transpose"] * 3]
@@ -124,3 +126,35 @@ def test_without_new_masks_rows_that_see_no_token_answer_as_before() -> None:
         "new ones do change them"
     )
     assert operators(after).count("Transpose") == 3
+
+
+def test_a_subgraph_that_reads_the_answer_comes_after_it() -> None:
+    before = written_out()
+    before.graph.node[-1].output[0] = "whole answer"
+    before.graph.initializer.append(numpy_helper.from_array(np.array(True), "condition"))
+    branches = {
+        name: helper.make_graph(
+            [helper.make_node(operator, ["whole answer"], [name])],
+            name,
+            [],
+            [helper.make_tensor_value_info(name, 1, None)],
+        )
+        for name, operator in (("then_branch", "Neg"), ("else_branch", "Abs"))
+    }
+    before.graph.node.append(helper.make_node("If", ["condition"], ["y"], **branches))
+    after = plain(before)
+    onnx.checker.check_model(after, full_check=True)
+    np.testing.assert_allclose(answer(after), answer(before), rtol=1e-5, atol=1e-6)
+
+
+def test_sparse_initializers_are_refused_and_not_lost() -> None:
+    model = written_out()
+    model.graph.sparse_initializer.append(
+        helper.make_sparse_tensor(
+            numpy_helper.from_array(np.ones(1, np.float32), "sparse"),
+            numpy_helper.from_array(np.array([3])),
+            [5],
+        )
+    )
+    with pytest.raises(ModelError, match="sparse initializers"):
+        plain_attention(model)

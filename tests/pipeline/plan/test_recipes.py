@@ -185,15 +185,17 @@ def test_tf32_is_told_to_the_builder_and_not_written_into_the_graph(plan: Plan) 
 def test_a_weakly_typed_engine_is_another_candidate_than_a_strongly_typed_one(
     plan: Plan, precision: Precision, label: str
 ) -> None:
-    by_flags = tensorrt_recipe(plan, precision, realised_in="flags", method="minmax")
+    by_flags = tensorrt_recipe(plan, precision, precision_from="flags", method="minmax")
     assert by_flags.realised_in == "flags"
     assert by_flags.label == label
     assert tensorrt_recipe(plan, precision, method="minmax").label != label
 
 
 def test_flags_are_for_tensorrt_only(plan: Plan) -> None:
-    candidate = CandidateConfig(backend="openvino", precision=Precision.FP16, realised_in="flags")
-    with pytest.raises(PlanError, match="only TensorRT has `realised_in: flags`"):
+    candidate = CandidateConfig(
+        backend="openvino", precision=Precision.FP16, precision_from="flags"
+    )
+    with pytest.raises(PlanError, match="only TensorRT has `precision_from: flags`"):
         recipe_from_candidate(candidate, target("openvino", VNNI), plan, True)
 
 
@@ -268,7 +270,11 @@ def test_default_int8_candidates_of_our_own_rules_keep_their_worst_nodes(
         ("openvino", {"precision": "int8", "quantizer": "nncf"}, "another library places them"),
         ("tensorrt", {"precision": "int8", "quantizer": "modelopt"}, "another library places them"),
         ("tensorrt", {"precision": "fp8"}, "another library places them"),
-        ("tensorrt", {"precision": "int8", "realised_in": "flags"}, "another library places them"),
+        (
+            "tensorrt",
+            {"precision": "int8", "precision_from": "flags"},
+            "another library places them",
+        ),
         ("onnxruntime", {"precision": "int8", "weight_only": True}, "another library places them"),
         ("openvino", {"precision": "int4"}, "another library places them"),
         ("tensorrt", {"precision": "tf32"}, "is for fp16, bf16 and int8"),
@@ -385,7 +391,7 @@ def test_a_candidate_that_stands_for_too_many_is_refused_with_the_count(plan: Pl
         (
             {
                 "backend": "tensorrt",
-                "realised_in": "flags",
+                "precision_from": "flags",
                 "placement": {"last_layer": [True, False]},
             },
             "TensorRT's own calibrator",
@@ -403,7 +409,7 @@ def test_a_list_that_changes_nothing_is_refused_by_name(
 def test_quantizers_that_take_a_method_take_a_list_of_them(plan: Plan) -> None:
     labels = recipes(plan, backend="tensorrt", quantizer="modelopt", method=["entropy", "minmax"])
     assert labels == ["tensorrt int8 modelopt entropy s8s8", "tensorrt int8 modelopt minmax s8s8"]
-    labels = recipes(plan, backend="tensorrt", realised_in="flags", method=["entropy", "minmax"])
+    labels = recipes(plan, backend="tensorrt", precision_from="flags", method=["entropy", "minmax"])
     assert labels == ["tensorrt int8 implicit entropy", "tensorrt int8 implicit minmax"]
 
 
@@ -605,7 +611,7 @@ def test_what_the_pairs_of_a_model_leave_open_may_be_asked_for(plan: Plan) -> No
         ("method", {"method": ["auto", "minmax"]}),
         ("activation", {"activation": "uint8"}),
         ("weight_bits", {"weight_bits": 7}),
-        ("realised_in", {"realised_in": "flags"}),
+        ("precision_from", {"precision_from": "flags"}),
         ("quantizer", {"quantizer": "modelopt", "keep_fp32": "auto"}),
         ("placement", {"placement": {"last_layer": [False, True]}}),
         (

@@ -5,6 +5,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from pipeline.core import TensorSpec
@@ -19,6 +20,7 @@ from pipeline.plan.schema import (
     plan_from_model,
 )
 from pipeline.serving_inputs import check_serving
+from tests.builders.cli import crucible
 
 MODEL = {"model": {"path": "m.onnx"}}
 INT8 = {"backend": "onnxruntime", "precision": "int8"}
@@ -54,6 +56,16 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
             "did you mean 'method'",
         ),
         ({**MODEL, "accuracy": {"thresholds": {"max_absolute": 1}}}, "did you mean 'max_abs'"),
+        ({**MODEL, "simplify": {"rewrite_atention": 1}}, "did you mean 'rewrite_attention'"),
+        ({**MODEL, "simplify": {"plain_atention": 1}}, "did you mean 'rewrite_attention'"),
+        (
+            {**MODEL, "rescue": True, "fallback": True},
+            "unknown key 'rescue': it is the old name of 'fallback', which is given too",
+        ),
+        (
+            {**MODEL, "candidates": [{**INT8, "precision_from": "graph", "realised_in": "graph"}]},
+            "unknown key 'candidates.0.realised_in': it is the old name of 'precision_from'",
+        ),
         ({**MODEL, "xyz": 1}, "expected one of"),
         (
             {**MODEL, "profiles": [{"batch": [4, 2, 1]}]},
@@ -74,8 +86,8 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
             "candidates.0.keep_fp32: Input should be a list",
         ),
         (
-            {**MODEL, "keep_builds": 0},
-            "keep_builds: Input should be greater than or equal to 1 (got 0)",
+            {**MODEL, "keep_fp32_builds": 0},
+            "keep_fp32_builds: Input should be greater than or equal to 1 (got 0)",
         ),
         (
             {
@@ -179,6 +191,76 @@ def test_a_bad_plan_is_refused_with_a_sentence(
     assert error.value.next_step
 
 
+OLD_NAMES = """
+model: {path: m.onnx}
+rescue: false
+keep_builds: 3
+simplify: {plain_attention: false}
+candidates:
+  - {backend: tensorrt, precision: fp16, realised_in: flags}
+  - {backend: tensorrt, precision: int8, realised_in: flags}
+"""
+NEW_NAMES = """
+model: {path: m.onnx}
+fallback: false
+keep_fp32_builds: 3
+simplify: {rewrite_attention: false}
+candidates:
+  - {backend: tensorrt, precision: fp16, precision_from: flags}
+  - {backend: tensorrt, precision: int8, precision_from: flags}
+"""
+
+
+def test_old_names_of_keys_give_the_same_plan_and_one_warning_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "plan.yaml").write_text(NEW_NAMES)
+    plan = load_plan(tmp_path / "plan.yaml")
+    assert caplog.messages == []
+    (tmp_path / "plan.yaml").write_text(OLD_NAMES)
+    assert load_plan(tmp_path / "plan.yaml") == plan
+    assert sorted(caplog.messages) == [
+        f"plan 'plan': `{old}` is now called `{new}`; the old name still works"
+        for old, new in (
+            ("candidates.realised_in", "candidates.precision_from"),
+            ("keep_builds", "keep_fp32_builds"),
+            ("rescue", "fallback"),
+            ("simplify.plain_attention", "simplify.rewrite_attention"),
+        )
+    ]
+
+
+def test_stored_plans_keep_the_old_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_from_document(yaml.safe_load(NEW_NAMES), tmp_path)
+    stored = plan.model_dump(mode="json")
+    assert (stored["rescue"], stored["keep_builds"]) == (False, 3)
+    assert stored["simplify"]["plain_attention"] is False
+    assert stored["candidates"][0]["realised_in"] == "flags"
+    assert Plan.model_validate(stored) == plan
+    assert override_plan(plan, []) == plan
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("written", ["plain_attention", "rewrite_attention"])
+@pytest.mark.parametrize("override", ["plain_attention", "rewrite_attention"])
+def test_an_override_replaces_the_value_under_either_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, written: str, override: str
+) -> None:
+    document = {**MODEL, "simplify": {written: True}}
+    plan = plan_from_document(document, tmp_path, overrides=[f"simplify.{override}=false"])
+    assert not plan.simplify.rewrite_attention
+    assert len(caplog.messages) == (override == "plain_attention")
+
+
+def test_the_command_shows_the_warning_on_stderr(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(OLD_NAMES)
+    result = crucible("compile", "plan.yaml", "--out", "out", cwd=tmp_path)
+    assert result.err.splitlines()[0] == (
+        "plan 'plan': `rescue` is now called `fallback`; the old name still works"
+    )
+    assert result.out == ""
+
+
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
         plan_from_document({**MODEL, "nmae": "x", "accuracy": {"max_drop": "much"}}, tmp_path)
@@ -276,7 +358,7 @@ def test_every_key_of_the_plan_is_documented() -> None:
     assert missing == []
     assert {
         ("tensorrt", "plugins"),
-        ("candidates", "realised_in"),
+        ("candidates", "precision_from"),
         ("simplify", "surgery"),
         ("profiles", "values"),
     } <= set(sections)

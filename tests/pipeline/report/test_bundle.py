@@ -15,6 +15,8 @@ from tests.builders.cli import crucible_here
 from tests.integration.kills import engine_of, some_engine
 from tests.service.builders.jobs import write_out
 
+EARLIER_MANIFEST = Path(__file__).parents[2] / "data" / "earlier_engine.json"
+
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
@@ -69,6 +71,21 @@ def test_an_engine_without_a_manifest_opens(tmp_path: Path, engine: Engine) -> N
     (tmp_path / "engine" / "artifact.json").unlink()
     flip(tmp_path / "engine" / "weights.bin")
     assert not has_manifest(load_engine(tmp_path))
+
+
+def test_an_engine_of_an_earlier_build_opens(tmp_path: Path) -> None:
+    """Its manifest holds the build options under the names of that time, such as
+    `workspace_bytes`.
+    """
+    text = EARLIER_MANIFEST.read_text()
+    assert "workspace_bytes" in text
+    (tmp_path / "artifact.json").write_text(text)
+    (tmp_path / "engine.json").write_text(json.dumps(json.loads(text)["value"]))
+    (tmp_path / "model.onnx").write_bytes(b"built")
+    assert load_engine(tmp_path).digest.startswith("3f3f5947")
+    flip(tmp_path / "model.onnx")
+    with pytest.raises(DamagedError, match=r"'model\.onnx' has another digest"):
+        load_engine(tmp_path)
 
 
 def test_an_engine_from_no_store_gets_a_manifest(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_the_section_and_its_figure_follow_the_rescue_and_the_report_reads_back(
     files = write_report(report, tmp_path)
     assert load_report(tmp_path).rescues == report.rescues
     titles = [line for line in markdown(report).splitlines() if line.startswith("## ")]
-    assert titles[titles.index("## Rescue") + 1] == "## Which layers hurt"
+    assert titles[titles.index("## Fallback") + 1] == "## Which layers hurt"
     page = files.html_file.read_text()
     assert "<script" not in page
     drawn = (tmp_path / "figures" / "layer-errors-1.svg").read_text()

@@ -115,7 +115,7 @@ def test_a_rescue_is_told_step_by_step() -> None:
         ),
         ("tensorrt fp16 flags", "worst nodes kept in fp32", "-", "not tried"),
     )
-    assert "  rescue of tensorrt fp16 flags: keep /fc/Gemm in fp32" in verdict_lines(
+    assert "  fallback of tensorrt fp16 flags: keep /fc/Gemm in fp32" in verdict_lines(
         proven_report()
     )
 

@@ -61,7 +61,7 @@ def test_it_comes_after_the_users_own_surgery(tmp_path: Path, out: Path) -> None
 
 
 def test_it_can_be_left_out(tmp_path: Path, out: Path) -> None:
-    options = SimplifyConfig(enabled=False, plain_attention=False)
+    options = SimplifyConfig(enabled=False, rewrite_attention=False)
     assert simplify(model_of(tmp_path, written_out()), (), options, (), out, silent).notes == ()
     assert operator_histogram(out / "model.onnx")["Reshape"] == 2
 

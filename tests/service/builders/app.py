@@ -25,6 +25,7 @@ HOST = HostIdentity(devices={"cpu": "a CPU"}, digest="h")
 
 
 async def known_host() -> HostIdentity:
+    """Identity of a host whose hardware is not looked up."""
     return HOST
 
 
@@ -54,8 +55,8 @@ class Desk:
         while (job := (await self.client.get(f"/jobs/{job_id}")).json())["state"] not in states:
             assert time.monotonic() < end, job
             await asyncio.sleep(0.02)
-        found: dict[str, Any] = job
-        return found
+        state: dict[str, Any] = job
+        return state
 
     async def end_of(self, name: str) -> dict[str, Any]:
         answer = await self.compile(name)
@@ -71,6 +72,7 @@ class Desk:
 async def opened_desk(
     home: Path, traces: Any = None, worker: Sequence[str] = WORKER, **settings: Any
 ) -> AsyncIterator[Desk]:
+    """Run the application in this process, with a client."""
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
     app = create_app(Settings(home=home, **settings), worker, known_host, traces=traces)
@@ -85,8 +87,10 @@ async def opened_desk(
 
 
 def at_desk(home: Path, story: Callable[[Desk], Awaitable[None]], **settings: Any) -> None:
-    async def told() -> None:
+    """Run `story` against an application in this process."""
+
+    async def run() -> None:
         async with opened_desk(home, **settings) as desk:
             await story(desk)
 
-    asyncio.run(told())
+    asyncio.run(run())

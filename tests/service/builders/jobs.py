@@ -38,7 +38,7 @@ def write_out(out: Path, store: Path, real: Engine | None = None) -> Report:
     store, and runs if a real one is given.
     """
     report = sample_report()
-    winner = next(each for each in report.candidates if each.label == report.winner)
+    winner = next(candidate for candidate in report.candidates if candidate.label == report.winner)
     assert winner.engine is not None
     model = real or winner.engine
 
@@ -51,8 +51,8 @@ def write_out(out: Path, store: Path, real: Engine | None = None) -> Report:
 
     engine = Store(store).get(Key("build", 1, (model.digest,)), Engine, make).value
     winners = tuple(
-        each.model_copy(update={"engine": engine}) if each is winner else each
-        for each in report.candidates
+        candidate.model_copy(update={"engine": engine}) if candidate is winner else candidate
+        for candidate in report.candidates
     )
     report = report.model_copy(update={"candidates": winners})
     out.mkdir(parents=True)
@@ -130,8 +130,8 @@ async def running(
         write_out(home / "template", home / "template-store")
     database = Database(home / "crucible.db")
     store = store_kind(database)
-    given = Settings(home=home, **settings)  # type: ignore[arg-type]
-    runner = JobRunner(given, store, Leases(Devices(devices), clock), worker)
+    options = Settings(home=home, **settings)  # type: ignore[arg-type]
+    runner = JobRunner(options, store, Leases(Devices(devices), clock), worker)
     await runner.start()
     try:
         yield Bench(home, runner, store)

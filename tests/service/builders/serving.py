@@ -195,19 +195,19 @@ class DoubleServing:
 
     def find(self, caller: Caller, model: str | None, version: int | None = None) -> Served:
         shown = [each for each in self.served(caller) if version in (None, each.version)]
-        names = sorted({each.model for each in shown})
+        names = sorted({deployment.model for deployment in shown})
         if model is None and len(names) > 1:
             raise Unprocessable(
                 f"several models are deployed: {', '.join(names)}",
                 "name one: POST /models/NAME/infer",
             )
-        found = [each for each in shown if model in (None, each.model)]
-        if not found:
+        matches = [deployment for deployment in shown if model in (None, deployment.model)]
+        if not matches:
             raise NotFound(
                 f"no model '{model}'{f' in version {version}' if version else ''} is deployed",
                 "GET /models lists them",
             )
-        return found[-1]
+        return matches[-1]
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         served = self.find(request.caller, request.model, request.version)
@@ -224,12 +224,12 @@ class DoubleServing:
             outputs = model.compute(request.inputs)
         rows = next(iter(request.inputs.values())).shape[0] if served.batch.axes else 1
         self._count(served.model, succeeded=1, executions=1, rows=rows)
-        asked = {name: outputs[name] for name in request.outputs or outputs}
+        selection = {name: outputs[name] for name in request.outputs or outputs}
         return InferAnswer(
             served.model,
             served.version,
             served.device,
-            asked,
+            selection,
             replace(TIMING, batch_size=rows),
             request.id,
         )
@@ -350,6 +350,7 @@ def serving_models(home: Path, **settings: object) -> AbstractContextManager[Ser
 
 
 def statistics_of(double: DoubleServing, caller: Caller, model: str) -> Statistics:
+    """Statistics of one model."""
     return next(each for each in double.statistics(caller) if each.model == model)
 
 

@@ -14,12 +14,12 @@ from tests.service.builders.jobs import WORKER
 from tests.service.builders.serving import MODELS, UNLOADED, DoubleServing
 
 if __name__ == "__main__":
-    home, *given = sys.argv[1:]
-    told = {"port": 0, **dict(each.split("=") for each in given)}
-    names = str(told.pop("models", "")).split(",")
+    home, *words = sys.argv[1:]
+    options = {"port": 0, **dict(word.split("=") for word in words)}
+    names = str(options.pop("models", "")).split(",")
     models = {name: model for name, model in MODELS.items() if name in names or names == [""]}
     serve(
-        settings_from(os.environ, home=home, **told),
+        settings_from(os.environ, home=home, **options),
         WORKER,
         known_host,
         DoubleServing(models, UNLOADED),

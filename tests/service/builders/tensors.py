@@ -32,11 +32,11 @@ UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_le
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Outcome:
     """An answer, or a refusal."""
 
     code: str = ""  # of the error; empty: there is none
-    said: str = ""
+    message: str = ""
     retry_after: str | None = None
     request_id: str | None = None
     y: NDArray[np.generic] | None = None  # the first output
@@ -61,7 +61,8 @@ class Request:
         return np.asarray(self.x, DATATYPES.get(self.datatype, "float32"))
 
 
-def ask(server: Server, wire: str, request: Request) -> Asked:
+def ask(server: Server, wire: str, request: Request) -> Outcome:
+    """Send the request over one of WIRES."""
     return (_over_http if wire == "http" else _over_grpc)(server, request)
 
 
@@ -72,6 +73,7 @@ def key_of(home: Path, *scopes: str, owner: str = "") -> str:
 
 
 def metadata_of(key: str = "", request_id: str = "") -> tuple[tuple[str, str], ...]:
+    """Metadata of a call of gRPC."""
     return (
         *([("authorization", f"Bearer {key}")] if key else []),
         *([("x-request-id", request_id)] if request_id else []),
@@ -79,6 +81,7 @@ def metadata_of(key: str = "", request_id: str = "") -> tuple[tuple[str, str], .
 
 
 def message_of(request: Request) -> pb.ModelInferRequest:
+    """Message of gRPC for the request."""
     array = request.array
     tensor = pb.ModelInferRequest.InferInputTensor(
         name="x",
@@ -97,13 +100,14 @@ def message_of(request: Request) -> pb.ModelInferRequest:
 
 
 def method_of(channel: grpc.Channel, name: str) -> grpc.UnaryUnaryMultiCallable[object, bytes]:
+    """Method of the inference service that returns undecoded bytes."""
     return channel.unary_unary(
         f"/{SERVICE.full_name}/{name}",
         request_serializer=lambda message: message.SerializeToString(),
     )
 
 
-def _over_grpc(server: Server, request: Request) -> Asked:
+def _over_grpc(server: Server, request: Request) -> Outcome:
     compression = grpc.Compression.Gzip if request.gzip else None
     with grpc.insecure_channel(server.rpc, options=UNLIMITED) as channel:
         try:
@@ -114,22 +118,22 @@ def _over_grpc(server: Server, request: Request) -> Asked:
                 compression=compression,
             )
         except grpc.RpcError as error:
-            told: dict[str, Any] = {each.key: each.value for each in error.trailing_metadata()}
-            return Asked(
-                told.get("crucible-code", error.code().name),
+            metadata: dict[str, Any] = {each.key: each.value for each in error.trailing_metadata()}
+            return Outcome(
+                metadata.get("crucible-code", error.code().name),
                 error.details() or "",
-                told.get("retry-after"),
-                told.get("x-request-id"),
+                metadata.get("retry-after"),
+                metadata.get("x-request-id"),
             )
     answer = pb.ModelInferResponse.FromString(raw)
-    output, told = answer.outputs[0], dict(call.trailing_metadata())
+    output, metadata = answer.outputs[0], dict(call.trailing_metadata())
     y = np.frombuffer(answer.raw_output_contents[0], DATATYPES[output.datatype]).reshape(
         output.shape
     )
-    return Asked(request_id=told["x-request-id"], y=y)
+    return Outcome(request_id=metadata["x-request-id"], y=y)
 
 
-def _over_http(server: Server, request: Request) -> Asked:
+def _over_http(server: Server, request: Request) -> Outcome:
     array = request.array
     shape = list(array.shape if request.shape is None else request.shape)
     tensor = {
@@ -156,10 +160,10 @@ def _over_http(server: Server, request: Request) -> Asked:
     known = answer.headers.get("X-Request-Id")
     if answer.status_code != 200:
         refusal = answer.json()
-        return Asked(refusal["code"], refusal["error"], answer.headers.get("Retry-After"), known)
+        return Outcome(refusal["code"], refusal["error"], answer.headers.get("Retry-After"), known)
     length = int(answer.headers["Inference-Header-Content-Length"])
     (output,) = orjson.loads(answer.content[:length])["outputs"]
-    return Asked(
+    return Outcome(
         request_id=known,
         y=np.frombuffer(answer.content[length:], DATATYPES[output["datatype"]]).reshape(
             output["shape"]

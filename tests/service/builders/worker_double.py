@@ -94,9 +94,9 @@ class Faults:
 
     def eat(self) -> None:
         """1 GB/s."""
-        kept = []
+        blocks = []
         while True:
-            kept.append(b"x" * 100_000_000)
+            blocks.append(b"x" * 100_000_000)
             time.sleep(0.1)
 
     def fill(self) -> None:

@@ -45,7 +45,7 @@ def test_keys_are_made_and_revoked_beside_a_running_server(tmp_path: Path) -> No
 
     home = ("--home", tmp_path)
     with serving(tmp_path, keys_required=True) as server:
-        made = crucible(
+        result = crucible(
             "keys",
             "create",
             "--name",
@@ -58,15 +58,15 @@ def test_keys_are_made_and_revoked_beside_a_running_server(tmp_path: Path) -> No
             "team",
             *home,
         )
-        key = made.out.strip()
+        key = result.out.strip()
         prefix = key.split("_")[1]
-        assert made.err.splitlines() == [
+        assert result.err.splitlines() == [
             f"key {prefix} (compile, infer) of team; keep it, it is not shown again"
         ]
         assert status(key) == 200
         listed = crucible("keys", "list", "--json", *home)
         assert [
-            (each["prefix"], each["name"], each["revoked"]) for each in json.loads(listed.out)
+            (entry["prefix"], entry["name"], entry["revoked"]) for entry in json.loads(listed.out)
         ] == [(prefix, "ci", None)]
         assert prefix in crucible("keys", "list", *home).out
         assert key not in crucible("keys", "list", *home).out
@@ -80,8 +80,8 @@ def test_keys_are_made_and_revoked_beside_a_running_server(tmp_path: Path) -> No
         without = at(server, "jobs")
         assert (without.code, "this service needs a key" in without.err) == (1, True)
     for wrong in (("create", "--name", "x", "--scope", "root"), ("revoke", prefix)):
-        done = crucible("keys", *wrong, *home)
-        assert (done.code, "bug" in done.err) == (1, False), done.err
+        refusal = crucible("keys", *wrong, *home)
+        assert (refusal.code, "bug" in refusal.err) == (1, False), refusal.err
 
 
 def test_a_container_gets_its_first_admin_key_by_file(tmp_path: Path) -> None:
@@ -96,19 +96,19 @@ def test_a_container_gets_its_first_admin_key_by_file(tmp_path: Path) -> None:
 
 def test_a_model_is_sent_followed_and_its_report_read(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        done = submit(server, tmp_path, "succeed", "--wait")
-        assert done.code == 0, done.err
-        job = done.summary
+        result = submit(server, tmp_path, "succeed", "--wait")
+        assert result.code == 0, result.err
+        job = result.summary
         assert (job["state"], job["verdict"]) == ("succeeded", "accepted")
-        assert [line.split()[0] for line in done.err.splitlines()] == [
+        assert [line.split()[0] for line in result.err.splitlines()] == [
             "queued",
             "running",
             "done",
             "succeeded",
         ]
         report = f"{server.url}/reports/{job['id']}"
-        assert "ACCEPTED" in done.out
-        assert f"report: {report}" in done.out
+        assert "ACCEPTED" in result.out
+        assert f"report: {report}" in result.out
 
         quiet = at(server, "wait", str(job["id"]), "--json")
         assert (quiet.code, quiet.err, len(quiet.out.splitlines()), quiet.summary) == (
@@ -185,11 +185,11 @@ def test_a_failed_job_is_tried_again_and_a_model_alone_is_sent_with_its_range(
 def test_what_a_job_made_is_fetched_as_compile_leaves_it(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         job, place = ended(server, upload(tmp_path, "succeed")), tmp_path / "mine"
-        done = at(server, "download", job, "--out", place)
-        assert (done.code, done.summary) == (
+        result = at(server, "download", job, "--out", place)
+        assert (result.code, result.summary) == (
             0,
             {"folder": str(place), "engine": str(place / "engine")},
-        ), done.err
+        ), result.err
         with Client(server.url) as client:
             client.download(job, place)  # again, over what is there
             failed = ended(server, upload(tmp_path, "fail"))
@@ -203,9 +203,9 @@ def test_what_a_job_made_is_fetched_as_compile_leaves_it(tmp_path: Path) -> None
         }
         assert not (tmp_path / "none").exists()
         published = Folders(tmp_path).report(job)
-        found = [path for path in published.rglob("*") if path.is_file()]
-        kept = ("engine.json", "sha256.json")
-        files = [path.relative_to(published) for path in found if path.name not in kept]
+        paths = [path for path in published.rglob("*") if path.is_file()]
+        ignored = ("engine.json", "sha256.json")
+        files = [path.relative_to(published) for path in paths if path.name not in ignored]
         assert [(place / file).read_bytes() for file in files] == [
             (published / file).read_bytes() for file in files
         ]
@@ -229,9 +229,13 @@ def test_what_is_rejected_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / "template" / JSON_NAME).write_text(report.model_dump_json())
     shutil.rmtree(tmp_path / "template" / "engine")
     with serving(tmp_path) as server:
-        done = submit(server, tmp_path, "succeed", "--wait")
-        assert (done.code, done.summary["verdict"], "REJECTED" in done.out) == (2, "rejected", True)
-        got = at(server, "download", str(done.summary["id"]), "--out", tmp_path / "out")
+        result = submit(server, tmp_path, "succeed", "--wait")
+        assert (result.code, result.summary["verdict"], "REJECTED" in result.out) == (
+            2,
+            "rejected",
+            True,
+        )
+        got = at(server, "download", str(result.summary["id"]), "--out", tmp_path / "out")
         assert (got.code, got.summary["engine"], (tmp_path / "out" / "report.md").is_file()) == (
             0,
             None,
@@ -240,7 +244,7 @@ def test_what_is_rejected_ends_with_2(tmp_path: Path) -> None:
 
 
 def test_what_a_stage_is_called_is_no_markup() -> None:
-    told = {
+    data = {
         "at": "",
         "stage": "[/red]",
         "subject": "[/b]",
@@ -252,12 +256,12 @@ def test_what_a_stage_is_called_is_no_markup() -> None:
     }
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as shown:
-        StageProgress(console)(stage_of(Event(1, "stage", told)))
+        StageProgress(console)(stage_of(Event(1, "stage", data)))
     assert shown.get() == "  done       1.0 s  [/red] [/b]\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("submit",), "expected a model"),
         (("submit", "m.onnx", "--config", "digits"), "expected a model"),
@@ -280,17 +284,21 @@ def test_what_a_stage_is_called_is_no_markup() -> None:
     ],
 )
 def test_what_is_asked_wrongly_is_told_with_a_next_step(
-    arguments: tuple[str, ...], said: str, tmp_path: Path
+    arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    done = crucible(*arguments, cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert said in done.err
-    assert "\nnext " in done.err
+    result = crucible(*arguments, cwd=tmp_path)
+    assert (result.code, result.out) == (1, "")
+    assert message in result.err
+    assert "\nnext " in result.err
 
 
 def test_a_key_is_never_told(tmp_path: Path) -> None:
-    done = crucible("jobs", env={"CRUCIBLE_KEY": "cru_hunter2"})
-    assert (done.code, "not a Crucible key" in done.err, "hunter2" in done.err) == (1, True, False)
+    result = crucible("jobs", env={"CRUCIBLE_KEY": "cru_hunter2"})
+    assert (result.code, "not a Crucible key" in result.err, "hunter2" in result.err) == (
+        1,
+        True,
+        False,
+    )
 
 
 def test_a_model_is_asked_with_a_file(tmp_path: Path) -> None:
@@ -299,25 +307,25 @@ def test_a_model_is_asked_with_a_file(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", x)
     (tmp_path / "x.json").write_text(json.dumps({"inputs": {"a": x.tolist(), "b": x.tolist()}}))
     with serving_models(tmp_path) as server:
-        done = at(
+        result = at(
             server, "infer", tmp_path / "x.npz", "--model", "add", "--out", tmp_path / "y.npz"
         )
-        assert done.code == 0, done.err
+        assert result.code == 0, result.err
         assert (
             "add version 2 on cpu: queue 1.000 ms, copy in 2.000 ms, compute 3.000 ms, copy out"
-            " 4.000 ms; batch of 2" in done.out
+            " 4.000 ms; batch of 2" in result.out
         )
         assert sorted(np.load(tmp_path / "y.npz")) == ["difference", "sum"]
         np.testing.assert_array_equal(np.load(tmp_path / "y.npz")["sum"], 2 * x)
-        told = at(
+        result = at(
             server, "infer", tmp_path / "x.json", "--model", "add", "--output", "sum", "--json"
         )
-        assert told.summary["outputs"] == {"sum": (2 * x).tolist()}
-        for arguments, said in (
+        assert result.summary["outputs"] == {"sum": (2 * x).tolist()}
+        for arguments, message in (
             ((tmp_path / "x.npy",), "several models are deployed: add, broken"),
             ((tmp_path / "x.npy", "--model", "add"), "a .npy file can be one input"),
             ((tmp_path / "y.npy", "--model", "add"), "cannot read"),
             ((tmp_path / "server.log", "--model", "add"), "unknown file suffix"),
         ):
             refused = at(server, "infer", *arguments)
-            assert (refused.code, said in refused.err) == (1, True), refused.err
+            assert (refused.code, message in refused.err) == (1, True), refused.err

@@ -28,9 +28,9 @@ def reports(home: Path, *layers: int) -> list[str]:
     try:
         return [
             ended_job(
-                Folders(home), JobStore(database), engine=linear(home / "engines", layers=each)
+                Folders(home), JobStore(database), engine=linear(home / "engines", layers=layer)
             )
-            for each in layers
+            for layer in layers
         ]
     finally:
         database.close()
@@ -43,10 +43,11 @@ def at(server: Server, *arguments: str) -> Result:
 def test_a_model_is_promoted_loaded_rolled_back_and_unloaded_by_commands(tmp_path: Path) -> None:
     first, second = reports(tmp_path, 1, 2)
     with serving(tmp_path) as server:
-        done = at(server, "promote", "m", first)
+        result = at(server, "promote", "m", first)
         assert (
-            done.out == "model m: version 1 (onnxruntime fp32) is current, the model is unloaded\n"
-        ), done.err
+            result.out
+            == "model m: version 1 (onnxruntime fp32) is current, the model is unloaded\n"
+        ), result.err
         assert at(server, "load", "m", "--max-delay-ms", "1", "--overlap").out.endswith(
             "is current, version 1 answers on cpu\n"
         )
@@ -64,7 +65,7 @@ def test_a_model_is_promoted_loaded_rolled_back_and_unloaded_by_commands(tmp_pat
         assert "version 1 answers on cpu" in at(server, "rollback", "m").out
         assert at(server, "unload", "m").out == "model m is unloaded\n"
 
-        for arguments, said in (
+        for arguments, message in (
             (("rollback", "m"), "version 1 of 'm' was the first"),
             (
                 ("load", "m", "--instances", "0"),
@@ -73,7 +74,7 @@ def test_a_model_is_promoted_loaded_rolled_back_and_unloaded_by_commands(tmp_pat
             (("promote", "m", "no job"), "neither a job's id nor an address"),
         ):
             refused = at(server, *arguments)
-            assert (refused.code, said in refused.err) == (1, True), refused.err
+            assert (refused.code, message in refused.err) == (1, True), refused.err
 
 
 def test_a_model_is_measured_again_and_the_job_followed(tmp_path: Path) -> None:
@@ -81,13 +82,13 @@ def test_a_model_is_measured_again_and_the_job_followed(tmp_path: Path) -> None:
     does(tmp_path, job, "succeed")
     with serving(tmp_path) as server, Client(server.url) as client:
         client.promote("m", job)
-        done = at(server, "benchmark", "m")
-        assert done.code == 0, done.err
-        assert (done.summary["state"], done.summary["measures"]) == (
+        result = at(server, "benchmark", "m")
+        assert result.code == 0, result.err
+        assert (result.summary["state"], result.summary["measures"]) == (
             "succeeded",
             {"model": "m", "version": 1},
         )
-        assert [line.split()[0] for line in done.err.splitlines()] == [
+        assert [line.split()[0] for line in result.err.splitlines()] == [
             "queued",
             "running",
             "done",
@@ -96,7 +97,7 @@ def test_a_model_is_measured_again_and_the_job_followed(tmp_path: Path) -> None:
         assert [
             word
             for word in ("samples/s", "pytorch eager fp32", "ACCEPTED", "/reports/")
-            if word not in done.out
+            if word not in result.out
         ] == []
         assert len(at(server, "benchmark", "m", "--version", "1", "--json").out.splitlines()) == 1
         assert "benchmark of m 1" in at(server, "jobs").out
@@ -104,13 +105,13 @@ def test_a_model_is_measured_again_and_the_job_followed(tmp_path: Path) -> None:
             client.benchmark("m", idempotency_key="a").id
             == client.benchmark("m", idempotency_key="a").id
         )
-        for arguments, said in (
+        for arguments, message in (
             (("n",), "no model 'n'"),
             (("m", "--version", "2"), "no version 2"),
             (("m", "--version", "0"), "--version"),
         ):
             refused = at(server, "benchmark", *arguments)
-            assert (refused.code, said in refused.err) == (1, True), refused.err
+            assert (refused.code, message in refused.err) == (1, True), refused.err
 
         does(tmp_path, job, "fail")
         failed = at(server, "benchmark", "m")
@@ -140,14 +141,12 @@ def test_the_client_says_the_same(tmp_path: Path) -> None:
         assert client.shapes("m").shapes == ()
         client.unload("m")
         assert client.model("m").deployment.state == "unloaded"
-        with pytest.raises(RemoteError, match="was the first") as caught:
+        with pytest.raises(RemoteError, match="was the first") as error:
             client.rollback("m")
-        assert (caught.value.status, caught.value.code) == (409, "service.conflict")
+        assert (error.value.status, error.value.code) == (409, "service.conflict")
 
 
-def test_a_server_that_is_killed_leaves_no_process_and_loads_again_what_was_deployed(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_server_leaves_no_process_and_reloads_its_deployments(tmp_path: Path) -> None:
     (job,) = reports(tmp_path, 1)
     with serving(tmp_path) as server, Client(server.url) as client:
         client.promote("killed", job)

@@ -97,8 +97,8 @@ def test_the_open_inference_protocol(binary: bool) -> None:
             header["parameters"]["compute_ms"],
         ) == ("m", "3", "id7", 3.0)
         body = orjson.dumps({"inputs": header["outputs"]})
-        found = parse_request(body + b"".join(parts[1:]), len(body) if binary else None)
-        assert equal(found.inputs["y"], array)
+        request = parse_request(body + b"".join(parts[1:]), len(body) if binary else None)
+        assert equal(request.inputs["y"], array)
 
 
 def test_several_tensors_in_binary_and_what_else_a_request_says() -> None:
@@ -109,18 +109,18 @@ def test_several_tensors_in_binary_and_what_else_a_request_says() -> None:
         "outputs": [{"name": "a", "parameters": {"binary_data": False}}],
     }
     length, parts = binary_form(tensors, rest)
-    found = parse_request(b"".join(parts), length)
-    assert all(equal(found.inputs[name], array) for name, array in tensors.items())
-    assert (found.id, found.timeout_s, found.outputs) == ("7", 1.5, ("a",))
-    assert (found.wants_binary("a"), found.wants_binary("b")) == (False, True)
+    request = parse_request(b"".join(parts), length)
+    assert all(equal(request.inputs[name], array) for name, array in tensors.items())
+    assert (request.id, request.timeout_s, request.outputs) == ("7", 1.5, ("a",))
+    assert (request.wants_binary("a"), request.wants_binary("b")) == (False, True)
 
 
 def test_json_of_our_own() -> None:
     for array in arrays():
         if array.size:  # an empty list tells no other axes
             values = orjson.loads(encode_json(answer(y=array)))["outputs"]["y"]
-            found = parse_json(orjson.dumps({"inputs": {"y": values}}), {"y": array.dtype.name})
-            assert equal(found.inputs["y"], array)
+            request = parse_json(orjson.dumps({"inputs": {"y": values}}), {"y": array.dtype.name})
+            assert equal(request.inputs["y"], array)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
@@ -141,28 +141,28 @@ def test_a_bomb_is_found_before_it_is_unpacked() -> None:
 
 def test_only_who_names_one_encoding_gets_it() -> None:
     assert [
-        accepted_encoding(given)
-        for given in ("gzip", "Deflate", "", "gzip, deflate", "gzip;q=0", "br", "*")
+        accepted_encoding(value)
+        for value in ("gzip", "Deflate", "", "gzip, deflate", "gzip;q=0", "br", "*")
     ] == ["gzip", "deflate", *[None] * 5]
 
 
 # -- refused -----------------------------------------------------------------
 
 
-def item(**given: Any) -> dict[str, Any]:
-    return {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2], **given}
+def item(**fields: Any) -> dict[str, Any]:
+    return {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2], **fields}
 
 
 def without(name: str) -> dict[str, Any]:
     return {key: value for key, value in item().items() if key != name}
 
 
-def binary(size: object, **given: Any) -> dict[str, Any]:
-    return {**without("data"), "parameters": {"binary_data_size": size}, **given}
+def binary(size: object, **fields: Any) -> dict[str, Any]:
+    return {**without("data"), "parameters": {"binary_data_size": size}, **fields}
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "message"),
     [
         ("[]", "a JSON object, got list"),
         ("{", "is not JSON"),
@@ -227,29 +227,29 @@ def binary(size: object, **given: Any) -> dict[str, Any]:
         ({"inputs": [item()], "outputs": [{}]}, "`name of outputs` to be a text"),
     ],
 )
-def test_a_request_of_the_protocol_that_is_not_right(document: object, said: str) -> None:
+def test_a_request_of_the_protocol_that_is_not_right(document: object, message: str) -> None:
     body = document.encode() if isinstance(document, str) else json.dumps(document).encode()
-    with pytest.raises(Unprocessable, match=said):
+    with pytest.raises(Unprocessable, match=message):
         parse_request(body, None)
 
 
 def test_lengths_that_do_not_fit_and_another_dtype() -> None:
     body = orjson.dumps({"inputs": [binary(8)]})
     spec = TensorSpec(name="x", dtype="float64", shape=(2,))
-    for found, length, said in (
+    for content, length, message in (
         (body + b"8 bytes.", len(body) + 9, "Inference-Header-Content-Length is"),
         (body + b"8 bytes.", None, "is not JSON"),
         (body + b"more than 8 bytes", len(body), "9 bytes are left behind"),
         (body + b"less", len(body), "8 bytes, got 4"),
     ):
-        with pytest.raises(Unprocessable, match=said):
-            parse_request(found, length)
+        with pytest.raises(Unprocessable, match=message):
+            parse_request(content, length)
     with pytest.raises(Unprocessable, match=r"expected float64 \(FP64\), got float32 \(FP32\)"):
         parse_request(body + b"8 bytes.", len(body), [spec])
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "message"),
     [
         ({}, "expected `inputs` to be an object"),
         ({"inputs": [[1]]}, "expected `inputs` to be an object"),
@@ -260,8 +260,8 @@ def test_lengths_that_do_not_fit_and_another_dtype() -> None:
         ({"inputs": {"x": [1]}, "timeout_s": True}, "`timeout_s` to be a number of seconds"),
     ],
 )
-def test_json_of_our_own_that_is_not_right(document: object, said: str) -> None:
-    with pytest.raises(Unprocessable, match=said):
+def test_json_of_our_own_that_is_not_right(document: object, message: str) -> None:
+    with pytest.raises(Unprocessable, match=message):
         parse_json(orjson.dumps(document), {"x": "float32"})
 
 
@@ -269,7 +269,7 @@ def test_json_of_our_own_that_is_not_right(document: object, said: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
 def test_what_is_not_finite_is_never_null(dtype: str, value: float) -> None:
     array = np.array([1.0, value], dtype_of("y", dtype))
-    for encode in (encode_json, lambda found: encode_answer(found, OipRequest({}))):
+    for encode in (encode_json, lambda outputs: encode_answer(outputs, OipRequest({}))):
         with pytest.raises(Unprocessable, match="'y' holds 1 of 2 values that are not finite"):
             encode(answer(y=array))
     body = encode_answer(answer(y=array), OipRequest({}, binary=True))[1]
@@ -287,7 +287,7 @@ def headed(header: str, data: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b"", "is not a .npy file"),
         (b"\x93NUMPY\x09\x00", "is not a .npy file"),
@@ -315,8 +315,8 @@ def headed(header: str, data: bytes = b"") -> bytes:
         ),
     ],
 )
-def test_npy_that_is_not_right(body: bytes, said: str) -> None:
-    with pytest.raises(Unprocessable, match=said):
+def test_npy_that_is_not_right(body: bytes, message: str) -> None:
+    with pytest.raises(Unprocessable, match=message):
         array_from_npy(body, "x")
 
 
@@ -335,13 +335,13 @@ def test_npz_that_is_not_right() -> None:
     many = {f"x{number}": b"" for number in range(1001)}
     with pytest.raises(TooLarge, match="has 1001 arrays"):
         arrays_from_npz(zipped(zipfile.ZIP_DEFLATED, **many), 10**6)
-    for bad, said in (
+    for bad, message in (
         (b"", "not a .npz"),
         (good[:-10], "not a .npz"),
         (good[:40] + b"xxxx" + good[44:], "not a .npz"),
         (zipped(x=b"abc"), "'x' is not a .npy"),
     ):
-        with pytest.raises(Unprocessable, match=said):
+        with pytest.raises(Unprocessable, match=message):
             arrays_from_npz(bad, 10**6)
     smaller = bytearray(good)  # says that it unpacks to 1000 bytes
     where = good.index(b"PK\x01\x02") + 24
@@ -398,7 +398,7 @@ def test_any_request_is_taken_or_refused(items: list[Any], outputs: object, data
 @settings(max_examples=300, deadline=None)
 @given(some.data())
 def test_a_damaged_file_is_taken_or_refused(data: some.DataObject) -> None:
-    whole = data.draw(
+    original = data.draw(
         some.sampled_from(
             [
                 saved(np.arange(6.0)),
@@ -407,8 +407,8 @@ def test_a_damaged_file_is_taken_or_refused(data: some.DataObject) -> None:
             ]
         )
     )
-    body = bytearray(whole)
+    body = bytearray(original)
     for _ in range(data.draw(some.integers(1, 4))):
         body[data.draw(some.integers(0, len(body) - 1))] = data.draw(some.integers(0, 255))
-    taken_or_refused(lambda given: array_from_npy(given, "x"), bytes(body))
-    taken_or_refused(lambda given: arrays_from_npz(given, 10**6), bytes(body))
+    taken_or_refused(lambda content: array_from_npy(content, "x"), bytes(body))
+    taken_or_refused(lambda content: arrays_from_npz(content, 10**6), bytes(body))

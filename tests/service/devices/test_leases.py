@@ -28,11 +28,11 @@ def test_a_lease_is_given_when_the_other_is_given_back() -> None:
     async def story() -> None:
         leases = Leases(Devices(("cpu",)))
         assert await leases.ask(BUILD) == BUILD
-        asked = asyncio.ensure_future(leases.ask(MEASURE))
+        request = asyncio.ensure_future(leases.ask(MEASURE))
         await settled()
-        assert not asked.done()
+        assert not request.done()
         leases.give_back("a", "cpu")
-        assert await asked == MEASURE
+        assert await request == MEASURE
         leases.give_back("b", "cpu", "measure")
         assert leases.devices.held == ()
 
@@ -54,10 +54,10 @@ def test_who_goes_away_waits_no_more() -> None:
     async def story() -> None:
         leases = Leases(Devices(("cpu",)))
         await leases.ask(BUILD)
-        asked = asyncio.ensure_future(leases.ask(MEASURE))
+        request = asyncio.ensure_future(leases.ask(MEASURE))
         await settled()
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
         assert (leases.devices.waiting, leases.devices.held) == ((), (BUILD,))
 
     asyncio.run(story())
@@ -68,11 +68,11 @@ def test_measuring_beside_what_serves_is_contended_when_the_patience_is_over() -
         clock = Clock()
         leases = Leases(Devices(("cpu",)), clock)
         leases.serve("s", "cpu")
-        asked = asyncio.ensure_future(leases.ask(MEASURE, patience_s=0.01))
+        request = asyncio.ensure_future(leases.ask(MEASURE, patience_s=0.01))
         await settled()
-        assert not asked.done()
+        assert not request.done()
         clock.now += dt.timedelta(seconds=1)
-        assert (await asked).contended
+        assert (await request).contended
         leases.close()
 
     asyncio.run(story())

@@ -32,11 +32,11 @@ def typed(datatype: str, values: list[float], shape: tuple[int, ...], field: str
 @pytest.mark.parametrize("datatype", CONTENTS)
 def test_typed_contents_of_every_datatype_that_has_a_field(datatype: str) -> None:
     for array in some_arrays(DATATYPES[datatype]):
-        found = request_from(
+        result = request_from(
             request(typed(datatype, array.ravel().tolist(), array.shape)), LOCAL, None
         )
-        assert found.inputs["x"].dtype == array.dtype
-        assert np.array_equal(found.inputs["x"], array)
+        assert result.inputs["x"].dtype == array.dtype
+        assert np.array_equal(result.inputs["x"], array)
 
 
 @pytest.mark.parametrize("datatype", CONTENTS)
@@ -100,22 +100,22 @@ def test_what_no_client_sends_is_left_to_a_helper(data: bytes) -> None:
 def test_raw_bytes_of_every_datatype_also_0d_and_empty(datatype: str) -> None:
     for shape in ((3, 5), (), (0, 4)):
         array = next(some_arrays(DATATYPES[datatype], shape))
-        found = request_from(
+        result = request_from(
             request(Input(name="x", datatype=datatype, shape=shape), raw=(array.tobytes(),)),
             LOCAL,
             None,
         )
-        assert (found.inputs["x"].dtype, found.inputs["x"].shape) == (array.dtype, shape)
-        assert found.inputs["x"].tobytes() == array.tobytes()
+        assert (result.inputs["x"].dtype, result.inputs["x"].shape) == (array.dtype, shape)
+        assert result.inputs["x"].tobytes() == array.tobytes()
 
 
 def test_an_empty_tensor_needs_no_contents() -> None:
-    found = request_from(request(Input(name="x", datatype="INT16", shape=(0, 4))), LOCAL, None)
-    assert (found.inputs["x"].dtype, found.inputs["x"].shape) == (np.dtype(np.int16), (0, 4))
+    result = request_from(request(Input(name="x", datatype="INT16", shape=(0, 4))), LOCAL, None)
+    assert (result.inputs["x"].dtype, result.inputs["x"].shape) == (np.dtype(np.int16), (0, 4))
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "text"),
     [
         (request(typed("FP32", [1.0], (2,))), r"shape \[2\] has 2 values, got 1"),
         (
@@ -154,17 +154,17 @@ def test_an_empty_tensor_needs_no_contents() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(message: pb.ModelInferRequest, said: str) -> None:
-    with pytest.raises(Unprocessable, match=said):
+def test_what_does_not_fit_is_named(message: pb.ModelInferRequest, text: str) -> None:
+    with pytest.raises(Unprocessable, match=text):
         request_from(message, LOCAL, None)
 
 
 def test_nan_and_infinity_pass_as_typed_contents() -> None:
-    found = request_from(
+    values = request_from(
         request(typed("FP32", [float("nan"), float("-inf")], (2,))), LOCAL, None
     ).inputs["x"]
-    assert np.isnan(found[0])
-    assert found[1] == -np.inf
+    assert np.isnan(values[0])
+    assert values[1] == -np.inf
 
 
 @pytest.mark.parametrize(
@@ -211,18 +211,18 @@ def test_answers_hold_the_bytes_in_order_and_the_times() -> None:
         "b": np.array(1.5, ml_dtypes.bfloat16),
         "c": np.zeros((0, 2), bool),
     }
-    told = message_from(
+    message = message_from(
         InferAnswer("m", 3, "gpu:0", outputs, Timing(0.5, 0.001, 0.002, 0.003, 7), "id")
     )
-    assert [(output.name, output.datatype, list(output.shape)) for output in told.outputs] == [
+    assert [(output.name, output.datatype, list(output.shape)) for output in message.outputs] == [
         ("a", "FP32", [3, 2]),
         ("b", "BF16", []),
         ("c", "BOOL", [0, 2]),
     ]
-    assert list(told.raw_output_contents) == [array.tobytes() for array in outputs.values()]
-    assert (told.model_name, told.model_version, told.id) == ("m", "3", "id")
+    assert list(message.raw_output_contents) == [array.tobytes() for array in outputs.values()]
+    assert (message.model_name, message.model_version, message.id) == ("m", "3", "id")
     assert (
-        told.parameters["queue_ms"].double_param,
-        told.parameters["batch_size"].int64_param,
+        message.parameters["queue_ms"].double_param,
+        message.parameters["batch_size"].int64_param,
     ) == (500.0, 7)
-    assert told.parameters["device"].string_param == "gpu:0"
+    assert message.parameters["device"].string_param == "gpu:0"

@@ -49,18 +49,18 @@ def kinds(root: type[ServiceError]) -> Iterator[type[ServiceError]]:
 def test_what_is_generated_is_that_of_the_definitions(tmp_path: Path) -> None:
     """`make protos` mends it."""
     generate.generate(tmp_path)
-    made = sorted(file.name for file in tmp_path.iterdir())
-    assert made == [
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == [
         "descriptors.binpb",
         "grpc_service_pb2.pyi",
         "health_pb2.pyi",
         "model_config.binpb",
         "model_config_pb2.pyi",
     ]
-    for name in made:
+    for name in names:
         config = generate.TRITON_CONFIG
-        kept = config if name == config.name else generate.FOLDER / name
-        assert (tmp_path / name).read_bytes() == kept.read_bytes()
+        original = config if name == config.name else generate.FOLDER / name
+        assert (tmp_path / name).read_bytes() == original.read_bytes()
 
 
 def test_every_refusal_has_a_status() -> None:
@@ -107,9 +107,9 @@ def test_health_is_told_without_a_key_and_watched_until_the_end(tmp_path: Path) 
                     "SERVING",
                     "SERVICE_UNKNOWN",
                 ]
-                with pytest.raises(grpc.aio.AioRpcError, match="no service 'other'") as caught:
+                with pytest.raises(grpc.aio.AioRpcError, match="no service 'other'") as error:
                     await check(other)
-                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+                assert error.value.code() is grpc.StatusCode.NOT_FOUND
                 await desk.service.stop()
                 assert (status(await check(b"")), status(await watched.read())) == (
                     "NOT_SERVING",
@@ -139,11 +139,11 @@ def test_our_own_fault_is_told_without_its_trace_and_the_server_lives(tmp_path: 
                 infer: Any = channel.unary_unary(f"/{SERVICE.full_name}/ModelInfer")
                 data = message_of(Request("same_float32", [[1.0]])).SerializeToString()
                 for _ in range(2):
-                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    with pytest.raises(grpc.aio.AioRpcError) as error:
                         await infer(data, metadata=(("x-request-id", "r17"),))
-                    assert caught.value.code() is grpc.StatusCode.INTERNAL
-                    assert "logged as request r17" in str(caught.value.details())
-                    assert "ZeroDivision" not in str(caught.value)
+                    assert error.value.code() is grpc.StatusCode.INTERNAL
+                    assert "logged as request r17" in str(error.value.details())
+                    assert "ZeroDivision" not in str(error.value)
                 with pytest.raises(
                     grpc.aio.AioRpcError, match=r"this is no inference\.ModelInferRequest"
                 ):
@@ -207,9 +207,9 @@ def test_long_lists_of_numbers_are_read_by_a_helper_and_nobody_waits_for_them(
                 stream: Any = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(
                     iter([wrong])
                 )
-                told = pb.ModelStreamInferResponse.FromString(await stream.read())
-                assert "shape [2, 20000] has 40000 values, got 20000" in told.error_message
-                assert told.infer_response.id == "eight"
+                response = pb.ModelStreamInferResponse.FromString(await stream.read())
+                assert "shape [2, 20000] has 40000 values, got 20000" in response.error_message
+                assert response.infer_response.id == "eight"
                 (helper,) = [
                     child
                     for child in psutil.Process().children()
@@ -295,9 +295,9 @@ def test_both_ports_speak_tls(tmp_path: Path, certificate: tuple[Path, Path, Pat
                     message_of(Request("same_float32", [[1.0]])), WITHIN_S
                 )
                 assert pb.ModelInferResponse.FromString(raw).model_name == "same_float32"
-            with grpc.insecure_channel(rpc[1]) as channel, pytest.raises(grpc.RpcError) as caught:
+            with grpc.insecure_channel(rpc[1]) as channel, pytest.raises(grpc.RpcError) as error:
                 method_of(channel, "ServerLive")(pb.ServerLiveRequest(), WITHIN_S)
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
             with pytest.raises(httpx.HTTPError):
                 httpx.get(url[1].replace("https", "http"))
             with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
@@ -328,6 +328,6 @@ def test_files_that_do_not_belong_together_are_refused(
         with pytest.raises(UserError, match="cannot serve TLS with the certificate"):
             tls_from(Settings(home=tmp_path, tls_certificate=first, tls_key=second))
     assert tls_from(Settings(home=tmp_path)) is None
-    found = tls_from(Settings(home=tmp_path, tls_certificate=chain, tls_key=key))
-    assert found is not None
-    assert found.key == key.read_bytes()
+    certificates = tls_from(Settings(home=tmp_path, tls_certificate=chain, tls_key=key))
+    assert certificates is not None
+    assert certificates.key == key.read_bytes()

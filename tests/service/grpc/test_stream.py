@@ -49,9 +49,9 @@ async def sent(*requests: bytes, open_end: bool = False) -> AsyncIterator[bytes]
 
 
 def test_they_are_begun_together_and_answered_in_order() -> None:
-    async def told() -> None:
+    async def run() -> None:
         story = Story()
-        whole = asyncio.create_task(
+        task = asyncio.create_task(
             answer_each(sent(b"a", b"b", b"c"), story.answer, story.write, story.stopping)
         )
         await story.settle()
@@ -60,16 +60,16 @@ def test_they_are_begun_together_and_answered_in_order() -> None:
         await story.settle()
         assert story.written == []
         story.finish(b"a")
-        await whole
+        await task
         assert story.written == [b"A", b"B", b"C"]
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 def test_only_so_many_are_in_work() -> None:
-    async def told() -> None:
+    async def run() -> None:
         story, names = Story(), [str(number).encode() for number in range(MAX_REQUESTS + 10)]
-        whole = asyncio.create_task(
+        task = asyncio.create_task(
             answer_each(sent(*names), story.answer, story.write, story.stopping)
         )
         await story.settle()
@@ -78,41 +78,41 @@ def test_only_so_many_are_in_work() -> None:
         await story.settle()
         assert (len(story.begun), story.written) == (MAX_REQUESTS + 1, [b"0"])
         story.finish(*names)
-        await whole
+        await task
         assert story.written == names
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 def test_a_client_that_goes_cancels_what_is_not_answered() -> None:
-    async def told() -> None:
+    async def run() -> None:
         story, names = Story(), [str(number).encode() for number in range(MAX_REQUESTS + 10)]
-        whole = asyncio.create_task(
+        task = asyncio.create_task(
             answer_each(sent(*names), story.answer, story.write, story.stopping)
         )
         await story.settle()
-        whole.cancel()
+        task.cancel()
         with suppress(asyncio.CancelledError):
-            await whole
-        assert whole.cancelled()
+            await task
+        assert task.cancelled()
         assert sorted(story.cancelled) == sorted(names[:MAX_REQUESTS])
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 def test_a_server_that_stops_answers_what_has_come() -> None:
-    async def told() -> None:
+    async def run() -> None:
         story = Story()
-        whole = asyncio.create_task(
+        task = asyncio.create_task(
             answer_each(sent(b"a", b"b", open_end=True), story.answer, story.write, story.stopping)
         )
         await story.settle()
         story.stopping.set()
         await story.settle()
-        assert not whole.done()
+        assert not task.done()
         story.finish(b"a", b"b")
         with pytest.raises(Unavailable, match="the server is stopping"):
-            await whole
+            await task
         assert story.written == [b"A", b"B"]
 
-    asyncio.run(told())
+    asyncio.run(run())

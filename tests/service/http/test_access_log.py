@@ -32,13 +32,13 @@ def logged(tmp_path: Path, program: str) -> list[dict[str, Any]]:
         "import logging; from service import logs; from service.settings import Settings;"
         f" logs.configure(Settings(home={str(tmp_path)!r}))\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", begin + textwrap.dedent(program)],
         capture_output=True,
         text=True,
         check=True,
     )
-    return [json.loads(line) for line in done.stderr.splitlines()]
+    return [json.loads(line) for line in result.stderr.splitlines()]
 
 
 def ask(metrics: Metrics, path: str, route: str | None, status: int = 200) -> None:
@@ -91,14 +91,14 @@ def test_a_line_that_cannot_be_written_fails_nobodys_work(tmp_path: Path) -> Non
     print("done")
     """
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(program)],
             stdout=subprocess.PIPE,
             stderr=full,
             text=True,
             check=False,
         )
-    assert done.stdout == "done\n"
+    assert result.stdout == "done\n"
 
 
 def test_a_key_is_blotted_out_wherever_it_turns_up(tmp_path: Path) -> None:
@@ -154,13 +154,13 @@ def test_stages_are_counted_by_their_known_names() -> None:
 
 
 def test_the_known_stages_are_those_of_the_pipeline() -> None:
-    found = {
+    stages = {
         value.name
         for module in (candidate_stages, compile)
         for value in vars(module).values()
         if isinstance(value, Stage)
     }
-    assert found | {"build"} == STAGES  # made for each backend
+    assert stages | {"build"} == STAGES  # made for each backend
 
 
 class Nvml(ModuleType):

@@ -50,7 +50,7 @@ class Application:
             )
             await send({"type": "http.response.body", "body": b"no"})
             return
-        found: list[bytes] = []
+        chunks: list[bytes] = []
         message: Message = {"more_body": True}
         while message.get("more_body"):
             try:
@@ -60,9 +60,9 @@ class Application:
             if message["type"] == "http.disconnect":
                 self.lost += 1
                 return
-            found.append(message.get("body", b""))
-        self.pieces.append([len(piece) for piece in found])
-        self.bodies.append(b"".join(found))
+            chunks.append(message.get("body", b""))
+        self.pieces.append([len(piece) for piece in chunks])
+        self.bodies.append(b"".join(chunks))
         await send(
             {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
         )
@@ -213,10 +213,10 @@ def test_tensors_that_are_refused_leave_nothing_behind(application: Application)
 
 
 def test_a_body_behind_an_upgrade_is_refused_and_is_no_request(application: Application) -> None:
-    asked = request("/infer", request("/infer", b"smuggled"))
+    response = request("/infer", request("/infer", b"smuggled"))
     with socket.create_connection(application.address, timeout=WITHIN_S) as line:
         line.sendall(
-            asked.replace(
+            response.replace(
                 b"Host: x", b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c"
             )
         )

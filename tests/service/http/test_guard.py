@@ -100,16 +100,18 @@ def open_guard(inside: Inside, keys: Keys, **settings: Any) -> Guard:
 
 
 def test_on_loopback_everyone_is_the_local_user(inside: Inside, keys: Keys) -> None:
-    done = Exchange(open_guard(inside, keys), x_request_id="abc-1")
-    assert (done.status, done.body, inside.callers) == (200, b"in", [LOCAL])
-    assert done.headers["x-request-id"] == "abc-1"
+    exchange = Exchange(open_guard(inside, keys), x_request_id="abc-1")
+    assert (exchange.status, exchange.body, inside.callers) == (200, b"in", [LOCAL])
+    assert exchange.headers["x-request-id"] == "abc-1"
     assert LOCAL.sees is None
 
 
 def test_a_key_makes_the_caller(inside: Inside, keys: Keys) -> None:
     key, text = keys.create("k", ["compile"])
-    done = Exchange(open_guard(inside, keys, keys_required=True), authorization=f"Bearer {text}")
-    assert done.status == 200
+    exchange = Exchange(
+        open_guard(inside, keys, keys_required=True), authorization=f"Bearer {text}"
+    )
+    assert exchange.status == 200
     assert inside.callers == [Caller(key.owner, ("compile",), key.prefix)]
     assert inside.callers[0].sees == key.owner
     inside.callers[0].require("compile")
@@ -118,24 +120,24 @@ def test_a_key_makes_the_caller(inside: Inside, keys: Keys) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["", "Bearer", "Bearer cru_0000000000_" + "A" * 43, "Basic dTpw", "Bearer é"]
+    "credentials", ["", "Bearer", "Bearer cru_0000000000_" + "A" * 43, "Basic dTpw", "Bearer é"]
 )
 def test_without_a_good_key_nothing_of_the_body_is_read(
-    inside: Inside, keys: Keys, given: str
+    inside: Inside, keys: Keys, credentials: str
 ) -> None:
     guard = open_guard(inside, keys, keys_required=True)
-    done = Exchange(
+    exchange = Exchange(
         guard,
         "POST",
         "/compile",
         (b"x" * 1000,),
         content_length="1000",
-        **({"authorization": given} if given else {}),
+        **({"authorization": credentials} if credentials else {}),
     )
-    assert (done.status, done.read, inside.bodies) == (401, 0, [])
-    assert done.headers["www-authenticate"] == "Bearer"
-    assert done.headers["connection"] == "close"
-    assert "key" in done.error
+    assert (exchange.status, exchange.read, inside.bodies) == (401, 0, [])
+    assert exchange.headers["www-authenticate"] == "Bearer"
+    assert exchange.headers["connection"] == "close"
+    assert "key" in exchange.error
 
 
 REFUSALS: list[tuple[dict[str, str], int]] = [
@@ -155,10 +157,10 @@ def test_a_refused_request_has_its_id_in_the_log_too(
 ) -> None:
     """Which `observe` reads from the state, for the client got the same id."""
     guard = open_guard(inside, keys, keys_required=status == 401)
-    for given in ({}, {"x_request_id": "mine"}):
-        done = Exchange(guard, "POST", "/compile", **(headers | given))
-        assert (done.status, inside.bodies) == (status, [])
-        assert done.state["request_id"] == done.headers["x-request-id"]
+    for extra in ({}, {"x_request_id": "mine"}):
+        exchange = Exchange(guard, "POST", "/compile", **(headers | extra))
+        assert (exchange.status, inside.bodies) == (status, [])
+        assert exchange.state["request_id"] == exchange.headers["x-request-id"]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +175,8 @@ def test_what_holds_no_secret_needs_no_key(inside: Inside, keys: Keys, path: str
     "host", ["evil.example", "", "localhost.evil.example", "127.0.0.1.nip.io:8000"]
 )
 def test_another_name_is_not_answered_to(inside: Inside, keys: Keys, host: str) -> None:
-    done = Exchange(open_guard(inside, keys), host=host)
-    assert (done.status, inside.callers) == (421, [])
+    exchange = Exchange(open_guard(inside, keys), host=host)
+    assert (exchange.status, inside.callers) == (421, [])
 
 
 def test_a_name_of_the_list_is_answered_to(inside: Inside, keys: Keys) -> None:
@@ -209,23 +211,23 @@ def test_a_page_from_elsewhere_changes_nothing_also_on_loopback(
 def test_a_body_that_says_it_is_too_long_is_not_read(
     inside: Inside, keys: Keys, length: str
 ) -> None:
-    done = Exchange(
+    exchange = Exchange(
         open_guard(inside, keys, max_body_bytes=10),
         "POST",
         "/jobs",
         (b"x" * 11,),
         content_length=length,
     )
-    assert (done.status, done.read) == (413, 0)
+    assert (exchange.status, exchange.read) == (413, 0)
 
 
 def test_a_body_that_turns_out_too_long_is_cut(inside: Inside, keys: Keys) -> None:
-    done = Exchange(
+    exchange = Exchange(
         open_guard(inside, keys, max_body_bytes=10), "POST", "/jobs", (b"x" * 6, b"x" * 6, b"x" * 6)
     )
-    assert (done.status, done.read) == (413, 2)
-    assert "more than 10 bytes" in done.error
-    assert len(done.sent) == 2  # the application's own answer is not sent as well
+    assert (exchange.status, exchange.read) == (413, 2)
+    assert "more than 10 bytes" in exchange.error
+    assert len(exchange.sent) == 2  # the application's own answer is not sent as well
 
 
 def test_what_is_answered_before_its_body_has_come_closes_the_connection(keys: Keys) -> None:
@@ -243,8 +245,8 @@ def test_what_is_answered_before_its_body_has_come_closes_the_connection(keys: K
         (1, {"transfer_encoding": "chunked"}, True),
         (0, {}, False),
     ):
-        done = Exchange(guard, "POST", "/compile", (b"x" * 6, b"x" * 6), **headers)
-        assert ("connection" in done.headers) == closed, (reads, headers)
+        exchange = Exchange(guard, "POST", "/compile", (b"x" * 6, b"x" * 6), **headers)
+        assert ("connection" in exchange.headers) == closed, (reads, headers)
 
 
 def test_uploads_have_a_limit_of_their_own(inside: Inside, keys: Keys) -> None:

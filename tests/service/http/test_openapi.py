@@ -61,7 +61,7 @@ def ask(operation: Any, mode: GenerationMode, jobs: list[str]) -> int:
         job=some.sampled_from([None, *jobs]),
         model=some.sampled_from([None, *MODELS]),
     )
-    def asked(case: Any, job: str | None, model: str | None) -> None:
+    def send(case: Any, job: str | None, model: str | None) -> None:
         nonlocal sent
         for name, real in (("job_id", job), ("name", model)):
             if real is not None and name in case.path_parameters:
@@ -70,7 +70,7 @@ def ask(operation: Any, mode: GenerationMode, jobs: list[str]) -> int:
         sent += 1
 
     with suppress(Unsatisfiable):  # what takes nothing cannot be asked wrongly
-        asked()
+        send()
     return sent
 
 
@@ -86,7 +86,7 @@ def test_no_request_makes_the_server_break_its_word(tmp_path: Path) -> None:
     with serving_models(tmp_path, models=",".join(MODELS)) as server:
         jobs = [send(server, name) for name in ("succeed", "fail")]
         until(lambda: [state_of(server, job) for job in jobs] == ["succeeded", "failed"])
-        operations = [found.ok() for found in document(server).get_all_operations()]
+        operations = [result.ok() for result in document(server).get_all_operations()]
         for operation in operations:
             assert ask(operation, GenerationMode.POSITIVE, jobs) > 0
             ask(operation, GenerationMode.NEGATIVE, jobs)

@@ -39,7 +39,7 @@ def at_models(
     traces: TracerProvider | None = None,
     **settings: Any,
 ) -> None:
-    async def told() -> None:
+    async def run() -> None:
         serving = DoubleServing({name: MODELS[name] for name in models})
         app = create_app(Settings(home=home, **settings), WORKER, known_host, serving, traces)
         transport = httpx.ASGITransport(app)
@@ -51,7 +51,7 @@ def at_models(
             await desk.service.started
             await story(desk, serving)
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 def npy(array: np.ndarray[Any, Any]) -> bytes:
@@ -82,26 +82,28 @@ def png(width: int, height: int, colour: tuple[int, int, int], form: str = "PNG"
 async def send(
     desk: Desk, model: str, body: bytes, kind: str | None = RAW, query: str = "", **headers: str
 ) -> httpx.Response:
-    given = {
+    request_headers = {
         **({"Content-Type": kind} if kind else {}),
         **{name.replace("_", "-"): value for name, value in headers.items()},
     }
-    return await desk.client.post(f"/models/{model}/infer{query}", content=body, headers=given)
+    return await desk.client.post(
+        f"/models/{model}/infer{query}", content=body, headers=request_headers
+    )
 
 
 def test_json_with_its_timing(tmp_path: Path) -> None:
     async def story(desk: Desk, _: DoubleServing) -> None:
         body = {"inputs": {"a": X.tolist(), "b": [[1, 1, 1, 1], [0, 0, 0, 0]]}, "outputs": ["sum"]}
         answer = await desk.client.post("/models/add/infer", json=body)
-        told = answer.json()
-        assert told.pop("timing") == {
+        document = answer.json()
+        assert document.pop("timing") == {
             "queue_ms": 1.0,
             "copy_in_ms": 2.0,
             "compute_ms": 3.0,
             "copy_out_ms": 4.0,
             "batch_size": 2,
         }
-        assert told == {
+        assert document == {
             "model": "add",
             "version": 2,
             "device": "cpu",
@@ -155,13 +157,14 @@ def test_raw_bytes_and_their_shape(tmp_path: Path) -> None:
         assert "does not follow from 32 bytes" in free.json()["error"]
         named = await send(desk, "same_float32", X.tobytes(), query="?shape=2,4")
         assert (named.content, named.headers["Crucible-Shape"]) == (X.tobytes(), "2,4")
-        for query, said in (
+        for query, message in (
             ("?shape=2,5", "is 40 bytes, got 32"),
             ("?shape=2,-4", "a list of sizes"),
             ("?shape=1099511627776", "bytes, got 32"),
         ):
             assert (
-                said in (await send(desk, "same_float32", X.tobytes(), query=query)).json()["error"]
+                message
+                in (await send(desk, "same_float32", X.tobytes(), query=query)).json()["error"]
             )
         assert "a multiple of 602112 bytes" in (await send(desk, "wide", b"123")).json()["error"]
         assert (
@@ -427,15 +430,15 @@ def test_a_request_whose_client_has_gone_is_dropped(tmp_path: Path) -> None:
             f" {len(body)}\r\n\r\n".encode()
         )
         sockets = [socket.create_connection(server.address) for _ in range(3)]
-        for each in sockets:
-            each.sendall(head + body)
-        for each in sockets[1:]:
-            each.close()
+        for connection in sockets:
+            connection.sendall(head + body)
+        for connection in sockets[1:]:
+            connection.close()
         until(lambda: server.log().count('"client gone"') == 2)
         assert sockets[0].recv(100).startswith(b"HTTP/1.1 200")
         sockets[0].close()
-        told = httpx.get(f"{server.url}/v2/models/slow/stats").json()["model_stats"][0]
-        assert told["execution_count"] == 1
+        statistics = httpx.get(f"{server.url}/v2/models/slow/stats").json()["model_stats"][0]
+        assert statistics["execution_count"] == 1
         assert (
             httpx.post(
                 f"{server.url}/models/slow/infer", content=np.zeros((1, 1), np.float32).tobytes()
@@ -448,14 +451,14 @@ def test_the_double_counts_what_it_drops() -> None:
     from service.auth import LOCAL
     from service.inference import InferRequest
 
-    async def told() -> None:
+    async def run() -> None:
         double = DoubleServing()
-        asked = InferRequest(LOCAL, "slow", {"x": np.full((1, 1), 0.05, np.float32)})
-        first, second = (asyncio.create_task(double.infer(asked)) for _ in range(2))
+        request = InferRequest(LOCAL, "slow", {"x": np.full((1, 1), 0.05, np.float32)})
+        first, second = (asyncio.create_task(double.infer(request)) for _ in range(2))
         await asyncio.sleep(0)
         second.cancel()
         await asyncio.wait([first, second])
-        found = statistics_of(double, LOCAL, "slow")
-        assert (found.succeeded.count, found.dropped) == (1, 1)
+        statistics = statistics_of(double, LOCAL, "slow")
+        assert (statistics.succeeded.count, statistics.dropped) == (1, 1)
 
-    asyncio.run(told())
+    asyncio.run(run())

@@ -16,16 +16,16 @@ from tests.service.builders.app import Desk, at_desk
 from tests.service.builders.jobs import new_job
 
 
-def told(text: str) -> list[tuple[int, str, dict[str, Any]]]:
+def events_of(text: str) -> list[tuple[int, str, dict[str, Any]]]:
     """The events of a stream: number, kind, data."""
-    found = []
+    parsed = []
     for block in text.split("\n\n"):
         fields = dict(
             line.split(": ", 1) for line in block.splitlines() if not line.startswith(":")
         )
         if "id" in fields:
-            found.append((int(fields["id"]), fields["event"], json.loads(fields["data"])))
-    return found
+            parsed.append((int(fields["id"]), fields["event"], json.loads(fields["data"])))
+    return parsed
 
 
 def uploads(home: Path) -> list[str]:
@@ -168,6 +168,23 @@ def test_a_plan_that_reaches_beyond_its_upload_is_422(tmp_path: Path, plan: str)
     at_desk(tmp_path, story)
 
 
+def test_the_log_of_a_job_begins_with_the_warnings_about_its_plan(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        plan = b"name: succeed\nrescue: false"
+        files = {"model": ("m.onnx", b"onnx"), "plan": ("p", plan)}
+        job = (await desk.client.post("/compile", files=files)).json()
+        await desk.until(job["id"], "succeeded")
+        log = (await desk.client.get(f"/jobs/{job['id']}/log")).text
+        first, second = log.splitlines()[:2]
+        assert first == "`rescue` is now called `fallback`; the old name still works"
+        assert second.endswith("I am succeed")
+        again = await desk.client.post("/compile", files=files)
+        assert again.json()["id"] == job["id"]
+        assert [path.name for path in (tmp_path / "jobs").iterdir()] == [job["id"]]
+
+    at_desk(tmp_path, story)
+
+
 def test_a_plan_of_the_servers_own_is_compiled_by_its_name(tmp_path: Path) -> None:
     configs = tmp_path / "configs"
     configs.mkdir()
@@ -202,13 +219,13 @@ def test_a_plan_of_the_servers_own_is_compiled_by_its_name(tmp_path: Path) -> No
 
 def test_jobs_are_listed_by_pages_and_by_state(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        made = [(await desk.end_of(name))["id"] for name in ("succeed", "fail", "leave")]
+        ids = [(await desk.end_of(name))["id"] for name in ("succeed", "fail", "leave")]
         first = (await desk.client.get("/jobs?limit=2")).json()
-        assert [job["id"] for job in first["jobs"]] == [made[2], made[1]]
+        assert [job["id"] for job in first["jobs"]] == [ids[2], ids[1]]
         second = (await desk.client.get(f"/jobs?limit=2&after={first['next']}")).json()
-        assert ([job["id"] for job in second["jobs"]], second["next"]) == ([made[0]], None)
+        assert ([job["id"] for job in second["jobs"]], second["next"]) == ([ids[0]], None)
         failed = (await desk.client.get("/jobs?state=failed")).json()["jobs"]
-        assert [job["id"] for job in failed] == [made[2], made[1]]
+        assert [job["id"] for job in failed] == [ids[2], ids[1]]
 
     at_desk(tmp_path, story)
 
@@ -219,7 +236,7 @@ def test_events_come_in_order_from_any_number_on(tmp_path: Path) -> None:
         path = f"/jobs/{job['id']}/events"
         answer = await desk.client.get(path)
         assert answer.headers["content-type"].startswith("text/event-stream")
-        events = told(answer.text)
+        events = events_of(answer.text)
         assert [kind for _, kind, _ in events] == [
             "queued",
             "running",
@@ -235,10 +252,12 @@ def test_events_come_in_order_from_any_number_on(tmp_path: Path) -> None:
         for number, _, _ in events:
             rest = [event for event in events if event[0] > number]
             assert (
-                told((await desk.client.get(path, headers={"Last-Event-ID": str(number)})).text)
+                events_of(
+                    (await desk.client.get(path, headers={"Last-Event-ID": str(number)})).text
+                )
                 == rest
             )
-            assert told((await desk.client.get(f"{path}?after={number}")).text) == rest
+            assert events_of((await desk.client.get(f"{path}?after={number}")).text) == rest
         assert (await desk.client.get(path, headers={"Last-Event-ID": "x"})).status_code == 422
 
     at_desk(tmp_path, story)
@@ -262,7 +281,7 @@ def test_a_follower_misses_nothing_is_kept_awake_and_is_told_of_a_restart(tmp_pa
         await service.stop()
         await following
         assert got[-1] == RESTARTING
-        followed = [number for number, _, _ in told(b"".join(got).decode())]
+        followed = [number for number, _, _ in events_of(b"".join(got).decode())]
         stored = [event.seq for event in service.jobs.events(job.id)]
         assert (
             stored[: len(followed)] == followed

@@ -38,7 +38,7 @@ def report(
     return ended_job(desk.service.folders, desk.service.jobs, verdict, owner, engine=engine)
 
 
-async def told(answer: httpx.Response, status: int = 200) -> Any:
+async def json_of(answer: httpx.Response, status: int = 200) -> Any:
     assert answer.status_code == status, answer.text
     return answer.json() if answer.content else None
 
@@ -56,12 +56,12 @@ async def ask(desk: Desk, number: float = 1.0) -> int:
 def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         web = desk.client
-        assert await told(await web.get("/models")) == {"models": []}
+        assert await json_of(await web.get("/models")) == {"models": []}
         first, second = (
             report(desk, linear(tmp_path / "e")),
             report(desk, linear(tmp_path / "e", layers=2)),
         )
-        view = await told(await web.post("/models/m/promote", json={"report": first}))
+        view = await json_of(await web.post("/models/m/promote", json={"report": first}))
         assert (
             view["current"]["version"],
             view["current"]["job"],
@@ -74,9 +74,9 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
             {"x": 0, "y": 0},
             "",
         )
-        assert [each["name"] for each in view["current"]["inputs"]] == ["x"]
+        assert [tensor["name"] for tensor in view["current"]["inputs"]] == ["x"]
 
-        view = await told(
+        view = await json_of(
             await web.put("/models/m/deployment", json={"instances": 2, "max_batch": 4})
         )
         assert (
@@ -87,25 +87,25 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
         assert (
             view["deployment"]["memory_bytes"] // 2 == view["current"]["memory_bytes"] > 2**24
         )  # an interpreter, at least
-        told_by = [await told(await web.get("/v2/models/m/config"))]
+        told_by = [await json_of(await web.get("/v2/models/m/config"))]
         told_by.append(
             MessageToDict(
                 await model_config(Call(desk.service, LOCAL, None), ModelConfigRequest(name="m"))
             )["config"]
         )
-        assert [each.get("max_batch_size", each.get("maxBatchSize")) for each in told_by] == [
+        assert [config.get("max_batch_size", config.get("maxBatchSize")) for config in told_by] == [
             4,
             4,
         ]  # not the 16 that were proved
         assert await ask(desk) == 1
-        assert (await told(await web.post("/models/m/promote", json={"report": second})))[
+        assert (await json_of(await web.post("/models/m/promote", json={"report": second})))[
             "deployment"
         ]["version"] == 2
         assert await ask(desk) == 2
-        assert (await told(await web.get("/models/m/shapes")))["profiles"] == [
+        assert (await json_of(await web.get("/models/m/shapes")))["profiles"] == [
             {"batch": {"min": 1, "opt": 1, "max": 16}}
         ]
-        assert (await told(await web.post("/models/m/rollback")))["deployment"]["version"] == 1
+        assert (await json_of(await web.post("/models/m/rollback")))["deployment"]["version"] == 1
         assert await ask(desk) == 1
 
         figures = (await web.get("/metrics")).text
@@ -117,9 +117,9 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
             'crucible_inference_requests_total{model="m",state="executed",version="2"} 1.0'
             in figures
         )
-        await told(await web.delete("/models/m/deployment"), 204)
-        (listed,) = (await told(await web.get("/models")))["models"]
-        assert listed == await told(await web.get("/models/m"))
+        await json_of(await web.delete("/models/m/deployment"), 204)
+        (listed,) = (await json_of(await web.get("/models")))["models"]
+        assert listed == await json_of(await web.get("/models/m"))
         assert listed["deployment"]["state"] == "unloaded"
         assert "crucible_model_state{" not in (await web.get("/metrics")).text
 
@@ -131,23 +131,23 @@ def hidden_by(paths: Mapping[str, Mapping[str, object]]) -> set[str]:
     have the name.
     """
     split = [(method, path.split("/")) for path, methods in paths.items() for method in methods]
-    found = set()
+    secrets = set()
     for method, path in split:
         for _, other in [
-            each
-            for each in split
-            if "{name}" in path and each[0] == method and len(each[1]) == len(path)
+            part
+            for part in split
+            if "{name}" in path and part[0] == method and len(part[1]) == len(path)
         ]:
             differ = [(a, b) for a, b in zip(path, other, strict=True) if a != b]
             if len(differ) == 1 and differ[0][0] == "{name}":
-                found.add(differ[0][1])
-    return found
+                secrets.add(differ[0][1])
+    return secrets
 
 
 def test_a_name_that_a_path_would_hide_is_refused(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         assert hidden_by(desk.app.openapi()["paths"]) == RESERVED == {"stats"}
-        answer = await told(
+        answer = await json_of(
             await desk.client.post(
                 "/models/stats/promote", json={"report": report(desk, linear(tmp_path / "e"))}
             ),
@@ -157,20 +157,22 @@ def test_a_name_that_a_path_would_hide_is_refused(tmp_path: Path) -> None:
             answer["error"]
             == "the model name 'stats' is reserved: /v2/models/stats is another path"
         )
-        assert await told(await desk.client.get("/models")) == {"models": []}
+        assert await json_of(await desk.client.get("/models")) == {"models": []}
 
     at_desk(tmp_path, story)
 
 
 def test_a_version_is_loaded_anew_beside_itself(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        await told(
+        await json_of(
             await desk.client.post(
                 "/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}
             )
         )
         for instances in (1, 2, 1):
-            await told(await desk.client.put("/models/m/deployment", json={"instances": instances}))
+            await json_of(
+                await desk.client.put("/models/m/deployment", json={"instances": instances})
+            )
             assert await ask(desk) == 1
         await asyncio.sleep(1)
         (served,) = desk.service.serving.served(LOCAL)
@@ -250,25 +252,25 @@ def test_ten_thousand_requests_over_every_change_and_none_is_lost(tmp_path: Path
 
 def test_what_is_deployed_answers_again_after_a_restart(tmp_path: Path) -> None:
     async def before(desk: Desk) -> None:
-        await told(
+        await json_of(
             await desk.client.post(
                 "/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}
             )
         )
-        await told(await desk.client.put("/models/m/deployment", json={}))
+        await json_of(await desk.client.put("/models/m/deployment", json={}))
 
     async def after() -> None:
-        app, said = create_app(Settings(home=tmp_path), WORKER, known_host), set()
+        app, errors = create_app(Settings(home=tmp_path), WORKER, known_host), set()
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=URL) as client,
         ):
             while (answer := await client.get("/readyz")).status_code == 503:
-                said.add(answer.json()["error"])
+                errors.add(answer.json()["error"])
                 await asyncio.sleep(0.01)
             assert (
                 "the server is starting: it loads 1 of 1 deployed models, GET /models shows"
-                " which" in said
+                " which" in errors
             )
             assert await ask(Desk(app, client)) == 1
 
@@ -278,12 +280,12 @@ def test_what_is_deployed_answers_again_after_a_restart(tmp_path: Path) -> None:
 
 def test_an_engine_that_does_not_run_is_no_version(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        answer = await told(
+        answer = await json_of(
             await desk.client.post("/models/m/promote", json={"report": report(desk)}), 409
         )  # its engine is no model
         assert "the engine does not run here" in answer["error"]
         assert str(tmp_path) not in str(answer)
-        assert await told(await desk.client.get("/models")) == {"models": []}
+        assert await json_of(await desk.client.get("/models")) == {"models": []}
 
     at_desk(tmp_path, story)
 
@@ -303,13 +305,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "body", "status", "said"), REFUSED)
+@pytest.mark.parametrize(("method", "path", "body", "status", "message"), REFUSED)
 def test_what_cannot_be_done(
-    tmp_path: Path, method: str, path: str, body: dict[str, Any] | None, status: int, said: str
+    tmp_path: Path, method: str, path: str, body: dict[str, Any] | None, status: int, message: str
 ) -> None:
     async def story(desk: Desk) -> None:
-        answer = await told(await desk.client.request(method, path, json=body), status)
-        assert said in answer["error"]
+        answer = await json_of(await desk.client.request(method, path, json=body), status)
+        assert message in answer["error"]
         assert answer.keys() >= {"error", "code"}
 
     at_desk(tmp_path, story)
@@ -324,33 +326,33 @@ def test_only_admins_change_models_and_others_do_not_see_them(tmp_path: Path) ->
             ("PUT", "/models/m/deployment", {}),
             ("DELETE", "/models/m/deployment", None),
         ):
-            answer = await told(
+            answer = await json_of(
                 await desk.client.request(method, path, json=body, headers=key), 403
             )
             assert "no scope 'admin'" in answer["error"]
         admin = desk.key("admin")
-        await told(
+        await json_of(
             await desk.client.post(
                 "/models/m/promote",
                 json={"report": report(desk, linear(tmp_path / "e"))},
                 headers=admin,
             )
         )
-        await told(await desk.client.get("/models/m", headers=admin))
-        await told(await desk.client.get("/models/m", headers=key), 404)
-        assert await told(await desk.client.get("/models", headers=key)) == {"models": []}
+        await json_of(await desk.client.get("/models/m", headers=admin))
+        await json_of(await desk.client.get("/models/m", headers=key), 404)
+        assert await json_of(await desk.client.get("/models", headers=key)) == {"models": []}
 
     at_desk(tmp_path, story, keys_required=True)
 
 
 def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        await told(
+        await json_of(
             await desk.client.post(
                 "/models/m/promote", json={"report": report(desk, linear(tmp_path / "e"))}
             )
         )
-        await told(await desk.client.put("/models/m/deployment", json={}))
+        await json_of(await desk.client.put("/models/m/deployment", json={}))
         manager: Any = desk.service.serving  # its private entries
         (entry,) = manager._entries.values()
         assert entry.loaded is not None
@@ -358,7 +360,7 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
         os.kill(killed, signal.SIGKILL)
         while killed in entry.loaded.running.pids:
             await asyncio.sleep(0.02)
-        while (await told(await desk.client.get("/models/m")))["deployment"]["state"] != "ready":
+        while (await json_of(await desk.client.get("/models/m")))["deployment"]["state"] != "ready":
             await asyncio.sleep(0.05)
         assert await ask(desk) == 1
 

@@ -145,13 +145,13 @@ def test_a_tar_is_what_tar_reads_with_long_names_and_odd_sizes(tmp_path: Path) -
     sizes = {"empty": 0, "one": 1, "block": 512, f"{'d' * 120}/{'é' * 60}": 513}
     for name, size in sizes.items():
         (folder / name).write_bytes(b"x" * size)
-    whole = b"".join(tar(folder))
-    assert len(whole) == size_of_tar(folder)
-    with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
+    archive_bytes = b"".join(tar(folder))
+    assert len(archive_bytes) == size_of_tar(folder)
+    with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as archive:
         assert {member.name: member.size for member in archive} == {
             f"engine/{name}": size for name, size in sizes.items()
         }
-    assert whole == b"".join(tar(folder))
+    assert archive_bytes == b"".join(tar(folder))
 
 
 DAMAGES = [
@@ -181,7 +181,7 @@ def test_a_damaged_report_is_the_servers_fault(
             assert body["error"].startswith(f"the report of job {job['id']} is damaged: ")
             assert message in body["error"]
             assert body["next"].startswith("send the model again: the new job")
-            (fault,) = [each for each in logged if each["event"] == "request.fault"]
+            (fault,) = [event for event in logged if event["event"] == "request.fault"]
             assert isinstance(fault["exc_info"], DamagedError)
 
     at_desk(tmp_path, story)

@@ -21,7 +21,7 @@ from pipeline.report.files import load_report
 from service.jobs.queue import WORKER
 from service.jobs.worker import CONTENDED
 from tests.service.builders.app import Desk, at_desk, opened_desk
-from tests.service.http.test_routers_models import told
+from tests.service.http.test_routers_models import json_of
 from tests.service.jobs.test_worker import tiny_model
 from tests.service.serving.engines import linear
 from tests.service.serving.models import ended_job
@@ -43,7 +43,7 @@ async def model(
     folders.save_plan(
         job, Plan(name=name, model=ModelConfig(path=folders.uploads(job) / "model.onnx"))
     )
-    await told(
+    await json_of(
         await desk.client.post("/models/m/promote", json={"report": job}, headers=admin(desk))
     )
     return job
@@ -53,10 +53,10 @@ def admin(desk: Desk) -> dict[str, str]:
     return desk.key("admin") if desk.service.settings.needs_keys else {}
 
 
-async def measured(desk: Desk, **given: Any) -> dict[str, Any]:
+async def measured(desk: Desk, **request: Any) -> dict[str, Any]:
     """The job that a request makes."""
-    answer = await desk.client.post("/models/m/benchmark", **given)
-    job: dict[str, Any] = await told(answer, 202)
+    answer = await desk.client.post("/models/m/benchmark", **request)
+    job: dict[str, Any] = await json_of(answer, 202)
     assert answer.headers["Location"] == f"/jobs/{job['id']}" == job["links"]["job"]
     return job
 
@@ -74,7 +74,7 @@ def test_a_benchmark_is_a_job_of_its_own_with_a_report_of_its_own(tmp_path: Path
             "cpu",
         )
         assert (await desk.until(job["id"], *ENDED))["state"] == "succeeded"
-        await told(await web.get(f"/reports/{job['id']}/latency"))
+        await json_of(await web.get(f"/reports/{job['id']}/latency"))
         assert json.loads(gzip.decompress((await web.get(f"/reports/{job['id']}/samples")).content))
         events = (await web.get(f"/jobs/{job['id']}/events")).text
         assert [line for line in events.splitlines() if line.startswith("event: ")][
@@ -111,14 +111,14 @@ def test_a_benchmark_is_a_job_of_its_own_with_a_report_of_its_own(tmp_path: Path
 def test_what_is_loaded_is_measured_and_goes_on_answering(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         await model(desk, tmp_path, "measure")
-        await told(await desk.client.put("/models/m/deployment", json={"version": 1}))
+        await json_of(await desk.client.put("/models/m/deployment", json={"version": 1}))
         await model(desk, tmp_path, "measure", layers=2)
         job = await measured(desk)
         assert job["measures"]["version"] == 1  # the second is current, and not loaded
         answer = await desk.client.post(
             "/models/m/infer", json={"inputs": {"x": [[1.0] * 8]}}
         )  # while the job waits for quiet, or measures
-        assert (await told(answer))["version"] == 1
+        assert (await json_of(answer))["version"] == 1
         ended = await desk.until(job["id"], *ENDED)
         assert ended["state"] == "succeeded", ended
         assert desk.service._leases.devices.held == ()  # the model rests
@@ -133,11 +133,11 @@ def test_a_key_finds_its_benchmark_again_and_only_that(tmp_path: Path) -> None:
         job = await measured(desk, headers=once)
         await desk.until(job["id"], *ENDED)
         answer = await desk.client.post("/models/m/benchmark", headers=once)
-        assert (await told(answer))["id"] == job["id"]  # 200: it has ended
-        await told(
+        assert (await json_of(answer))["id"] == job["id"]  # 200: it has ended
+        await json_of(
             await desk.client.post("/models/m/benchmark", headers=once, json={"version": 1}), 409
         )
-        await told(
+        await json_of(
             await desk.client.post("/compile", headers=once, files={"model": ("m.onnx", b"x")}), 409
         )
         folders = desk.service.folders
@@ -154,15 +154,15 @@ def test_a_benchmark_is_cancelled_and_tried_again(tmp_path: Path) -> None:
         await model(desk, tmp_path, "hang")
         job = await measured(desk)
         await desk.until(job["id"], "running")
-        await told(await web.delete(f"/jobs/{job['id']}"), 202)
+        await json_of(await web.delete(f"/jobs/{job['id']}"), 202)
         assert (await desk.until(job["id"], *ENDED))["state"] == "cancelled"
-        again = await told(await web.post(f"/jobs/{job['id']}/retry"), 202)
+        again = await json_of(await web.post(f"/jobs/{job['id']}/retry"), 202)
         assert again["measures"] == job["measures"]
         assert (
             load_engine(desk.service.folders.compiled(again["id"])).digest
             == load_engine(desk.service.folders.compiled(job["id"])).digest
         )
-        await told(await web.delete(f"/jobs/{again['id']}"), 202)
+        await json_of(await web.delete(f"/jobs/{again['id']}"), 202)
         assert (await desk.until(again["id"], *ENDED))["state"] == "cancelled"
 
     at_desk(tmp_path, story)
@@ -173,7 +173,7 @@ def test_a_benchmark_that_fails_says_why(tmp_path: Path) -> None:
         await model(desk, tmp_path, "fail")
         ended = await desk.until((await measured(desk))["id"], *ENDED)
         assert (ended["state"], ended["failure"]["code"]) == ("failed", "model.invalid")
-        await told(await desk.client.get(f"/reports/{ended['id']}"), 404)
+        await json_of(await desk.client.get(f"/reports/{ended['id']}"), 404)
 
     at_desk(tmp_path, story)
 
@@ -194,13 +194,13 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
 
 def test_what_is_asked_wrongly_makes_no_job(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        await told(await desk.client.post("/models/m/benchmark"), 404)
-        await told(await desk.client.post("/models/..m/benchmark"), 422)
-        await told(await desk.client.get("/models/m/benchmark"), 405)
+        await json_of(await desk.client.post("/models/m/benchmark"), 404)
+        await json_of(await desk.client.post("/models/..m/benchmark"), 422)
+        await json_of(await desk.client.get("/models/m/benchmark"), 405)
         known = {await model(desk, tmp_path)}
-        for given, status, said in REFUSED:
-            answer = await told(await desk.client.post("/models/m/benchmark", **given), status)
-            assert said in answer["error"], given
+        for request, status, message in REFUSED:
+            answer = await json_of(await desk.client.post("/models/m/benchmark", **request), status)
+            assert message in answer["error"], request
         uploads = desk.service.folders.uploads("x").parent
         assert desk.service.jobs.ids() == {path.name for path in uploads.iterdir()} == known
 
@@ -234,18 +234,18 @@ def test_what_is_damaged_is_refused_without_naming_places(tmp_path: Path) -> Non
         job = await model(desk, tmp_path)
         for place in (change_engine, change_report, change_plan):
             with damaged(place(desk, job), Path.unlink):
-                answer = await told(await desk.client.post("/models/m/benchmark"), 500)
+                answer = await json_of(await desk.client.post("/models/m/benchmark"), 500)
             assert (
                 "version 1 of 'm' is damaged" in answer["error"],
                 str(tmp_path) in str(answer),
             ) == (True, False), answer
         with damaged(change_engine(desk, job), lambda file: file.write_bytes(b"other")):
-            answer = await told(await desk.client.post("/models/m/benchmark"), 500)
+            answer = await json_of(await desk.client.post("/models/m/benchmark"), 500)
             assert (answer["code"], "another digest" in answer["error"]) == ("host.damaged", True)
             command = f"`crucible promote m {job}`"
             assert answer["next"] == f"{command} takes the engine from its job again"
         with damaged(change_plan(desk, job), lambda file: file.write_bytes(b"{")):
-            await told(await desk.client.post("/models/m/benchmark"), 503)
+            await json_of(await desk.client.post("/models/m/benchmark"), 503)
         assert {path.name for path in desk.service.folders.uploads("x").parent.iterdir()} == {job}
         assert (await desk.until((await measured(desk))["id"], *ENDED))["state"] == "succeeded"
 
@@ -258,10 +258,10 @@ def test_a_benchmark_takes_the_scope_compile_and_a_model_of_ones_own(tmp_path: P
         _, other = desk.service.keys.create("other", ("compile",), "you")
         await model(desk, tmp_path, owner="me")
         for key, status in ((desk.key("infer"), 403), (bearer(other), 404), ({}, 401)):
-            await told(await desk.client.post("/models/m/benchmark", headers=key), status)
+            await json_of(await desk.client.post("/models/m/benchmark", headers=key), status)
         job = await measured(desk, headers=bearer(mine))
         assert job["owner"] == "me"
-        await told(await desk.client.get(f"/jobs/{job['id']}", headers=bearer(other)), 404)
+        await json_of(await desk.client.get(f"/jobs/{job['id']}", headers=bearer(other)), 404)
         theirs = await measured(desk, headers=admin(desk))
         assert theirs["owner"] != "me"  # the key's
 
@@ -284,7 +284,9 @@ def test_a_benchmarks_report_may_be_promoted_and_measured_too(tmp_path: Path) ->
                     file.read_bytes()
                 )
         (place / "sha256.json").unlink()
-        view = await told(await desk.client.post("/models/m/promote", json={"report": job["id"]}))
+        view = await json_of(
+            await desk.client.post("/models/m/promote", json={"report": job["id"]})
+        )
         assert (view["current"]["version"], view["current"]["job"]) == (2, job["id"])
         again = await measured(desk)
         assert (again["measures"]["version"], (await desk.until(again["id"], *ENDED))["state"]) == (
@@ -312,12 +314,12 @@ def test_a_real_model_is_compiled_loaded_and_measured_again(tmp_path: Path) -> N
                 "plan": ("plan.yaml", plan),
             }
             compiled = await ended(desk, await web.post("/compile", files=files))
-            await told(
+            await json_of(
                 await web.post(
                     "/models/m/promote", json={"report": compiled["id"], "override": True}
                 )
             )
-            await told(await web.put("/models/m/deployment", json={}))
+            await json_of(await web.put("/models/m/deployment", json={}))
 
             job = await ended(desk, await web.post("/models/m/benchmark"))
             assert (job["verdict"], job["winner"], job["measures"]) == (
@@ -342,7 +344,7 @@ def test_a_real_model_is_compiled_loaded_and_measured_again(tmp_path: Path) -> N
             assert after.benchmarked >= before.benchmarked
             assert after.reasons[0].startswith("not measurable: ")
             assert after.reasons[1] == before.reasons[1] == "no data: accuracy not proven"
-            latency = await told(await web.get(f"/reports/{job['id']}/latency"))
+            latency = await json_of(await web.get(f"/reports/{job['id']}/latency"))
             assert [each["label"] for each in latency["candidates"]] == ["onnxruntime fp32"]
             stages = [
                 (event.data["stage"], event.data["state"])
@@ -360,7 +362,7 @@ def test_a_real_model_is_compiled_loaded_and_measured_again(tmp_path: Path) -> N
             async def ask() -> None:
                 """The model answers while it is measured, and the report tells of that."""
                 if any(lease.use == "measure" for lease in desk.service._leases.devices.held):
-                    await told(
+                    await json_of(
                         await web.post("/models/m/infer", json={"inputs": {"x": [[1.0] * 16]}})
                     )
 
@@ -381,10 +383,10 @@ async def ended(
     desk: Desk, answer: httpx.Response, meanwhile: Callable[[], Awaitable[None]] = nothing
 ) -> dict[str, Any]:
     """As `Desk.until`, for what takes longer on a busy machine."""
-    job: dict[str, Any] = await told(answer, 202)
+    job: dict[str, Any] = await json_of(answer, 202)
     while job["state"] not in ENDED:
         await asyncio.sleep(0.1)
         await meanwhile()
-        job = await told(await desk.client.get(f"/jobs/{job['id']}"))
+        job = await json_of(await desk.client.get(f"/jobs/{job['id']}"))
     assert job["state"] == "succeeded", (job, desk.service.folders.work(job["id"]).log.read_text())
     return job

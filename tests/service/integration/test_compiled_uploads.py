@@ -106,11 +106,11 @@ def top1_of(report: Report) -> tuple[float, float]:
 
 
 def at_real_desk(home: Path, story: Callable[[Desk], Awaitable[None]]) -> None:
-    async def told() -> None:
+    async def run() -> None:
         async with opened_desk(home, worker=WORKER) as desk:
             await story(desk)
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 @pytest.mark.slow

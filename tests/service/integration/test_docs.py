@@ -51,12 +51,12 @@ def is_server(command: str) -> bool:
 @contextmanager
 def served(command: str, home: Path, **variables: str) -> Iterator[str]:
     """A server as the page starts it, on a port that is free; its address once it takes jobs."""
-    *given, _, _ = command.replace("$PWD", str(home.parent)).split()
+    *settings, _, _ = command.replace("$PWD", str(home.parent)).split()
     more = {
         "CRUCIBLE_HOME": str(home),
         "CRUCIBLE_SERVICE_PORT": "0",
         **variables,
-        **dict(each.split("=") for each in given),
+        **dict(word.split("=") for word in settings),
     }
     home.mkdir()
     with (home / "server.log").open("w") as log:
@@ -70,9 +70,9 @@ def served(command: str, home: Path, **variables: str) -> Iterator[str]:
     with process:
         try:
             assert process.stdout is not None
-            found = re.search(r"http://\S+:(\d+)", process.stdout.readline())
-            assert found, (home / "server.log").read_text()
-            url = f"http://127.0.0.1:{found[1]}"
+            match = re.search(r"http://\S+:(\d+)", process.stdout.readline())
+            assert match, (home / "server.log").read_text()
+            url = f"http://127.0.0.1:{match[1]}"
             until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
             yield url
         finally:
@@ -81,7 +81,7 @@ def served(command: str, home: Path, **variables: str) -> Iterator[str]:
 
 
 def test_every_endpoint_has_a_command(tmp_path: Path) -> None:
-    asked = [line for line in commands(PAGE + INFERENCE) if line.startswith("curl ")]
+    requests = [line for line in commands(PAGE + INFERENCE) if line.startswith("curl ")]
     described = create_app(Settings(home=tmp_path)).openapi()["paths"]
     paths = [(method, path) for path, methods in described.items() for method in methods] + [
         ("get", "/docs"),
@@ -93,8 +93,10 @@ def test_every_endpoint_has_a_command(tmp_path: Path) -> None:
             + re.sub(r"\\\{\w+\\\}", r"(\\$\\w+|photos)", re.escape(path))
             + r"(?=[\s?\"']|$)"
         )
-        found = [line for line in asked if re.search(place, line) and method_of(line) == method]
-        assert found, f"no command for {method.upper()} {path}"
+        matches = [
+            line for line in requests if re.search(place, line) and method_of(line) == method
+        ]
+        assert matches, f"no command for {method.upper()} {path}"
 
 
 def method_of(command: str) -> str:
@@ -129,7 +131,7 @@ def test_the_readme_shows_commands_of_this_page() -> None:
     def bare(command: str) -> str:
         command = re.sub(
             r"\$(other|model)|photos",
-            lambda found: {"$other": "$job"}.get(found[0], "digits"),
+            lambda match: {"$other": "$job"}.get(match[0], "digits"),
             command,
         )
         sent = (
@@ -170,15 +172,15 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
         "CRUCIBLE_SERVICE_KEYS_REQUIRED": "true",
         "CRUCIBLE_SERVICE_CONFIGS": str(tmp_path / "plans"),
     }
-    with ExitStack() as kept:
-        url = kept.enter_context(served(first, tmp_path / "home", **variables))
+    with ExitStack() as stack:
+        url = stack.enter_context(served(first, tmp_path / "home", **variables))
         lines = [line for line in commands(PAGE) if not is_server(line)]
         script = SHELL + "".join(
             f"echo '{MARK}{number}'\n{overridden(line)}\necho\n"
             for number, line in enumerate(lines)
         )
         env = environment({"CRUCIBLE_HOME": str(tmp_path / "home")})
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", "-c", script.replace(URL, url)],
             cwd=tmp_path,
             env=env,
@@ -186,14 +188,14 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
             text=True,
             check=False,
         )
-        told = dict(
+        outputs = dict(
             zip(
                 lines,
-                (text.partition("\n")[2] for text in done.stdout.split(MARK)[1:]),
+                (text.partition("\n")[2] for text in result.stdout.split(MARK)[1:]),
                 strict=False,
             )
         )
-        assert done.returncode == 0, (list(told.items())[-1:], done.stderr)
+        assert result.returncode == 0, (list(outputs.items())[-1:], result.stderr)
 
         (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
         key = (tmp_path / "auth").read_text().split()[-1]
@@ -206,7 +208,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
             check=False,
         )
         assert ran.stdout.splitlines()[-1] == "unproven", ran.stderr
-    check(told, tmp_path)
+    check(outputs, tmp_path)
 
     key = (tmp_path / "admin.key").read_text().strip()
     with served(second, tmp_path / "container") as url:
@@ -230,7 +232,7 @@ def test_the_commands_of_inference_run(tmp_path: Path) -> None:
             for number, line in enumerate(lines)
         )
         env = environment({"CRUCIBLE_URL": server.url})
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", "-c", script.replace(URL, server.url)],
             cwd=tmp_path,
             env=env,
@@ -238,16 +240,16 @@ def test_the_commands_of_inference_run(tmp_path: Path) -> None:
             text=True,
             check=False,
         )
-        told = dict(
+        outputs = dict(
             zip(
                 lines,
-                (text.partition("\n")[2] for text in done.stdout.split(MARK)[1:]),
+                (text.partition("\n")[2] for text in result.stdout.split(MARK)[1:]),
                 strict=False,
             )
         )
-        assert done.returncode == 0, (list(told.items())[-1:], done.stderr)
+        assert result.returncode == 0, (list(outputs.items())[-1:], result.stderr)
         examples = re.findall(r"```python\n(.*?)```", INFERENCE, re.DOTALL)
-        for example, said in zip(
+        for example, pattern in zip(
             examples, (r"\(2, 3\)\n\{", r"\(2, 3\) [\d.]+\n"), strict=True
         ):  # HTTP, gRPC
             here = example.replace(
@@ -261,7 +263,7 @@ def test_the_commands_of_inference_run(tmp_path: Path) -> None:
                 text=True,
                 check=False,
             )
-            assert re.match(said, ran.stdout), ran.stderr
+            assert re.match(pattern, ran.stdout), ran.stderr
     x = np.load(tmp_path / "x.npy")
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), x.mean((2, 3)), rtol=1e-5)
     np.testing.assert_array_equal(
@@ -270,7 +272,7 @@ def test_the_commands_of_inference_run(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.load(tmp_path / "scores.npz")["scores"], [[2, -2, 0]], atol=0.05)
     answers = [
         json.loads(text)["outputs"]["scores"]
-        for line, text in told.items()
+        for line, text in outputs.items()
         if "x.json" in line and "curl" in line
     ]
     np.testing.assert_allclose(answers, [np.load(tmp_path / "y.npy")], rtol=1e-6)
@@ -279,26 +281,26 @@ def test_the_commands_of_inference_run(tmp_path: Path) -> None:
 SSE = {"Content-Type": "text/event-stream"}
 
 
-def check(told: dict[str, str], folder: Path) -> None:
+def check(outputs: dict[str, str], folder: Path) -> None:
     """What the commands said is what the page says of them."""
 
-    def said(part: str) -> list[str]:
-        return [text for line, text in told.items() if part in line]
+    def outputs_of(part: str) -> list[str]:
+        return [text for line, text in outputs.items() if part in line]
 
-    whole, rest, cancelled = (
+    events, rest, cancelled = (
         list(events_of_stream(httpx.Response(200, headers=SSE, text=text)))
-        for text in said("/events")
+        for text in outputs_of("/events")
     )
-    assert [event.kind for event in (whole[0], whole[-1], cancelled[-1])] == [
+    assert [event.kind for event in (events[0], events[-1], cancelled[-1])] == [
         "queued",
         "succeeded",
         "cancelled",
     ]
-    assert rest == [event for event in whole if event.seq > 3]
-    assert '"attempt":0' in said("$second/retry")[0]
-    assert '"onnxruntime fp32"' in said("/latency")[0]
-    assert '"top1"' in said("/accuracy")[0]
-    assert said("text/markdown")[0].startswith("# tiny")
+    assert rest == [event for event in events if event.seq > 3]
+    assert '"attempt":0' in outputs_of("$second/retry")[0]
+    assert '"onnxruntime fp32"' in outputs_of("/latency")[0]
+    assert '"top1"' in outputs_of("/accuracy")[0]
+    assert outputs_of("text/markdown")[0].startswith("# tiny")
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert json.loads((folder / "report.json").read_text())["winner"] == "onnxruntime fp32"
     assert json.loads(gzip.decompress((folder / "samples.json.gz").read_bytes()))
@@ -306,23 +308,23 @@ def check(told: dict[str, str], folder: Path) -> None:
         assert "engine/engine.json" in engine.getnames()
     assert all(
         "UNPROVEN" in text
-        for line, text in told.items()
+        for line, text in outputs.items()
         if "crucible wait" in line or line.endswith("--wait")
     )
-    batch = json.loads(said("$model/promote -d")[0])["current"]["batch"]
+    batch = json.loads(outputs_of("$model/promote -d")[0])["current"]["batch"]
     assert (batch["proved"], batch["reason"]) == (True, "")
     assert (
         "version 2 (onnxruntime fp32) is current, version 2 answers on cpu"
-        in said("crucible promote $model")[0]
+        in outputs_of("crucible promote $model")[0]
     )
-    assert '"version":1,"device":"cpu"' in said("$model/rollback")[0]
-    assert "version 1 was the first" in said("crucible rollback")[0]
-    assert "(current)" in said("crucible models $model")[0]
-    assert "digits version 1 on cpu" in said("crucible infer x.npy")[0]
-    assert "is unloaded" in said("crucible unload")[0]
-    (benchmark,) = said("crucible benchmark $model")
+    assert '"version":1,"device":"cpu"' in outputs_of("$model/rollback")[0]
+    assert "version 1 was the first" in outputs_of("crucible rollback")[0]
+    assert "(current)" in outputs_of("crucible models $model")[0]
+    assert "digits version 1 on cpu" in outputs_of("crucible infer x.npy")[0]
+    assert "is unloaded" in outputs_of("crucible unload")[0]
+    (benchmark,) = outputs_of("crucible benchmark $model")
     assert all(
         word in benchmark
         for word in ("times baseline", "UNPROVEN", '"measures":{"model":"digits","version":1}')
     )
-    assert "# TYPE crucible_jobs gauge" in said("/metrics")[0]
+    assert "# TYPE crucible_jobs gauge" in outputs_of("/metrics")[0]

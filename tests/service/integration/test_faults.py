@@ -141,14 +141,14 @@ def test_a_database_without_space_is_507_and_nothing_that_was_accepted_is_lost(
 
 def test_a_server_starts_beside_a_damaged_row_and_serves_the_others(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        damaged, whole = send(server, "hang"), send(server, "succeed")
+        damaged, intact = send(server, "hang"), send(server, "succeed")
         until(lambda: state_of(server, damaged) == "running")
         server.process.kill()
         server.process.wait()
     with closing(sqlite3.connect(tmp_path / "crucible.db")) as rows, rows:
         rows.execute("UPDATE jobs SET job = 'not JSON' WHERE id = ?", (damaged,))
     with serving(tmp_path) as server:
-        until(lambda: state_of(server, whole) == "succeeded")
+        until(lambda: state_of(server, intact) == "succeeded")
         answer = httpx.get(f"{server.url}/jobs/{damaged}")
         assert (answer.status_code, answer.json()["code"]) == (500, "service.damaged_row")
         assert damaged in server.log()
@@ -156,19 +156,19 @@ def test_a_server_starts_beside_a_damaged_row_and_serves_the_others(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "said"),
+    ("name", "code", "message"),
     [
         ("eat", "job.memory", "more than its limit of 0.50 GiB"),
         ("fill", "job.disk", "more than its limit of 0.12 GiB"),
     ],
 )
 def test_a_job_that_takes_too_much_is_stopped_and_the_server_lives(
-    limited: Server, name: str, code: str, said: str
+    limited: Server, name: str, code: str, message: str
 ) -> None:
     job = post(limited, name).json()["id"]
     until(lambda: state_of(limited, job) == "failed")
     failure = httpx.get(f"{limited.url}/jobs/{job}").json()["failure"]
-    assert (failure["code"], said in failure["message"]) == (code, True), failure
+    assert (failure["code"], message in failure["message"]) == (code, True), failure
     assert of_jobs([job]) == []
     check_that_the_next_succeeds(limited)  # the next job begins once this one was tidied
     assert Folders(limited.home).work(job).home.exists() == (
@@ -259,7 +259,7 @@ def tarred(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("filename", "content", "status", "said"),
+    ("filename", "content", "status", "message"),
     [
         ("m.zip", zipped(**{"m.onnx": b"\0" * 50 * MB}), 413, "unpacks to more than 1000000 bytes"),
         ("m.zip", zipped(**{"..__..__evil.onnx": b"x"}), 422, "lies outside"),
@@ -271,20 +271,20 @@ def tarred(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> bytes:
     ids=["bomb", "zip-outside", "tar-absolute", "tar-outside", "tar-link", "no-model"],
 )
 def test_archives_that_are_traps_are_refused_and_leave_nothing(
-    limited: Server, filename: str, content: bytes, status: int, said: str
+    limited: Server, filename: str, content: bytes, status: int, message: str
 ) -> None:
-    def kept() -> tuple[set[str], set[str]]:
+    def files() -> tuple[set[str], set[str]]:
         jobs = httpx.get(f"{limited.url}/jobs?limit=200").json()["jobs"]
         return {job["id"] for job in jobs}, {
             folder.name for folder in (limited.home / "uploads").glob("*")
         }
 
-    before = kept()
+    before = files()
     answer = httpx.post(
         f"{limited.url}/compile", files={"model": (filename, content)}, timeout=WITHIN_S
     )
-    assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.text
-    assert kept() == before  # so it answers
+    assert (answer.status_code, message in answer.json()["error"]) == (status, True), answer.text
+    assert files() == before  # so it answers
     assert list(limited.home.parent.rglob("*evil*")) == []
     assert not Path("/etc/evil.onnx").exists()
 
@@ -328,10 +328,10 @@ def one_terabyte() -> bytes:
         [value("y", TensorProto.FLOAT, 2**38)],
         [size],
     )
-    made: bytes = helper.make_model(
+    content: bytes = helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8
     ).SerializeToString()
-    return made
+    return content
 
 
 def claims_one_terabyte() -> bytes:
@@ -345,10 +345,10 @@ def claims_one_terabyte() -> bytes:
         [value("y", TensorProto.FLOAT, 2**38)],
         [large],
     )
-    made: bytes = helper.make_model(
+    content: bytes = helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8
     ).SerializeToString()
-    return made
+    return content
 
 
 @pytest.mark.slow
@@ -363,13 +363,13 @@ def test_models_made_to_break_the_compiler_fail_their_jobs_only(tmp_path: Path) 
         async with running(
             tmp_path, worker=WORKER, job_memory_bytes=2 * GIB, job_disk_bytes=GIB
         ) as bench:
-            for number, (model, code, said) in enumerate(traps):
+            for number, (model, code, message) in enumerate(traps):
                 job = upload(bench, f"{number}")
                 (bench.folders.uploads(job.id) / "model.onnx").write_bytes(model)
                 added, _ = await bench.runner.submit(job)
                 ended = await until_ended(bench, added)
                 assert ended.failure is not None
-                assert (ended.failure.code, said in ended.failure.message) == (
+                assert (ended.failure.code, message in ended.failure.message) == (
                     code,
                     True,
                 ), ended.failure

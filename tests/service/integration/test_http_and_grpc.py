@@ -23,7 +23,7 @@ from tests.service.builders.serving import serving_models
 from tests.service.builders.tensors import (
     UNLIMITED,
     WIRES,
-    Asked,
+    Outcome,
     Request,
     ask,
     key_of,
@@ -70,17 +70,17 @@ class Asking(threading.Thread):
 
     def __init__(self, server: Server, wire: str, request: Request) -> None:
         super().__init__(daemon=True)
-        self.asked = Asked("not answered")
+        self.outcome = Outcome("not answered")
         self._given = (server, wire, request)
         self.start()
 
     def run(self) -> None:
-        self.asked = ask(*self._given)
+        self.outcome = ask(*self._given)
 
-    def ended(self) -> Asked:
+    def ended(self) -> Outcome:
         self.join(WITHIN_S)
         assert not self.is_alive()
-        return self.asked
+        return self.outcome
 
 
 @both
@@ -171,9 +171,9 @@ def test_a_full_queue_says_when_to_try_again(server: Server, wire: str) -> None:
     running = [Asking(server, wire, Request("narrow", [[4.0]]))]
     until(lambda: reached(server, "narrow", "computes") > before)
     running += [Asking(server, wire, Request("narrow", [[0.0]])) for _ in range(2)]
-    ended = [each.ended() for each in running]
-    assert sorted(each.code for each in ended) == ["", "", "service.too_many"]
-    assert {each.retry_after for each in ended if each.code} == {"1"}
+    ended = [call.ended() for call in running]
+    assert sorted(outcome.code for outcome in ended) == ["", "", "service.too_many"]
+    assert {outcome.retry_after for outcome in ended if outcome.code} == {"1"}
 
 
 @both
@@ -209,9 +209,9 @@ def test_a_client_that_goes_is_dropped_from_the_queue(server: Server, wire: str)
 
 def test_a_deadline_drops_the_request_and_is_told(server: Server) -> None:
     before = executions(server, "slow")
-    with grpc.insecure_channel(server.rpc) as channel, pytest.raises(grpc.RpcError) as caught:
+    with grpc.insecure_channel(server.rpc) as channel, pytest.raises(grpc.RpcError) as error:
         method_of(channel, "ModelInfer")(message_of(Request("slow", [[30.0]])), timeout=0.3)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     until(lambda: '"DEADLINE_EXCEEDED"' in server.log())
     assert ask(server, "grpc", Request("slow", [[0.0]])).code == ""
     assert executions(server, "slow") - before == 1
@@ -271,10 +271,10 @@ def test_an_open_stream_ends_with_the_server_and_is_told_why(tmp_path: Path) -> 
         server.process.send_signal(signal.SIGTERM)
         first = pb.ModelStreamInferResponse.FromString(next(answers))
         assert first.error_message == ""
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as error:
             next(answers)
         ended.set()
-        assert (caught.value.code(), str(caught.value.details()).split(" (")[0]) == (
+        assert (error.value.code(), str(error.value.details()).split(" (")[0]) == (
             grpc.StatusCode.UNAVAILABLE,
             "the server is stopping",
         )

@@ -191,9 +191,7 @@ class Sender(threading.Thread):
 
 
 @pytest.mark.slow
-def test_killed_while_clients_send_what_was_taken_is_one_job_and_nothing_else_is_left(
-    home: Path,
-) -> None:
+def test_a_kill_while_clients_send_leaves_one_job_for_each_accepted_upload(home: Path) -> None:
     moments = random.Random(SEED)
     senders = [Sender("with key", **{"Idempotency-Key": "model {}"}), Sender("without")]
 
@@ -208,9 +206,9 @@ def test_killed_while_clients_send_what_was_taken_is_one_job_and_nothing_else_is
         sender.start()
     for _ in range(WEB_KILLS):
         with serving(home) as server:
-            wanted = len(taken()) + moments.randint(0, 3)
+            count = len(taken()) + moments.randint(0, 3)
             tell(server.url)
-            until(lambda: len(taken()) >= wanted)  # noqa: B023  # called before the next round
+            until(lambda: len(taken()) >= count)  # noqa: B023  # called before the next round
             time.sleep(moments.uniform(0, 0.3))
             tell("")  # another's server may get the port
             kill(server.process, [job.id for job in all_jobs(home)])

@@ -26,7 +26,7 @@ from service.storage.database import Database
 from service.storage.keys import Keys
 from tests.service.builders.app import parts
 from tests.service.builders.jobs import WITHIN_S, write_out
-from tests.service.http.test_routers_jobs import told
+from tests.service.http.test_routers_jobs import events_of
 from tests.service.jobs.test_worker import tiny_model
 
 MB = 10**6
@@ -80,13 +80,13 @@ def serving(
     with process:
         try:
             assert process.stdout is not None
-            found = re.fullmatch(
+            match = re.fullmatch(
                 r"Crucible listens on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline()
             )
-            assert found, (home / "server.log").read_text()
+            assert match, (home / "server.log").read_text()
             rpc = re.fullmatch(r"gRPC listens on (127\.0\.0\.1:\d+)\n", process.stdout.readline())
             assert rpc, (home / "server.log").read_text()
-            server = Server(process, found[1], home, rpc[1])
+            server = Server(process, match[1], home, rpc[1])
             until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
             yield server
         finally:
@@ -234,12 +234,12 @@ def test_events_survive_a_kill_without_gap_or_repeat(tmp_path: Path) -> None:
         until(lambda: "event: stage" in first.text)
         server.process.kill()
         assert first.ended().broken
-    seen = told(first.text)
+    first_events = events_of(first.text)
     with serving(tmp_path) as server:
-        rest = told(Follower(server, job_id, seen[-1][0]).ended().text)
-        whole = told(Follower(server, job_id).ended().text)
-    assert seen + rest == whole
-    assert [kind for _, kind, _ in whole] == [
+        rest = events_of(Follower(server, job_id, first_events[-1][0]).ended().text)
+        all_events = events_of(Follower(server, job_id).ended().text)
+    assert first_events + rest == all_events
+    assert [kind for _, kind, _ in all_events] == [
         "queued",
         "running",
         "stage",
@@ -299,7 +299,7 @@ def test_sigterm_with_open_streams_and_a_job_that_compiles_which_then_goes_on(
             state_of(server, job_id) not in FINAL
         ):  # without a limit: on a busy machine a compile takes minutes
             time.sleep(0.1)
-        events = told(Follower(server, job_id).ended().text)
+        events = events_of(Follower(server, job_id).ended().text)
     assert [kind for _, kind, _ in events if kind != "stage"] == [
         "queued",
         "running",
@@ -387,14 +387,14 @@ def test_a_host_that_cannot_be_asked_ends_the_server_with_the_reason(tmp_path: P
 
     serve(Settings(home=Path({str(tmp_path)!r}), port=0), probe=probe)
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
         check=False,
     )
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (
         1,
         "pipeline.errors.ChildDied: the probe died",
     )
@@ -413,10 +413,13 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
             "--port",
             str(port),
         ]
-        done = subprocess.run(
+        result = subprocess.run(
             crucible, capture_output=True, text=True, timeout=WITHIN_S, check=False
         )
-    assert (done.returncode, f"cannot listen on 127.0.0.1, port {port}" in done.stderr) == (1, True)
+    assert (result.returncode, f"cannot listen on 127.0.0.1, port {port}" in result.stderr) == (
+        1,
+        True,
+    )
 
 
 def test_what_large_bodies_leave_free_is_kept() -> None:
@@ -433,7 +436,7 @@ def test_what_large_bodies_leave_free_is_kept() -> None:
         cycle()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < 160  # one a body; where all is given back it is 147 a body
+    assert int(result.stdout) < 160  # one a body; where all is given back it is 147 a body

@@ -46,7 +46,7 @@ def expected(folder: Path, layers: int, x: Array) -> Array:
     return y
 
 
-def told(answer: httpx.Response, status: int = 200) -> Any:
+def json_of(answer: httpx.Response, status: int = 200) -> Any:
     assert answer.status_code == status, answer.text
     if status >= 400:
         assert isinstance(answer.json()["error"], str)
@@ -54,19 +54,19 @@ def told(answer: httpx.Response, status: int = 200) -> Any:
 
 
 def promoted(web: httpx.Client, report: str) -> Any:
-    return told(web.post(f"/models/{NAME}/promote", json={"report": report}))
+    return json_of(web.post(f"/models/{NAME}/promote", json={"report": report}))
 
 
 def test_from_a_report_to_answers_in_every_form(tmp_path: Path) -> None:
     (report,) = reports(tmp_path, 1)
     want = expected(tmp_path, 1, X)
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
-        told(web.post("/infer", content=X.tobytes()), 404)
+        json_of(web.post("/infer", content=X.tobytes()), 404)
         promoted(web, report)
-        told(web.post(f"/models/{NAME}/infer", content=X.tobytes()), 404)
-        view = told(web.put(f"/models/{NAME}/deployment", json={}))
+        json_of(web.post(f"/models/{NAME}/infer", content=X.tobytes()), 404)
+        view = json_of(web.put(f"/models/{NAME}/deployment", json={}))
         assert (view["deployment"]["state"], view["current"]["batch"]["proved"]) == ("ready", True)
-        told(web.get("/readyz"))
+        json_of(web.get("/readyz"))
 
         for path in ("/infer", f"/models/{NAME}/infer", f"/models/{NAME}/infer?version=1"):
             raw = web.post(path, content=X.tobytes())
@@ -85,7 +85,7 @@ def test_from_a_report_to_answers_in_every_form(tmp_path: Path) -> None:
             "/infer", content=file.getvalue(), headers={"Content-Type": "application/x-npy"}
         ).content
         assert np.allclose(np.load(io.BytesIO(got)), want)
-        document = told(web.post("/infer", json={"inputs": {"x": X.tolist()}}))
+        document = json_of(web.post("/infer", json={"inputs": {"x": X.tolist()}}))
         assert np.allclose(document["outputs"]["y"], want)
         assert (document["version"], document["timing"]["batch_size"]) == (1, 2)
         for client in (triton_http, triton_grpc):
@@ -105,11 +105,11 @@ def test_from_a_report_to_answers_in_every_form(tmp_path: Path) -> None:
             assert figure(web, "crucible_inference_stage_seconds_count", stage=stage) == 7
             assert 0 <= figure(web, "crucible_inference_stage_seconds_sum", stage=stage) < WITHIN_S
         assert figure(web, "crucible_inference_stage_seconds_sum", stage="compute") > 0
-        assert told(web.get(f"/models/{NAME}/shapes"))["shapes"] == [
+        assert json_of(web.get(f"/models/{NAME}/shapes"))["shapes"] == [
             {"sizes": {"batch": 2}, "requests": 7}
         ]
-        told(web.delete(f"/models/{NAME}/deployment"), 204)
-        told(web.post("/infer", content=X.tobytes()), 404)
+        json_of(web.delete(f"/models/{NAME}/deployment"), 204)
+        json_of(web.post("/infer", content=X.tobytes()), 404)
         assert server.end() == 0
 
 
@@ -121,20 +121,20 @@ def over_triton(module: Any, server: Server) -> Array:
         assert client.is_model_ready(NAME)
         tensor = module.InferInput("x", list(X.shape), "FP32")
         tensor.set_data_from_numpy(X)
-        found: Array = client.infer(NAME, [tensor]).as_numpy("y")
-        return found
+        output: Array = client.infer(NAME, [tensor]).as_numpy("y")
+        return output
 
 
 def figure(web: httpx.Client, name: str, **labels: str) -> float:
     """A value in /metrics of the model's first version."""
-    given = ",".join(
+    label_text = ",".join(
         f'{label}="{value}"'
         for label, value in sorted({"model": NAME, "version": "1", **labels}.items())
     )
     (line,) = [
         line
         for line in web.get("/metrics").text.splitlines()
-        if line.startswith(f"{name}{{{given}}} ")
+        if line.startswith(f"{name}{{{label_text}}} ")
     ]
     return float(line.split()[-1])
 
@@ -207,10 +207,10 @@ def test_all_that_is_refused_says_so_in_one_form_and_harms_nobody(tmp_path: Path
     (report,) = reports(tmp_path, 1)
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
         promoted(web, report)
-        told(web.put(f"/models/{NAME}/deployment", json={}))
+        json_of(web.put(f"/models/{NAME}/deployment", json={}))
         workers = processes_of(f"serve-{NAME}-")
-        for method, path, given, status in REFUSED:
-            assert told(web.request(method, path, **given), status)["error"], path
+        for method, path, request, status in REFUSED:
+            assert json_of(web.request(method, path, **request), status)["error"], path
         for wire in WIRES:
             assert (
                 ask(server, wire, Request(NAME, X, shape=(2**37, 8))).code
@@ -232,22 +232,22 @@ def test_a_client_that_sends_slowly_keeps_nobody_waiting(tmp_path: Path) -> None
     )
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
         promoted(web, report)
-        told(web.put(f"/models/{NAME}/deployment", json={}))
+        json_of(web.put(f"/models/{NAME}/deployment", json={}))
         slow = [socket.create_connection(server.address, WITHIN_S) for _ in range(20)]
-        for each in slow:
-            each.sendall(head + body[:-1])
+        for client in slow:
+            client.sendall(head + body[:-1])
         assert web.post("/infer", content=body).status_code == 200
         assert (
             figure(web, "crucible_inference_requests_total", state="executed") == 1
         )  # theirs have not come
-        for each in slow:
-            each.sendall(body[-1:])
-            with each.makefile("rb") as answer:
+        for client in slow:
+            client.sendall(body[-1:])
+            with client.makefile("rb") as answer:
                 assert np.allclose(
                     np.frombuffer(answer.read()[-X.nbytes :], np.float32),
                     expected(tmp_path, 1, X).ravel(),
                 )
-            each.close()
+            client.close()
 
 
 class Load:
@@ -289,7 +289,7 @@ def descriptors(server: Server) -> int:
     return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
 
 
-def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_request(
+def test_answers_match_requests_through_changes_under_load_and_a_dead_worker(
     tmp_path: Path,
 ) -> None:
     first, second = reports(tmp_path, 1, 2)
@@ -299,13 +299,13 @@ def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_re
     }
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
         promoted(web, first)
-        told(web.put(f"/models/{NAME}/deployment", json={}))
+        json_of(web.put(f"/models/{NAME}/deployment", json={}))
         switching = Load(server, answers)
         with switching.going():
             promoted(web, second)
-            told(web.post(f"/models/{NAME}/rollback"))
-            told(web.put(f"/models/{NAME}/deployment", json={"instances": 2}))
-            told(web.post(f"/v2/repository/models/{NAME}/load"))
+            json_of(web.post(f"/models/{NAME}/rollback"))
+            json_of(web.put(f"/models/{NAME}/deployment", json={"instances": 2}))
+            json_of(web.post(f"/v2/repository/models/{NAME}/load"))
             until(lambda: switching.codes[""] > 100)
         assert (set(switching.codes), switching.wrong) == ({""}, [])  # none was lost
 
@@ -316,7 +316,7 @@ def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_re
             promoted(web, second)  # while one of two workers is gone
             before = dying.codes[""]
             until(lambda: dying.codes[""] > before + 20)
-            told(web.delete(f"/models/{NAME}/deployment"), 204)
+            json_of(web.delete(f"/models/{NAME}/deployment"), 204)
             until(lambda: dying.codes["service.not_found"] > 0)
         assert dying.codes.keys() <= {"", "service.unavailable", "service.not_found"}
         assert dying.codes["service.unavailable"] <= len(
@@ -327,9 +327,9 @@ def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_re
 
         settled = descriptors(server)
         for _ in range(3):
-            told(web.put(f"/models/{NAME}/deployment", json={"instances": 2}))
+            json_of(web.put(f"/models/{NAME}/deployment", json={"instances": 2}))
             assert ask(server, "http", Request(NAME, marked(0))).code == ""
-            told(web.delete(f"/models/{NAME}/deployment"), 204)
+            json_of(web.delete(f"/models/{NAME}/deployment"), 204)
         until(lambda: descriptors(server) <= settled)
         assert "Traceback" not in server.log()
 
@@ -337,13 +337,13 @@ def test_every_change_under_load_and_a_workers_death_leave_each_answer_to_its_re
 @contextmanager
 def held(processes: list[int]) -> Iterator[None]:
     """Processes that stand still meanwhile."""
-    for each in processes:
-        os.kill(each, signal.SIGSTOP)
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        for each in processes:
-            os.kill(each, signal.SIGCONT)
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
 
 
 def sluggish(folder: Path) -> Engine:
@@ -378,26 +378,26 @@ def test_clients_that_go_are_dropped_and_those_that_wait_at_the_end_are_answered
         )
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
         promoted(web, report)
-        told(web.put(f"/models/{NAME}/deployment", json={"max_batch": 4}))
+        json_of(web.put(f"/models/{NAME}/deployment", json={"max_batch": 4}))
         body = marked(1).tobytes()
         length = f"Content-Length: {len(body)}"
         head = f"POST /infer HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode()
         sockets = [socket.create_connection(server.address) for _ in range(200)]
-        for each in sockets:
-            each.sendall(head + body)
+        for connection in sockets:
+            connection.sendall(head + body)
 
         def count(state: str) -> float:
             return figure(web, "crucible_inference_requests_total", state=state)
 
         def batches() -> int:
-            (statistics,) = told(web.get(f"/v2/models/{NAME}/stats"))["model_stats"]
+            (statistics,) = json_of(web.get(f"/v2/models/{NAME}/stats"))["model_stats"]
             return int(statistics["execution_count"])
 
         until(
             lambda: figure(web, "crucible_inference_queue") + count("executed") >= 200 - 2 * 4
         )  # two batches may be with the worker
-        for each in sockets:
-            each.close()
+        for connection in sockets:
+            connection.close()
         until(
             lambda: figure(web, "crucible_inference_queue") == 0
         )  # on a busy host a batch of theirs may go out before the last one is missed
@@ -423,11 +423,11 @@ def test_clients_that_go_are_dropped_and_those_that_wait_at_the_end_are_answered
 
 def test_models_answer_until_a_load_balancer_knows_that_the_server_goes(tmp_path: Path) -> None:
     (report,) = reports(tmp_path, 1)
-    seen: list[tuple[int, int]] = []
+    statuses: list[tuple[int, int]] = []
 
     def look(web: httpx.Client) -> None:
         while True:
-            seen.append(
+            statuses.append(
                 (
                     web.get("/readyz").status_code,
                     web.post("/infer", content=X.tobytes()).status_code,
@@ -436,13 +436,13 @@ def test_models_answer_until_a_load_balancer_knows_that_the_server_goes(tmp_path
 
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, timeout=WITHIN_S) as web:
         promoted(web, report)
-        told(web.put(f"/models/{NAME}/deployment", json={}))
+        json_of(web.put(f"/models/{NAME}/deployment", json={}))
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.TransportError):  # until nobody listens
             look(web)
         assert server.process.wait(WITHIN_S) == 0
-    assert (503, 200) in seen
-    assert {status for _, status in seen} <= {200, 503}
+    assert (503, 200) in statuses
+    assert {status for _, status in statuses} <= {200, 503}
     assert processes_of(f"serve-{NAME}-") == []
 
 
@@ -462,7 +462,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             base_url=server.url, headers=bearer(server, "admin"), timeout=WITHIN_S
         ) as web:
             promoted(web, report)
-            told(web.put(f"/models/{NAME}/deployment", json={}))
+            json_of(web.put(f"/models/{NAME}/deployment", json={}))
         yield server
 
 
@@ -474,21 +474,21 @@ def test_nothing_is_told_of_another_owners_model_and_nothing_without_a_key(locke
     with httpx.Client(base_url=locked.url, timeout=WITHIN_S) as web:
         mine, theirs = bearer(locked, "infer"), bearer(locked, "infer", owner="somebody")
         for path in (*PATHS, f"/models/{NAME}", f"/models/{NAME}/shapes"):
-            told(web.get(path), 401)
-            told(web.get(path, headers=theirs), 404)
-            told(web.get(path, headers=mine))
-        assert told(web.post("/v2/repository/index", headers=theirs)) == []
-        assert told(web.get("/v2/models/stats", headers=theirs)) == {"model_stats": []}
-        assert told(web.get("/models", headers=theirs)) == {"models": []}
-        told(web.post("/infer", content=X.tobytes(), headers=theirs), 404)
-        assert len(told(web.post("/v2/repository/index", headers=mine))) == 1
+            json_of(web.get(path), 401)
+            json_of(web.get(path, headers=theirs), 404)
+            json_of(web.get(path, headers=mine))
+        assert json_of(web.post("/v2/repository/index", headers=theirs)) == []
+        assert json_of(web.get("/v2/models/stats", headers=theirs)) == {"model_stats": []}
+        assert json_of(web.get("/models", headers=theirs)) == {"models": []}
+        json_of(web.post("/infer", content=X.tobytes(), headers=theirs), 404)
+        assert len(json_of(web.post("/v2/repository/index", headers=mine))) == 1
 
 
 def test_only_admins_load_and_unload_over_either_wire(locked: Server) -> None:
     key = bearer(locked, "infer")
     with httpx.Client(base_url=locked.url, headers=key, timeout=WITHIN_S) as web:
         for action in ("load", "unload"):
-            told(web.post(f"/v2/repository/models/{NAME}/{action}"), 403)
+            json_of(web.post(f"/v2/repository/models/{NAME}/{action}"), 403)
     headers = {name.lower(): value for name, value in key.items()}
     with closing(triton_grpc.InferenceServerClient(locked.rpc)) as client:
         for act in (client.load_model, client.unload_model):

@@ -48,22 +48,22 @@ def encoder(plan: Plan, folder: Path) -> Engine:
 
 def texts() -> list[Tensors]:
     """Sentences as token ids [1, own length], and their masks."""
-    found: list[Tensors] = []
+    feeds: list[Tensors] = []
     for length in (16, 32, 48):
         with np.load(ROOT / "calibration_data" / "sentences" / f"validation_{length}.npz") as rows:
             for ids, mask in zip(
                 rows["input_ids"][: TEXTS // 3], rows["attention_mask"], strict=False
             ):
-                found.append(
+                feeds.append(
                     {
                         "input_ids": ids[None, : mask.sum()],
                         "attention_mask": mask[None, : mask.sum()],
                     }
                 )
-    return found
+    return feeds
 
 
-def ask_all(url: str, asked: Sequence[Tensors], clients: int) -> list[Inference]:
+def ask_all(url: str, requests: Sequence[Tensors], clients: int) -> list[Inference]:
     def ask(feeds: Tensors) -> Inference:
         body = io.BytesIO()
         np.savez(body, **feeds)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def ask_all(url: str, asked: Sequence[Tensors], clients: int) -> list[Inference]
             return client.infer(body.getvalue(), KINDS[".npz"], NAME)
 
     with ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(ask, asked))
+        return list(pool.map(ask, requests))
 
 
 def apart(left: Array, right: Array) -> float:
@@ -82,9 +82,9 @@ def apart(left: Array, right: Array) -> float:
 @pytest.mark.slow
 def test_texts_of_unequal_length_are_answered_together_as_alone(tmp_path: Path) -> None:
     plan = load_plan(ROOT / "configs" / "minilm.yaml")
-    engine, asked, tolerance = encoder(plan, tmp_path), texts(), TOLERANCE[Precision.FP32]
-    assert len({each["input_ids"].shape for each in asked}) > 4
-    expected = [direct(engine, each)[OUTPUT] for each in asked]
+    engine, requests, tolerance = encoder(plan, tmp_path), texts(), TOLERANCE[Precision.FP32]
+    assert len({request["input_ids"].shape for request in requests}) > 4
+    expected = [direct(engine, request)[OUTPUT] for request in requests]
     assert (
         min(apart(one, other) for index, one in enumerate(expected) for other in expected[:index])
         > 10 * tolerance
@@ -99,9 +99,9 @@ def test_texts_of_unequal_length_are_answered_together_as_alone(tmp_path: Path) 
         batch = promoted.current.batch
         assert (batch.proved, batch.reason, batch.padding) == (True, "", plan.serving.padding)
         client.load(NAME, DeploymentOptions(max_delay_s=0.05))
-        alone = ask_all(server.url, asked, clients=1)
+        alone = ask_all(server.url, requests, clients=1)
         assert {each.batch_size for each in alone} == {1}
-        together = ask_all(server.url, asked * (CALLS // TEXTS), clients=TEXTS)
+        together = ask_all(server.url, requests * (CALLS // TEXTS), clients=TEXTS)
         padding = re.findall(
             r"^crucible_inference_padding_ratio\{.*\} (\S+)$",
             httpx.get(f"{server.url}/metrics").text,

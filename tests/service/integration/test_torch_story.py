@@ -58,7 +58,7 @@ def write_plan(folder: Path) -> None:
         },
         "profiles": [{"batch": [1, 4, 16]}],
         "candidates": [{"backend": "torch", "precision": "fp32", "form": "aoti"}],
-        "simplify": {"enabled": False, "plain_attention": False},
+        "simplify": {"enabled": False, "rewrite_attention": False},
         "benchmark": ONE_PROCESS,  # no ratio: whichever is faster, the program is chosen
     }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(plan))

@@ -80,8 +80,8 @@ def test_several_inputs_and_outputs(client: triton.InferenceServerClient) -> Non
     answer = client.infer("add", inputs(), request_id="r17")
     assert np.array_equal(answer.as_numpy("sum"), A + B)
     assert np.array_equal(answer.as_numpy("difference"), A - B)
-    told = answer.get_response()
-    assert (told.id, told.model_name, told.model_version) == ("r17", "add", "2")
+    response = answer.get_response()
+    assert (response.id, response.model_name, response.model_version) == ("r17", "add", "2")
     old = client.infer(
         "add", inputs(), model_version="1", outputs=[triton.InferRequestedOutput("difference")]
     )
@@ -92,13 +92,13 @@ def test_several_inputs_and_outputs(client: triton.InferenceServerClient) -> Non
 
 
 def test_every_answer_tells_where_its_time_went(client: triton.InferenceServerClient) -> None:
-    told = client.infer("add", inputs()).get_response().parameters
+    parameters = client.infer("add", inputs()).get_response().parameters
     times = {
-        name: told[name].double_param
+        name: parameters[name].double_param
         for name in ("queue_ms", "copy_in_ms", "compute_ms", "copy_out_ms")
     }
     assert times == {"queue_ms": 1.0, "copy_in_ms": 2.0, "compute_ms": 3.0, "copy_out_ms": 4.0}
-    assert (told["batch_size"].int64_param, told["device"].string_param) == (2, "cpu")
+    assert (parameters["batch_size"].int64_param, parameters["device"].string_param) == (2, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,9 +127,9 @@ def test_models_load_and_unload(client: triton.InferenceServerClient) -> None:
     answer = client.infer("scalar", scalar).as_numpy("y")
     assert (answer.shape, float(answer)) == ((), 2.5)
     client.unload_model("scalar")
-    with pytest.raises(InferenceServerException) as caught:
+    with pytest.raises(InferenceServerException) as error:
         client.infer("scalar", scalar)
-    assert caught.value.status() == "StatusCode.NOT_FOUND"
+    assert error.value.status() == "StatusCode.NOT_FOUND"
     with pytest.raises(InferenceServerException, match="without `config`"):
         client.load_model("scalar", config=json.dumps({"max_batch_size": 4}))
 
@@ -137,10 +137,10 @@ def test_models_load_and_unload(client: triton.InferenceServerClient) -> None:
 def test_statistics(client: triton.InferenceServerClient) -> None:
     for _ in range(3):
         client.infer("photos", [input_of("image", np.zeros((2, 3, 8, 8), np.float32))])
-    (told,) = client.get_inference_statistics("photos", as_json=True)["model_stats"]
-    assert (told["inference_count"], told["execution_count"]) == ("6", "3")
-    assert told["inference_stats"]["queue"] == {"count": "3", "ns": "3000000"}
-    assert told["batch_stats"][0]["batch_size"] == "2"
+    (statistics,) = client.get_inference_statistics("photos", as_json=True)["model_stats"]
+    assert (statistics["inference_count"], statistics["execution_count"]) == ("6", "3")
+    assert statistics["inference_stats"]["queue"] == {"count": "3", "ns": "3000000"}
+    assert statistics["batch_stats"][0]["batch_size"] == "2"
     assert {
         model["name"] for model in client.get_inference_statistics(as_json=True)["model_stats"]
     } > {"photos", "add"}
@@ -158,9 +158,9 @@ def test_what_is_not_supported_says_so(client: triton.InferenceServerClient) -> 
         client.unregister_cuda_shared_memory,
     )
     for call in calls:
-        with pytest.raises(InferenceServerException, match="this server has no") as caught:
+        with pytest.raises(InferenceServerException, match="this server has no") as error:
             call()
-        assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
+        assert error.value.status() == "StatusCode.UNIMPLEMENTED"
 
 
 def shared() -> triton.InferInput:
@@ -172,7 +172,7 @@ def text() -> triton.InferInput:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"inputs": [text()]}, "BYTES: engines take no strings"),
         ({"inputs": [shared()]}, "no `shared_memory_region`"),
@@ -186,19 +186,19 @@ def text() -> triton.InferInput:
     ],
 )
 def test_bad_requests_are_refused_clearly(
-    client: triton.InferenceServerClient, options: dict[str, Any], said: str
+    client: triton.InferenceServerClient, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InferenceServerException, match=said) as caught:
+    with pytest.raises(InferenceServerException, match=message) as error:
         client.infer("same_float32", **{"inputs": [input_of("x", A)], **options})
-    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    assert error.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
 def test_time_outs_of_the_client_and_of_the_server(client: triton.InferenceServerClient) -> None:
     slow = [input_of("x", np.array([[30.0]], np.float32))]
     for options in ({"client_timeout": 0.3}, {"timeout": 300_000}):
-        with pytest.raises(InferenceServerException) as caught:
+        with pytest.raises(InferenceServerException) as error:
             client.infer("slow", slow, **options)
-        assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        assert error.value.status() == "StatusCode.DEADLINE_EXCEEDED"
 
 
 def test_keys_go_as_headers(tmp_path: Any) -> None:
@@ -208,14 +208,14 @@ def test_keys_go_as_headers(tmp_path: Any) -> None:
     ):
         assert client.is_server_live()
         assert client.is_server_ready()
-        with pytest.raises(InferenceServerException) as caught:
+        with pytest.raises(InferenceServerException) as error:
             client.get_server_metadata()
-        assert caught.value.status() == "StatusCode.UNAUTHENTICATED"
+        assert error.value.status() == "StatusCode.UNAUTHENTICATED"
         key = {"authorization": f"Bearer {key_of(tmp_path, 'infer')}"}
         assert np.array_equal(client.infer("add", inputs(), headers=key).as_numpy("sum"), A + B)
-        with pytest.raises(InferenceServerException) as caught:
+        with pytest.raises(InferenceServerException) as error:
             client.unload_model("add", headers=key)
-        assert caught.value.status() == "StatusCode.PERMISSION_DENIED"
+        assert error.value.status() == "StatusCode.PERMISSION_DENIED"
 
 
 def test_asynchronously_by_callback(client: triton.InferenceServerClient) -> None:
@@ -260,7 +260,7 @@ def test_a_stream_answers_in_order_and_outlives_errors(
 
 
 def test_the_asyncio_client(server: Server) -> None:
-    async def told() -> None:
+    async def run() -> None:
         async with triton_aio.InferenceServerClient(server.rpc) as client:
             assert await client.is_server_ready()
             assert await client.is_model_ready("add")
@@ -287,7 +287,7 @@ def test_the_asyncio_client(server: Server) -> None:
                 numbers.append(int(result.get_response().id))
             assert numbers == list(range(20))
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("first", ["tritonclient.grpc", "service.grpc.server"])
@@ -305,7 +305,7 @@ def test_the_client_and_the_server_live_in_one_process(first: str) -> None:
     from tests.service.builders.app import opened_desk
     from tests.service.builders.serving import DoubleServing
 
-    async def told():
+    async def run():
         home = Path(tempfile.mkdtemp())
         async with opened_desk(home, port=0) as desk, rpc_server(desk.service, None) as rpc:
             desk.service.serving = DoubleServing()
@@ -314,16 +314,16 @@ def test_the_client_and_the_server_live_in_one_process(first: str) -> None:
                 x.set_data_from_numpy(np.ones((1, 2), np.float32))
                 print((await client.infer("same_float32", [x])).as_numpy("y"))
 
-    asyncio.run(told())
+    asyncio.run(run())
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[[1. 1.]]"]), done.stderr
+    assert (result.returncode, result.stdout.splitlines()[-1:]) == (0, ["[[1. 1.]]"]), result.stderr
 
 
 def test_the_double_has_all_dtypes() -> None:

@@ -47,12 +47,14 @@ def address(server: Server) -> str:
 def tensor(
     name: str, array: np.ndarray[Any, Any], binary: bool = True, datatype: str = ""
 ) -> triton.InferInput:
-    made = triton.InferInput(name, list(array.shape), datatype or np_to_triton_dtype(array.dtype))
-    made.set_data_from_numpy(array, binary_data=binary)
-    return made
+    infer_input = triton.InferInput(
+        name, list(array.shape), datatype or np_to_triton_dtype(array.dtype)
+    )
+    infer_input.set_data_from_numpy(array, binary_data=binary)
+    return infer_input
 
 
-def asked(name: str, binary: bool = True, **more: Any) -> triton.InferRequestedOutput:
+def output_request(name: str, binary: bool = True, **more: Any) -> triton.InferRequestedOutput:
     return triton.InferRequestedOutput(name, binary_data=binary, **more)
 
 
@@ -72,10 +74,12 @@ def test_every_dtype_comes_back_bit_by_bit(
         pytest.skip("tritonclient sends FP16 in binary only")
     for array in some_arrays(dtype):
         result = client.infer(
-            f"same_{dtype}", [tensor("x", array, binary_in)], outputs=[asked("y", binary_out)]
+            f"same_{dtype}",
+            [tensor("x", array, binary_in)],
+            outputs=[output_request("y", binary_out)],
         )
-        found = result.as_numpy("y")
-        assert (found.dtype, found.tobytes()) == (array.dtype, array.tobytes())
+        output_array = result.as_numpy("y")
+        assert (output_array.dtype, output_array.tobytes()) == (array.dtype, array.tobytes())
 
 
 def test_bfloat16_comes_back_as_the_floats_that_it_holds(
@@ -87,7 +91,9 @@ def test_bfloat16_comes_back_as_the_floats_that_it_holds(
     )  # tritonclient cuts the lower half off
     for binary in (True, False):
         result = client.infer(
-            "same_bfloat16", [tensor("x", array, datatype="BF16")], outputs=[asked("y", binary)]
+            "same_bfloat16",
+            [tensor("x", array, datatype="BF16")],
+            outputs=[output_request("y", binary)],
         )
         assert result.get_output("y")["datatype"] == "BF16"
         np.testing.assert_array_equal(result.as_numpy("y"), held)
@@ -96,10 +102,12 @@ def test_bfloat16_comes_back_as_the_floats_that_it_holds(
 @pytest.mark.parametrize("binary", [True, False])
 def test_a_tensor_without_axes(client: triton.InferenceServerClient, binary: bool) -> None:
     client.load_model("scalar")
-    found = client.infer(
-        "scalar", [tensor("x", np.array(2.5, np.float32), binary)], outputs=[asked("y", binary)]
+    output_array = client.infer(
+        "scalar",
+        [tensor("x", np.array(2.5, np.float32), binary)],
+        outputs=[output_request("y", binary)],
     ).as_numpy("y")
-    assert (found.shape, float(found)) == ((), 2.5)
+    assert (output_array.shape, float(output_array)) == ((), 2.5)
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -107,13 +115,13 @@ def test_a_tensor_without_axes(client: triton.InferenceServerClient, binary: boo
 def test_an_empty_tensor(
     client: triton.InferenceServerClient, shape: tuple[int, int], binary: bool
 ) -> None:
-    found = client.infer(
+    result = client.infer(
         "same_float32",
         [tensor("x", np.empty(shape, np.float32), binary)],
-        outputs=[asked("y", binary)],
+        outputs=[output_request("y", binary)],
     )
-    assert found.get_output("y")["shape"] == list(shape)
-    assert found.as_numpy("y").size == 0
+    assert result.get_output("y")["shape"] == list(shape)
+    assert result.as_numpy("y").size == 0
 
 
 def test_several_inputs_and_outputs_and_only_those_that_are_asked_for(
@@ -123,9 +131,11 @@ def test_several_inputs_and_outputs_and_only_those_that_are_asked_for(
     every = client.infer("add", inputs)
     np.testing.assert_array_equal(every.as_numpy("sum"), 3 * X)
     np.testing.assert_array_equal(every.as_numpy("difference"), X)
-    some = client.infer("add", inputs, outputs=[asked("difference", binary=False)])
+    some = client.infer("add", inputs, outputs=[output_request("difference", binary=False)])
     assert [output["name"] for output in some.get_response()["outputs"]] == ["difference"]
-    mixed = client.infer("add", inputs, outputs=[asked("sum", binary=False), asked("difference")])
+    mixed = client.infer(
+        "add", inputs, outputs=[output_request("sum", binary=False), output_request("difference")]
+    )
     np.testing.assert_array_equal(mixed.as_numpy("sum"), 3 * X)
     np.testing.assert_array_equal(mixed.as_numpy("difference"), X)
 
@@ -135,11 +145,14 @@ def test_a_large_tensor(client: triton.InferenceServerClient, binary: bool) -> N
     """In JSON it is read and written outside the server's process."""
     array = np.random.default_rng(0).standard_normal((1, 3, 224, 224), np.float32)
     for binary_out in (True, False):
-        found = client.infer(
-            "wide", [tensor("x", array, binary)], outputs=[asked("y", binary_out)], request_id="17"
+        result = client.infer(
+            "wide",
+            [tensor("x", array, binary)],
+            outputs=[output_request("y", binary_out)],
+            request_id="17",
         )
-        np.testing.assert_array_equal(found.as_numpy("y"), array)
-        assert found.get_response()["id"] == "17"
+        np.testing.assert_array_equal(result.as_numpy("y"), array)
+        assert result.get_response()["id"] == "17"
 
 
 @pytest.mark.parametrize("out", [None, "gzip", "deflate"])
@@ -153,7 +166,7 @@ def test_compression(
             result = client.infer(
                 "same_float32",
                 [tensor("x", array, binary)],
-                outputs=[asked("y", binary)],
+                outputs=[output_request("y", binary)],
                 request_compression_algorithm=into,
                 response_compression_algorithm=out,
             )
@@ -167,8 +180,8 @@ def test_where_the_time_went(client: triton.InferenceServerClient) -> None:
         "1",
         "a1",
     )
-    told = response["parameters"]
-    assert set(told) == {
+    parameters = response["parameters"]
+    assert set(parameters) == {
         "queue_ms",
         "copy_in_ms",
         "compute_ms",
@@ -176,17 +189,17 @@ def test_where_the_time_went(client: triton.InferenceServerClient) -> None:
         "batch_size",
         "device",
     }
-    assert (told["batch_size"], told["device"]) == (2, "cpu")
+    assert (parameters["batch_size"], parameters["device"]) == (2, "cpu")
 
 
 # -- what is refused ---------------------------------------------------------
 
 
-def refused(call: Callable[[], object], status: int, said: str) -> None:
-    with pytest.raises(InferenceServerException) as caught:
+def refused(call: Callable[[], object], status: int, message: str) -> None:
+    with pytest.raises(InferenceServerException) as error:
         call()
-    assert caught.value.status() == str(status)
-    assert said in caught.value.message()
+    assert error.value.status() == str(status)
+    assert message in error.value.message()
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -209,7 +222,11 @@ def test_requests_that_do_not_fit_are_refused(client: triton.InferenceServerClie
         422,
         "a whole number, got 'new'",
     )
-    refused(lambda: client.infer("same_float32", good, outputs=[asked("z")]), 422, "no output 'z'")
+    refused(
+        lambda: client.infer("same_float32", good, outputs=[output_request("z")]),
+        422,
+        "no output 'z'",
+    )
     refused(
         lambda: client.infer("same_float32", [tensor("x", X.astype(np.float64))]),
         422,
@@ -217,7 +234,7 @@ def test_requests_that_do_not_fit_are_refused(client: triton.InferenceServerClie
     )
     refused(lambda: client.infer("same_float32", [tensor("x", X[0])]), 422, "got float32 [4]")
     refused(
-        lambda: client.infer("same_float32", good, outputs=[asked("y", class_count=2)]),
+        lambda: client.infer("same_float32", good, outputs=[output_request("y", class_count=2)]),
         422,
         "this server has no `classification`",
     )
@@ -236,7 +253,9 @@ def test_requests_that_do_not_fit_are_refused(client: triton.InferenceServerClie
 
 def test_what_is_not_finite_is_no_json(client: triton.InferenceServerClient) -> None:
     refused(
-        lambda: client.infer("broken", [tensor("x", X)], outputs=[asked("y", binary=False)]),
+        lambda: client.infer(
+            "broken", [tensor("x", X)], outputs=[output_request("y", binary=False)]
+        ),
         422,
         "8 of 8 values that are not finite",
     )
@@ -323,8 +342,8 @@ def test_keys_scopes_and_limits(tmp_path: Path) -> None:
 def test_the_server(client: triton.InferenceServerClient) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
-    told = client.get_server_metadata()
-    assert (told["name"], told["extensions"]) == (
+    server = client.get_server_metadata()
+    assert (server["name"], server["extensions"]) == (
         "crucible",
         ["binary_tensor_data", "model_configuration", "model_repository", "statistics"],
     )
@@ -336,9 +355,11 @@ def test_a_model(client: triton.InferenceServerClient) -> None:
     assert not client.is_model_ready("add", "3")
     assert not client.is_model_ready("failed")
     assert not client.is_model_ready("nothing")
-    told = client.get_model_metadata("add")
-    assert (told["versions"], told["platform"]) == (["1", "2"], "onnxruntime")
-    assert told["inputs"] == [{"name": name, "datatype": "FP32", "shape": [-1, 4]} for name in "ab"]
+    model = client.get_model_metadata("add")
+    assert (model["versions"], model["platform"]) == (["1", "2"], "onnxruntime")
+    assert model["inputs"] == [
+        {"name": name, "datatype": "FP32", "shape": [-1, 4]} for name in "ab"
+    ]
     assert client.get_model_metadata("add", "1")["name"] == "add"
     for dtype in DTYPES:
         assert client.get_model_metadata(f"same_{dtype}")["outputs"] == [
@@ -347,12 +368,12 @@ def test_a_model(client: triton.InferenceServerClient) -> None:
 
 
 def test_a_models_configuration(client: triton.InferenceServerClient) -> None:
-    told = client.get_model_config("add")
-    assert (told["max_batch_size"], told["input"][0]) == (
+    config = client.get_model_config("add")
+    assert (config["max_batch_size"], config["input"][0]) == (
         8,
         {"name": "a", "data_type": "TYPE_FP32", "dims": [4]},
     )
-    assert told["instance_group"] == [{"name": "cpu", "kind": "KIND_CPU", "count": 1, "gpus": []}]
+    assert config["instance_group"] == [{"name": "cpu", "kind": "KIND_CPU", "count": 1, "gpus": []}]
     client.load_model("scalar")
     alone = client.get_model_config("scalar", "1")
     assert (alone["max_batch_size"], alone["output"]) == (
@@ -371,10 +392,10 @@ def test_statistics(client: triton.InferenceServerClient) -> None:
         after["inference_stats"]["success"]["count"] - before["inference_stats"]["success"]["count"]
         == 1
     )
-    assert [each["batch_size"] for each in after["batch_stats"]] == sorted(
-        {3, *(each["batch_size"] for each in before["batch_stats"])}
+    assert [batch["batch_size"] for batch in after["batch_stats"]] == sorted(
+        {3, *(batch["batch_size"] for batch in before["batch_stats"])}
     )
-    assert {each["name"] for each in client.get_inference_statistics()["model_stats"]} >= {
+    assert {model["name"] for model in client.get_inference_statistics()["model_stats"]} >= {
         "add",
         "same_uint8",
     }
@@ -383,9 +404,9 @@ def test_statistics(client: triton.InferenceServerClient) -> None:
 def test_the_repository(client: triton.InferenceServerClient) -> None:
     def state(name: str) -> list[tuple[str, str]]:
         return [
-            (each["version"], each["state"])
-            for each in client.get_model_repository_index()
-            if each["name"] == name
+            (model["version"], model["state"])
+            for model in client.get_model_repository_index()
+            if model["name"] == name
         ]
 
     assert state("failed") == [("1", "UNAVAILABLE")]
@@ -408,11 +429,11 @@ def test_the_repository(client: triton.InferenceServerClient) -> None:
 def with_aio(
     server: Server, story: Callable[[triton_aio.InferenceServerClient], Awaitable[None]]
 ) -> None:
-    async def told() -> None:
+    async def run() -> None:
         async with triton_aio.InferenceServerClient(address(server)) as client:
             await story(client)
 
-    asyncio.run(told())
+    asyncio.run(run())
     gc.collect()
 
 
@@ -423,7 +444,7 @@ def test_asyncio_many_at_once_each_gets_its_own(server: Server) -> None:
             result = await client.infer(
                 "same_int32",
                 [tensor("x", array, binary)],
-                outputs=[asked("y", binary)],
+                outputs=[output_request("y", binary)],
                 request_id=str(number),
             )
             assert result.get_response()["id"] == str(number)

@@ -80,9 +80,9 @@ def test_what_no_child_may_say_is_refused(head: bytes) -> None:
 
 @given(some.binary(max_size=200))
 def test_any_bytes_are_refused_in_few_words(head: bytes) -> None:
-    with pytest.raises(BadMessage) as caught:
+    with pytest.raises(BadMessage) as error:
         decode(FROM_CHILD, head)
-    assert len(str(caught.value)) < 1000
+    assert len(str(error.value)) < 1000
 
 
 @given(some.text(), some.text(), some.floats(-5, 5) | some.none())

@@ -29,7 +29,7 @@ def test_a_job_within_its_limits_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("taken", "code", "said"),
+    ("taken", "code", "message"),
     [
         (
             Sample(5 * GIB, 0),
@@ -41,12 +41,12 @@ def test_a_job_within_its_limits_goes_on() -> None:
     ],
 )
 def test_a_job_over_a_limit_ends_and_both_numbers_are_told(
-    taken: Sample, code: str, said: str
+    taken: Sample, code: str, message: str
 ) -> None:
     failure = verdict(taken, LIMITS)
     assert failure is not None
     assert failure.code == code
-    assert said in failure.message
+    assert message in failure.message
     assert code.replace(".", "_") in failure.next_step
 
 

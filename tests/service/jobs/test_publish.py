@@ -90,16 +90,16 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_what_does_not_hold_is_not_published(
-    tmp_path: Path, damage: Callable[[Path], object], said: str
+    tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     out, place = tmp_path / "work" / "out", tmp_path / "reports" / "1"
     write_out(out, tmp_path / "store")
     damage(out)
-    with pytest.raises(StoreError, match="an invalid report") as caught:
+    with pytest.raises(StoreError, match="an invalid report") as error:
         publish(out, place, Folders(tmp_path))
-    assert said in caught.value.message
+    assert message in error.value.message
     assert not place.exists()
 
 
@@ -136,8 +136,8 @@ def test_what_a_job_made_is_there_for_the_next(tmp_path: Path) -> None:
     assert Store(work.home).find(KEY, Text) is None
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_timing_cache_is_taken_if_it_is_whole(tmp_path: Path, whole: bool) -> None:
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_timing_cache_is_taken_if_it_is_whole(tmp_path: Path, complete: bool) -> None:
     home, work, key = tmp_path / "home", Work(tmp_path / "home" / "jobs" / "1"), "ab" * 32
     for root, data in ((home, b"old"), (work.home, b"new")):
         folder = root / "timing" / key
@@ -146,9 +146,9 @@ def test_a_timing_cache_is_taken_if_it_is_whole(tmp_path: Path, whole: bool) -> 
         (folder / "target.json").write_text(
             json.dumps({"sha256": hashlib.sha256(data).hexdigest()})
         )
-    if not whole:
+    if not complete:
         (work.home / "timing" / key / CACHE).write_bytes(b"torn")
     (work.home / "timing" / "..evil").mkdir()
     take_over(work, home)
-    assert (home / "timing" / key / CACHE).read_bytes() == (b"new" if whole else b"old")
+    assert (home / "timing" / key / CACHE).read_bytes() == (b"new" if complete else b"old")
     assert [path.name for path in (home / "timing").iterdir()] == [key]

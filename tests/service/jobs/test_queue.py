@@ -34,11 +34,11 @@ def trying(
     devices: tuple[str, ...] = ("cpu",),
     **settings: Any,
 ) -> None:
-    async def told() -> None:
+    async def run() -> None:
         async with running(home, devices=devices, **settings) as bench:
             await story(bench)
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 def is_running(job: Job) -> bool:
@@ -65,7 +65,7 @@ def test_a_job_succeeds_and_its_report_is_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "said"),
+    ("name", "code", "message"),
     [
         ("fail", "model.invalid", "no such model"),
         ("die", "host.child_died", "ended by signal 11 (SIGSEGV)"),
@@ -79,12 +79,12 @@ def test_a_job_succeeds_and_its_report_is_published(tmp_path: Path) -> None:
         ("lie", "host.store", "an invalid report"),
     ],
 )
-def test_a_job_that_fails_says_how(tmp_path: Path, name: str, code: str, said: str) -> None:
+def test_a_job_that_fails_says_how(tmp_path: Path, name: str, code: str, message: str) -> None:
     async def story(bench: Bench) -> None:
         job = await bench.end_of(name)
         assert job.failure is not None
         assert (job.state, job.failure.code) == ("failed", code)
-        assert said in job.failure.message
+        assert message in job.failure.message
         assert job.failure.next_step
         assert not bench.folders.report(job.id).exists()
         assert (await bench.end_of("succeed")).state == "succeeded"
@@ -321,10 +321,10 @@ def granted(bench: Bench, job: Job, stage: str = "benchmark") -> object:
     """What the double was told when it asked to measure; or, as `validate`, when it had
     measured.
     """
-    (told,) = [
+    (stage_event,) = [
         event.data for event in bench.store.events(job.id) if event.data.get("stage") == stage
     ]
-    return json.loads(told["text"])
+    return json.loads(stage_event["text"])
 
 
 def test_a_chattering_child_fills_no_database(tmp_path: Path) -> None:
@@ -363,9 +363,9 @@ def test_retry_makes_a_job_that_goes_on_from_what_is_stored(tmp_path: Path) -> N
             bench.folders.load_plan(failed.id).model.path
             == bench.folders.uploads(failed.id) / "model.onnx"
         )
-        done = await bench.end_of("succeed")
+        job = await bench.end_of("succeed")
         with pytest.raises(Conflict, match="is succeeded"):
-            await bench.runner.retry(done.id)
+            await bench.runner.retry(job.id)
 
     trying(tmp_path, story)
 

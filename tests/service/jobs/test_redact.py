@@ -36,10 +36,10 @@ def test_events_are_scrubbed_where_they_have_texts(tmp_path: Path) -> None:
     assert scrubbed_event(Died(Failure(code="c", message=file, next_step=file)), FOLDERS) == Died(
         Failure(code="c", message="m", next_step="m")
     )
-    seen = scrubbed_event(
+    event = scrubbed_event(
         StageEvent("build", file, text=file, state="failed", seconds=2.0), FOLDERS
     )
-    assert seen == StageEvent("build", "m", text="m", state="failed", seconds=2.0)
+    assert event == StageEvent("build", "m", text="m", state="failed", seconds=2.0)
     assert scrubbed_event(CancelAsked(), FOLDERS) == CancelAsked()
     (tmp_path / "report.md").write_text(f"model: {file}\n")
     scrub_file(tmp_path / "report.md", FOLDERS)
@@ -49,8 +49,8 @@ def test_events_are_scrubbed_where_they_have_texts(tmp_path: Path) -> None:
 def test_a_home_behind_a_link_is_found_by_both_names(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    said = scrubbed(
+    text = scrubbed(
         f"{tmp_path}/link/uploads/{JOB}/a {tmp_path}/real/uploads/{JOB}/b",
         Folders(tmp_path / "link"),
     )
-    assert said == "a b"
+    assert text == "a b"

@@ -28,26 +28,26 @@ SETTINGS = Settings(home=Path("/h"), retention_days=10, job_timeout_s=3600)
 NOTHING = Contents((), frozenset(), (), (), ())
 
 
-def ago(**given: float) -> dt.datetime:
-    return NOW - dt.timedelta(**given)
+def ago(**age: float) -> dt.datetime:
+    return NOW - dt.timedelta(**age)
 
 
 def ended(job_id: str, when: dt.datetime) -> Job:
-    made = ago(days=99).isoformat()
+    created = ago(days=99).isoformat()
     return Job(
         id=job_id,
         owner="me",
         identity=job_id,
         name="n",
         device="cpu",
-        created=made,
+        created=created,
         state="succeeded",
         finished=when.isoformat(),
     )
 
 
-def item(name: str, **given: float) -> Item:
-    return Item(Path(name), ago(**given))
+def item(name: str, **age: float) -> Item:
+    return Item(Path(name), ago(**age))
 
 
 @pytest.mark.parametrize(
@@ -163,10 +163,10 @@ def old(tmp_path: Path) -> Home:
 def test_a_job_that_has_ended_goes_with_all_its_files_and_one_that_has_not_stays(old: Home) -> None:
     gone, waiting = old.job(end=True), old.job(end=False)
     assert old.collect(29) == Collected(0, 0, 0, 0)
-    told = old.collect(31, dry_run=True)
-    assert (told.jobs, old.files(gone)) == (1, [True, True, True])
-    assert told.freed_bytes > 10_000
-    assert old.collect(31) == told
+    report = old.collect(31, dry_run=True)
+    assert (report.jobs, old.files(gone)) == (1, [True, True, True])
+    assert report.freed_bytes > 10_000
+    assert old.collect(31) == report
     assert (old.files(gone), old.files(waiting)) == ([False] * 3, [True] * 3)
     assert old.jobs.ids() == {waiting.id}
     assert old.collect(31) == Collected(0, 0, 0, 0)
@@ -193,19 +193,19 @@ def test_an_upload_that_still_grows_stays(old: Home) -> None:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "open_store",
     [lambda store, home: store, lambda store, home: Store(home / "job", shared=home)],
     ids=["own", "shared"],
 )
 def test_an_artifact_goes_unless_it_was_used(
-    old: Home, found: Callable[[Store, Path], Store]
+    old: Home, open_store: Callable[[Store, Path], Store]
 ) -> None:
     store = Store(old.settings.home)
-    kept, unused = Key("build", 1, ("kept",)), Key("build", 1, ("unused",))
-    folders = [store.get(key, Text, make).value.root for key in (kept, unused)]
+    used, unused = Key("build", 1, ("kept",)), Key("build", 1, ("unused",))
+    folders = [store.get(key, Text, make).value.root for key in (used, unused)]
     for folder in folders:
         os.utime(folder / "artifact.json", (0, 0))
-    assert found(store, old.settings.home).find(kept, Text)
+    assert open_store(store, old.settings.home).find(used, Text)
     assert old.collect(0, dry_run=True).artifacts == 1
     assert old.collect(0).artifacts == 1
     assert [folder.exists() for folder in folders] == [True, False]
@@ -239,11 +239,13 @@ def gc(home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def test_gc_says_what_it_removes(old: Home, tmp_path: Path) -> None:
     gone = old.job(end=True)
-    said = gc(tmp_path, "--dry-run")
+    result = gc(tmp_path, "--dry-run")
     assert (
-        said.returncode,
-        said.stdout.startswith("would be removed: 1 jobs, 0 folders without a job, 0 artifacts; "),
-    ) == (0, True), said
+        result.returncode,
+        result.stdout.startswith(
+            "would be removed: 1 jobs, 0 folders without a job, 0 artifacts; "
+        ),
+    ) == (0, True), result
     assert old.files(gone) == [True] * 3
     assert gc(tmp_path).stdout.startswith("removed: 1 jobs, ")
     assert old.files(gone) == [False] * 3
@@ -253,10 +255,10 @@ def test_gc_says_what_it_removes(old: Home, tmp_path: Path) -> None:
 
 def test_a_job_stays_as_long_as_a_version_that_its_report_proves(tmp_path: Path) -> None:
     async def story() -> None:
-        async with shelf(tmp_path, kept=1) as here:
+        async with shelf(tmp_path, versions=1) as here:
             for _ in range(3):
                 await here.promote()
-            jobs = {each.job for each in here.repository.get("m").versions}
+            jobs = {version.job for version in here.repository.get("m").versions}
             assert len(jobs) == 2  # the current one, and the one before it
         database = Database(tmp_path / "crucible.db")
         repository = Repository(database, Folders(tmp_path))
@@ -264,10 +266,10 @@ def test_a_job_stays_as_long_as_a_version_that_its_report_proves(tmp_path: Path)
         def later() -> dt.datetime:
             return dt.datetime.now(dt.UTC) + dt.timedelta(days=31)
 
-        done = collect(
+        report = collect(
             Settings(home=tmp_path), JobStore(database), later, promoted=repository.jobs()
         )
-        assert (done.jobs, repository.jobs()) == (1, frozenset(jobs))
+        assert (report.jobs, repository.jobs()) == (1, frozenset(jobs))
         assert all(Folders(tmp_path).report(job).is_dir() for job in jobs)
         assert repository.engine(repository.get("m").version()).path.is_file()
         database.close()

@@ -46,15 +46,15 @@ def test_the_usual_way() -> None:
         "2026-01-02T03:04:05.000+00:00",
     )
     assert running.progress == SEEN
-    done = after(ACCEPTED, job=running)
-    assert (done.state, done.verdict, done.winner, done.pid, done.is_final) == (
+    state = after(ACCEPTED, job=running)
+    assert (state.state, state.verdict, state.winner, state.pid, state.is_final) == (
         "succeeded",
         "accepted",
         "onnxruntime fp32",
         None,
         True,
     )
-    assert done.finished == "2026-01-02T03:04:05.000+00:00"
+    assert state.finished == "2026-01-02T03:04:05.000+00:00"
 
 
 def test_a_child_that_dies_fails_the_job_unless_it_was_to_end() -> None:

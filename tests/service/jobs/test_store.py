@@ -76,8 +76,8 @@ def test_each_event_is_stored_with_the_job_after_it(store: JobStore) -> None:
     running, seq = store.append(added.id, Started(42, 1.0), NOW)
     assert (running.state, store.get(added.id)) == ("running", running)
     take(store, added.id, SEEN, Requeued("why"), Started(43, 1.0), Succeeded("accepted", "w"))
-    told = [(event.kind, event.data) for event in store.events(added.id)]
-    assert told == [
+    events = [(event.kind, event.data) for event in store.events(added.id)]
+    assert events == [
         ("queued", {}),
         ("running", {"attempt": 1}),
         ("stage", {**STATUS, "state": "finished", "seconds": 1.5}),
@@ -162,9 +162,7 @@ def test_equal_requests_are_one_job_until_it_fails(store: JobStore) -> None:
     assert store.add(job(7, "other"), NOW)[1]  # that one will come to nothing
 
 
-def test_the_usual_time_is_the_median_of_the_owners_last_jobs_of_a_name_on_a_device(
-    store: JobStore,
-) -> None:
+def test_the_usual_time_is_the_median_of_the_owners_last_jobs_of_that_name(store: JobStore) -> None:
     def ran(
         number: int,
         seconds: float,
@@ -240,16 +238,16 @@ def test_pages_hold_all_newest_first(store: JobStore) -> None:
     for number in range(7):
         store.add(job(number, owner="you" if number == 3 else "me"), NOW)
     store.append("0005", CancelAsked(), NOW)
-    seen, after = [], None
+    pages, after = [], None
     while True:
         page = store.list(limit=3, after=after)
-        seen.append([each.id for each in page.jobs])
+        pages.append([job.id for job in page.jobs])
         if (after := page.after) is None:
             break
-    assert seen == [["0006", "0005", "0004"], ["0003", "0002", "0001"], ["0000"]]
-    assert [each.id for each in store.list("you").jobs] == ["0003"]
-    assert [each.id for each in store.list("me", "cancelled").jobs] == ["0005"]
-    assert [each.id for each in store.unfinished()] == [
+    assert pages == [["0006", "0005", "0004"], ["0003", "0002", "0001"], ["0000"]]
+    assert [job.id for job in store.list("you").jobs] == ["0003"]
+    assert [job.id for job in store.list("me", "cancelled").jobs] == ["0005"]
+    assert [job.id for job in store.unfinished()] == [
         "0000",
         "0001",
         "0002",
@@ -288,9 +286,7 @@ def test_a_damaged_row_is_named_and_left_out(
     with database.write() as rows:
         rows.execute("UPDATE jobs SET job = ? WHERE id = '0001'", (text,))
     assert (
-        [each.id for each in store.list().jobs]
-        == [each.id for each in store.unfinished()]
-        == ["0002"]
+        [job.id for job in store.list().jobs] == [job.id for job in store.unfinished()] == ["0002"]
     )
     assert "job=0001" in capsys.readouterr().out
     for call in (lambda: store.get("0001"), lambda: store.append("0001", CancelAsked(), NOW)):
@@ -311,7 +307,7 @@ def test_only_what_has_ended_is_removed_with_its_events(store: JobStore) -> None
     for number in (1, 2):
         store.add(job(number), NOW, Once(str(number), "d"))
     take(store, "0001", CancelAsked())
-    assert [each.id for each in store.ended()] == ["0001"]
+    assert [job.id for job in store.ended()] == ["0001"]
     store.remove("0001")
     assert store.events("0001") == ()
     with pytest.raises(NotFound):

@@ -18,8 +18,10 @@ from tests.service.builders.app import opened_desk
 
 def test_without_an_endpoint_nothing_is_traced() -> None:
     assert provider_from(Settings()) is None
-    told = telemetry_of(None)
-    assert [told[name] for name in ("tracing", "metrics", "logs", "auto_configure")] == [False] * 4
+    settings = telemetry_of(None)
+    assert [settings[name] for name in ("tracing", "metrics", "logs", "auto_configure")] == [
+        False
+    ] * 4
 
 
 def test_a_missing_extra_is_named_before_anything_begins(tmp_path: Path) -> None:
@@ -32,14 +34,14 @@ def test_a_missing_extra_is_named_before_anything_begins(tmp_path: Path) -> None
     home = Path({str(tmp_path / "home")!r})
     create_app(Settings(home=home, otel_endpoint="http://127.0.0.1:4318"))
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "BackendUnavailable: otel_endpoint is set" in done.stderr
-    assert ".[otel]" in done.stderr
+    assert "BackendUnavailable: otel_endpoint is set" in result.stderr
+    assert ".[otel]" in result.stderr
     assert not (tmp_path / "home").exists()
 
 
@@ -51,9 +53,7 @@ def test_spans_go_to_the_endpoints_path_for_traces(path: str) -> None:
     assert exporter._endpoint == "http://127.0.0.1:4318/v1/traces"
 
 
-def test_a_request_and_the_job_it_made_with_its_stages_are_one_trace_also_over_a_restart(
-    tmp_path: Path,
-) -> None:
+def test_a_request_its_job_and_the_stages_are_one_trace_across_a_restart(tmp_path: Path) -> None:
     first, second = (
         InMemorySpanExporter(),
         InMemorySpanExporter(),
@@ -71,21 +71,25 @@ def test_a_request_and_the_job_it_made_with_its_stages_are_one_trace_also_over_a
             return await desk.until(job_id, "succeeded")
 
     job = asyncio.run(ended(asyncio.run(sent())))
-    spans = {span.name: span for kept in (first, second) for span in kept.get_finished_spans()}
-    request, whole, stage = spans["POST /compile"], spans["job"], spans["stage build"]
-    assert {span.context.trace_id for span in (whole, stage)} == {request.context.trace_id}
+    spans = {
+        span.name: span for exporter in (first, second) for span in exporter.get_finished_spans()
+    }
+    request, job_span, stage = spans["POST /compile"], spans["job"], spans["stage build"]
+    assert {span.context.trace_id for span in (job_span, stage)} == {request.context.trace_id}
     of_request = {
         span.context.span_id
         for span in first.get_finished_spans()
         if span.context.trace_id == request.context.trace_id
     }
-    assert {span.parent.span_id for span in (whole, stage)} <= of_request
+    assert {span.parent.span_id for span in (job_span, stage)} <= of_request
     assert (stage.end_time - stage.start_time) / 1e9 == pytest.approx(
         0.1, abs=1e-3
     )  # as the double says
-    assert (whole.end_time - whole.start_time) / 1e9 == pytest.approx(job["elapsed_s"], abs=1e-3)
-    assert {span.attributes["crucible.job"] for span in (whole, stage)} == {job["id"]}
-    assert (whole.attributes["crucible.state"], whole.attributes["crucible.verdict"]) == (
+    assert (job_span.end_time - job_span.start_time) / 1e9 == pytest.approx(
+        job["elapsed_s"], abs=1e-3
+    )
+    assert {span.attributes["crucible.job"] for span in (job_span, stage)} == {job["id"]}
+    assert (job_span.attributes["crucible.state"], job_span.attributes["crucible.verdict"]) == (
         "succeeded",
         "accepted",
     )

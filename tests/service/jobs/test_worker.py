@@ -99,7 +99,7 @@ def test_a_measurement_asks_for_the_device_and_gives_it_back(
     assert (tmp_path / "contended").exists() == (before or after)
 
 
-def test_a_benchmark_that_fails_gives_the_device_back_and_a_server_that_is_gone_is_an_error(
+def test_a_failed_benchmark_gives_the_device_back_and_a_gone_server_is_an_error(
     pair: tuple[Server, Peer], tmp_path: Path
 ) -> None:
     server, peer = pair
@@ -384,16 +384,16 @@ def everything(folder: Path, besides: Path) -> dict[Path, tuple[int, int, bytes]
     """Kind, time and content of all that lies in a folder, but not of one folder there. The time of
     an artifact's manifest says that it was used.
     """
-    found = {}
+    files = {}
     for path in (folder, *folder.rglob("*")):
         if not path.is_relative_to(besides):
             about = path.lstat()
-            found[path] = (
+            files[path] = (
                 about.st_mode,
                 0 if path.name == MANIFEST else about.st_mtime_ns,
                 path.read_bytes() if path.is_file() else b"",
             )
-    return found
+    return files
 
 
 def probe_with_another_build(progress: Progress) -> HostIdentity:

@@ -30,8 +30,8 @@ SERVER = {
 
 
 def test_a_childs_environment_is_made_for_it() -> None:
-    found = environment_for("7", "cpu", Work(Path("/w")), SERVER)
-    assert found == {
+    environment = environment_for("7", "cpu", Work(Path("/w")), SERVER)
+    assert environment == {
         "PATH": "/bin",
         "LC_ALL": "C",
         "HOME": "/w/home",
@@ -48,12 +48,12 @@ def test_a_childs_environment_is_made_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "server", "seen"),
+    ("device", "server", "ids"),
     [("cpu", "0", ""), ("gpu:1", None, "1"), ("gpu:1", "3, 5", "5"), ("gpu:0", "GPU-ab", "GPU-ab")],
 )
-def test_a_child_sees_its_device_only(device: str, server: str | None, seen: str) -> None:
-    given = SERVER if server is None else {**SERVER, "CUDA_VISIBLE_DEVICES": server}
-    assert environment_for("7", device, Work(Path("/w")), given)["CUDA_VISIBLE_DEVICES"] == seen
+def test_a_child_sees_its_device_only(device: str, server: str | None, ids: str) -> None:
+    base = SERVER if server is None else {**SERVER, "CUDA_VISIBLE_DEVICES": server}
+    assert environment_for("7", device, Work(Path("/w")), base)["CUDA_VISIBLE_DEVICES"] == ids
 
 
 def guarded(
@@ -87,10 +87,10 @@ print([resource.getrlimit(getattr(resource, "RLIMIT_" + kind)) for kind in kinds
 print(os.getsid(0) == os.getppid(), os.getsid(0) != {os.getsid(0)})
 """
     with guarded(says) as process:
-        said, _ = process.communicate(timeout=60)
-    assert re.search(r"NoNewPrivs:\s*1", said)
-    assert "[(0, 0), (4096, 4096), (1000000, 1000000), (-1, -1)]" in said
-    assert "True True" in said
+        output, _ = process.communicate(timeout=60)
+    assert re.search(r"NoNewPrivs:\s*1", output)
+    assert "[(0, 0), (4096, 4096), (1000000, 1000000), (-1, -1)]" in output
+    assert "True True" in output
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_nothing_outlives_the_guardian(end: str) -> None:
 
 def test_a_guardian_whose_server_is_gone_starts_nothing() -> None:
     with guarded("print('started')", parent=1) as process:
-        said, _ = process.communicate(timeout=60)
-    assert (said, process.returncode) == ("", 1)
+        output, _ = process.communicate(timeout=60)
+    assert (output, process.returncode) == ("", 1)
 
 
 def test_a_command_that_is_not_there_is_an_exit_code() -> None:
@@ -140,9 +140,9 @@ def test_a_command_that_is_not_there_is_an_exit_code() -> None:
         "1000000",
         "/no/such/program",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 127
-    assert "cannot run '/no/such/program'" in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 127
+    assert "cannot run '/no/such/program'" in result.stderr
 
 
 def test_a_pid_that_was_used_again_is_another_process() -> None:

@@ -23,11 +23,11 @@ from tests.service.serving.engines import linear, play
 from tests.service.serving.models import Shelf, shelf
 
 
-async def refused(of: type[Exception], here: Shelf, asked: PromoteRequest) -> str:
-    with pytest.raises(of) as caught:
-        await here.deployments.promote(LOCAL, "m", asked)
+async def refused(of: type[Exception], here: Shelf, request: PromoteRequest) -> str:
+    with pytest.raises(of) as error:
+        await here.deployments.promote(LOCAL, "m", request)
     assert (await here.deployments.views(LOCAL)).models == ()
-    return str(caught.value)
+    return str(error.value)
 
 
 def test_a_version_tells_what_its_report_says(tmp_path: Path) -> None:
@@ -43,23 +43,23 @@ def test_a_version_tells_what_its_report_says(tmp_path: Path) -> None:
             view = await here.deployments.promote(
                 LOCAL, "m", PromoteRequest(report=job, override=True)
             )
-            found = view.current
+            version = view.current
             assert (
-                found.version,
-                found.job,
-                found.verdict,
-                found.override,
-                found.before,
-                found.owner,
+                version.version,
+                version.job,
+                version.verdict,
+                version.override,
+                version.before,
+                version.owner,
             ) == (1, job, "accepted", False, None, "local")
-            assert (found.image, found.labels, found.batch) == (
+            assert (version.image, version.labels, version.batch) == (
                 serving.image,
                 serving.labels,
                 here.host.batch,
             )
-            assert (found.backend, found.label) == (
+            assert (version.backend, version.label) == (
                 "onnxruntime",
-                here.repository.engine(found).recipe.label,
+                here.repository.engine(version).recipe.label,
             )
             assert here.host.proofs == [(serving.padding, "cpu")]
             again = await here.deployments.promote(LOCAL, "m", PromoteRequest(report=job))
@@ -74,20 +74,20 @@ def test_a_version_tells_what_its_report_says(tmp_path: Path) -> None:
 def test_what_was_not_accepted(tmp_path: Path, verdict: Verdict, override: bool) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:
-            asked = PromoteRequest(report=here.report(verdict), override=override)
+            request = PromoteRequest(report=here.report(verdict), override=override)
             if verdict == "unproven" and override:
                 with capture_logs() as logged:
-                    view = await here.deployments.promote(LOCAL, "m", asked)
+                    view = await here.deployments.promote(LOCAL, "m", request)
                 assert view.current.override
                 assert [
-                    (each["log_level"], each["verdict"])
-                    for each in logged
-                    if each["event"] == "model.override"
+                    (event["log_level"], event["verdict"])
+                    for event in logged
+                    if event["event"] == "model.override"
                 ] == [("warning", "unproven")]
                 return
-            said = await refused(Conflict, here, asked)
-            assert f"verdict is {verdict}" in said
-            assert "because" in said
+            message = await refused(Conflict, here, request)
+            assert f"verdict is {verdict}" in message
+            assert "because" in message
 
     play(story)
 
@@ -141,8 +141,8 @@ def test_rollbacks_go_back_to_the_first(tmp_path: Path) -> None:
 def test_the_proof_is_taken_in_a_child(tmp_path: Path) -> None:
     async def story() -> None:
         engine = linear(tmp_path)
-        found = await prove(engine, (), "cpu")
-        assert (found.proved, found.maximum, found.axes) == (True, 16, {"x": 0, "y": 0})
+        proof = await prove(engine, (), "cpu")
+        assert (proof.proved, proof.maximum, proof.axes) == (True, 16, {"x": 0, "y": 0})
         engine.path.write_bytes(b"torn")
         with pytest.raises(Conflict, match="the engine does not run here"):
             await prove(engine, (), "cpu")
@@ -151,17 +151,17 @@ def test_the_proof_is_taken_in_a_child(tmp_path: Path) -> None:
 
 
 def test_the_profile_that_requests_suggest() -> None:
-    seen: Counter[tuple[tuple[str, int], ...]] = Counter(
+    counts: Counter[tuple[tuple[str, int], ...]] = Counter(
         {
             (("batch", 1), ("length", 16)): 9,
             (("batch", 4), ("length", 3)): 5,
             (("batch", 2), ("length", 16)): 1,
         }
     )
-    found = version()
-    assert suggested(seen, found) == (
+    current = version()
+    assert suggested(counts, current) == (
         {"batch": DimRange(min=1, opt=1, max=8), "length": DimRange(min=3, opt=16, max=16)},
     )
-    assert suggested({}, found) == ()
-    assert suggested({(): 3}, found) == ()
-    assert suggested({(("batch", 0),): 3}, found) == ({"batch": DimRange(min=0, opt=1, max=8)},)
+    assert suggested({}, current) == ()
+    assert suggested({(): 3}, current) == ()
+    assert suggested({(("batch", 0),): 3}, current) == ({"batch": DimRange(min=0, opt=1, max=8)},)

@@ -71,8 +71,8 @@ def home(tmp_path: Path) -> Iterator[Home]:
 def test_a_promoted_engine_is_found_beside_a_server_and_nothing_is_written(home: Home) -> None:
     assert [home.add("net") for _ in range(10)][-1] == 10
     before = {path: path.stat().st_mtime_ns for path in home.folders.home.rglob("*")}
-    found = promoted_engine(home.folders.home, "net", 2)
-    assert (found.path.read_bytes(), found.root) == (
+    engine = promoted_engine(home.folders.home, "net", 2)
+    assert (engine.path.read_bytes(), engine.root) == (
         b"engine",
         home.folders.version("net", 2) / "engine",
     )
@@ -90,14 +90,14 @@ def test_a_version_is_what_was_added_and_its_files_outlive_the_report(home: Home
     model = home.repository.get("m")
     assert (
         model.current,
-        [each.version for each in model.versions],
+        [version.version for version in model.versions],
         model.deployed,
         model.options,
     ) == (2, [2, 1], False, None)
     assert model.version() == version(number=2, before=1).model_copy(update={"job": "job of 1"})
     shutil.rmtree(home.engine.root)
-    found = home.repository.engine(model.version(1))
-    assert (found.path.read_bytes(), found.root) == (
+    engine = home.repository.engine(model.version(1))
+    assert (engine.path.read_bytes(), engine.root) == (
         b"engine",
         home.folders.version("m", 1) / "engine",
     )
@@ -110,8 +110,8 @@ def test_another_owner_cannot_take_a_name_and_does_not_see_it(home: Home) -> Non
     with pytest.raises(NotFound, match="no model 'm'"):
         home.repository.get("m", "you")
     home.add("n", "you")
-    assert [each.name for each in home.repository.list("you")] == ["n"]
-    assert [each.name for each in home.repository.list()] == ["m", "n"]
+    assert [model.name for model in home.repository.list("you")] == ["n"]
+    assert [model.name for model in home.repository.list()] == ["m", "n"]
     with pytest.raises(NotFound, match="model 'm' has no version 7"):
         home.repository.get("m").version(7)
 
@@ -157,7 +157,7 @@ def test_old_versions_are_pruned_but_none_in_use(home: Home) -> None:
     assert home.repository.prune("m", {3}, keep=2) == (
         5,
     )  # 4 is current and 3 before it, 3 is in use and 2 before it, 2 is pinned and 1 before it
-    assert [each.version for each in home.repository.get("m").versions] == [7, 6, 4, 3, 2, 1]
+    assert [version.version for version in home.repository.get("m").versions] == [7, 6, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_damaged_row_is_named_and_the_others_are_told(home: Home) -> None:
     home.add("n")
     with home.database.write() as rows:
         rows.execute("UPDATE versions SET about = '{' WHERE model = 'm'")
-    assert [each.name for each in home.repository.list()] == ["n"]
+    assert [model.name for model in home.repository.list()] == ["n"]
     with pytest.raises(DamagedRow, match="the database rows of model 'm'"):
         home.repository.get("m")
 
@@ -206,7 +206,7 @@ def test_what_a_version_held_when_it_was_loaded_is_remembered(home: Home) -> Non
     home.add()
     for held in (70, 50, 60, 0):
         home.repository.set_memory(version(), held)
-    assert [each.memory_bytes for each in home.repository.get("m").versions] == [None, 50]
+    assert [version.memory_bytes for version in home.repository.get("m").versions] == [None, 50]
 
 
 def test_a_home_of_before_gets_the_tables_and_keeps_what_it_has(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_models_of_the_schema_before_this_one_are_served_on(tmp_path: Path) -> N
     )
     assert model.versions == (version(number=2, before=1), version(number=1))
     home.repository.set_memory(model.version(1), 70)
-    assert [each.memory_bytes for each in home.repository.get("m").versions] == [None, 70]
+    assert [version.memory_bytes for version in home.repository.get("m").versions] == [None, 70]
     assert home.add() == 3
     home.database.close()
 

@@ -14,7 +14,7 @@ from tests.service.builders.app import known_host
 from tests.service.builders.jobs import WORKER
 
 if __name__ == "__main__":
-    home, *given = sys.argv[1:]
-    told = {"port": 0, **dict(each.split("=") for each in given)}
-    worker = runner.WORKER if told.pop("compiles", None) else WORKER
-    serve(settings_from(os.environ, home=home, **told), worker, known_host)
+    home, *words = sys.argv[1:]
+    options = {"port": 0, **dict(word.split("=") for word in words)}
+    worker = runner.WORKER if options.pop("compiles", None) else WORKER
+    serve(settings_from(os.environ, home=home, **options), worker, known_host)

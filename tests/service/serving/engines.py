@@ -60,7 +60,7 @@ def engine_of(
     out = source / "engine"
     out.mkdir(parents=True)
     values = [
-        [helper.make_tensor_value_info(name, *given) for name, given in each.items()]
+        [helper.make_tensor_value_info(name, *shape) for name, shape in each.items()]
         for each in (inputs, outputs)
     ]
     initializers = [
@@ -189,15 +189,15 @@ async def deployed(
 
 def processes_of(mark: str) -> list[int]:
     """All processes with a mark that begins so."""
-    found = []
+    processes = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = file.read_bytes().split(b"\0")
         except OSError:
             continue
-        if any(each.startswith(f"{MARK}={mark}".encode()) for each in variables):
-            found.append(int(file.parent.name))
-    return found
+        if any(variable.startswith(f"{MARK}={mark}".encode()) for variable in variables):
+            processes.append(int(file.parent.name))
+    return processes
 
 
 def play(story: Callable[[], Awaitable[None]]) -> None:

@@ -74,16 +74,16 @@ class Double:
         return replace(served, backend="double", instances=spec.options.instances)
 
     def statistics(self) -> Statistics:
-        done = Total(self.answered, 0.0)
+        total = Total(self.answered, 0.0)
         return Statistics(
             self.spec.version.model,
             self.spec.version.version,
-            done,
+            total,
             Total(),
-            done,
-            done,
-            done,
-            done,
+            total,
+            total,
+            total,
+            total,
             self.answered,
             self.answered,
             0,
@@ -135,7 +135,7 @@ class Host:
 
     @property
     def alive(self) -> list[int]:
-        return [each.spec.version.version for each in self.started if not each.closed]
+        return [worker.spec.version.version for worker in self.started if not worker.closed]
 
 
 def ended_job(
@@ -165,7 +165,7 @@ class Shelf:
     """A home, and the deployments on it."""
 
     def __init__(
-        self, home: Path, host: Host, devices: Sequence[str] = ("cpu",), kept: int = 5
+        self, home: Path, host: Host, devices: Sequence[str] = ("cpu",), versions: int = 5
     ) -> None:
         self.home, self.host, self.folders = home, host, Folders(home)
         self.database = Database(home / "crucible.db")
@@ -179,7 +179,7 @@ class Shelf:
             self.jobs,
             self.folders,
             self.leases,
-            kept,
+            versions,
             60.0,
             host.start,
             host.prove,
@@ -205,8 +205,8 @@ class Shelf:
         verdict: Verdict = "accepted",
     ) -> int:
         """A new report, promoted: the current version."""
-        asked = PromoteRequest(report=self.report(verdict), override=override)
-        return (await self.deployments.promote(caller, name, asked)).current.version
+        request = PromoteRequest(report=self.report(verdict), override=override)
+        return (await self.deployments.promote(caller, name, request)).current.version
 
     async def ask(
         self, name: str | None = "m", caller: Caller = LOCAL, version: int | None = None
@@ -217,10 +217,10 @@ class Shelf:
 
 @asynccontextmanager
 async def shelf(
-    home: Path, host: Host | None = None, devices: Sequence[str] = ("cpu",), kept: int = 5
+    home: Path, host: Host | None = None, devices: Sequence[str] = ("cpu",), versions: int = 5
 ) -> AsyncIterator[Shelf]:
     """Started; stopped at the end, and then nothing is loaded and no lease is held."""
-    opened = Shelf(home, host or Host(), devices, kept)
+    opened = Shelf(home, host or Host(), devices, versions)
     await opened.deployments.start()
     try:
         yield opened

@@ -28,13 +28,13 @@ ONE = Kind((Sizes(0, 1, 8),))
 
 def queue_of(*rows: int, maximum: int = 8, kind: Kind = ONE, since: float = 0.0) -> Queue:
     queue = Queue(Rules(maximum, DELAY))
-    for number, each in enumerate(rows):
-        queue = offer(queue, WaitingRequest(number, each, since + number / 1000, kind))
+    for number, row in enumerate(rows):
+        queue = offer(queue, WaitingRequest(number, row, since + number / 1000, kind))
     return queue
 
 
 def numbers(batch: Batch | None) -> list[int] | None:
-    return None if batch is None else [each.number for each in batch.requests]
+    return None if batch is None else [request.number for request in batch.requests]
 
 
 def test_nothing_waits_while_a_worker_is_idle() -> None:
@@ -42,7 +42,7 @@ def test_nothing_waits_while_a_worker_is_idle() -> None:
     assert (numbers(batch), queue.waiting) == ([0, 1], ())
 
 
-def test_a_batch_is_closed_when_it_is_full_or_its_first_request_has_waited_long_enough() -> None:
+def test_a_batch_closes_when_full_or_when_its_first_request_has_waited() -> None:
     queue = queue_of(1, 1)
     assert deadline(queue) == DELAY
     assert take(queue, now=0.009, idle=False) == (queue, None)
@@ -210,13 +210,13 @@ def test_whatever_comes_each_request_runs_once_in_order_and_in_time(
     for event in events:
         world.play(event)
         if world.busy < 2:
-            assert all(world.now < each.since + DELAY for each in world.queue.waiting), (
+            assert all(world.now < request.since + DELAY for request in world.queue.waiting), (
                 "waits past its deadline while a slot is free"
             )
         assert world.busy > 0 or not world.queue.waiting, "waits while the worker is idle"
     while world.queue.waiting:
         world.play(("answer",))
-    ran = [each.number for batch in world.batches for each in batch.requests]
+    ran = [request.number for batch in world.batches for request in batch.requests]
     assert sorted(ran) == sorted(set(range(world.count)) - world.gone)
     for kind in KINDS:
         of_kind = [
@@ -225,12 +225,12 @@ def test_whatever_comes_each_request_runs_once_in_order_and_in_time(
         assert of_kind == sorted(of_kind)
     for batch in world.batches:
         kind = batch.requests[0].kind
-        assert {each.kind for each in batch.requests} == {kind}
-        assert batch.rows == sum(each.rows for each in batch.requests) <= batch.size
+        assert {request.kind for request in batch.requests} == {kind}
+        assert batch.rows == sum(request.rows for request in batch.requests) <= batch.size
         assert len(batch.requests) == 1 or batch.rows <= min(maximum, kind.most)
         if kind.sizes:
             assert any(
-                each.low <= batch.size <= each.high
-                and (not each.captured or batch.size in each.captured)
-                for each in kind.sizes
+                size.low <= batch.size <= size.high
+                and (not size.captured or batch.size in size.captured)
+                for size in kind.sizes
             )

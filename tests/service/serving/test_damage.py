@@ -82,9 +82,9 @@ def engine(tmp_path: Path) -> Engine:
 
 
 async def refused(of: type[CrucibleError], call: object) -> CrucibleError:
-    with pytest.raises(of) as caught:
+    with pytest.raises(of) as error:
         await call  # type: ignore[misc]
-    return caught.value
+    return error.value
 
 
 CHANGED = "version 1 of 'a' is damaged: 'model.onnx' has another digest than when it was written: "
@@ -118,7 +118,7 @@ def test_a_worker_that_crashed_is_not_started_again_on_damaged_files(
     play(story)
 
 
-def test_a_damaged_model_is_refused_at_the_start_and_at_load_and_its_job_brings_it_back(
+def test_a_damaged_model_is_refused_until_its_job_is_promoted_again(
     tmp_path: Path,
     engine: Engine,
 ) -> None:
@@ -136,8 +136,8 @@ def test_a_damaged_model_is_refused_at_the_start_and_at_load_and_its_job_brings_
             states = {each.model: each.state for each in here.deployments.served(LOCAL)}
             assert states == {"a": "failed", "b": "ready"}
             assert await here.answers("b")
-            told = (await here.deployments.view(LOCAL, "a")).deployment
-            assert (CHANGED in told.reason, told.reason.endswith(remedy)) == (True, True)
+            entry = (await here.deployments.view(LOCAL, "a")).deployment
+            assert (CHANGED in entry.reason, entry.reason.endswith(remedy)) == (True, True)
             failed = await refused(Unavailable, here.answers("a"))
             assert CHANGED in failed.message
             error = await refused(DamagedError, here.deployments.deploy(LOCAL, "a", FOLLOW))
@@ -211,12 +211,12 @@ def test_a_damaged_engine_does_not_become_a_version(tmp_path: Path, engine: Engi
     async def story() -> None:
         async with real(tmp_path, engine) as here:
             job = ended_job(here.folders, here.jobs, engine=engine)
-            found = here.folders.report(job) / "engine"
-            flip(found / "model.onnx")
+            engine_folder = here.folders.report(job) / "engine"
+            flip(engine_folder / "model.onnx")
             await here.serve("a")
             version = here.repository.get("a").version()
             with pytest.raises(DamagedError):
-                here.repository.add(version, found, current=True)
+                here.repository.add(version, engine_folder, current=True)
             assert [each.version for each in here.repository.get("a").versions] == [1]
             assert not list(here.folders.models.glob(".*"))
 
@@ -237,9 +237,10 @@ def test_a_damaged_version_is_not_exported(
     monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path / "home"))
     with pytest.raises(DamagedError, match="version 1 of 'a' is damaged"):
         promoted_engine(tmp_path / "home", "a", 1)
-    done = crucible_here("export", "--triton", "a/1", "models", cwd=tmp_path)
-    assert (done.code, CHANGED in done.err) == (1, True)
+    result = crucible_here("export", "--triton", "a/1", "models", cwd=tmp_path)
+    assert (result.code, CHANGED in result.err) == (1, True)
     assert (
-        "`crucible models a` shows the job of the version, and `crucible promote a JOB`" in done.err
+        "`crucible models a` shows the job of the version, and `crucible promote a JOB`"
+        in result.err
     )
     assert not (tmp_path / "models").exists()

@@ -37,7 +37,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return linear(tmp_path_factory.mktemp("engine"), layers=3)
 
 
-async def asked(bench: Bench, number: float, **more: Any) -> Any:
+async def outcome(bench: Bench, number: float, **more: Any) -> Any:
     """The answer, or what was raised; an answer must be this request's."""
     try:
         answer = await bench.ask(marked(number), **more)
@@ -77,24 +77,24 @@ def test_times_are_told_and_all_is_counted(tmp_path: Path, engine: Engine) -> No
     async def story() -> None:
         async with deployed(tmp_path, engine, PROVED.model_copy(update={"maximum": 4})) as bench:
             answers = await asyncio.gather(*(bench.ask(marked(n)) for n in range(10)))
-            for each in answers:
-                timing = each.timing
+            for answer in answers:
+                timing = answer.timing
                 parts = (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s)
                 assert min(parts) >= 0
                 assert sum(parts) > 0
-            found = bench.deployment.statistics()
-            assert (found.succeeded.count, found.failed.count, found.rows, found.dropped) == (
+            stats = bench.deployment.statistics()
+            assert (stats.succeeded.count, stats.failed.count, stats.rows, stats.dropped) == (
                 10,
                 0,
                 10,
                 0,
             )
-            assert sum(rows * each.count for rows, each in found.batches.items()) == 10
-            assert found.executions == sum(each.count for each in found.batches.values()) >= 3
-            assert found.compute.seconds == pytest.approx(
-                sum(each.timing.compute_s for each in answers)
+            assert sum(rows * batch.count for rows, batch in stats.batches.items()) == 10
+            assert stats.executions == sum(batch.count for batch in stats.batches.values()) >= 3
+            assert stats.compute.seconds == pytest.approx(
+                sum(answer.timing.compute_s for answer in answers)
             )
-            assert found.last_request_ms > 1.6e12
+            assert stats.last_request_ms > 1.6e12
             assert bench.count("executed") == 10
             served = bench.deployment.served()
             assert (served.state, served.reason, served.backend, served.inputs) == (
@@ -115,9 +115,9 @@ def test_without_proof_every_request_runs_alone(tmp_path: Path, engine: Engine) 
         ) as bench:
             answers = await asyncio.gather(*(bench.ask(marked(n, rows=2)) for n in range(5)))
             assert bench.deployment.statistics().executions == 5
-            for number, each in enumerate(answers):
+            for number, answer in enumerate(answers):
                 assert np.array_equal(
-                    each.outputs["y"], direct(engine, {"x": marked(number, rows=2)})["y"]
+                    answer.outputs["y"], direct(engine, {"x": marked(number, rows=2)})["y"]
                 )
 
     play(story)
@@ -139,8 +139,8 @@ def test_what_does_not_fit_is_refused_before_it_waits(tmp_path: Path, engine: En
 def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
         async with deployed(tmp_path, engine, worker=SLOW, max_batch=1, queue_limit=3) as bench:
-            found = await asyncio.gather(*(asked(bench, n) for n in range(8)))
-            refused = [each for each in found if isinstance(each, TooMany)]
+            outcomes = await asyncio.gather(*(outcome(bench, n) for n in range(8)))
+            refused = [outcome for outcome in outcomes if isinstance(outcome, TooMany)]
             assert len(refused) == 5  # all came at once: nothing ran yet
             assert int(refused[0].headers["Retry-After"]) >= 1
             assert bench.count("refused") == 5
@@ -157,15 +157,15 @@ def test_timeouts_at_half_load_leave_every_answer_to_its_request(
 
     async def story() -> None:
         async with deployed(tmp_path, engine, worker=SLOW, max_batch=2) as bench:
-            found = await asyncio.gather(
-                *(asked(bench, n, timeout_s=0.02 if n % 2 else None) for n in range(40))
+            outcomes = await asyncio.gather(
+                *(outcome(bench, n, timeout_s=0.02 if n % 2 else None) for n in range(40))
             )
-            timed_out = [n for n, each in enumerate(found) if isinstance(each, TimedOut)]
+            timed_out = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, TimedOut)]
             assert timed_out == list(range(1, 40, 2))
             assert bench.deployment.statistics().succeeded.count == 20
             assert bench.count("timed_out") == 20
-            again = await asyncio.gather(*(asked(bench, n) for n in range(100, 110)))
-            assert not any(isinstance(each, Exception) for each in again)
+            again = await asyncio.gather(*(outcome(bench, n) for n in range(100, 110)))
+            assert not any(isinstance(outcome, Exception) for outcome in again)
 
     play(story)
 
@@ -176,14 +176,14 @@ def test_clients_that_went_do_not_run(tmp_path: Path, engine: Engine) -> None:
         async with deployed(tmp_path, engine, worker=half_a_second, max_batch=4) as bench:
             clients = [asyncio.ensure_future(bench.ask(marked(n))) for n in range(200)]
             await asyncio.sleep(0.01)
-            for each in clients:
-                each.cancel()
+            for client in clients:
+                client.cancel()
             answer = await bench.ask(marked(1000))
             assert answer.outputs["y"].tolist() == marked(1000).tolist()
-            found = bench.deployment.statistics()
-            assert found.executions <= 3
+            stats = bench.deployment.statistics()
+            assert stats.executions <= 3
             assert bench.count("executed") + bench.count("dropped") == 201
-            assert found.dropped == bench.count("dropped") >= 192
+            assert stats.dropped == bench.count("dropped") >= 192
             assert all(each.cancelled() for each in await asyncio.gather(*map(_settled, clients)))
 
     play(story)
@@ -218,9 +218,9 @@ def test_several_instances_share_the_work(tmp_path: Path, engine: Engine) -> Non
             tmp_path, engine, worker=(*SLOW[:2], "slow-2"), max_batch=1, instances=2
         ) as bench:
             assert bench.deployment.served().instances == 2
-            pending = [asyncio.ensure_future(asked(bench, n)) for n in range(2)]
+            pending = [asyncio.ensure_future(outcome(bench, n)) for n in range(2)]
             await asyncio.sleep(0.01)
-            assert [each.load for each in bench.deployment._instances] == [1, 1]
+            assert [instance.load for instance in bench.deployment._instances] == [1, 1]
             await asyncio.gather(*pending)
 
     play(story)
@@ -250,7 +250,7 @@ def test_with_overlap_a_second_thread_answers_and_each_request_has_its_own(
 def test_draining_answers_what_waits_and_takes_nothing_new(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
         async with deployed(tmp_path, engine, worker=SLOW, max_batch=1) as bench:
-            pending = [asyncio.ensure_future(asked(bench, n)) for n in range(5)]
+            pending = [asyncio.ensure_future(outcome(bench, n)) for n in range(5)]
             await asyncio.sleep(0)
             draining = asyncio.ensure_future(bench.deployment.drain())
             await asyncio.sleep(0)
@@ -268,7 +268,7 @@ def test_draining_answers_what_waits_and_takes_nothing_new(tmp_path: Path, engin
 def test_closing_answers_what_still_waits(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
         async with deployed(tmp_path, engine, worker=(*SLOW[:2], "slow-20"), max_batch=1) as bench:
-            pending = [asyncio.ensure_future(asked(bench, n)) for n in range(5)]
+            pending = [asyncio.ensure_future(outcome(bench, n)) for n in range(5)]
             await asyncio.sleep(0.01)
             await bench.deployment.close()
             assert all(isinstance(each, Unavailable) for each in await asyncio.gather(*pending))
@@ -314,11 +314,11 @@ def test_rows_along_another_axis_and_a_scalar_beside_them(tmp_path: Path) -> Non
                 for n in range(8)
             ]
             answers = await asyncio.gather(
-                *(bench.deployment.infer(asking(each)) for each in feeds)
+                *(bench.deployment.infer(asking(feed)) for feed in feeds)
             )
-            for number, each in enumerate(answers):
-                assert each.outputs["y"].tolist() == [[number * (number % 2)]] * 4
-                assert each.timing.batch_size == 4
+            for number, answer in enumerate(answers):
+                assert answer.outputs["y"].tolist() == [[number * (number % 2)]] * 4
+                assert answer.timing.batch_size == 4
 
     play(story)
 
@@ -350,12 +350,12 @@ def test_texts_of_unequal_length_run_together_as_if_alone(tmp_path: Path) -> Non
                 for n in range(1, 21)
             ]
             answers = await asyncio.gather(
-                *(bench.deployment.infer(asking(each)) for each in feeds)
+                *(bench.deployment.infer(asking(feed)) for feed in feeds)
             )
-            for n, each in enumerate(answers, 1):
-                assert each.outputs["tokens"].tolist() == [[n] * n]
-                assert each.outputs["pooled"].tolist() == [n * n]
-            assert [each.timing.batch_size for each in answers] == [
+            for n, answer in enumerate(answers, 1):
+                assert answer.outputs["tokens"].tolist() == [[n] * n]
+                assert answer.outputs["pooled"].tolist() == [n * n]
+            assert [answer.timing.batch_size for answer in answers] == [
                 1,
                 1,
                 2,

@@ -24,9 +24,9 @@ FOLLOW = DeploymentOptions()
 
 
 async def refused(of: type[CrucibleError], call: object) -> str:
-    with pytest.raises(of) as caught:
+    with pytest.raises(of) as error:
         await call  # type: ignore[misc]
-    return caught.value.message
+    return error.value.message
 
 
 def test_thousands_of_requests_over_every_change_and_none_is_lost(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_thousands_of_requests_over_every_change_and_none_is_lost(tmp_path: Path
             assert set(answered) >= {0, 1, 2, 3, 4}
             assert refusals <= {"no model 'm' is deployed", "model 'm' is loading"}
             assert (
-                sum(each.answered for each in here.host.started)
+                sum(worker.answered for worker in here.host.started)
                 == sum(answered.values()) - answered[0]
             )
             assert here.host.alive == [1]
@@ -96,8 +96,8 @@ def test_a_request_names_a_version_or_none_and_one_model_needs_no_name(tmp_path:
             assert (
                 await refused(Unprocessable, here.ask(None)) == "several models are deployed: a, b"
             )
-            assert [each.model for each in here.deployments.served(LOCAL)] == ["a", "b"]
-            assert [each.model for each in here.deployments.statistics(LOCAL)] == ["a", "b"]
+            assert [deployment.model for deployment in here.deployments.served(LOCAL)] == ["a", "b"]
+            assert [model.model for model in here.deployments.statistics(LOCAL)] == ["a", "b"]
 
     play(story)
 
@@ -131,20 +131,18 @@ def test_another_owners_models_are_not_there(tmp_path: Path) -> None:
     play(story)
 
 
-def test_a_load_that_does_not_fit_is_refused_with_both_numbers_and_the_device_is_not_touched(
-    tmp_path: Path,
-) -> None:
+def test_a_load_that_does_not_fit_is_refused_before_the_device_is_touched(tmp_path: Path) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:
             await here.promote()
             peak = (await here.deployments.view(LOCAL, "m")).current.peak_bytes
             assert peak == 3.1e8  # the report says so
             here.host.free_bytes = 2 * peak
-            said = await refused(
+            message = await refused(
                 Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=3))
             )
             assert (
-                said
+                message
                 == "'m' with 3 instances needs at least 886.9 MiB (as in its benchmark), 591.3 MiB"
                 " of cpu are free"
             )
@@ -161,11 +159,11 @@ def test_a_load_that_does_not_fit_is_refused_with_both_numbers_and_the_device_is
                 (await here.deployments.view(LOCAL, "m")).current.memory_bytes,
             ) == (1, 7 * MIB // 2)
             here.host.free_bytes = 10 * MIB  # now it is known better
-            said = await refused(
+            message = await refused(
                 Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=3))
             )
             assert (
-                said
+                message
                 == "'m' with 3 instances needs at least 10.5 MiB (as when it was loaded before),"
                 " 10.0 MiB of cpu are free"
             )
@@ -190,7 +188,7 @@ def test_what_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
             view = await here.deployments.view(LOCAL, "m")
             assert (
                 view.current.version,
-                [each.version for each in view.versions],
+                [version.version for version in view.versions],
                 view.deployment.version,
             ) == (1, [1], 1)
             assert not here.folders.version("m", 2).exists()
@@ -203,14 +201,14 @@ def test_what_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
 
 def test_a_pinned_deployment_stays_on_its_version(tmp_path: Path) -> None:
     async def story() -> None:
-        async with shelf(tmp_path, kept=1) as here:
+        async with shelf(tmp_path, versions=1) as here:
             await here.promote()
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(version=1))
             for _ in range(3):
                 await here.promote()
             view = await here.deployments.view(LOCAL, "m")
             assert (view.current.version, view.deployment.version, await here.ask()) == (4, 1, 1)
-            assert [each.version for each in view.versions] == [
+            assert [version.version for version in view.versions] == [
                 4,
                 3,
                 1,
@@ -232,22 +230,22 @@ def test_more_rows_than_were_proved_are_refused(tmp_path: Path) -> None:
         host = Host()
         async with shelf(tmp_path, host) as here:
             await here.promote()
-            said = await refused(
+            message = await refused(
                 Unprocessable, here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=9))
             )
-            assert "max_batch is 9, version 1 of 'm' takes at most 8" in said
+            assert "max_batch is 9, version 1 of 'm' takes at most 8" in message
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=4))
             host.batch = ALONE
             await here.promote()
             most = [
-                (each.spec.options.max_batch, each.spec.version.most_together)
-                for each in host.started
+                (worker.spec.options.max_batch, worker.spec.version.most_together)
+                for worker in host.started
             ]
             assert most == [(4, 8), (4, 1)]
-            said = await refused(
+            message = await refused(
                 Unprocessable, here.deployments.deploy(LOCAL, "m", DeploymentOptions(max_batch=2))
             )
-            assert said.endswith("at most 1: rows influence each other")
+            assert message.endswith("at most 1: rows influence each other")
 
     play(story)
 
@@ -297,10 +295,10 @@ def test_a_model_that_crashes_at_the_start_is_tried_three_times(
         host = Host()
         host.broken[1] = failures
         async with shelf(tmp_path, host) as here:
-            (told,) = here.deployments.served(LOCAL)
-            assert told.state == state
+            (deployment,) = here.deployments.served(LOCAL)
+            assert deployment.state == state
             if state == "failed":
-                assert told.reason == "the worker of version 1 died"
+                assert deployment.reason == "the worker of version 1 died"
                 await refused(Unavailable, here.ask())
                 host.broken[1] = 1
                 await refused(ChildDied, here.deployments.load(LOCAL, "m"))
@@ -345,7 +343,7 @@ def test_an_engine_that_hangs_at_the_start_is_tried_once_and_the_rest_is_loaded(
     play(after)
 
 
-def test_before_the_start_and_after_the_end_nothing_is_changed_and_nothing_is_said_to_be_missing(
+def test_before_the_start_and_after_the_end_changes_are_refused_as_unavailable(
     tmp_path: Path,
 ) -> None:
     async def story() -> None:
@@ -393,10 +391,10 @@ def test_a_request_that_goes_away_does_not_stop_the_change_it_asked_for(tmp_path
     async def story() -> None:
         async with shelf(tmp_path) as here:
             await here.promote()
-            asked = asyncio.create_task(here.deployments.deploy(LOCAL, "m", FOLLOW))
+            request = asyncio.create_task(here.deployments.deploy(LOCAL, "m", FOLLOW))
             await asyncio.sleep(0)
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
             while not here.host.started:
                 await asyncio.sleep(0.01)
             while here.deployments.find(LOCAL, "m").state != "ready":
@@ -443,9 +441,9 @@ def test_a_lease_is_held_while_there_are_requests_and_measuring_gets_its_turn(
             )  # until it is quiet
             assert not measured.contended
             await here.ask()
-            found = here.leases.measured("job", "cpu")
-            assert found is not None
-            assert found.contended
+            lease = here.leases.measured("job", "cpu")
+            assert lease is not None
+            assert lease.contended
 
     play(story)
 
@@ -462,12 +460,12 @@ def test_shapes_and_memory_are_told(tmp_path: Path) -> None:
             assert (view.deployment.memory_bytes, view.deployment.device) == (7 * MIB, "cpu")
             assert view.deployment.options is not None
             assert view.deployment.options.queue_limit == 7
-            seen = here.deployments.shapes(LOCAL, "m")
-            assert [(each.sizes, each.requests) for each in seen.shapes] == [
+            statistics = here.deployments.shapes(LOCAL, "m")
+            assert [(shape.sizes, shape.requests) for shape in statistics.shapes] == [
                 ({"batch": 2}, 5),
                 ({"batch": 1}, 2),
             ]
-            assert seen.profiles == ({"batch": DimRange(min=1, opt=2, max=2)},)
+            assert statistics.profiles == ({"batch": DimRange(min=1, opt=2, max=2)},)
             await here.deployments.unload(LOCAL, "m")
             after = (await here.deployments.view(LOCAL, "m")).deployment
             assert (after.state, after.version, after.memory_bytes) == ("unloaded", None, None)
@@ -478,7 +476,7 @@ def test_shapes_and_memory_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "on_gpu", "found"),
+    ("device", "on_gpu", "expected"),
     [
         (None, False, "cpu"),
         (None, True, "gpu:0"),
@@ -489,20 +487,20 @@ def test_shapes_and_memory_are_told(tmp_path: Path) -> None:
     ],
 )
 def test_an_engine_runs_on_its_own_kind_of_device(
-    asked: str | None, on_gpu: bool, found: str
+    device: str | None, on_gpu: bool, expected: str
 ) -> None:
     devices = ("cpu", "gpu:0", "gpu:1")
-    if found:
-        assert device_for(asked, on_gpu, devices) == found
+    if expected:
+        assert device_for(device, on_gpu, devices) == expected
         return
     with pytest.raises(
         Unprocessable,
         match=(
             f"the engine was built for {'a GPU' if on_gpu else 'a CPU'} and does not run on device"
-            f" '{asked}'; devices that fit: {'gpu:0, gpu:1' if on_gpu else 'cpu'}"
+            f" '{device}'; devices that fit: {'gpu:0, gpu:1' if on_gpu else 'cpu'}"
         ),
     ):
-        device_for(asked, on_gpu, devices)
+        device_for(device, on_gpu, devices)
 
 
 def test_a_host_without_a_gpu_says_so() -> None:

@@ -57,9 +57,9 @@ def test_a_container_has_what_its_limit_leaves(
 ) -> None:
     (tmp_path / "memory.max").write_text(f"{most}\n")
     (tmp_path / "memory.current").write_text(f"{used}\n")
-    found = free_bytes("cpu", tmp_path)
-    assert found is not None
-    assert found == free if free is not None else 0 < found <= psutil.virtual_memory().total
+    available = free_bytes("cpu", tmp_path)
+    assert available is not None
+    assert available == free if free is not None else 0 < available <= psutil.virtual_memory().total
 
 
 def test_a_machine_without_a_limit(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_requests_of_one_shape_are_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "message"),
     [
         ({}, "expected inputs 'x', got none"),
         ({"z": zeros(1, 4)}, "expected inputs 'x', got 'z'"),
@@ -95,13 +95,15 @@ def test_requests_of_one_shape_are_of_one_kind() -> None:
     ],
 )
 @pytest.mark.parametrize("proved", [True, False])
-def test_what_does_not_fit_is_refused_with_both_sides(inputs: Any, said: str, proved: bool) -> None:
+def test_what_does_not_fit_is_refused_with_both_sides(
+    inputs: Any, message: str, proved: bool
+) -> None:
     matcher = ShapeMatcher(PLAIN, PROVED.model_copy(update={"proved": proved}))
     for _ in range(2):  # the second time as the first
-        with pytest.raises(Unprocessable) as caught:
+        with pytest.raises(Unprocessable) as error:
             matcher.match(inputs)
-        assert said in caught.value.message
-        assert caught.value.next_step
+        assert message in error.value.message
+        assert error.value.next_step
 
 
 def test_without_proof_every_request_runs_alone_and_as_it_is() -> None:
@@ -156,13 +158,13 @@ def test_requests_that_differ_in_an_input_without_rows_run_apart() -> None:
 
 
 def test_a_value_that_decides_a_shape_must_lie_in_a_profile() -> None:
-    given = Profile(
+    limits = Profile(
         dims={"batch": DimRange(min=1, opt=1, max=4)},
         values={"k": ValueRange(min=(1,), opt=(2,), max=(5,))},
     )
     matcher = ShapeMatcher(
         engine(
-            (spec("x", "batch", 9), spec("k", 1, dtype="int64")), (spec("y", "batch", "k"),), given
+            (spec("x", "batch", 9), spec("k", 1, dtype="int64")), (spec("y", "batch", "k"),), limits
         ),
         PROVED,
     )
@@ -237,15 +239,15 @@ def joined_by(
 ) -> tuple[list[Any], Any]:
     matcher = ShapeMatcher(engine, batch)
     rows = BatchAssembler(engine.inputs, engine.outputs, matcher.axes)
-    parts = [BatchPart(each, matcher.match(each)) for each in requests]
+    parts = [BatchPart(request, matcher.match(request)) for request in requests]
     joined = rows.join(parts[0].shapes.kind, parts, size)
     targets = [
         np.full(shape, 99, spec.dtype)
         for shape, spec in zip(joined.shapes, engine.inputs, strict=True)
     ]
     rows.fill(joined, targets)
-    return targets, lambda outputs, wanted=None: rows.cut(
-        joined, outputs, wanted or [None] * len(parts)
+    return targets, lambda outputs, names=None: rows.cut(
+        joined, outputs, names or [None] * len(parts)
     )
 
 
@@ -335,13 +337,13 @@ def test_every_request_gets_its_own_rows_along_any_axis(
 ) -> None:
     shape: list[int | str] = [2, 3]
     shape.insert(axis, "batch")
-    made = engine((spec("x", *shape),), (spec("y", *shape),), profile(batch=(1, 4, 16)))
+    served_engine = engine((spec("x", *shape),), (spec("y", *shape),), profile(batch=(1, 4, 16)))
     batch = BatchSpec(axes={"x": axis, "y": axis}, maximum=16, proved=True)
     requests = []
     for number, count in enumerate(rows):
         array = np.full((2, 3, count), number, np.float32)
         requests.append({"x": np.moveaxis(array, 2, axis)})
-    (x,), cut = joined_by(made, batch, requests, sum(rows) + extra)
+    (x,), cut = joined_by(served_engine, batch, requests, sum(rows) + extra)
     for request, answer in zip(requests, cut([x]), strict=True):
         assert np.array_equal(answer["y"], request["x"])
     assert not np.moveaxis(x, axis, 0)[sum(rows) :].any()

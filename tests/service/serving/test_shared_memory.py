@@ -21,9 +21,9 @@ FLOAT = np.dtype(np.float32)
 def descriptors() -> int:
     gc.collect()
     return sum(
-        "crucible" in str(each.readlink())
-        for each in Path("/proc/self/fd").iterdir()
-        if each.is_symlink()
+        "crucible" in str(path.readlink())
+        for path in Path("/proc/self/fd").iterdir()
+        if path.is_symlink()
     )
 
 

@@ -56,8 +56,8 @@ def own_job(here: Shelf, engine: Engine, known: bool = True) -> str:
 
 
 async def promote(here: Shelf, job: str) -> int:
-    asked = PromoteRequest(report=job, override=True)
-    return (await here.deployments.promote(LOCAL, "m", asked)).current.version
+    request = PromoteRequest(report=job, override=True)
+    return (await here.deployments.promote(LOCAL, "m", request)).current.version
 
 
 def test_a_program_has_a_worker_of_its_own_which_no_other_engine_gets(tmp_path: Path) -> None:
@@ -81,9 +81,7 @@ def test_what_an_own_job_has_built_is_promoted_and_loaded(tmp_path: Path) -> Non
     play(story)
 
 
-def test_what_no_job_of_this_server_has_built_is_refused_though_its_files_are_whole(
-    tmp_path: Path,
-) -> None:
+def test_an_intact_engine_that_no_job_of_this_server_built_is_refused(tmp_path: Path) -> None:
     async def story() -> None:
         async with shelf(tmp_path) as here:
             job = own_job(here, program(tmp_path / "engines"), known=False)
@@ -133,7 +131,7 @@ def test_an_engine_whose_description_was_changed_is_refused(tmp_path: Path) -> N
                 job = own_job(here, engine)
                 root = here.folders.report(job) / "engine"
                 change_description(root, change)
-                damaged = f"the engine of job {job} is damaged: 'engine.json' is not what"
+                damaged = f"the engine of job {job} is damaged: 'engine.json' differs from"
                 with pytest.raises(DamagedError, match=damaged):
                     await promote(here, job)
                 reseal(root)

@@ -135,10 +135,10 @@ def test_while_one_session_computes_the_other_takes_its_batch_in(
             send_batch(ours, slots, number)
         else:
             turns.last()
-        done = received(ours)
-        outputs = slots[done.number % 2].outputs
+        answer = received(ours)
+        outputs = slots[answer.number % 2].outputs
         assert outputs is not None
-        answers[done.number] = outputs.array(np.dtype(np.float32), done.outputs[0]).tolist()
+        answers[answer.number] = outputs.array(np.dtype(np.float32), answer.outputs[0]).tolist()
     ours.shutdown(socket.SHUT_WR)
     for thread in threads:
         thread.join(WAIT_S)
@@ -187,5 +187,5 @@ def test_a_fault_in_any_thread_ends_the_process_although_its_log_is_full(
     """
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-c", textwrap.dedent(program)]
-        done = subprocess.run(command, stderr=full, timeout=300, check=False)
-    assert done.returncode == 1
+        result = subprocess.run(command, stderr=full, timeout=300, check=False)
+    assert result.returncode == 1

@@ -72,14 +72,14 @@ def test_pauses_double_and_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "said"),
+    ("behaviour", "message"),
     [("unloadable", "its files are damaged"), ("stillborn", "ended with exit code 3|code 3")],
 )
 def test_a_worker_that_does_not_load_is_an_error_and_leaves_nothing(
-    tmp_path: Path, engine: Engine, behaviour: str, said: str
+    tmp_path: Path, engine: Engine, behaviour: str, message: str
 ) -> None:
     async def story() -> None:
-        with pytest.raises(HostError, match=said):
+        with pytest.raises(HostError, match=message):
             async with deployed(tmp_path, engine, worker=double(behaviour), instances=2):
                 pass
         assert processes_of(f"serve-{MODEL}-") == []
@@ -120,9 +120,9 @@ def test_a_worker_that_crashes_or_lies_costs_its_requests_only(
             deployed(tmp_path, engine, worker=double(behaviour)) as bench,
             deployed(tmp_path, engine, model="other") as other,
         ):
-            with pytest.raises(Unavailable, match="lost") as caught:
+            with pytest.raises(Unavailable, match="lost") as error:
                 await bench.ask(EVIL)
-            assert int(caught.value.headers["Retry-After"]) >= 1
+            assert int(error.value.headers["Retry-After"]) >= 1
             assert np.allclose(
                 np.linalg.norm((await other.ask(marked(1))).outputs["y"]), np.linalg.norm(marked(1))
             )
@@ -179,14 +179,14 @@ def test_a_task_that_cannot_be_written_costs_no_slot(tmp_path: Path, engine: Eng
             failed: list[object] = []
             for _ in range(2 * SLOTS):
                 worker.run(Task(((1, 8),), 32, broken, failed.append))
-            assert [type(each) for each in failed] == [InternalError] * 2 * SLOTS
+            assert [type(error) for error in failed] == [InternalError] * 2 * SLOTS
             assert (worker.has_room, worker.load) == (True, 0)
             answered: list[object] = []
             for _ in range(2 * SLOTS):
                 await until(lambda: worker.has_room)
                 worker.run(Task(((1, 8),), 32, written, answered.append))
             await until(lambda: len(answered) == 2 * SLOTS)
-            assert {type(each) for each in answered} == {BatchResult}
+            assert {type(answer) for answer in answered} == {BatchResult}
         finally:
             await worker.end()
 
@@ -231,8 +231,8 @@ def test_a_bug_of_ours_is_answered_at_once_and_the_model_goes_on(
                 for _ in range(2 * SLOTS):
                     with pytest.raises(InternalError, match=f"ValueError: a bug in {fault}"):
                         await bench.ask(marked(1))
-            assert sum(each["log_level"] == "error" for each in logged) == 2 * SLOTS
-            assert all(isinstance(each["exc_info"], ValueError) for each in logged)
+            assert sum(event["log_level"] == "error" for event in logged) == 2 * SLOTS
+            assert all(isinstance(event["exc_info"], ValueError) for event in logged)
             bench.deployment._rows = rows
             assert (await bench.ask(marked(2))).outputs["y"].tolist() == marked(2).tolist()
             assert state(bench) == "ready"
@@ -270,7 +270,7 @@ def test_an_instance_that_cannot_be_started_again_says_so(tmp_path: Path, engine
             await until(lambda: instance.state == "failed")
         assert "nobody thought of this" in instance.reason
         assert changes[-1] == "failed"
-        faults = [each for each in logged if isinstance(each.get("exc_info"), RuntimeError)]
+        faults = [event for event in logged if isinstance(event.get("exc_info"), RuntimeError)]
         assert len(faults) == MAX_CRASHES - 1
         await instance.close()
 
@@ -281,11 +281,13 @@ def test_a_worker_that_hangs_is_stopped(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
         order = order_of(Work(tmp_path / "work"), engine, "hang", stuck_s=0.2)
         worker = await Worker.start(order)
-        found: list[object] = []
-        worker.run(Task(((1, 8),), 32, lambda targets: np.copyto(targets[0], EVIL), found.append))
+        outcomes: list[object] = []
+        worker.run(
+            Task(((1, 8),), 32, lambda targets: np.copyto(targets[0], EVIL), outcomes.append)
+        )
         assert "did not answer any more" in await worker.broken()
         await worker.end()
-        assert [type(each) for each in found] == [Unavailable]
+        assert [type(outcome) for outcome in outcomes] == [Unavailable]
         assert not worker.has_room
         assert processes_of(f"serve-{MODEL}-hang") == []
 
@@ -306,7 +308,7 @@ def test_an_output_without_its_rows_is_our_fault_and_not_the_workers_end(
 
 
 def workers_of(bench: Bench) -> list[psutil.Process]:
-    return [each for pid in bench.deployment.pids for each in psutil.Process(pid).children()]
+    return [child for pid in bench.deployment.pids for child in psutil.Process(pid).children()]
 
 
 def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(
@@ -316,17 +318,17 @@ def test_killed_in_mid_request_it_is_started_again_and_another_instance_goes_on(
         async with deployed(
             tmp_path, engine, worker=double("slow-1"), instances=2, max_batch=1
         ) as bench:
-            asked = [asyncio.ensure_future(bench.ask(marked(n))) for n in range(6)]
+            requests = [asyncio.ensure_future(bench.ask(marked(n))) for n in range(6)]
             await asyncio.sleep(0.1)
             workers_of(bench)[0].kill()
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            lost = [each for each in answers if isinstance(each, Exception)]
+            answers = await asyncio.gather(*requests, return_exceptions=True)
+            lost = [answer for answer in answers if isinstance(answer, Exception)]
             assert 1 <= len(lost) <= 2  # what ran, and what was ready to run
-            assert all(isinstance(each, Unavailable) for each in lost)
-            for number, each in enumerate(answers):
+            assert all(isinstance(error, Unavailable) for error in lost)
+            for number, answer in enumerate(answers):
                 assert (
-                    isinstance(each, BaseException)
-                    or each.outputs["y"].tolist() == marked(number).tolist()
+                    isinstance(answer, BaseException)
+                    or answer.outputs["y"].tolist() == marked(number).tolist()
                 )
             await until(lambda: len(bench.deployment.pids) == 2)
 
@@ -369,10 +371,10 @@ def test_inputs_that_an_engine_refuses_cost_nobody_else_in_their_batch(tmp_path:
 
     async def story() -> None:
         async with deployed(tmp_path, engine) as bench:
-            asked = [
+            requests = [
                 bench.deployment.infer(asking({"x": np.array([number])})) for number in (3, 99, 5)
             ]
-            good, bad, also_good = await asyncio.gather(*asked, return_exceptions=True)
+            good, bad, also_good = await asyncio.gather(*requests, return_exceptions=True)
             assert isinstance(bad, Unprocessable)
             assert "indices element out of data bounds" in bad.message
             assert not isinstance(good, BaseException)
@@ -415,16 +417,16 @@ def serving(
 
 def memfds(pids: Sequence[int] | None = None) -> set[int]:
     """Inodes of the shared memory that these processes have open; None: all processes."""
-    found = set()
-    for each in Path("/proc").glob("[0-9]*/fd/*"):
+    inodes = set()
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            if (pids is None or int(each.parts[2]) in pids) and "memfd:crucible" in str(
-                each.readlink()
+            if (pids is None or int(path.parts[2]) in pids) and "memfd:crucible" in str(
+                path.readlink()
             ):
-                found.add(each.stat().st_ino)
+                inodes.add(path.stat().st_ino)
         except OSError:
             continue
-    return found
+    return inodes
 
 
 def test_nothing_is_left_of_a_server_that_was_killed_in_mid_request(

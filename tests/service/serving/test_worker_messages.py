@@ -81,9 +81,9 @@ def test_what_no_worker_may_say_is_refused(change: dict[str, object]) -> None:
 
 @given(some.binary(max_size=200))
 def test_any_bytes_are_refused_in_few_words(packet: bytes) -> None:
-    with pytest.raises(BadMessage) as caught:
+    with pytest.raises(BadMessage) as error:
         decode(FROM_WORKER, packet)
-    assert len(str(caught.value)) < 1000
+    assert len(str(error.value)) < 1000
 
 
 def test_the_longest_failure_and_the_largest_batch_fit() -> None:

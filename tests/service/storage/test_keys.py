@@ -55,8 +55,8 @@ def test_a_revoked_key_is_known_to_no_process(tmp_path: Path) -> None:
     server, command = (Keys(Database(tmp_path / "crucible.db")) for _ in range(2))
     keys = [server.create(str(number), ["infer"]) for number in range(3)]
     for revoking, (revoked, text) in zip((command, server), keys[:2], strict=True):
-        for each in keys[keys.index((revoked, text)) :]:
-            server.verify(each[1])
+        for key in keys[keys.index((revoked, text)) :]:
+            server.verify(key[1])
         revoking.revoke(revoked.prefix)
         assert server.known(text) is None
         with pytest.raises(Unauthorized):

@@ -12,13 +12,13 @@ import yaml
 from pydantic import BaseModel
 
 from pipeline.backends.pytorch.module import load_module
+from pipeline.core import TensorRTOptions
 from pipeline.plan.schema import (
     AccuracyConfig,
     DataConfig,
     ModelConfig,
     Plan,
     SimplifyConfig,
-    TensorRTConfig,
 )
 from pipeline.plan.source import source_from_config
 from service.errors import Unprocessable
@@ -30,21 +30,22 @@ from service.submission.plan import (
     identity,
     parse,
     plan_from,
+    warnings_of,
 )
 from service.submission.uploads import Part
 
 KEYS = (
-    "name architecture classes inputs outputs profiles data accuracy candidates rescue export"
+    "name architecture classes inputs outputs profiles data accuracy candidates fallback export"
     " simplify calibration tensorrt benchmark serving"
 )
 
 REFUSED: dict[type[BaseModel], str] = {
-    Plan: "model ablate keep_builds",
+    Plan: "model ablate keep_fp32_builds",
     ModelConfig: "path entrypoint python_path weights weights_from inputs outputs seed",
     DataConfig: "validation",
     AccuracyConfig: "python_path",
     SimplifyConfig: "timeout_s surgery python_path",
-    TensorRTConfig: "plugins",
+    TensorRTOptions: "plugins",
 }
 COMPLETE = b"""
 name: n
@@ -68,7 +69,7 @@ candidates:
     method: auto
     activation: auto
     weight_bits: 8
-    realised_in: auto
+    precision_from: auto
     quantizer: crucible
     weight_only: false
     block_size: 32
@@ -88,9 +89,9 @@ candidates:
     form: aoti
     mode: max-autotune
     provider: cpu
-rescue: true
+fallback: true
 export: {opset: 20, exporter: auto}
-simplify: {enabled: true, plain_attention: true}
+simplify: {enabled: true, rewrite_attention: true}
 calibration: {samples: 1, batch: 1, percentile: 99, language_model: true}
 tensorrt: {workspace_mib: 1, optimization_level: 1, timing_iterations: 1}
 benchmark:
@@ -178,7 +179,7 @@ def test_a_field_that_the_list_lacks_is_refused(
     "document",
     [
         {"ablate": True},
-        {"keep_builds": 6},
+        {"keep_fp32_builds": 6},
         {"data": {"validation": {"generate": "random", "samples": 1, "because": "test"}}},
         {"accuracy": {"python_path": "."}},
         {"simplify": {"timeout_s": 600}},
@@ -205,11 +206,12 @@ def test_only_sets_of_samples_could_be_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (b"model: {path: /etc/passwd}", "unknown key 'model'"),
         (b"data: {calibration: /etc/passwd}", "data.calibration"),
         (b"data: {calibration: ../x.npz}", "data.calibration"),
+        (b"data: {selection: []}", "data.selection: no path of the server is allowed"),
         (b"data: {validation: file:///etc/passwd}", "unknown key 'data.validation'"),
         (b"accuracy: {metric: 'os:system'}", "no metric 'os:system'"),
         (b"accuracy: {python_path: /tmp}", "unknown key 'accuracy.python_path'"),
@@ -225,19 +227,35 @@ def test_only_sets_of_samples_could_be_paths() -> None:
         (b"\xff\xfe", "neither YAML nor JSON"),
         (b"just words", "expected a plan of `key: value` lines, got str"),
         (b"candidate: []", "did you mean 'candidates'"),
+        (b"rescue: true\nfallback: true", "the old name of 'fallback', which is given too"),
+        (b"simplify: {rewrite_atention: true}", "did you mean 'rewrite_attention'"),
         (b"name: a\nname: b", "duplicate key"),
     ],
 )
-def test_what_reaches_beyond_the_upload_is_refused(text: bytes, said: str) -> None:
-    with pytest.raises(Unprocessable) as caught:
+def test_what_reaches_beyond_the_upload_is_refused(text: bytes, message: str) -> None:
+    with pytest.raises(Unprocessable) as error:
         parse(text)
-    assert said in caught.value.message
+    assert message in error.value.message
 
 
 def test_yaml_json_and_nothing_are_read() -> None:
     assert parse(b"name: a\nprofiles: [{batch: [1, 2, 4]}]").profiles[0].dims["batch"].opt == 2
     assert parse(json.dumps({"name": "a"}).encode()).name == "a"
     assert parse(b"") == SubmittedPlan()
+
+
+def test_old_names_of_keys_are_read_with_a_warning() -> None:
+    candidate = b"candidates: [{backend: tensorrt, precision: fp16, "
+    old = b"rescue: false\nsimplify: {plain_attention: false}\n" + candidate
+    new = b"fallback: false\nsimplify: {rewrite_attention: false}\n" + candidate
+    assert parse(old + b"realised_in: flags}]") == parse(new + b"precision_from: flags}]")
+    assert [text.split("`")[1] for text in warnings_of(old + b"realised_in: flags}]")] == [
+        "rescue",
+        "candidates.realised_in",
+        "simplify.plain_attention",
+    ]
+    assert warnings_of(new + b"precision_from: flags}]") == ()
+    assert warnings_of(b"") == ()
 
 
 def test_an_empty_submission_has_the_defaults_of_a_plan(tmp_path: Path, settings: Settings) -> None:
@@ -254,7 +272,7 @@ def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(
     }
     submitted = parse(
         b"name: net\ncandidates: [{backend: onnxruntime, precision: fp32}]\naccuracy: {max_drop:"
-        b" 0.02}\ntensorrt: {optimization_level: 1}\nsimplify: {plain_attention: true}"
+        b" 0.02}\ntensorrt: {optimization_level: 1}\nsimplify: {rewrite_attention: true}"
     )
     plan = plan_from(submitted, parts, settings)
     assert plan.model.path == tmp_path / "model.onnx"
@@ -263,7 +281,7 @@ def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(
     assert plan.data.validation is None
     assert (plan.name, plan.accuracy.max_drop, plan.tensorrt.optimization_level) == ("net", 0.02, 1)
     assert plan.candidates[0].backend == "onnxruntime"
-    assert plan.simplify.plain_attention
+    assert plan.simplify.rewrite_attention
     assert plan_from(submitted, parts, settings) == plan  # again, as a retry does
 
 
@@ -324,7 +342,7 @@ def test_a_plan_without_a_name_has_that_of_the_file(
 
 
 @pytest.mark.parametrize(
-    ("filename", "text", "said"),
+    ("filename", "text", "message"),
     [
         ("w.safetensors", b"", "weights without a model"),
         ("m.pt", b"", "is a pickle"),
@@ -337,9 +355,9 @@ def test_a_plan_without_a_name_has_that_of_the_file(
     ],
 )
 def test_what_is_no_model_says_so(
-    tmp_path: Path, settings: Settings, filename: str, text: bytes, said: str
+    tmp_path: Path, settings: Settings, filename: str, text: bytes, message: str
 ) -> None:
-    with pytest.raises(Unprocessable, match=said):
+    with pytest.raises(Unprocessable, match=message):
         plan_from(parse(text), {"model": upload(tmp_path, "model", filename)}, settings)
 
 
@@ -348,14 +366,14 @@ def test_architectures_name_the_extra_where_it_is_missing() -> None:
         "import sys; sys.modules['torchvision'] = None; from service.architectures import"
         " entrypoint_of; entrypoint_of('resnet50', 10)"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (
         "Unprocessable: architectures need torchvision, which is not installed on this server"
-        in done.stderr
+        in result.stderr
     )
-    assert ".[torch]" in done.stderr
+    assert ".[torch]" in result.stderr
 
 
 def test_code_is_taken_only_where_the_service_says_so(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_parts_arrive_whole_however_they_are_cut(tmp_path: Path, step: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("content", "content_type", "said"),
+    ("content", "content_type", "message"),
     [
         (b"{}", "application/json", "expected multipart/form-data"),
         (b"", "", "type 'none'"),
@@ -96,9 +96,9 @@ def test_parts_arrive_whole_however_they_are_cut(tmp_path: Path, step: int) -> N
     ],
 )
 def test_what_is_no_upload_says_so_and_leaves_nothing(
-    tmp_path: Path, content: bytes, content_type: str, said: str
+    tmp_path: Path, content: bytes, content_type: str, message: str
 ) -> None:
-    with pytest.raises(Unprocessable, match=said):
+    with pytest.raises(Unprocessable, match=message):
         take(content, tmp_path / "u", content_type)
     assert not (tmp_path / "u").exists()
 
@@ -269,7 +269,7 @@ def path_too_long(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (outside, "lies outside"),
         (absolute, "lies outside"),
@@ -293,9 +293,11 @@ def path_too_long(path: Path) -> None:
         (path_too_long, "damaged"),
     ],
 )
-def test_a_bad_archive_is_refused(tmp_path: Path, make: Callable[[Path], None], said: str) -> None:
+def test_a_bad_archive_is_refused(
+    tmp_path: Path, make: Callable[[Path], None], message: str
+) -> None:
     make(tmp_path / "archive")
-    with pytest.raises(Unprocessable, match=said):
+    with pytest.raises(Unprocessable, match=message):
         unpack(as_part(tmp_path / "archive"), tmp_path / "u" / "unpacked", LIMITS)
     assert not (tmp_path / "u" / "model.onnx").exists()
 

@@ -157,6 +157,24 @@ def test_bare_operators_are_counted_once_per_tensor(tmp_path: Path) -> None:
     )
 
 
+class SharedScale(torch.nn.Module):
+    """Quantises two tensors with one scale, one of them to int8 and one to uint8."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        signed = torch.fake_quantize_per_tensor_affine(x, 0.05, 0, -128, 127)
+        return torch.fake_quantize_per_tensor_affine(torch.relu(signed), 0.05, 0, 0, 255)
+
+
+def test_one_scale_with_two_zero_points_is_counted_for_both_tensors(tmp_path: Path) -> None:
+    x = TensorSpec(name="x", dtype="float32", shape=("batch", 4), kind="dynamic")
+    source = ModelSource(entrypoint="a:b", inputs=(x,), outputs=("y",))
+    feeds = {"x": np.ones((3, 4), np.float32)}
+    job = Job(source, SharedScale(), ("y",), 20, feeds, tmp_path / "model.onnx")
+    torchscript(job)
+    (note,) = scale_notes(job)
+    assert note.text.startswith("the model quantises 2 tensors")
+
+
 def test_a_switched_off_fake_quantiser_does_nothing() -> None:
     net = prepared().eval()
     net.quant.activation_post_process.disable_fake_quant()

@@ -194,7 +194,7 @@ def test_tf32_is_on_for_tf32_only(tmp_path: Path, trt: Any, precision: str, tf32
 
 def test_what_the_plan_allows_reaches_the_library(tmp_path: Path, trt: Any) -> None:
     model = convolution(tmp_path)
-    allowed = TensorRTOptions(workspace_bytes=2**26, optimization_level=1, timing_iterations=3)
+    allowed = TensorRTOptions(workspace_mib=64, optimization_level=1, timing_iterations=3)
     request = recipe(version_compatible=True)
     config = configure(
         trt,
