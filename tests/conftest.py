@@ -23,9 +23,7 @@ def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_home(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """CRUCIBLE_HOME in a temporary folder, for this process and its children."""
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("CRUCIBLE_HOME", str(folder))

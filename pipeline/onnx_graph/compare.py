@@ -9,7 +9,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +22,7 @@ from pipeline.errors import ModelError
 if TYPE_CHECKING:
     from onnxruntime import OrtValue
 
-Runner = Callable[[Tensors], dict[str, NDArray[np.generic]]]
+Runner = Callable[[Tensors], dict[str, NDArray[Any]]]
 
 
 def open_reference(path: Path) -> Runner:
@@ -60,7 +60,7 @@ def open_reference(path: Path) -> Runner:
         ) from error
     names = [output.name for output in session.get_outputs()]
 
-    def run(feeds: Tensors) -> dict[str, NDArray[np.generic]]:
+    def run(feeds: Tensors) -> dict[str, NDArray[Any]]:
         try:
             results = session.run_with_ort_values(
                 names, {name: ort_value(array) for name, array in feeds.items()}

@@ -12,7 +12,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.common import beside
+from benchmarks.common import Row, beside
 from benchmarks.cpu import pitfalls, resnet50
 from benchmarks.gpu import tensorrt_compile
 from benchmarks.pages import accuracy, gpu_drawings, tensorrt_rows, torch_comparison, write
@@ -147,7 +147,7 @@ def test_noise_does_not_pass_for_a_mistake_that_is_seen() -> None:
     names = ("one after the other", "two at once", "cold caches", "peak memory of a child")
 
     def visible(*figures: tuple[float, float]) -> list[bool]:
-        rows = [
+        rows: list[Row] = [
             {"mistake": name, "careless": more, "careful": less}
             for name, (more, less) in zip(names, figures, strict=True)
         ]

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def answer_to(
     return 200, {"Inference-Header-Content-Length": str(len(head))}, head + values.tobytes()
 
 
-def soaked(bench: Bench, requests: int, **answer: object) -> object:
+def soaked(bench: Bench, requests: int, **answer: Any) -> Any:
     with answering(lambda path, body: answer_to(bench, body, **answer)) as port:
         soak = bench["soak"].Soak(port, right_answers(bench), 0.0, requests)
         bench["client"].drive(port, 4, soak)

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-LEAST = np.finfo(np.float32).min
+LEAST = float(np.finfo(np.float32).min)
 
 
 def written_out(

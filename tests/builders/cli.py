@@ -11,6 +11,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -41,7 +42,7 @@ class Result:
     err: str
 
     @property
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> dict[str, Any]:
         loaded = json.loads(self.out.splitlines()[-1])
         assert isinstance(loaded, dict)
         return loaded

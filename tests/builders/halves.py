@@ -108,9 +108,7 @@ class TellingHalves(Halves):
         super().__init__(name)
         self.as_called = as_called
 
-    def layers(  # type: ignore[override]  # of Halves it is none
-        self, engine: Engine, feeds: Tensors, profile: int = 0
-    ) -> LayerTable:
+    def layers(self, engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:
         graph = onnx.shape_inference.infer_shapes(onnx.load(engine.path)).graph
         types = {
             value.name: value.type.tensor_type.elem_type
@@ -141,7 +139,8 @@ class HalvesLoaded:
 class HalvesSession:
     def __init__(self, loaded: HalvesLoaded) -> None:
         self.inputs, self.outputs = loaded.engine.inputs, loaded.engine.outputs
-        self.loaded, self.feeds = loaded, {}
+        self.loaded = loaded
+        self.feeds: Tensors = {}
         self.results: list[np.ndarray[Any, Any]] = []
 
     def bind(self, feeds: Tensors) -> None:

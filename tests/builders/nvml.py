@@ -47,7 +47,7 @@ class Nvml:
     NVML_TEMPERATURE_GPU = NVML_TEMPERATURE_GPU
 
     def __init__(
-        self, *devices: Device, driver: str = "580.1", failure: NVMLError | None = None
+        self, *devices: Device, driver: str = "580.1", failure: Exception | None = None
     ) -> None:
         self.devices, self.driver, self.failure = devices, driver, failure
         self.open, self.degrees = 0, 40

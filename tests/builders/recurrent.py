@@ -161,9 +161,7 @@ def _weights(form: Form) -> list[onnx.TensorProto]:
 def feeds_of(form: Form, time: int = TIME, batch: int = BATCH, seed: int = 0) -> Tensors:
     """Random inputs; rows of different lengths, none of them empty."""
     random = np.random.default_rng(seed)
-    feeds: dict[str, np.ndarray] = {
-        "x": random.standard_normal((time, batch, WIDTH)).astype(np.float32)
-    }  # type: ignore[type-arg]
+    feeds = {"x": random.standard_normal((time, batch, WIDTH)).astype(np.float32)}
     if form.lengths:
         feeds["lengths"] = (np.arange(batch) % time + 1).astype(np.int32)
     for name in (("h0", "c0") if form.operator == "LSTM" else ("h0",)) if form.state else ():

@@ -5,6 +5,7 @@ and notes.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from pipeline.results.report import (
     Report,
     Rescue,
     RescueStep,
+    State,
     Step,
     ValidationReport,
 )
@@ -206,7 +208,7 @@ def _candidates(root: Path) -> tuple[Candidate, ...]:
         report = selection(drop, cosine)
         state = "measured" if report.passed else "failed accuracy"
         timing = benchmark(recipe.label, median_ms, 13.4, values=1500 if median_ms < 5 else 400)
-        fields = {
+        fields: dict[str, Any] = {
             "label": recipe.label,
             "recipe": recipe,
             "state": state,
@@ -332,7 +334,7 @@ def proven_report(evil: str = "") -> Report:
     """
     report = sample_report(evil=evil)
     fallback = report.candidates[-1]
-    variants = (
+    variants: tuple[tuple[str, str, float, State], ...] = (
         ("int8", "resnet_int8impl", 2.2, "measured"),
         ("fp16", "resnet_fp16", 2.8, "measured"),
         ("fp16", "resnet_fp32", 0.0, "mislabelled"),
@@ -362,7 +364,7 @@ def proven_report(evil: str = "") -> Report:
             layers = layers.model_copy(
                 update={"sizes": {evil: 8}, "layers": (first, *layers.layers[1:])}
             )
-        measured = (
+        timings: dict[str, Any] = (
             {
                 "benchmark": benchmark(recipe.label, median_ms, 13.4),
                 "selection": selection(0.0033, 0.9962),
@@ -378,7 +380,7 @@ def proven_report(evil: str = "") -> Report:
                 state=state,
                 reason=reason,
                 layers=layers,
-                **measured,
+                **timings,
             )
         )
     tried = RescueStep(

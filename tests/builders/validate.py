@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,7 +23,10 @@ from pipeline.stages.validate import run_reference, validate
 
 CLASSES = 4
 PROFILES = (Profile(dims={"batch": DimRange(min=1, opt=4, max=64)}),)
-LOGITS = (("logits", TensorProto.FLOAT, ["batch", CLASSES]),)
+Output = tuple[str, int, Sequence[object] | None]
+"""Name, element type, shape."""
+
+LOGITS: tuple[Output, ...] = (("logits", TensorProto.FLOAT, ["batch", CLASSES]),)
 LENIENT = Thresholds(min_cosine=None)
 
 Node = tuple[str, Sequence[str], str]
@@ -38,7 +42,7 @@ class Bench:
     def engine(
         self,
         nodes: Sequence[Node],
-        outputs: Sequence[tuple[str, int, list[str | int] | None]] = LOGITS,
+        outputs: Sequence[Output] = LOGITS,
         name: str = "",
     ) -> Engine:
         graph_nodes, constants = [], {}
@@ -74,7 +78,8 @@ class Bench:
         self, x: np.ndarray, labels: np.ndarray | None = None, kind: type[SampleSet] = SelectionSet
     ) -> SampleSet:
         path = self.folder / f"set{len(list(self.folder.iterdir()))}.npz"
-        np.savez(path, x=x.astype(np.float32), **({} if labels is None else {"labels": labels}))
+        labelled: dict[str, Any] = {} if labels is None else {"labels": labels}
+        np.savez(path, x=x.astype(np.float32), **labelled)
         return open_set(kind, (path,), self.engine(SAME).inputs, PROFILES)
 
     def validate(
@@ -98,7 +103,7 @@ BOTH: tuple[Node, ...] = (("Identity", ["x"], "a"), ("Neg", ["x"], "b"))
 
 def one_hot(labels: np.ndarray) -> np.ndarray:
     """Logits with a 2 at each label, else 0."""
-    return np.eye(CLASSES, dtype=np.float32)[labels] * 2
+    return 2 * np.take(np.eye(CLASSES, dtype=np.float32), labels, axis=0)
 
 
 def labelled(samples: int = 20) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -223,10 +224,10 @@ def base(folder: Path) -> Path:
 
 
 def image_of(
-    recipe: Recipe, name: str, config: Mapping[str, object], root: Path, size_bytes: int
+    recipe: Recipe, name: str, config: Mapping[str, Any], root: Path, size_bytes: int
 ) -> Image:
     def listed(name: str) -> tuple[str, ...]:
-        return tuple(config.get(name) or ())  # type: ignore[call-overload, no-any-return]
+        return tuple(config.get(name) or ())
 
     health = config["Healthcheck"]
     assert isinstance(health, dict)

@@ -306,7 +306,7 @@ def metrics_text() -> str:
 
 def labels_by_name() -> dict[str, set[str]]:
     """From the table in docs/service.md, which a test holds against what a server says."""
-    table = {}
+    table: dict[str, set[str]] = {}
     for names, labels in re.findall(
         r"^\| (`crucible_\S.*?) \| ([\w, ]*?) ?\| ", SERVICE_PAGE, re.MULTILINE
     ):

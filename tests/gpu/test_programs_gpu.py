@@ -90,8 +90,14 @@ def source_and_model(name: str, out: Path) -> tuple[ModelSource, OnnxModel]:
     """The source, and what of its export a program needs."""
     input_spec, returned = MODELS[name]
     source = source_of(name, input_spec)
-    interface = {"inputs": (input_spec,), "outputs": (returned,)}
-    return source, OnnxModel(root=out, file="model.onnx", digest=name, opset=20, **interface)
+    return source, OnnxModel(
+        root=out,
+        file="model.onnx",
+        digest=name,
+        opset=20,
+        inputs=(input_spec,),
+        outputs=(returned,),
+    )
 
 
 def build(name: str, case: Case, out: Path, progress: Progress) -> Engine:
@@ -187,8 +193,9 @@ def test_programs_and_baselines_are_timed_in_one_race(tmp_path: Path, package_cr
         place = tmp_path / f"baseline-{number}"
         arguments = (source, precision, variant, mode, place)
         engines.append(call_in_child(baseline_in_child, *arguments, name=variant))
+    packages: list[Case] = [] if package_crash else [("aoti", Precision.FP16, None)]
     cases: list[Case] = [
-        *([] if package_crash else [("aoti", Precision.FP16, None)]),
+        *packages,
         ("exported", Precision.FP16, None),
         ("compile", Precision.FP16, "reduce-overhead"),
     ]

@@ -253,6 +253,9 @@ def test_two_instances_of_one_engine_both_answer_and_give_the_memory_back(site: 
     def answers() -> int:
         return sum(len(client.calls) for client in clients)
 
+    def have_reached(count: int) -> Callable[[], bool]:
+        return lambda: answers() >= count
+
     with site.loaded(RESNET, instances=2):
         assert used_bytes() > before + 2 * HELD_BYTES
         workers = site.workers(RESNET)
@@ -264,7 +267,7 @@ def test_two_instances_of_one_engine_both_answer_and_give_the_memory_back(site: 
                 worker.suspend()
                 try:
                     enough = answers() + 2 * len(clients)  # more than were under way
-                    wait_until(lambda enough=enough: answers() >= enough)
+                    wait_until(have_reached(enough))
                 finally:
                     worker.resume()
     for call in (call for client in clients for call in client.calls):

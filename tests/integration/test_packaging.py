@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -200,7 +201,7 @@ def test_an_install_serves_http_and_grpc(base_python: str, tmp_path: Path) -> No
         answer = httpx.get(f"{url}/healthz")
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
         with grpc.insecure_channel(address) as channel:
-            is_live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+            is_live: Any = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
             assert is_live(b"", timeout=30) == b"\x08\x01"  # ServerLiveResponse(live=True)
 
 

@@ -40,14 +40,17 @@ def test_a_program_is_delivered_validated_and_measured_again(tmp_path: Path) -> 
 def test_triton_is_not_given_a_program(tmp_path: Path) -> None:
     target = Target(backend="torch", version="2", device="cpu")
     recipe = Recipe(backend="torch", precision=Precision.FP32, form="aoti")
-    nothing = {"inputs": (), "outputs": (), "profiles": (), "threads": 0, "size_bytes": 0}
     engine = Engine(
         root=tmp_path,
         file="program.pt2",
         digest="d",
         target=target,
         recipe=recipe,
-        **nothing,
+        inputs=(),
+        outputs=(),
+        profiles=(),
+        threads=0,
+        size_bytes=0,
     )
     with pytest.raises(UnsupportedError, match=r"\.pt2 packages, which was never tried") as caught:
         check_target(engine, ModelVersion("net", 1), tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import pipeline
 from pipeline.core import DimRange, Engine, Profile, TensorSpec
 from pipeline.errors import DamagedError, DataError, ModelError, PlanError, UserError
+from pipeline.execution.stage_event import StageEvent
 from tests.builders.cli import environment, write_task
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ CANDIDATES = [{"backend": "onnxruntime", "precision": "fp32"}]
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with plan.yaml and model.onnx, and what the API compiled in `out`."""
     folder = tmp_path_factory.mktemp("api")
-    events = []
+    events: list[StageEvent] = []
     plan = write_task(folder, candidates=CANDIDATES)
     report = pipeline.compile(plan, folder / "out", ["accuracy.max_drop=0.02"], events.append)
     assert report.plan.accuracy.max_drop == 0.02
@@ -150,7 +151,7 @@ def test_the_profile_is_the_first_that_holds_the_inputs() -> None:
         ),
     )
     loaded = Loaded()
-    opened = pipeline.OpenEngine(engine, loaded)
+    opened = pipeline.OpenEngine(engine, loaded)  # type: ignore[arg-type]
     for rows in (1, 8, 4, 9):
         opened.run({"x": np.zeros((rows, 2), np.float32)})
     assert loaded.log == ["open 0", "run 0", "open 1", "run 1", "run 0", "run 0"]

@@ -252,7 +252,7 @@ def first_line(error: BaseException) -> str:
 
 def run_module(
     module: torch.nn.Module, source: ModelSource, feeds: Tensors, device: str = "cpu"
-) -> dict[str, NDArray[np.generic]]:
+) -> dict[str, NDArray[Any]]:
     """Run the module on host arrays, and return its named outputs as host arrays.
 
     `device` is the device of the module. ModelError if the module fails on the arrays.

@@ -119,7 +119,7 @@ def test_a_fixed_shape_has_no_other_size(tmp_path: Path) -> None:
 def test_whole_feeds_are_run_as_they_are_in_a_second_profile(tmp_path: Path) -> None:
     wide, other = profile((1, 4, 8)), profile((1, 2, 4))
     feeds = {f"{number}/x": np.full((3, 4), number, np.float32) for number in range(5)}
-    np.savez(tmp_path / "feeds.npz", **feeds)
+    np.savez(tmp_path / "feeds.npz", **feeds)  # type: ignore[arg-type]
     samples = open_set(SelectionSet, (tmp_path / "feeds.npz",), (X,), (wide, other))
     points = gate_points(samples, (wide, other), 1)
     second = [point for point in points if point.profile == 1]
@@ -217,7 +217,7 @@ class NoisyLoaded:
 
     def session(self, profile: int = 0) -> Session:
         inner = self.loaded.session(profile)
-        return NoisySession(inner, profile, self.backend)  # type: ignore[return-value]
+        return NoisySession(inner, profile, self.backend)
 
     def close(self) -> None:
         self.loaded.close()
@@ -254,7 +254,7 @@ def verdict(
     options: AccuracyConfig | None = None,
     samples: int = 20,
 ) -> ValidationReport:
-    monkeypatch.setitem(BACKENDS, "noisy", backend)  # type: ignore[arg-type]
+    monkeypatch.setitem(BACKENDS, "noisy", backend)
     engine = bench.engine(SAME).model_copy(update={"profiles": TWO_PROFILES})
     faulty = engine.model_copy(
         update={"target": engine.target.model_copy(update={"backend": "noisy"})}

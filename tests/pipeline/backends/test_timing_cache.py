@@ -36,6 +36,7 @@ from pipeline.backends.timing_cache import (
     write,
 )
 from pipeline.core import NoteCode, Target
+from pipeline.plan.schema import home
 from tests.builders.nvml import Device, Nvml, NVMLError, NVMLError_LibraryNotFound
 
 TARGET = Target(
@@ -170,7 +171,7 @@ def test_a_cache_that_tensorrt_does_not_take_is_replaced(stored: bytes) -> None:
     config = Config()
     attached = attach(config, TIMED)
     assert "was damaged" in attached.notes[0].text
-    assert config.cache is attached.cache
+    assert config.cache is attached.cache is not None
     attached.cache.entries["conv"] = "tactic 1"
     assert keep(config, TIMED, attached) == attached.notes
     assert json.loads(read(TIMED))["conv"] == "tactic 1"
@@ -363,4 +364,4 @@ def test_a_gpu_that_is_free_is_taken_without_a_word_and_given_back() -> None:
         ):
             pass
     assert messages == []
-    assert timing_cache.home().joinpath("locks").is_dir()
+    assert home().joinpath("locks").is_dir()

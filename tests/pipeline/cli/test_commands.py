@@ -36,7 +36,7 @@ def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, P
     assert "UNPROVEN" in result.out
     assert (result.summary["verdict"], result.summary["ratio"]) == ("unproven", None)
     assert "`benchmark.budget_s`) was over after" in str(result.summary["ratio_missing"])
-    for file in result.summary["reports"].values():  # type: ignore[attr-defined]
+    for file in result.summary["reports"].values():
         assert Path(file).is_file()
     assert (Path(str(result.summary["engine"])) / "engine.json").is_file()
     assert "reused" in result.err
@@ -198,12 +198,12 @@ def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
     )
     assert result.code == 0, result.err
     assert "times baseline" in result.out
-    assert len(result.summary["engines"]) == 2  # type: ignore[arg-type]
+    assert len(result.summary["engines"]) == 2
     assert "end to end, host" in result.out
     assert "mean latency" in result.out
     assert "crucible doctor --measure" in result.out, "no peaks were measured here"
     assert "expected at least 0.2 s and 3 s" in result.out
-    (summary,) = result.summary["summary"]  # type: ignore[misc]
+    (summary,) = result.summary["summary"]
     assert summary["queries"] > 0
 
 
@@ -224,7 +224,7 @@ def test_bench_sweeps_over_the_batch(compiled: tuple[Path, Path], tmp_path: Path
     )
     assert result.code == 0, result.err
     points = result.summary["points"]
-    assert [point["batch"] for point in points] == [1, 4, 16]  # type: ignore[attr-defined]
+    assert [point["batch"] for point in points] == [1, 4, 16]
     assert result.summary["best"] in (1, 4, 16)
     assert "best batch with" in result.out
     assert (tmp_path / "sweep" / "sweep.svg").read_text().startswith("<svg")
@@ -439,7 +439,7 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
         ({"X": x, "labels": labels}, "'x'"),
         ({"x": x, "labels": labels[:-1]}, "labels"),
     ]:
-        np.savez(tmp_path / "selection.npz", **arrays)  # type: ignore[arg-type]
+        np.savez(tmp_path / "selection.npz", **arrays)
         result = crucible_here("compile", plan, cwd=tmp_path)
         assert result.code == 1, result.out + result.err
         assert words.lower() in result.err.lower()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.backends.tensorrt import library as trt_library
 from pipeline.cli import doctor
 from pipeline.core import Precision
 from pipeline.host.gpu import Gpu, Gpus
@@ -122,7 +123,7 @@ def test_every_kind_of_gpu_shows_its_peaks_and_what_tensorrt_can_do(tmp_path: Pa
 def test_a_tensorrt_with_reported_wrong_answers_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.trt_library, "version", lambda: "10.13.3.9")
+    monkeypatch.setattr(trt_library, "version", lambda: "10.13.3.9")
     report = doctor.examine(tmp_path)
     (warning,) = report.warnings
     assert re.search(
@@ -132,9 +133,10 @@ def test_a_tensorrt_with_reported_wrong_answers_is_a_warning(
 
 
 def test_no_table_is_of_a_tensorrt_with_reported_wrong_answers() -> None:
-    assert [
-        doctor.trt_library.release_warnings(version) for version in doctor.TYPICAL_TENSORRT
-    ] == [(), ()]
+    assert [trt_library.release_warnings(version) for version in doctor.TYPICAL_TENSORRT] == [
+        (),
+        (),
+    ]
 
 
 def test_rtx_builds_here_and_runs_elsewhere() -> None:

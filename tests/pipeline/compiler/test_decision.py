@@ -367,10 +367,11 @@ def test_after_a_vain_rescue_of_int8_nobody_is_told_to_try_it() -> None:
 
 def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:
     failed = candidate("a", 2.0, "failed accuracy", 0.0, Precision.INT8)
-    assert failed.selection is not None
+    selection = failed.selection
+    assert selection is not None
 
     def with_faults(*faults: DataFault) -> Candidate:
-        report = failed.selection.model_copy(update={"data_faults": faults})
+        report = selection.model_copy(update={"data_faults": faults})
         return failed.model_copy(update={"selection": report})
 
     chance = with_faults(DataFault.LABELS)
@@ -379,7 +380,11 @@ def test_where_the_data_is_at_fault_the_advice_is_about_the_data() -> None:
     assert decide([foreign], None, None).next_steps == (FIX_CALIBRATION, *next_steps(foreign))
     both = with_faults(DataFault.CALIBRATION, DataFault.LABELS)
     assert decide([both], None, None).next_steps == (FIX_LABELS, FIX_CALIBRATION)
-    late = decide([failed], failed, chance.selection.model_copy(update={"failures": ("top1",)}))
+    late = decide(
+        [failed],
+        failed,
+        selection.model_copy(update={"data_faults": (DataFault.LABELS,), "failures": ("top1",)}),
+    )
     assert late.next_steps[0] == FIX_LABELS
 
 

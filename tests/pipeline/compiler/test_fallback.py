@@ -304,9 +304,9 @@ def kept_in_int8(counts: int, passed: bool, builds: int = 6) -> str:
     attempts = with_nodes_kept(
         candidate(INT8), NodeRanking(nodes=tuple(harm(f"n{n}") for n in range(20))), builds
     )
-    states: list[State] = ["failed accuracy"] * (counts - 1) + [
-        "measured" if passed else "failed accuracy"
-    ]
+    states: list[State] = ["failed accuracy"] * counts
+    if passed:
+        states[-1] = "measured"
     return story(
         candidate(INT8),
         [tried(attempt, state) for attempt, state in zip(attempts, states, strict=False)],
@@ -352,8 +352,9 @@ def test_in_16_bits_the_conclusion_names_the_nodes_that_were_kept_in_vain() -> N
 
 
 def test_without_a_ranking_there_is_still_a_conclusion() -> None:
-    skipped = with_nodes_kept(candidate(INT8), NodeRanking(failure="memory ran out"), 6)
-    report = story(candidate(INT8), skipped)
+    (skipped,) = with_nodes_kept(candidate(INT8), NodeRanking(failure="memory ran out"), 6)
+    assert isinstance(skipped, Skipped)
+    report = story(candidate(INT8), [skipped])
     assert report.steps[0].outcome == "memory ran out"
     assert report.ranking is None
     assert report.conclusion.startswith("int8 does not keep its accuracy")
@@ -437,7 +438,7 @@ def rescued(
     folder: Path,
     double: Halves,
     run: Callable[..., Any] = run_here,
-    **changes: object,
+    **changes: Any,
 ) -> Report:
     """A compile of the overflowing model for fp16 on the double."""
     monkeypatch.setitem(BACKENDS, "halves", double)

@@ -3,7 +3,7 @@ with one layer that overflows in fp16.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from tests.builders.sensitivity import write_broken_task
 def compiled(
     folder: Path,
     model: str,
-    candidates: list[dict[str, object]],
+    candidates: Sequence[Mapping[str, object]],
     run: Callable[..., Any] = run_here,
-    **changes: object,
+    **changes: Any,
 ) -> Report:
     """A compile by the real stages; only latencies are made up."""
     plan = write_broken_task(folder, model, candidates=candidates, **changes)
@@ -89,7 +89,7 @@ def test_one_layer_that_overflows_in_fp16_is_kept_and_the_model_accepted(
     "changes", [{}, {"keep_fp32": "auto", "fallback": False}], ids=["not asked for", "switched off"]
 )
 def test_int8_fails_where_the_plan_does_not_ask_for_more(
-    tmp_path: Path, changes: dict[str, object]
+    tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     options = {"keep_fp32": changes.pop("keep_fp32")} if "keep_fp32" in changes else {}
     report = compiled(tmp_path, "stretched", [int8(**options)], **changes)
@@ -105,8 +105,8 @@ def test_where_fp32_fails_too_no_int8_engine_is_built(
 ) -> None:
     double = Halves(wrong=frozenset({Precision.FP32, Precision.INT8}))
     monkeypatch.setitem(BACKENDS, "halves", double)
-    candidates = [int8("halves", keep_fp32="auto"), {"backend": "halves", "precision": "fp32"}]
-    report = compiled(tmp_path, "stretched", candidates)
+    fp32 = {"backend": "halves", "precision": "fp32"}
+    report = compiled(tmp_path, "stretched", [int8("halves", keep_fp32="auto"), fp32])
     assert len(double.built) == 2
     assert "int8 is not the cause" in report.rescues[0].conclusion
 

@@ -54,6 +54,7 @@ def test_the_winner_and_the_baselines_have_the_new_figures_and_no_other_has_any(
     report = renewed(old)
     winner = next(candidate for candidate in report.candidates if candidate.label == WINNER)
     assert report.baseline is not None
+    assert old.baseline is not None
     assert winner.benchmark is not None
     assert report.ratio is not None
     assert [report.baseline.label, *(baseline.label for baseline in report.baselines)] == [
@@ -64,7 +65,7 @@ def test_the_winner_and_the_baselines_have_the_new_figures_and_no_other_has_any(
         report.baseline.rows[0].end_to_end.median_s
         < 0.009
         < old.baseline.rows[0].end_to_end.median_s
-    )  # type: ignore[union-attr]
+    )
     assert 1.9 < report.ratio.value < 2.1
     assert [candidate.label for candidate in report.candidates if candidate.benchmark] == [WINNER]
     assert [each.label for each in report.candidates] == [each.label for each in old.candidates]

@@ -30,7 +30,8 @@ from pipeline.errors import (
     ModelError,
 )
 from pipeline.execution.child_process import call_in_child
-from pipeline.execution.stage_runner import Emit, Run, Runner, StageEvent
+from pipeline.execution.stage_event import StageEvent
+from pipeline.execution.stage_runner import Emit, Run, Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import load_plan

@@ -170,7 +170,7 @@ def pixels() -> Case:
         "uint8 in and out",
         proto,
         profiles_of({"n": [1, 2, 4]}),
-        ({"image": np.arange(0, 256, 32, np.uint8).reshape(2, 4)},),
+        ({"image": np.arange(0, 256, 32, dtype=np.uint8).reshape(2, 4)},),
     )
 
 
@@ -326,7 +326,7 @@ def boxes_chosen() -> Case:
         "least": np.array([0.4], np.float32),
     }
     node = helper.make_node("NonMaxSuppression", ["boxes", "scores", *constants], ["chosen"])
-    inputs = [("boxes", "float32", (1, "n", 4)), ("scores", "float32", (1, 1, "n"))]
+    inputs: Interface = [("boxes", "float32", (1, "n", 4)), ("scores", "float32", (1, 1, "n"))]
     proto = model([node], inputs, [("chosen", "int64", ("found", 3))], constants)
     feeds = tuple(
         {"boxes": boxes[:, :n], "scores": scores[:, :, :n] * np.float32(scale)}

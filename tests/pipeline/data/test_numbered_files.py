@@ -296,7 +296,7 @@ def test_a_time_major_lstm_with_states_is_judged_on_its_data(tmp_path: Path) -> 
 def test_the_command_refuses_what_it_cannot_read_as_samples(tmp_path: Path) -> None:
     plan = write_tagger_task(tmp_path)
     first, *_ = tagger_samples("selection")
-    np.savez(tmp_path / "selection.npz", **first)
+    np.savez(tmp_path / "selection.npz", **first)  # type: ignore[arg-type]
     result = crucible(
         "compile", plan, "--out", tmp_path / "out", env={"CRUCIBLE_HOME": str(tmp_path / "home")}
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ class Options(Frozen):
     method: str = "entropy"
     bins: tuple[int, ...] = (8, 16)
     profile: Profile = Profile(dims={"batch": DimRange(min=1, opt=2, max=4)})
-    only_shown: str = Field("", exclude=True)
+    only_shown: str = Field(default="", exclude=True)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Plain:
         {"profile": Profile(dims={"batch": DimRange(min=1, opt=2, max=8)})},
     ],
 )
-def test_a_changed_field_is_other_content(changes: dict[str, object]) -> None:
+def test_a_changed_field_is_other_content(changes: dict[str, Any]) -> None:
     assert text_of_content(Options(**changes)) != text_of_content(Options())
 
 

@@ -154,7 +154,7 @@ def test_a_double_can_run_the_stages(tmp_path: Path) -> None:
         assert isinstance(out, Path)
         return double(1, out, lambda fraction, text: None)
 
-    assert Runner(Store(tmp_path), run=run).stage(call()).value == 2  # type: ignore[arg-type]
+    assert Runner(Store(tmp_path), run=run).stage(call()).value == 2
     assert names == ["double"]
 
 

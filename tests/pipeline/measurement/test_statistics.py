@@ -47,7 +47,7 @@ def test_blocks_alone_do_not_know_how_processes_differ() -> None:
     hits = 0
     for seed in range(100):
         levels = random.normal(0, 0.015, 2)
-        sides = [
+        left, right = [
             samples_from_blocks(
                 np.exp(
                     random.normal(level, 0.004, (6, 1)) + random.normal(0, 0.01, (6, 20))
@@ -56,7 +56,7 @@ def test_blocks_alone_do_not_know_how_processes_differ() -> None:
             )
             for level in levels
         ]
-        hits += not ratio_of_medians(*sides, seed, resamples=200).excludes(1.0)
+        hits += not ratio_of_medians(left, right, seed, resamples=200).excludes(1.0)
     assert hits < 50
 
 

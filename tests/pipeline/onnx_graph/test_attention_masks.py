@@ -232,7 +232,7 @@ def test_a_mask_that_repeats_its_scores_stays_as_large() -> None:
 def test_what_torchscript_writes_of_scaled_dot_product_attention_is_known(tmp_path: Path) -> None:
     import torch
 
-    class Masked(torch.nn.Module):  # type: ignore[misc]  # torch is not checked
+    class Masked(torch.nn.Module):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.scaled_dot_product_attention(
                 x, x, x, attn_mask=mask[:, None, None, :]

@@ -51,10 +51,10 @@ def test_inputs_whose_values_decide_a_shape_hold_the_values_that_are_given() -> 
     specs = (
         TensorSpec(name="x", dtype="float32", shape=("N",)),
         TensorSpec(name="k", dtype="int32", shape=()),
+        TensorSpec(name="target", dtype="int64", shape=(2,)),
     )
-    specs += (TensorSpec(name="target", dtype="int64", shape=(2,)),)
     feeds = draw_feeds(specs, {"N": 3}, 0, {"k": (7,), "target": (3, -1)})
-    assert (feeds["k"].shape, feeds["k"].dtype, int(feeds["k"])) == ((), np.int32, 7)
+    assert (feeds["k"].shape, feeds["k"].dtype, int(feeds["k"])) == ((), np.dtype(np.int32), 7)
     assert feeds["target"].tolist() == [3, -1]
     np.testing.assert_array_equal(
         feeds["x"], draw_feeds(specs, {"N": 3}, 0)["x"]

@@ -295,7 +295,11 @@ def test_auto_where_there_is_nothing_to_choose_from_is_refused(
 def test_equal_recipes_are_one_candidate_that_keeps_worst_nodes_if_either_does(plan: Plan) -> None:
     plain, auto, other = (
         tensorrt_recipe(plan, precision, keep_fp32=nodes)
-        for precision, nodes in (("fp16", ()), ("fp16", "auto"), ("bf16", ()))
+        for precision, nodes in (
+            (Precision.FP16, ()),
+            (Precision.FP16, "auto"),
+            (Precision.BF16, ()),
+        )
     )
     assert distinct([plain, other, auto]) == (auto, other)
 

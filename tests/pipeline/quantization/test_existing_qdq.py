@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from pipeline.core import Precision
 from pipeline.quantization.existing_qdq import QDQ, given_precision, lost_scales, scales_of
 from pipeline.quantization.lint.fixes import fold_weight
-from pipeline.quantization.lint.rules import View
+from pipeline.quantization.lint.qdq_view import View
 from tests.builders.qat import PLAIN, WEIGHTS, quantised
 
 

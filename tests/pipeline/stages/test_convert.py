@@ -195,9 +195,8 @@ def test_tensorrt_builds_the_graph(tmp_path: Path, text: str) -> None:
     }
     recipe = TENSORRT.model_copy(update={"backend": "tensorrt_rtx", "compute_capability": "8.9"})
     _, result, _ = converted(tmp_path, text, recipe, text_feeds if text is ATTENTION else images(4))
-    options = BuildOptions(
-        profiles=(Profile(dims={"N": [1, 2, 4]} | ({"T": [1, 5, 8]} if text is ATTENTION else {})),)
-    )
+    dims = {"N": [1, 2, 4]} | ({"T": [1, 5, 8]} if text is ATTENTION else {})
+    options = BuildOptions(profiles=(Profile.model_validate({"dims": dims}),))
     assert (
         backends.backend("tensorrt_rtx").build(result, recipe, options, tmp_path, silent).size_bytes
         > 0

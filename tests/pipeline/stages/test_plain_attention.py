@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 
 from pipeline.core import OnnxModel, Profile, Tensors, silent
 from pipeline.errors import ChildKilled, DiskFull
+from pipeline.execution.child_process import call_in_child
 from pipeline.onnx_graph.files import onnx_model, operator_histogram
 from pipeline.plan.schema import SimplifyConfig
 from pipeline.stages.simplify import attention_rewrite, simplify
@@ -220,13 +221,13 @@ def test_an_old_model_is_written_without_initializers_among_its_inputs(
 def test_a_transient_failure_of_the_last_try_is_retried_at_the_next_compile(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, tries = attention_rewrite.call_in_child, []
+    tries: list[str] = []
 
     def fail_at_last(function: Any, *arguments: Any, **named: Any) -> Any:
         tries.append(named["name"])
         if named["name"] == "plain attention" and tries.count("plain attention") == 2:
             raise ChildKilled("it was killed", "try again")
-        return call(function, *arguments, **named)
+        return call_in_child(function, *arguments, **named)
 
     monkeypatch.setattr(attention_rewrite, "call_in_child", fail_at_last)
     result = simplify(model_of(tmp_path, written_out()), (), SimplifyConfig(), (), out, silent)

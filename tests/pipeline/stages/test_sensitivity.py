@@ -82,7 +82,7 @@ def test_a_kept_node_does_not_rank_and_what_follows_it_is_no_longer_hurt(tmp_pat
 def test_a_residual_block_ranks_what_computes_and_not_what_moves_bytes(tmp_path: Path) -> None:
     write_residual(tmp_path)
     samples = {"x": np.random.default_rng(2).normal(0, 1, (8, 3, 8, 8)).astype(np.float32)}
-    np.savez(tmp_path / "selection.npz", **samples)
+    np.savez(tmp_path / "selection.npz", **samples)  # type: ignore[arg-type]
     model = onnx_model(tmp_path, "model.onnx")
     ranges = observe(open_probe(model), [samples])
     (tmp_path / "low").mkdir()

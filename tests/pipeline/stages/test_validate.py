@@ -17,7 +17,7 @@ from pipeline.execution.child_process import call_in_child
 from pipeline.plan.schema import AccuracyConfig, Thresholds
 from pipeline.results.report import ValidationReport
 from pipeline.stages.validate import JOINED_SAMPLES, ReferenceOutputs, run_reference, validate
-from tests.builders.validate import BOTH, CLASSES, LENIENT, SAME, TWO, Bench, Node, labelled
+from tests.builders.validate import BOTH, CLASSES, LENIENT, SAME, TWO, Bench, Node, Output, labelled
 
 LOOSE = AccuracyConfig(thresholds=LENIENT, max_drop=1)
 
@@ -155,7 +155,7 @@ def test_infinities_on_which_both_agree_are_no_error(bench: Bench) -> None:
 
 
 def test_outputs_of_every_kind_compare(bench: Bench) -> None:
-    outputs = (
+    outputs: tuple[Output, ...] = (
         ("logits", TensorProto.FLOAT, ["batch", CLASSES]),
         ("flags", TensorProto.BOOL, ["batch", CLASSES]),
         ("whole", TensorProto.INT64, ["batch", CLASSES]),

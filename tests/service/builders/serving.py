@@ -181,8 +181,9 @@ class DoubleServing:
         }
         self._turns = {name: asyncio.Lock() for name in models}
         self._waiting: Counter[str] = Counter()
+        no = Total()
         self._statistics = {
-            name: Statistics(name, models[name].versions[-1], *(Total() for _ in range(6)), 0, 0, 0)
+            name: Statistics(name, models[name].versions[-1], no, no, no, no, no, no, 0, 0, 0)
             for name in models
         }
 
@@ -363,7 +364,7 @@ def some_arrays(
     if dtype == "bool":
         return
     info = (
-        ml_dtypes.finfo(kind)
+        ml_dtypes.finfo(kind)  # type: ignore[no-untyped-call]
         if dtype == "bfloat16"
         else np.finfo(kind)
         if kind.kind == "f"

@@ -11,6 +11,7 @@ import gzip
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -71,12 +72,12 @@ def key_of(home: Path, *scopes: str, owner: str = "") -> str:
         return Keys(database).create("test", scopes, owner or "local")[1]
 
 
-def metadata_of(key: str = "", request_id: str = "") -> list[tuple[str, str]]:
+def metadata_of(key: str = "", request_id: str = "") -> tuple[tuple[str, str], ...]:
     """Metadata of a call of gRPC."""
-    return [
+    return (
         *([("authorization", f"Bearer {key}")] if key else []),
         *([("x-request-id", request_id)] if request_id else []),
-    ]
+    )
 
 
 def message_of(request: Request) -> pb.ModelInferRequest:
@@ -117,10 +118,10 @@ def _over_grpc(server: Server, request: Request) -> Outcome:
                 compression=compression,
             )
         except grpc.RpcError as error:
-            metadata = dict(error.trailing_metadata())
+            metadata: dict[str, Any] = {each.key: each.value for each in error.trailing_metadata()}
             return Outcome(
                 metadata.get("crucible-code", error.code().name),
-                error.details(),
+                error.details() or "",
                 metadata.get("retry-after"),
                 metadata.get("x-request-id"),
             )

@@ -1,5 +1,7 @@
 """Messages and arrays: raw bytes and typed contents, and what is refused in words."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,12 +19,13 @@ from tests.service.builders.serving import some_arrays
 Input = pb.ModelInferRequest.InferInputTensor
 
 
-def request(*inputs: Input, raw: tuple[bytes, ...] = (), **more: str) -> pb.ModelInferRequest:
+def request(*inputs: Input, raw: tuple[bytes, ...] = (), **more: Any) -> pb.ModelInferRequest:
     return pb.ModelInferRequest(model_name="m", inputs=inputs, raw_input_contents=raw, **more)
 
 
 def typed(datatype: str, values: list[float], shape: tuple[int, ...], field: str = "") -> Input:
-    contents = pb.InferTensorContents(**{field or CONTENTS[datatype][0]: values})
+    named: dict[str, Any] = {field or CONTENTS[datatype][0]: values}
+    contents = pb.InferTensorContents(**named)
     return Input(name="x", datatype=datatype, shape=shape, contents=contents)
 
 
@@ -108,7 +111,7 @@ def test_raw_bytes_of_every_datatype_also_0d_and_empty(datatype: str) -> None:
 
 def test_an_empty_tensor_needs_no_contents() -> None:
     result = request_from(request(Input(name="x", datatype="INT16", shape=(0, 4))), LOCAL, None)
-    assert (result.inputs["x"].dtype, result.inputs["x"].shape) == (np.int16, (0, 4))
+    assert (result.inputs["x"].dtype, result.inputs["x"].shape) == (np.dtype(np.int16), (0, 4))
 
 
 @pytest.mark.parametrize(

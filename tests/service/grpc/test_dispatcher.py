@@ -8,6 +8,7 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import grpc
 import httpx
@@ -87,18 +88,15 @@ def test_the_methods_are_the_services() -> None:
 
 def test_health_is_told_without_a_key_and_watched_until_the_end(tmp_path: Path) -> None:
     def status(data: object) -> str:
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(
-            health_pb2.HealthCheckResponse.FromString(data).status
-        )
+        answer = health_pb2.HealthCheckResponse.FromString(data)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     async def story(desk: Desk) -> None:
         async with rpc_server(desk.service, None) as rpc:
             assert rpc is not None
             async with grpc.aio.insecure_channel(rpc.address) as channel:
-                check, watch = (
-                    channel.unary_unary("/grpc.health.v1.Health/Check"),
-                    channel.unary_stream("/grpc.health.v1.Health/Watch"),
-                )
+                check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+                watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
                 ours, other = (
                     health_pb2.HealthCheckRequest(service=name).SerializeToString()
                     for name in (SERVICE.full_name, "other")
@@ -128,7 +126,7 @@ def test_health_is_told_without_a_key_and_watched_until_the_end(tmp_path: Path) 
 
 
 class Faulty(DoubleServing):
-    async def infer(self, request: object) -> object:  # type: ignore[override]
+    async def infer(self, request: object) -> NoReturn:
         raise ZeroDivisionError(f"/home/of/the/service {request}")
 
 
@@ -138,7 +136,7 @@ def test_our_own_fault_is_told_without_its_trace_and_the_server_lives(tmp_path: 
         async with rpc_server(desk.service, None) as rpc:
             assert rpc is not None
             async with grpc.aio.insecure_channel(rpc.address) as channel:
-                infer = channel.unary_unary(f"/{SERVICE.full_name}/ModelInfer")
+                infer: Any = channel.unary_unary(f"/{SERVICE.full_name}/ModelInfer")
                 data = message_of(Request("same_float32", [[1.0]])).SerializeToString()
                 for _ in range(2):
                     with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -150,16 +148,17 @@ def test_our_own_fault_is_told_without_its_trace_and_the_server_lives(tmp_path: 
                     grpc.aio.AioRpcError, match=r"this is no inference\.ModelInferRequest"
                 ):
                     await infer(b"\xff" * 100)
+                guess: Any = channel.unary_unary("/inference.GRPCInferenceService/Guess")
                 with pytest.raises(grpc.aio.AioRpcError, match="is no method of"):
-                    await channel.unary_unary("/inference.GRPCInferenceService/Guess")(b"")
-                stream = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(
+                    await guess(b"")
+                stream: Any = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(
                     iter([data])
                 )
                 assert (
                     "an error inside the service"
                     in pb.ModelStreamInferResponse.FromString(await stream.read()).error_message
                 )
-                abandoned = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")()
+                abandoned: Any = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")()
                 await abandoned.write(data)
                 await abandoned.read()
                 abandoned.cancel()
@@ -202,10 +201,10 @@ def test_long_lists_of_numbers_are_read_by_a_helper_and_nobody_waits_for_them(
         async with rpc_server(desk.service, None) as rpc:
             assert rpc is not None
             async with grpc.aio.insecure_channel(rpc.address) as channel:
-                infer = channel.unary_unary(f"/{SERVICE.full_name}/ModelInfer")
+                infer: Any = channel.unary_unary(f"/{SERVICE.full_name}/ModelInfer")
                 answer = pb.ModelInferResponse.FromString(await infer(long))
                 assert (answer.id, answer.raw_output_contents[0]) == ("seven", values.tobytes())
-                stream = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(
+                stream: Any = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")(
                     iter([wrong])
                 )
                 response = pb.ModelStreamInferResponse.FromString(await stream.read())

@@ -50,7 +50,7 @@ class Exchange:
             "host": "localhost:8000",
             **{name.replace("_", "-"): value for name, value in headers.items()},
         }
-        scope = {
+        scope: dict[str, Any] = {
             "type": "http",
             "method": method,
             "path": path,
@@ -152,13 +152,13 @@ REFUSALS: list[tuple[dict[str, str], int]] = [
 def test_a_refused_request_has_its_id_in_the_log_too(
     inside: Inside,
     keys: Keys,
-    headers: dict[str, str],
+    headers: dict[str, Any],
     status: int,
 ) -> None:
     """Which `observe` reads from the state, for the client got the same id."""
     guard = open_guard(inside, keys, keys_required=status == 401)
     for extra in ({}, {"x_request_id": "mine"}):
-        exchange = Exchange(guard, "POST", "/compile", **headers, **extra)
+        exchange = Exchange(guard, "POST", "/compile", **(headers | extra))
         assert (exchange.status, inside.bodies) == (status, [])
         assert exchange.state["request_id"] == exchange.headers["x-request-id"]
 
@@ -201,7 +201,7 @@ def test_a_name_of_the_list_is_answered_to(inside: Inside, keys: Keys) -> None:
     ],
 )
 def test_a_page_from_elsewhere_changes_nothing_also_on_loopback(
-    inside: Inside, keys: Keys, headers: dict[str, str], status: int
+    inside: Inside, keys: Keys, headers: dict[str, Any], status: int
 ) -> None:
     assert Exchange(open_guard(inside, keys), "POST", "/compile", **headers).status == status
     assert Exchange(open_guard(inside, keys), "GET", "/jobs", **headers).status == 200

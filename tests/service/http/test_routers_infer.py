@@ -60,7 +60,7 @@ def npy(array: np.ndarray[Any, Any]) -> bytes:
     return stream.getvalue()
 
 
-def npz(**arrays: np.ndarray[Any, Any]) -> bytes:
+def npz(**arrays: Any) -> bytes:
     stream = io.BytesIO()
     np.savez_compressed(stream, **arrays)
     return stream.getvalue()

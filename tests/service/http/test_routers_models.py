@@ -353,11 +353,12 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
             )
         )
         await json_of(await desk.client.put("/models/m/deployment", json={}))
-        (entry,) = desk.service.serving._entries.values()
+        manager: Any = desk.service.serving  # its private entries
+        (entry,) = manager._entries.values()
         assert entry.loaded is not None
-        killed = entry.loaded.running.pids[0]  # type: ignore[attr-defined]
+        killed = entry.loaded.running.pids[0]
         os.kill(killed, signal.SIGKILL)
-        while killed in entry.loaded.running.pids:  # type: ignore[attr-defined]
+        while killed in entry.loaded.running.pids:
             await asyncio.sleep(0.02)
         while (await json_of(await desk.client.get("/models/m")))["deployment"]["state"] != "ready":
             await asyncio.sleep(0.05)

@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 from pipeline.errors import DamagedError
 from pipeline.report.files import load_report
 from pipeline.report.html import page
-from service.http.routers.reports import FORMS, preferred
+from service.http.routers.reports import preferred
+from service.http.schemas import FORMS
 from service.submission.tar import size_of_tar, tar
 from tests.builders.report import EVIL
 from tests.service.builders.app import Desk, at_desk

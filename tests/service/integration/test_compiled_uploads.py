@@ -9,12 +9,12 @@ import tarfile
 import zipfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import yaml
-from numpy.typing import NDArray
 
 from pipeline.report.files import load_report
 from pipeline.results.report import Report
@@ -68,7 +68,7 @@ def external(model: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def npz(**arrays: NDArray[np.generic]) -> bytes:
+def npz(**arrays: Any) -> bytes:
     packed = io.BytesIO()
     np.savez(packed, **arrays)
     return packed.getvalue()

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -260,7 +261,7 @@ def test_an_open_stream_ends_with_the_server_and_is_told_why(tmp_path: Path) -> 
             sent.set()
             ended.wait(WITHIN_S)
 
-        infer = channel.stream_stream(
+        infer: Any = channel.stream_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
             lambda message: message.SerializeToString(),
         )
@@ -273,7 +274,7 @@ def test_an_open_stream_ends_with_the_server_and_is_told_why(tmp_path: Path) -> 
         with pytest.raises(grpc.RpcError) as error:
             next(answers)
         ended.set()
-        assert (error.value.code(), error.value.details().split(" (")[0]) == (
+        assert (error.value.code(), str(error.value.details()).split(" (")[0]) == (
             grpc.StatusCode.UNAVAILABLE,
             "the server is stopping",
         )
@@ -300,7 +301,7 @@ def test_readiness_goes_first(tmp_path: Path) -> None:
 def test_a_revoked_key_ends_on_an_open_stream_too(locked: Server) -> None:
     key = key_of(locked.home, "infer")
     with grpc.insecure_channel(locked.rpc, options=UNLIMITED) as channel:
-        infer = channel.stream_stream(
+        infer: Any = channel.stream_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
             lambda message: message.SerializeToString(),
         )

@@ -139,7 +139,7 @@ def figure(web: httpx.Client, name: str, **labels: str) -> float:
     return float(line.split()[-1])
 
 
-REFUSED = [
+REFUSED: list[tuple[str, str, dict[str, Any], int]] = [
     ("POST", "/infer", {"content": b"123"}, 422),
     ("POST", "/infer?shape=0,4611686018427387904", {"content": b""}, 422),
     ("POST", "/infer?shape=137438953472,8", {"content": X.tobytes()}, 422),  # 4 TB
@@ -350,14 +350,16 @@ def sluggish(folder: Path) -> Engine:
     """y = x for positive x, after some 50 ms of small steps."""
     row = (TensorProto.FLOAT, ["batch", WIDTH])
     steps = [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Abs", ["v"], ["w"])]
-    infos = [
-        [helper.make_tensor_value_info(name, *about) for name, about in each]
-        for each in (
-            (("i", (TensorProto.INT64, [])), ("go", (TensorProto.BOOL, [])), ("v", row)),
-            (("on", (TensorProto.BOOL, [])), ("w", row)),
-        )
+    given = [
+        helper.make_tensor_value_info("i", TensorProto.INT64, []),
+        helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+        helper.make_tensor_value_info("v", *row),
     ]
-    body = helper.make_graph(steps, "steps", *infos)
+    returned = [
+        helper.make_tensor_value_info("on", TensorProto.BOOL, []),
+        helper.make_tensor_value_info("w", *row),
+    ]
+    body = helper.make_graph(steps, "steps", given, returned)
     return engine_of(
         folder,
         [helper.make_node("Loop", ["turns", "", "x"], ["y"], body=body)],

@@ -113,7 +113,7 @@ def test_a_program_is_compiled_promoted_loaded_and_asked(tmp_path: Path) -> None
     write_plan(configs)
     home.mkdir()
     want = expected(configs)
-    settings = {"compiles": "yes", "configs": configs}
+    settings: dict[str, Any] = {"compiles": "yes", "configs": configs}
     with (
         serving(home, **settings) as server,
         httpx.Client(base_url=server.url, timeout=4 * WITHIN_S) as web,

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.service.builders.jobs import write_out
 
 
 def edit(
-    change: Callable[[dict[str, object]], None], name: str = "report.json"
+    change: Callable[[dict[str, Any]], None], name: str = "report.json"
 ) -> Callable[[Path], None]:
     def damage(out: Path) -> None:
         document = json.loads((out / name).read_text())
@@ -44,7 +45,7 @@ def move_engine(out: Path) -> None:
     (out / "engine").symlink_to(out.parent / "engine")
 
 
-DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda out: (out / "report.json").unlink(), "missing files: report.json"),
     (lambda out: (out / "report.html").unlink(), "missing files: report.html"),
     (lambda out: (out / "report.json").write_text("[" * 100_000), "an invalid report"),
@@ -75,7 +76,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (
         edit(lambda manifest: manifest["value"].update(digest="other"), "engine/artifact.json"),
         "'artifact.json' has another digest",
-    ),  # type: ignore[attr-defined]
+    ),
     (lambda out: (out / "engine" / "model.onnx").write_bytes(b"enginE"), "another digest"),
     (lambda out: (out / "engine" / "model.onnx").unlink(), "'model.onnx' is missing"),
     (lambda out: (out / "engine" / "more").write_bytes(b""), "'more' was added"),

@@ -7,6 +7,7 @@ import datetime as dt
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,7 +32,7 @@ def trying(
     home: Path,
     story: Callable[[Bench], Awaitable[None]],
     devices: tuple[str, ...] = ("cpu",),
-    **settings: object,
+    **settings: Any,
 ) -> None:
     async def run() -> None:
         async with running(home, devices=devices, **settings) as bench:
@@ -114,9 +115,11 @@ def test_cancelling_kills_the_child_and_all_that_it_started(tmp_path: Path, name
         await bench.until(
             job,
             lambda job: (
-                is_running(job) and (name != "grandchild" or job.progress.stage == "grandchild")
+                job.progress is not None
+                and is_running(job)
+                and (name != "grandchild" or job.progress.stage == "grandchild")
             ),
-        )  # type: ignore[union-attr]
+        )
         assert len(of_jobs([job.id])) >= (4 if name == "grandchild" else 2)
         assert (await bench.runner.cancel(job.id, "me")).state == "cancelling"
         job = await bench.until(job)
@@ -409,8 +412,10 @@ def test_a_job_under_which_the_server_died_often_is_not_started_again(tmp_path: 
     store, jobs = JobStore(database), [new_job(Folders(tmp_path), "succeed") for _ in range(2)]
     for job, deaths in zip(jobs, (MAX_INTERRUPTIONS - 2, MAX_INTERRUPTIONS - 1), strict=True):
         store.add(job, now)
-        for event in [Started(1, 1.0), Requeued("", interrupted=True)] * deaths + [Started(1, 1.0)]:
-            store.append(job.id, event, now)
+        for _ in range(deaths):
+            store.append(job.id, Started(1, 1.0), now)
+            store.append(job.id, Requeued("", interrupted=True), now)
+        store.append(job.id, Started(1, 1.0), now)
     database.close()
 
     async def story(bench: Bench) -> None:

@@ -269,7 +269,7 @@ def test_a_job_stays_as_long_as_a_version_that_its_report_proves(tmp_path: Path)
         report = collect(
             Settings(home=tmp_path), JobStore(database), later, promoted=repository.jobs()
         )
-        assert (report.jobs, repository.jobs()) == (1, jobs)
+        assert (report.jobs, repository.jobs()) == (1, frozenset(jobs))
         assert all(Folders(tmp_path).report(job).is_dir() for job in jobs)
         assert repository.engine(repository.get("m").version()).path.is_file()
         database.close()

@@ -126,7 +126,7 @@ def test_progress_is_told_seldom(pair: tuple[Server, Peer]) -> None:
     for number in range(1000):
         server.emit(StageEvent("build", "", number / 1000, state="progress"))
     server.emit(StageEvent("build", "", seconds=2.0, state="finished"))
-    heard = []
+    heard: list[Stage] = []
     while not heard or heard[-1].event.state != "finished":
         (message,) = peer.hears(1)
         assert isinstance(message, Stage)

@@ -151,7 +151,7 @@ def test_the_proof_is_taken_in_a_child(tmp_path: Path) -> None:
 
 
 def test_the_profile_that_requests_suggest() -> None:
-    counts = Counter(
+    counts: Counter[tuple[tuple[str, int], ...]] = Counter(
         {
             (("batch", 1), ("length", 16)): 9,
             (("batch", 4), ("length", 3)): 5,

@@ -201,4 +201,4 @@ def processes_of(mark: str) -> list[int]:
 
 
 def play(story: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(story(), 300))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(story(), 300))

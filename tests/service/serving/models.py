@@ -37,7 +37,7 @@ from tests.service.builders.jobs import new_job, write_out
 MIB = 2**20
 PROVED = BatchSpec(axes={"x": 0, "y": 0}, maximum=8, proved=True, largest_error=0.0)
 ALONE = BatchSpec(axes={"x": 0, "y": 0}, reason="rows influence each other")
-SHAPES = Counter({(("batch", 2),): 5, (("batch", 1),): 2})
+SHAPES: Counter[tuple[tuple[str, int], ...]] = Counter({(("batch", 2),): 5, (("batch", 1),): 2})
 
 
 class Double:
@@ -154,7 +154,7 @@ def ended_job(
     place = folders.report(job.id)
     report: Report = write_out(place, folders.home / "store", engine)
     plan = report.plan.model_copy(update={"serving": serving or ServingConfig()})
-    changes = {"verdict": verdict, "plan": plan, "reasons": ("because",)}
+    changes: dict[str, object] = {"verdict": verdict, "plan": plan, "reasons": ("because",)}
     if verdict == "keep":
         changes["delivered"] = load_engine(place / "engine")
     (place / "report.json").write_text(report.model_copy(update=changes).model_dump_json())

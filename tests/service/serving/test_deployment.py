@@ -278,10 +278,13 @@ def test_closing_answers_what_still_waits(tmp_path: Path, engine: Engine) -> Non
 
 def test_outputs_whose_size_only_a_run_tells_come_whole(tmp_path: Path) -> None:
     """NonZero: [1, n], n by the values; more bytes than anybody could foresee."""
-    shapes = {"x": (TensorProto.FLOAT, ["n"])}, {"y": (TensorProto.INT64, [1, "found"])}
     profile = Profile(dims={"n": DimRange(min=1, opt=4, max=100_000)})
     engine = engine_of(
-        tmp_path, [helper.make_node("NonZero", ["x"], ["y"])], *shapes, profiles=(profile,)
+        tmp_path,
+        [helper.make_node("NonZero", ["x"], ["y"])],
+        {"x": (TensorProto.FLOAT, ["n"])},
+        {"y": (TensorProto.INT64, [1, "found"])},
+        profiles=(profile,),
     )
 
     async def story() -> None:
@@ -296,11 +299,10 @@ def test_outputs_whose_size_only_a_run_tells_come_whole(tmp_path: Path) -> None:
 
 def test_rows_along_another_axis_and_a_scalar_beside_them(tmp_path: Path) -> None:
     """x [4, batch] * scale, which is one for all of a batch."""
-    inputs = {"x": (TensorProto.FLOAT, [4, "batch"]), "scale": (TensorProto.FLOAT, [])}
     engine = engine_of(
         tmp_path,
         [helper.make_node("Mul", ["x", "scale"], ["y"])],
-        inputs,
+        {"x": (TensorProto.FLOAT, [4, "batch"]), "scale": (TensorProto.FLOAT, [])},
         {"y": (TensorProto.FLOAT, [4, "batch"])},
     )
     batch = BatchSpec(axes={"x": 1, "scale": None, "y": 1}, maximum=16, proved=True)

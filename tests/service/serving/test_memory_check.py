@@ -58,11 +58,14 @@ def test_a_container_has_what_its_limit_leaves(
     (tmp_path / "memory.max").write_text(f"{most}\n")
     (tmp_path / "memory.current").write_text(f"{used}\n")
     available = free_bytes("cpu", tmp_path)
+    assert available is not None
     assert available == free if free is not None else 0 < available <= psutil.virtual_memory().total
 
 
 def test_a_machine_without_a_limit(tmp_path: Path) -> None:
-    assert 0 < free_bytes("cpu", tmp_path) <= psutil.virtual_memory().total
+    free = free_bytes("cpu", tmp_path)
+    assert free is not None
+    assert 0 < free <= psutil.virtual_memory().total
 
 
 def test_a_gpu_has_what_nvml_says_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What an engine takes, which requests run together, and how they are joined and cut apart."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def engine(
     target = Target(backend=backend, version="1", device="d")
     recipe = Recipe(backend=backend, precision=Precision.FP32)
     return Engine(
-        root="/e",
+        root=Path("/e"),
         file="m",
         digest="d",
         target=target,

@@ -131,7 +131,7 @@ def test_an_engine_whose_description_was_changed_is_refused(tmp_path: Path) -> N
                 job = own_job(here, engine)
                 root = here.folders.report(job) / "engine"
                 change_description(root, change)
-                damaged = f"the engine of job {job} is damaged: 'engine.json' is not what"
+                damaged = f"the engine of job {job} is damaged: 'engine.json' differs from"
                 with pytest.raises(DamagedError, match=damaged):
                     await promote(here, job)
                 reseal(root)

@@ -120,9 +120,12 @@ def test_while_one_session_computes_the_other_takes_its_batch_in(
             run_all(runner, Server(theirs), places, receiving)
 
     threads = [
-        threading.Thread(target=work, args=(Runner(engine, Session(turns), computing),))
+        threading.Thread(
+            target=work,
+            args=(Runner(engine, Session(turns), computing),),  # type: ignore[arg-type]
+        )
         for _ in range(2)
-    ]  # type: ignore[arg-type]
+    ]
     for thread in threads:
         thread.start()
     slots, answers = [Slot(0), Slot(1)], {}

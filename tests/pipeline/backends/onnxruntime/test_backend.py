@@ -12,7 +12,7 @@ from onnx import helper
 from pipeline import backends
 from pipeline.backends.base import Loaded
 from pipeline.backends.onnxruntime import backend as onnxruntime_
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe
+from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, Tensors
 from pipeline.errors import DataError, UnsupportedError
 from pipeline.onnx_graph.files import onnx_model
 from tests.builders.qat import CONSTANTS, PLAIN, quantised
@@ -186,7 +186,7 @@ def test_takes_external_data_along(tmp_path: Path) -> None:
 
 
 def test_runs_an_int8_graph(tmp_path: Path) -> None:
-    constants = {"s": np.array(0.5, np.float32), "z": np.array(3, np.uint8)}
+    constants: Tensors = {"s": np.array(0.5, np.float32), "z": np.array(3, np.uint8)}
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),

@@ -168,7 +168,7 @@ def test_refuses_what_it_cannot_do_in_words(tmp_path: Path) -> None:
             recipe_of(Precision.BF16).model_copy(update={"keep_fp32": ("head",)}), all_flags
         )
     with pytest.raises(UnsupportedError, match="needs a graph in int8"):
-        built(several().write(tmp_path), recipe_of(Precision.INT8), (), tmp_path / "out")
+        built(several().write(tmp_path), recipe_of(Precision.INT8), BATCH, tmp_path / "out")
 
 
 def test_an_int8_graph_that_runs_in_fp32_is_refused(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def states(count: int, seed: int) -> Tensors:
 
 
 def quantised(model: OnnxModel, smooth: bool | None, folder: Path) -> OnnxModel:
-    np.savez(folder / "set.npz", **states(40, 0))
+    np.savez(folder / "set.npz", **states(40, 0))  # type: ignore[arg-type]
     samples = open_set(CalibrationSet, (folder / "set.npz",), model.inputs, PROFILES)
     out = folder / f"smooth_{smooth}"
     out.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,7 +129,7 @@ def answer_on_gpu(
     out: Path,
     feeds: list[dict[str, np.ndarray]],
     progress: Progress,
-) -> list[dict[str, np.ndarray] | str]:
+) -> list[Any]:
     """Every answer in turn of one session, or the error in its place; the last holds the device
     time of a run, in seconds.
     """
@@ -136,7 +137,7 @@ def answer_on_gpu(
     assert engine.target.compute_capability, engine.notes
     loaded = pytorch_.load(engine)
     session = loaded.session()
-    answers: list[dict[str, np.ndarray] | str] = []
+    answers: list[Any] = []
     for feed in feeds:
         try:
             answers.append(dict(run_session(session, feed)))

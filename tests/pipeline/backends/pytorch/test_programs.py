@@ -465,7 +465,7 @@ def package_that_dies(out: Path, number: str) -> Engine:
     """An AOTInductor package whose machine code ends the process that loads it."""
     out.mkdir()
     (out / "crash.cpp").write_text(CRASH % number)
-    compiler = ["g++", "-shared", "-fPIC", "-o", out / "crash.so", out / "crash.cpp"]
+    compiler = ["g++", "-shared", "-fPIC", "-o", str(out / "crash.so"), str(out / "crash.cpp")]
     subprocess.run(compiler, check=True)
     target = torch_programs.probe()
     files = {

@@ -299,7 +299,7 @@ def test_values_that_decide_a_shape_are_read_on_the_host(tmp_path: Path) -> None
     engine = build(model, recipe(), tmp_path / "out", BuildOptions(profiles=(profile,)))
     assert [spec.location for spec in engine.inputs] == ["device", "host"]
     answer = run(engine, {"x": np.array([[1, 2, 3]], np.float32), "k": np.array([5, 3])})["y"]
-    np.testing.assert_array_equal(answer, np.broadcast_to(np.float32([1, 2, 3]), (5, 3)))
+    np.testing.assert_array_equal(answer, np.broadcast_to(np.array([1, 2, 3], np.float32), (5, 3)))
 
 
 def timed_here() -> timing_cache.CacheScope:
@@ -483,7 +483,7 @@ def test_a_build_without_memory_says_so_and_the_next_one_works(tmp_path: Path) -
 def convolution(folder: Path) -> OnnxModel:
     """x [n, 16, 224, 224] -> y [n, 16, 224, 224]: 1.6 GB for 512 of each."""
     weight = numpy_helper.from_array(np.ones((16, 16, 3, 3), np.float32), "w")
-    shape = ["n", 16, 224, 224]
+    shape = ("n", 16, 224, 224)
     return save(
         folder,
         [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])],

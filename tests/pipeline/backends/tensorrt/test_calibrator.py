@@ -230,7 +230,7 @@ ROWS = (Profile(dims={"N": [1, 4, 8]}),)
 
 
 def photos(folder: Path, model: OnnxModel, count: int) -> CalibrationSet:
-    np.savez(folder / "photos.npz", **images(count))
+    np.savez(folder / "photos.npz", **images(count))  # type: ignore[arg-type]
     return open_set(CalibrationSet, (folder / "photos.npz",), model.inputs, ROWS)
 
 

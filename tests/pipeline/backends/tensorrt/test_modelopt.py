@@ -76,7 +76,7 @@ net (float[N, 3, 8, 8] x) => (float[N, 5] y)
 
 
 def photos(folder: Path, model: OnnxModel, count: int = 24) -> CalibrationSet:
-    np.savez(folder / "photos.npz", **images(count))
+    np.savez(folder / "photos.npz", **images(count))  # type: ignore[arg-type]
     return open_set(CalibrationSet, (folder / "photos.npz",), model.inputs, PROFILES)
 
 

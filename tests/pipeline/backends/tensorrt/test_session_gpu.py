@@ -177,7 +177,7 @@ def test_shapes_are_replayed_after_eviction(engine_of: EngineOf) -> None:
 
 
 def test_replays_share_no_output(engine_of: EngineOf) -> None:
-    batches = [
+    batches: list[Tensors] = [
         {"x": ramp(4, 16) + np.float32(start), "mask": np.ones((4, 16), np.int64)}
         for start in range(6)
     ]

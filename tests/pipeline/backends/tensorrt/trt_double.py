@@ -241,7 +241,7 @@ class ContextDouble:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if name not in self.program.host_inputs:
             assert is_inside(self.trt.cuda.device, self.addresses[name], size)
-        array = (
+        array: np.ndarray[Any, Any] = (
             np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.addresses[name]))
             .view(dtype)
             .reshape(shape)
