@@ -30,7 +30,7 @@ ITEM_BYTES = {
     Precision.INT4: 0.5,
 }
 MEASURE_CPU = (
-    "measure them once: `crucible doctor --measure`, with --threads where the plan sets"
+    "measure the peaks once: `crucible doctor --measure`, with --threads where the plan sets"
     " benchmark.threads"
 )
 MEASURE_GPU = "compare by hand with what `python -m benchmarks peak --gpu` measures on it"
@@ -128,7 +128,7 @@ def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tu
     if peaks is None or not peaks.bytes_per_s:
         return (
             "unknown",
-            "this device's peaks are not known",
+            "this device's peak rates are not known",
             MEASURE_GPU if on_gpu else MEASURE_CPU,
         )
     if precision not in peaks.flops_per_s:

@@ -305,7 +305,7 @@ def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> No
     console.print(limits_table(rows, known))
     if not known:
         console.print(
-            f"what binds each row is not known: {escape(bounds[0].next_step)}",
+            f"the bottlenecks are unknown: {escape(bounds[0].why)}; {escape(bounds[0].next_step)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -522,7 +522,7 @@ def _tail_text(row: LatencyRow, percent: float) -> str:
 def limits_table(rows: Iterable[tuple[str, LatencyRow]], known: bool = True) -> RichTable:
     """Return a table of each row's bottleneck, or of its rates only if none is known."""
     columns = LIMIT_COLUMNS if known else LIMIT_COLUMNS[:RATES]
-    title = "what binds each row" if known else "of the source graph"
+    title = "bottlenecks" if known else "rates, by the FLOPs and bytes of the source graph"
     cells = tuple(_limit_cells(label, row)[: len(columns)] for label, row in rows)
     return rich_table(Table(columns, cells, title))
 

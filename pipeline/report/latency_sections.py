@@ -79,7 +79,7 @@ def limit_section(report: Report) -> Section:
     """Return the bottleneck of every row, and its distance from the device's peaks."""
     measured = [_rows_at(report, sizes) for sizes in shapes(report)]
     if not any(row.bound for rows in measured for _, row in rows):
-        return Section("limits", "What binds each row")
+        return Section("limits", "Bottlenecks")
     text = (
         "GFLOP/s and GB/s are the FLOPs and bytes of the source graph, divided by the median end to"
         " end. Each node counts its own bytes. Shares are of the device's peak; for them, bytes are"
@@ -89,7 +89,7 @@ def limit_section(report: Report) -> Section:
         *gpu_lines(report.gpu_use),
     )
     tables = tuple(_limits_table(rows) for rows in measured)
-    return Section("limits", "What binds each row", text, tables=tables)
+    return Section("limits", "Bottlenecks", text, tables=tables)
 
 
 def _limits_table(measured: Sequence[tuple[Entry, LatencyRow]]) -> Table:

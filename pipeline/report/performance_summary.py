@@ -75,7 +75,7 @@ def limit_cells(row: LatencyRow) -> tuple[str, ...]:
 
 def bound_text(bound: Bound) -> str:
     """Return `bound by compute: computing takes ...; next: ...`."""
-    kind = "what binds it is unknown" if bound.kind == "unknown" else f"bound by {bound.kind}"
+    kind = "its bottleneck is unknown" if bound.kind == "unknown" else f"bound by {bound.kind}"
     return f"{kind}: {bound.why}; next: {bound.next_step}"
 
 

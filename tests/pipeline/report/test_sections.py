@@ -149,12 +149,12 @@ def bounded(report: Report) -> Report:
     )
 
 
-def test_what_binds_each_row_is_told_in_every_form(
+def test_bottlenecks_are_shown_in_every_form(
     report: Report, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = bounded(report)
     for text in (markdown(copy), page(copy)):
-        assert "What binds each row" in text
+        assert "Bottlenecks" in text
         assert (
             "Peaks of EPYC, 2 threads: fp32 1,000 GFLOP/s; memory 50.0 GB/s (measured 2026-11-21)."
             in text
@@ -168,7 +168,7 @@ def test_what_binds_each_row_is_told_in_every_form(
     console().print(limits_table(first_rows(copy)))
     rows = [line for line in capsys.readouterr().out.splitlines() if "pytorch eager fp32" in line]
     assert all(each in rows[0] for each in ("612", "4.00", "61 % (fp32)", "8.0 %", "compute"))
-    assert any("what binds it is unknown" in line for line in verdict_lines(copy)), (
+    assert any("its bottleneck is unknown" in line for line in verdict_lines(copy)), (
         "the winner's bytes are not known"
     )
 
@@ -186,7 +186,8 @@ def test_rates_are_printed_also_where_no_peak_is_known(
     assert "612" in line
     assert "4.00" in line
     assert (
-        "what binds each row is not known: measure them once: `crucible doctor --measure`" in output
+        "the bottlenecks are unknown: this device's peak rates are not known; measure the peaks"
+        " once: `crucible doctor --measure`" in output
     )
     assert "of peak" not in output
 
