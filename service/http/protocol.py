@@ -26,6 +26,7 @@ MAX_HEAD_BYTES = 65536
 # uvloop's own size: with a smaller one, a refusal would more often leave bytes unread, and the
 # connection's reset would overtake the answer
 PIECE_BYTES = 256_000
+FLUSH_FROM_BYTES = 65536  # from this size on, the transport pauses whoever writes
 TENSORS_FROM_BYTES = 65536  # from this size on, uvicorn stops reading until a piece is taken
 
 
@@ -69,6 +70,42 @@ class Connection(asyncio.BufferedProtocol):
             self._http.rest_received(nbytes)
 
 
+class GatheringTransport:
+    """A transport that sends everything written in one turn of the event loop by one system call.
+
+    uvicorn writes the head and each part of a body by themselves. So the client would wake up for
+    the head, while the body is still on its way.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes | memoryview] = []
+        self._bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write at the end of this turn at the latest, or at once if there is much to write."""
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+        self._parts.append(data)
+        self._bytes += len(data)
+        if self._bytes >= FLUSH_FROM_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was gathered, unless the connection is lost."""
+        parts, self._parts, self._bytes = self._parts, [], 0
+        if parts and not self._transport.is_closing():
+            self._transport.writelines(parts)
+
+    def close(self) -> None:
+        """Write what was gathered, and close the connection."""
+        self.flush()
+        self._transport.close()
+
+
 class Http(HttpToolsProtocol):
     """Answers invalid requests in the service's form, and refuses headers that are too long or too
     slow, for which uvicorn would wait without limit.
@@ -86,7 +123,7 @@ class Http(HttpToolsProtocol):
         super().__init__(*arguments, **options)
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        super().connection_made(GatheringTransport(transport, self.loop))  # type: ignore[arg-type]
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -104,6 +141,10 @@ class Http(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_too_large())
         self._begun = False
+
+    def on_response_complete(self) -> None:
+        self.transport.flush()  # type: ignore[attr-defined]
+        super().on_response_complete()
 
     def on_message_begin(self) -> None:
         self._in_head = self._begun = True

@@ -95,6 +95,11 @@ class Deployment:
         self._matcher = ShapeMatcher(engine, version.batch, options.max_batch)
         self._rows = BatchAssembler(engine.inputs, engine.outputs, self._matcher.axes)
         self._outputs = tuple(spec.name for spec in engine.outputs)
+        self._served = replace(
+            served_version(version, spec.device, "ready", ""),
+            max_batch=self._matcher.maximum,
+            instances=options.instances,
+        )
         self._queue = Queue(Rules(self._matcher.maximum, options.max_delay_s))
         self._pending: dict[int, _PendingRequest] = {}
         self._numbers = itertools.count()
@@ -195,10 +200,9 @@ class Deployment:
         Its state is `loading` also while the only worker is restarted after a crash.
         """
         state = self._state()
-        reason = "" if state == "ready" else self._failure_reason()
-        served = served_version(self.spec.version, self.spec.device, state, reason)
-        instances = self.spec.options.instances
-        return replace(served, max_batch=self._matcher.maximum, instances=instances)
+        if state == "ready":
+            return self._served
+        return replace(self._served, state=state, reason=self._failure_reason())
 
     def statistics(self) -> Statistics:
         """The statistics since the version was loaded."""

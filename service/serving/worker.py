@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from pipeline.backends.base import Loaded, Session, Timer
 
 MAX_DESCRIPTORS = 2  # of one packet
+LAYOUTS = 256  # output layouts that are remembered
 
 
 class Server:
@@ -155,6 +156,8 @@ class Runner:
         self._session, self._computing = session, computing
         self._inputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.inputs)
         self._outputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.outputs)
+        dtypes = tuple(dtype for _, dtype in self._outputs)
+        self._layout = lru_cache(LAYOUTS)(partial(layout, dtypes=dtypes))
         self._timers: tuple[Timer, Timer, Timer] = (
             session.timer(),
             session.timer(),
@@ -195,16 +198,15 @@ class Runner:
     def _copy_out(self, results: Tensors, slot: SlotBuffers) -> tuple[Any, int]:
         """Copy the outputs; return their places, or the bytes they need if there is no room."""
         arrays: list[NDArray[np.generic]] = [results[name] for name, _ in self._outputs]
-        dtypes = [dtype for _, dtype in self._outputs]
         for (name, dtype), array in zip(self._outputs, arrays, strict=True):
             if array.dtype != dtype:
                 raise InternalError(f"output '{name}' has dtype {array.dtype}, expected {dtype}")
-        placed, size = layout([array.shape for array in arrays], dtypes)
+        placed, size = self._layout(tuple([array.shape for array in arrays]))
         assert slot.outputs is not None
         if size > slot.outputs.size:
             return (), size
-        for array, dtype, where in zip(arrays, dtypes, placed, strict=True):
-            np.copyto(slot.outputs.array(dtype, where), array)
+        for array, where in zip(arrays, placed, strict=True):
+            np.copyto(slot.outputs.array(array.dtype, where), array)
         return placed, 0
 
 
