@@ -28,7 +28,7 @@ from benchmarks.common import ROOT, Row, argument_parser, publish
 DOUBLES = ("tests.service.builders.serving_models", "tests.service.serving_models")
 BODIES = {"request of 1 KB": ("same_float32", (1, 256)), "request of 602 KB": ("wide", None)}
 WIDE_SHAPE = (1, 3, 224, 224)
-ROUNDS, REQUESTS, COMPILES = 10, 150, 5
+STARTS, ROUNDS, REQUESTS, COMPILES = 8, 4, 150, 9  # two starts of one revision differ by 10 %
 MAX_RATIO = 1.05  # more is slower than noise between two runs of one revision
 
 
@@ -78,20 +78,34 @@ def row_of(measured: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, s
 
 
 def wire_rows(checkouts: Mapping[str, Path]) -> Iterator[dict[str, str | float]]:
-    """One row per body; the servers answer in turn, a round of requests each."""
+    """One row per body, over several starts of both servers."""
+    starts = [medians_of_start(checkouts) for _ in range(STARTS)]
+    for measured in BODIES:
+        yield row_of(
+            measured, {name: [start[measured][name] for start in starts] for name in checkouts}
+        )
+
+
+def medians_of_start(checkouts: Mapping[str, Path]) -> dict[str, dict[str, float]]:
+    """Start a server per checkout, which answer in turn, a round of requests each.
+
+    Return the median of the rounds in seconds, by body and checkout.
+    """
+    medians: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
         connections = {
             name: http.client.HTTPConnection(stack.enter_context(served(checkout)))
             for name, checkout in checkouts.items()
         }
         for measured, (model, shape) in BODIES.items():
-            medians: dict[str, list[float]] = {name: [] for name in checkouts}
+            rounds: dict[str, list[float]] = {name: [] for name in checkouts}
             for number in range(ROUNDS + 1):
                 for name in turns(checkouts, number):
                     median_s = median_of_requests(connections[name], model, shape or WIDE_SHAPE)
                     if number:  # the first round warms up
-                        medians[name].append(median_s)
-            yield row_of(measured, medians)
+                        rounds[name].append(median_s)
+            medians[measured] = {name: statistics.median(rounds[name]) for name in checkouts}
+    return medians
 
 
 def turns(checkouts: Mapping[str, Path], number: int) -> list[str]:
