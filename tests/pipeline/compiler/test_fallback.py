@@ -574,7 +574,7 @@ def test_a_bug_in_the_ranking_does_not_stop_the_next_step(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_model_that_overflows_in_fp16_ends_accepted(tmp_path: Path) -> None:
+def test_on_a_gpu_a_model_that_overflows_in_fp16_is_mended(tmp_path: Path) -> None:
     report = compile_plan(
         load_plan(overflowing_task(tmp_path)),
         Runner(Store(tmp_path / "home")),
@@ -590,5 +590,8 @@ def test_on_a_gpu_a_model_that_overflows_in_fp16_ends_accepted(tmp_path: Path) -
     assert sorted(nodes) == ["down", "norm", "up", "wide_relu"], report.rescues[
         0
     ]  # what overflows, and nothing else
-    # unproven: a busy host cannot tell how much faster it is
-    assert report.verdict in ("accepted", "unproven"), report.reasons
+    (row,) = [each for each in report.candidates if each.label == mended.label]
+    assert row.state == "measured", row
+    # Which of them is faster is measured, and no part of this test: an H100 ran the baseline in
+    # TF32 faster than this model's fp16 engine.
+    assert report.verdict in ("accepted", "keep", "unproven"), report.reasons
