@@ -12,6 +12,7 @@ dataclasses.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -200,6 +201,17 @@ class Profile(Frozen):
                 return False
         return all(
             dim.min <= sizes.get(name, dim.opt) <= dim.max for name, dim in self.dims.items()
+        )
+
+    def distance(self, sizes: Mapping[str, int]) -> float:
+        """Return how far these sizes are from opt, for which an engine's kernels are chosen.
+
+        It is the sum over symbols of the ratio of the two sizes, as a logarithm: half of opt is as
+        far as twice opt. Sizes below 1 count as 1.
+        """
+        return sum(
+            abs(math.log(max(sizes.get(name, dim.opt), 1) / max(dim.opt, 1)))
+            for name, dim in self.dims.items()
         )
 
     def in_words(self) -> str:

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.backends.base import Backend, Loaded
+from pipeline.backends.feed_checks import input_array
 from pipeline.core import Engine
 from pipeline.errors import PlanError
 
@@ -64,3 +70,31 @@ def load_to_serve(engine: Engine, device: str = "") -> Loaded:
     from pipeline.backends.onnxruntime import backend as onnxruntime_
 
     return onnxruntime_.load(engine, device, serves=True)
+
+
+def input_buffer(engine: Engine, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return an array for an input, in page-locked memory if the engine is TensorRT's.
+
+    Sessions then read it without a copy on the host. DataError if there is no input of this name
+    and shape, HostError if the host cannot lock that much memory.
+    """
+    if engine.target.backend != "tensorrt":
+        return input_array(engine.inputs, name, shape)
+    from pipeline.backends import cuda
+
+    allocate = partial(cuda.page_locked_array, cuda.runtime())
+    return input_array(engine.inputs, name, shape, allocate)
+
+
+def page_lock(engine: Engine, memory: NDArray[np.uint8]) -> Callable[[], object]:
+    """Let TensorRT's sessions read inputs straight from `memory`, without a copy on the host.
+
+    Return the function that undoes it, to be called before the memory is freed. Nothing happens for
+    engines of other backends, and for memory so small that a copy is faster. HostError if the host
+    cannot lock that much memory.
+    """
+    from pipeline.backends import cuda
+
+    if engine.target.backend != "tensorrt" or memory.nbytes < cuda.WORTH_ASKING:
+        return lambda: None
+    return cuda.page_lock(cuda.runtime(), memory)

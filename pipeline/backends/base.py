@@ -74,7 +74,14 @@ def run_session(session: Session, feeds: Tensors) -> Tensors:
 class Loaded(Protocol):
     """One engine in memory. Its sessions share the weights."""
 
-    def session(self, profile: int = 0) -> Session: ...
+    def session(self, profile: int | None = None) -> Session:
+        """Open a session.
+
+        Shapes that `profile` holds run in it; all other shapes run in the profile that is tuned
+        nearest to them.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

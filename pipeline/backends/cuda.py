@@ -9,7 +9,6 @@ work, and `Stream.synchronize` raises that.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import math
 import weakref
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends.feed_checks import closed
+from pipeline.backends.host_copies import address_of
 from pipeline.distribution import install_command
 from pipeline.errors import (
     BackendUnavailable,
@@ -36,6 +36,8 @@ OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 # cudaErrorIllegalAddress to cudaErrorLaunchFailure and the like: after one of them every later call
 # in the process fails
 STICKY = range(700, 720)
+# From this many bytes on, a copy takes longer than to ask CUDA whether it is necessary.
+WORTH_ASKING = 256 << 10
 MIN_BYTES = 256  # an empty tensor has an address too
 ON_THE_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
@@ -265,20 +267,64 @@ class DeviceBuffer(_Buffer):
 class PinnedBuffer(_Buffer):
     """Page-locked memory of the host: the only host memory that CUDA copies asynchronously.
 
-    Its arrays must not outlive it.
+    Its arrays keep it alive. They are invalid once it grows or is closed.
     """
 
     def __init__(self, rt: Any, size: int | None = None) -> None:
         super().__init__(partial(_pinned_memory, rt), rt.cudaFreeHost, size)
 
     @property
-    def bytes(self) -> NDArray[np.uint8]:
-        """The whole buffer as bytes."""
-        return np.ctypeslib.as_array((ctypes.c_uint8 * self.size).from_address(self.pointer))
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "version": 3,
+            "shape": (self.size,),
+            "typestr": "|u1",
+            "data": (self.pointer, False),
+        }
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return the first bytes as an array."""
-        return self.bytes[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        size = math.prod(shape) * dtype.itemsize
+        return np.asarray(self)[:size].view(dtype).reshape(shape)
+
+
+def page_locked_array(rt: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array in page-locked memory of its own, with arbitrary values.
+
+    HostError if the host cannot lock that much memory.
+    """
+    return PinnedBuffer(rt, math.prod(shape) * dtype.itemsize).array(shape, dtype)
+
+
+def is_page_locked(rt: Any, array: NDArray[Any]) -> bool:
+    """Return True if CUDA can copy from this array directly: it is contiguous and page-locked.
+
+    It may be anybody's: of `page_locked_array`, of `page_lock`, or of another library.
+    """
+    if not array.flags.c_contiguous or not array.nbytes:
+        return False
+    first = address_of(array)
+    for address in (first, first + array.nbytes - 1):
+        error, attributes = rt.cudaPointerGetAttributes(address)
+        if error:
+            rt.cudaGetLastError()
+            return False
+        if attributes.type != rt.cudaMemoryType.cudaMemoryTypeHost:
+            return False
+    return True
+
+
+def page_lock(rt: Any, memory: NDArray[np.uint8]) -> Callable[[], object]:
+    """Page-lock memory that exists, and return the function that undoes it.
+
+    That must be called before the memory is freed. HostError if the host cannot lock that much.
+    """
+    address = address_of(memory)
+    (error,) = rt.cudaHostRegister(address, memory.nbytes, rt.cudaHostRegisterPortable)
+    if error:
+        rt.cudaGetLastError()
+        raise _cannot_lock(memory.nbytes)
+    return partial(rt.cudaHostUnregister, address)
 
 
 def _device_memory(rt: Any, size: int) -> int:
@@ -292,11 +338,15 @@ def _pinned_memory(rt: Any, size: int) -> int:
     error, pointer = rt.cudaMallocHost(size)
     if int(error) == OUT_OF_MEMORY:
         rt.cudaGetLastError()
-        raise HostError(
-            f"this host cannot lock {_size_text(size)} of its memory for copies to the GPU",
-            "free memory, or compile for smaller shapes",
-        )
+        raise _cannot_lock(size)
     return int(check(rt, (error, pointer)))
+
+
+def _cannot_lock(size: int) -> HostError:
+    return HostError(
+        f"this host cannot lock {_size_text(size)} of its memory for copies to the GPU",
+        "free memory, or compile for smaller shapes",
+    )
 
 
 class Graph:

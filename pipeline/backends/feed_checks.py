@@ -8,10 +8,11 @@ import contextlib
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.core import (
     BuildOptions,
@@ -171,6 +172,25 @@ class FeedCheck:
                 "give shapes and values inside one profile, or compile again with a profile that"
                 " holds them",
             )
+
+
+def input_array(
+    inputs: tuple[TensorSpec, ...],
+    name: str,
+    shape: tuple[int, ...],
+    allocate: Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]] = np.empty,
+) -> NDArray[Any]:
+    """Allocate an array for an input. DataError if there is no such input of this shape."""
+    spec = next((spec for spec in inputs if spec.name == name), None)
+    if spec is None:
+        names = _listed(spec.name for spec in inputs)
+        raise DataError(f"there is no input '{name}', expected one of {names}", SHOW_INTERFACE)
+    sizes = sizes_from_shapes((spec,), {name: shape})
+    if isinstance(sizes, str):
+        raise DataError(sizes, SHOW_INTERFACE)
+    if min(shape, default=0) < 0:
+        raise DataError(f"input '{name}' cannot have the shape {shape}", SHOW_INTERFACE)
+    return allocate(shape, dtype_of(spec.dtype))
 
 
 def _listed(names: Iterable[str]) -> str:

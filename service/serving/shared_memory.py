@@ -78,6 +78,11 @@ class Buffer:
         if getattr(self, "_descriptor", None) is not None:
             self.give_descriptor()
 
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The whole buffer."""
+        return np.frombuffer(self._map, np.uint8)
+
     def array(self, dtype: np.dtype[np.generic], placed: Placed) -> NDArray[np.generic]:
         """A tensor as a view of the buffer; BadMessage unless it lies within."""
         # Python's integers do not overflow.

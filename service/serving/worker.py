@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
@@ -27,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.core import CODE_BACKENDS, Engine, Tensors, dtype_of
-from pipeline.errors import InternalError, UserError
+from pipeline.errors import HostError, InternalError, UserError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.gpu import VISIBLE, open_nvml
 from pipeline.onnx_graph.feeds import draw_feeds
@@ -131,17 +132,41 @@ def held_bytes() -> int:
     return memory.used if memory else 0  # an engine works without NVML, too
 
 
-class SlotBuffers:
-    """The worker's view of the buffers of one slot."""
+PageLock = Callable[[NDArray[np.uint8]], Callable[[], object]]
+"""`backends.page_lock` of an engine."""
 
-    def __init__(self) -> None:
+
+class SlotBuffers:
+    """The worker's view of the buffers of one slot.
+
+    A GPU reads the inputs where the server wrote them, if the host can lock that memory.
+    """
+
+    def __init__(self, page_lock: PageLock) -> None:
         self.inputs: Buffer | None = None
         self.outputs: Buffer | None = None
+        self._page_lock = page_lock
+        self._unlock: Callable[[], object] = lambda: None
 
     def take(self, names: Sequence[str], descriptors: Sequence[int]) -> None:
         """Replace buffers of the slot by new ones."""
         for name, descriptor in zip(names, descriptors, strict=True):
-            setattr(self, name, Buffer.attach(descriptor))
+            new = Buffer.attach(descriptor)
+            if name == "inputs":
+                self._unlock()  # before the old memory is unmapped
+                self._unlock = self._locked(new)
+            setattr(self, name, new)
+
+    def _locked(self, buffer: Buffer) -> Callable[[], object]:
+        try:
+            return self._page_lock(buffer.memory)
+        except HostError as error:  # sessions copy from it instead
+            with contextlib.suppress(OSError):  # the log's disk may be full
+                print(error, file=sys.stderr)
+            return lambda: None
+
+
+Slots = defaultdict[int, SlotBuffers]
 
 
 class Runner:
@@ -216,12 +241,12 @@ def _timed(timer: Timer, step: Any) -> None:
     timer.stop()
 
 
-def serve(runners: Sequence[Runner], server: Server) -> None:
+def serve(runners: Sequence[Runner], server: Server, page_lock: PageLock) -> None:
     """Run batches until the server closes the connection; never returns.
 
     The first runner works in this thread, each other one in its own.
     """
-    slots: dict[int, SlotBuffers] = {}
+    slots: Slots = defaultdict(partial(SlotBuffers, page_lock))
     receiving = threading.Lock()
     for runner in runners[1:]:
         threading.Thread(
@@ -230,16 +255,14 @@ def serve(runners: Sequence[Runner], server: Server) -> None:
     run_all(runners[0], server, slots, receiving)
 
 
-def run_all(
-    runner: Runner, server: Server, slots: dict[int, SlotBuffers], receiving: threading.Lock
-) -> None:
+def run_all(runner: Runner, server: Server, slots: Slots, receiving: threading.Lock) -> None:
     """Run batch after batch. Bad inputs refuse their batch, and the worker goes on."""
     while True:
         with receiving:
             message, descriptors = server.receive()
             if not isinstance(message, Run):
                 raise InternalError(f"expected the message `run`, got `{message.kind}`")
-            slot = slots.setdefault(message.slot, SlotBuffers())
+            slot = slots[message.slot]
             slot.take(message.new, descriptors)
         try:
             answer = runner.run(message, slot)
@@ -268,6 +291,8 @@ def main(descriptor: int, open_engine: OpenEngine = open_engine) -> NoReturn:
     server = Server(socket.socket(fileno=descriptor))
 
     def work() -> None:
+        from pipeline import backends
+
         message, _ = server.receive()
         if not isinstance(message, Load):
             raise InternalError(f"expected the message `load` first, got `{message.kind}`")
@@ -275,7 +300,8 @@ def main(descriptor: int, open_engine: OpenEngine = open_engine) -> NoReturn:
         engine, _loaded, sessions, held = load(message, open_engine)
         server.send(Ready(held))
         computing = threading.Lock() if len(sessions) > 1 else None
-        serve([Runner(engine, session, computing) for session in sessions], server)
+        runners = [Runner(engine, session, computing) for session in sessions]
+        serve(runners, server, partial(backends.page_lock, engine))
 
     until_the_end(server, work)
 

@@ -130,7 +130,7 @@ class HalvesLoaded:
     def __init__(self, engine: Engine, evaluator: ReferenceEvaluator, wrong: bool) -> None:
         self.engine, self.evaluator, self.wrong = engine, evaluator, wrong
 
-    def session(self, profile: int = 0) -> Session:
+    def session(self, profile: int | None = None) -> Session:
         return HalvesSession(self)
 
     def close(self) -> None: ...

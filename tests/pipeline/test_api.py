@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 
 import pipeline
-from pipeline.core import DimRange, Engine, Profile, TensorSpec
+from pipeline.core import Engine, Target, TensorSpec
 from pipeline.errors import DamagedError, DataError, ModelError, PlanError, UserError
 from pipeline.execution.stage_event import StageEvent
 from tests.builders.cli import environment, write_task
@@ -141,22 +141,23 @@ def test_a_changed_engine_is_refused(task: Path, tmp_path: Path) -> None:
         pipeline.open_engine(tmp_path / "out")
 
 
-def test_the_profile_is_the_first_that_holds_the_inputs() -> None:
-    engine = Engine.model_construct(
-        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", 2)),),
-        outputs=(),
-        profiles=(
-            Profile(dims={"batch": DimRange(min=1, opt=2, max=4)}),
-            Profile(dims={"batch": DimRange(min=3, opt=8, max=8)}),
-        ),
-    )
+def test_one_session_runs_everything_and_closes_before_its_engine() -> None:
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", 3))
+    target = Target(backend="onnxruntime", version="1", device="cpu")
+    engine = Engine.model_construct(inputs=(spec,), outputs=(), profiles=(), target=target)
     loaded = Loaded()
     opened = pipeline.OpenEngine(engine, loaded)  # type: ignore[arg-type]
-    for rows in (1, 8, 4, 9):
-        opened.run({"x": np.zeros((rows, 2), np.float32)})
-    assert loaded.log == ["open 0", "run 0", "open 1", "run 1", "run 0", "run 0"]
+    opened.run({})
+    assert opened.input_buffer("x", (2, 3)).dtype == np.float32
+    with pytest.raises(DataError, match=r"input 'x' has shape \(2, 4\), expected"):
+        opened.input_buffer("x", (2, 4))
+    opened.run({})
     opened.close()
-    assert loaded.log[6:] == ["close 1", "close 0", "close engine"]
+    opened.close()
+    assert loaded.log == ["open", "run", "run", "close session", "close engine"]
+    for use in (lambda: opened.run({}), lambda: opened.input_buffer("x", (2, 3))):
+        with pytest.raises(UserError, match="this engine is closed"):
+            use()
 
 
 class Loaded:
@@ -165,23 +166,23 @@ class Loaded:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def session(self, profile: int = 0) -> "Session":
-        self.log.append(f"open {profile}")
-        return Session(self.log, profile)
+    def session(self, profile: int | None = None) -> "Session":
+        self.log.append("open")
+        return Session(self.log)
 
     def close(self) -> None:
         self.log.append("close engine")
 
 
 class Session:
-    def __init__(self, log: list[str], profile: int) -> None:
+    def __init__(self, log: list[str]) -> None:
         self.inputs = self.outputs = ()
-        self._log, self._profile = log, profile
+        self._log = log
 
     def bind(self, feeds: object) -> None: ...
     def upload(self) -> None: ...
     def execute(self) -> None:
-        self._log.append(f"run {self._profile}")
+        self._log.append("run")
 
     def download(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -190,7 +191,7 @@ class Session:
 
     def timer(self) -> None: ...
     def close(self) -> None:
-        self._log.append(f"close {self._profile}")
+        self._log.append("close session")
 
 
 def test_what_the_package_exports_is_documented() -> None:

@@ -218,7 +218,7 @@ class OrtLoaded:
         self._engine = engine
         self._session: onnxruntime.InferenceSession | None = session
 
-    def session(self, profile: int = 0) -> Session:
+    def session(self, profile: int | None = None) -> Session:
         """Open a session. It accepts the shapes of all profiles and ignores `profile`."""
         if self._session is None:
             closed()

@@ -182,7 +182,7 @@ class OpenVinoLoaded:
     def __init__(self, engine: Engine, ov: ModuleType, compiled: Any) -> None:
         self._engine, self._ov, self._compiled = engine, ov, compiled
 
-    def session(self, profile: int = 0) -> Session:
+    def session(self, profile: int | None = None) -> Session:
         """Open a session. It accepts the shapes of all profiles and ignores `profile`."""
         if self._compiled is None:
             closed()

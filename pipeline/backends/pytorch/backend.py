@@ -210,7 +210,7 @@ class TorchLoaded:
         self._module: Any = module
         self._is_cast = False
 
-    def session(self, profile: int = 0) -> TorchSession | CudaTorchSession:
+    def session(self, profile: int | None = None) -> TorchSession | CudaTorchSession:
         """Trace or compile the module at this profile's opt, and run it there once as a check."""
         recipe = self._engine.recipe
         args = example_args(self._engine, profile, self._device)

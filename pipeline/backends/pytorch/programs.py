@@ -432,7 +432,7 @@ class ProgramLoaded:
         self._module: Any = program
         self._is_compiled = engine.recipe.form != "compile"
 
-    def session(self, profile: int = 0) -> TorchSession | CudaTorchSession:
+    def session(self, profile: int | None = None) -> TorchSession | CudaTorchSession:
         """Compile the program if its form needs it, and run it once at this profile's opt."""
         import torch
 

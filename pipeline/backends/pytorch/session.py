@@ -55,9 +55,12 @@ def cpu_target(backend: str, flags: bool = False) -> Target:
     return Target(backend=backend, version=torch_version(), device=cpu_name(), cpu_flags=names)
 
 
-def example_args(engine: Engine, profile: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Generate inputs at this profile's opt, in the order of the call, on the module's device."""
-    chosen = (engine.profiles or (Profile(),))[profile]
+def example_args(engine: Engine, profile: int | None, device: str) -> tuple[torch.Tensor, ...]:
+    """Generate inputs at this profile's opt, in the order of the call, on the module's device.
+
+    Without a number it is the first profile.
+    """
+    chosen = (engine.profiles or (Profile(),))[profile or 0]
     feeds = draw_feeds(engine.inputs, chosen.sizes("opt"), 0, chosen.values_at("opt"))
     return tuple(tensor_from_array(feeds[spec.name]).to(device) for spec in engine.inputs)
 

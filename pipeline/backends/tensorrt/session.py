@@ -1,7 +1,8 @@
 """Run TensorRT engines: weights once per engine, a stream and memory per session, a CUDA graph per
 shape.
 
-    bind          copies host arrays to page-locked memory; keeps a reference to arrays on the GPU
+    bind          copies host arrays to page-locked memory, and begins to upload large ones; keeps a
+                  reference to page-locked arrays and to arrays on the GPU
     upload        copies to the device, to fixed addresses, since graphs are captured on them
     execute       first run of a shape: plain; second run: on a context of its own, then captured
                   as a graph; from the third run on: one launch of the graph
@@ -15,6 +16,7 @@ A graph belongs to one context and one shape. Sessions share nothing but the wei
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import re
@@ -28,9 +30,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends import cuda
-from pipeline.backends.cuda import Copy, CudaError, DeviceArray, EventTimer, Graph, Stream
-from pipeline.backends.feed_checks import FeedCheck, closed, nothing_to_fetch, unreadable
-from pipeline.backends.tensorrt.memory import Memory, Opened, Shape, run_error, tensors_of
+from pipeline.backends.cuda import (
+    WORTH_ASKING,
+    Copy,
+    CudaError,
+    DeviceArray,
+    EventTimer,
+    Graph,
+    Stream,
+)
+from pipeline.backends.feed_checks import (
+    FeedCheck,
+    closed,
+    nothing_to_fetch,
+    unreadable,
+)
+from pipeline.backends.host_copies import LARGE, address_of, chunks_of, copy_of, copy_threads
+from pipeline.backends.tensorrt.memory import Memory, Opened, Shape, Slot, run_error, tensors_of
 from pipeline.backends.tensorrt.messages import messages_of
 from pipeline.backends.tensorrt.parser import load_plugins
 from pipeline.core import Engine, Tensors, TensorSpec, sizes_from_shapes
@@ -124,14 +140,16 @@ class TrtLoaded:
         """The trt.ICudaEngine."""
         return (self._opened or closed()).cuda_engine
 
-    def session(self, profile: int = 0, graphs: bool = True) -> TrtSession:
-        """Open a session that prefers one profile and accepts the shapes of all.
+    def session(self, profile: int | None = None, graphs: bool = True) -> TrtSession:
+        """Open a session that accepts the shapes of all profiles.
 
-        OutOfDeviceMemory if there is no room; then nothing stays allocated.
+        Shapes that `profile` holds run in it. Other shapes, and all with None, run in the profile
+        that is tuned nearest to them. OutOfDeviceMemory if there is no room; then nothing stays
+        allocated.
         """
         opened = self._opened or closed()
         count = max(1, len(opened.engine.profiles))
-        if not 0 <= profile < count:
+        if profile is not None and not 0 <= profile < count:
             raise UnsupportedError(
                 f"expected a profile from 0 to {count - 1}, got {profile}",
                 "`crucible inspect` shows an engine's profiles",
@@ -186,6 +204,7 @@ class Bound:
     outputs: Sequence[Shape]  # -1 where only a run determines the size
     targets: Sequence[tuple[str, NDArray[Any]]] = ()  # page-locked arrays for the feeds
     uploads: Sequence[Copy] = ()
+    has_large: bool = False  # an input of WORTH_ASKING bytes or more
     downloads: Sequence[Copy] = ()
     results: Results = ()
     has_run: bool = False
@@ -201,7 +220,7 @@ class Bound:
 class TrtSession:
     """One stream with its memory. With `graphs=False` no run is captured as a graph."""
 
-    def __init__(self, opened: Opened, profile: int, graphs: bool) -> None:
+    def __init__(self, opened: Opened, profile: int | None, graphs: bool) -> None:
         self.inputs: tuple[TensorSpec, ...] = opened.engine.inputs
         self.outputs: tuple[TensorSpec, ...] = opened.engine.outputs
         self._opened: Opened | None = opened
@@ -212,6 +231,8 @@ class TrtSession:
         self._bound: Bound | None = None
         self._placed: Bound | None = None  # its shapes and values are set on the plain context
         self._uploads: Sequence[Copy] = ()
+        self._unsent: Sequence[Copy] = ()  # what the next upload has to copy
+        self._borrowed: Sequence[NDArray[Any]] = ()  # page-locked feeds
         self._results: Results = ()
         self._on_gpu: Mapping[str, DeviceArray] = {}
         self._in_flight = self._executed = self._downloaded = False
@@ -227,8 +248,11 @@ class TrtSession:
     def bind(self, feeds: Tensors) -> None:
         """Set the inputs of the next run.
 
-        Host arrays are copied at once. Arrays on the GPU (DLPack) are read by each `upload`, after
-        the work that their own stream has enqueued so far.
+        Host arrays are copied at once. Large arrays in page-locked memory, such as those of
+        `backends.input_buffer`, are read by each `upload`, and must not change before its run is
+        finished.
+        Arrays on the GPU (DLPack, __cuda_array_interface__) are read by each `upload`, after the
+        work that their own stream has enqueued so far.
         """
         opened = self._opened or closed()
         if self._in_flight:
@@ -240,19 +264,21 @@ class TrtSession:
             arrays = {**feeds, **{name: array.like for name, array in on_gpu.items()}}
         self._check(arrays)
         bound = self._find(opened, arrays)
-        if on_gpu:
-            self._uploads = self._mixed_uploads(bound, arrays, on_gpu)
+        if on_gpu or bound.has_large:
+            self._take(opened, bound, arrays, on_gpu)
         else:
             for name, target in bound.targets:
                 np.copyto(target, arrays[name])
-            self._uploads = bound.uploads
+            self._uploads = self._unsent = bound.uploads
+            self._borrowed = ()
         self._on_gpu = on_gpu
         self._executed = self._downloaded = False
 
     def upload(self) -> None:
         self._require_bound()
         self._in_flight = True
-        self._stream.copy(self._uploads)
+        copies, self._unsent = self._unsent, self._uploads
+        self._stream.copy(copies)
 
     def execute(self) -> None:
         """Run the engine. NaN in an output is no error.
@@ -298,7 +324,7 @@ class TrtSession:
             nothing_to_fetch()
         if self._in_flight:
             self.synchronize()
-        return {name: array.copy() for name, array in self._results}
+        return {name: copy_of(array) for name, array in self._results}
 
     def timer(self) -> EventTimer:
         """Return a timer of device events on this session's stream."""
@@ -330,7 +356,8 @@ class TrtSession:
         self._opened = self._bound = self._placed = None
         with contextlib.suppress(HostError):  # an error of a run without synchronize
             self._stream.synchronize()
-        self._uploads, self._results, self._on_gpu = (), (), {}
+        self._uploads = self._unsent = self._results = self._borrowed = ()
+        self._on_gpu = {}
         # graphs before their contexts, contexts before the memory they point to
         self._known.clear()
         self._memory.close()
@@ -397,6 +424,7 @@ class TrtSession:
             for slot, size in sizes
             if size
         )
+        bound.has_large = any(size >= WORTH_ASKING for _, size in sizes)
         if not memory.sized_by_values:
             bound.results, bound.downloads = self._downloads(outputs)
         self._known.put(key, bound)
@@ -406,28 +434,61 @@ class TrtSession:
     def _profile_of(
         self, engine: Engine, shapes: Mapping[str, Shape], values: Mapping[str, NDArray[Any]]
     ) -> int:
-        """Return the preferred profile if it holds the shapes, else the first one that does."""
-        sizes, count = sizes_from_shapes(engine.inputs, shapes), len(self._memory.contexts)
-        if count == 1 or isinstance(sizes, str):
+        """Return the preferred profile if it holds the shapes, else the one tuned nearest."""
+        sizes = sizes_from_shapes(engine.inputs, shapes)
+        if len(self._memory.contexts) == 1 or isinstance(sizes, str):
             return 0
         numbers = {name: array.ravel().tolist() for name, array in values.items()}
-        order = sorted(range(count), key=lambda index: index != self._preferred)
-        # FeedCheck made sure that there is one.
-        return next(index for index in order if engine.profiles[index].holds(sizes, numbers))
+        holding = [
+            number
+            for number, profile in enumerate(engine.profiles)
+            if profile.holds(sizes, numbers)
+        ]  # FeedCheck made sure that there is one.
+        if self._preferred in holding:
+            return self._preferred
+        return min(holding, key=lambda number: engine.profiles[number].distance(sizes))
 
-    def _mixed_uploads(
-        self, bound: Bound, arrays: Tensors, on_gpu: Mapping[str, DeviceArray]
-    ) -> Sequence[Copy]:
+    def _take(
+        self,
+        opened: Opened,
+        bound: Bound,
+        arrays: Tensors,
+        on_gpu: Mapping[str, DeviceArray],
+    ) -> None:
+        """Take each array in the way that suits where it lies."""
         uploads: list[Copy] = []
+        unsent: list[Copy] = []
+        borrowed: list[NDArray[Any]] = []
         for slot, (name, target) in zip(self._memory.inputs, bound.targets, strict=True):
+            array, size = arrays[name], target.nbytes
+            source, kind, is_sent = slot.host.pointer, self._stream.to_device, False
             if name in on_gpu:
                 source, kind = on_gpu[name].pointer, self._stream.on_device
+            elif size >= WORTH_ASKING and cuda.is_page_locked(opened.rt, array):
+                source = address_of(array)
+                borrowed.append(array)
+            elif size >= LARGE and array.flags.c_contiguous:
+                self._copy_and_send(opened, slot, array)
+                is_sent = True
             else:
-                np.copyto(target, arrays[name])
-                source, kind = slot.host.pointer, self._stream.to_device
-            if target.nbytes:
-                uploads.append((slot.device.pointer, source, target.nbytes, kind))
-        return uploads
+                np.copyto(target, array)
+            if size:
+                uploads.append((slot.device.pointer, source, size, kind))
+                unsent += () if is_sent else uploads[-1:]
+        self._uploads, self._unsent, self._borrowed = uploads, unsent, borrowed
+
+    def _copy_and_send(self, opened: Opened, slot: Slot, array: NDArray[Any]) -> None:
+        """Copy a large array by several threads; each chunk travels while others are copied."""
+        rt, stream, threads = opened.rt, self._stream, copy_threads()
+        host, device, source = slot.host.pointer, slot.device.pointer, address_of(array)
+
+        def copy(offset: int, size: int) -> None:
+            rt.cudaSetDevice(opened.ordinal)  # otherwise a new thread opens a context on GPU 0
+            ctypes.memmove(host + offset, source + offset, size)
+            stream.copy(((device + offset, host + offset, size, stream.to_device),))
+
+        self._in_flight = True
+        threads.run(chunks_of(array.nbytes, threads.count), copy)
 
     def _downloads(self, shapes: Sequence[Shape]) -> tuple[Results, Sequence[Copy]]:
         """Return page-locked arrays for outputs of these shapes, and the copies to them."""

@@ -215,9 +215,8 @@ class NoisyLoaded:
     loaded: Loaded
     backend: Noisy
 
-    def session(self, profile: int = 0) -> Session:
-        inner = self.loaded.session(profile)
-        return NoisySession(inner, profile, self.backend)
+    def session(self, profile: int | None = None) -> Session:
+        return NoisySession(self.loaded.session(profile), profile or 0, self.backend)
 
     def close(self) -> None:
         self.loaded.close()

@@ -31,6 +31,16 @@ class CopyKind(Enum):
     cudaMemcpyDeviceToDevice = 3
 
 
+class MemoryType(Enum):
+    cudaMemoryTypeUnregistered = 0
+    cudaMemoryTypeHost = 1
+
+
+@dataclass(frozen=True)
+class Attributes:
+    type: MemoryType
+
+
 class CaptureMode(Enum):
     cudaStreamCaptureModeThreadLocal = 1
 
@@ -60,7 +70,9 @@ class CudaDouble:
     """
 
     cudaStreamNonBlocking = 1
+    cudaHostRegisterPortable = 1
     cudaMemcpyKind = CopyKind
+    cudaMemoryType = MemoryType
     cudaStreamCaptureMode = CaptureMode
 
     def __init__(self, total: int = 1 << 28) -> None:
@@ -110,6 +122,21 @@ class CudaDouble:
             if size > self.total
             else (Error.cudaSuccess, self._allocate(self.pinned, size))
         )
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> tuple[Any, ...]:
+        assert flags == self.cudaHostRegisterPortable
+        if size > self.total:
+            return (Error.cudaErrorMemoryAllocation,)
+        assert pointer not in self.pinned, "locked twice"
+        self.pinned[pointer] = bytes(size)  # the size counts, not the bytes
+        return (Error.cudaSuccess,)
+
+    def cudaHostUnregister(self, pointer: int) -> tuple[Any, ...]:
+        return self.cudaFreeHost(pointer)
+
+    def cudaPointerGetAttributes(self, pointer: int) -> tuple[Any, ...]:
+        kind = "Host" if is_inside(self.pinned, pointer, 1) else "Unregistered"
+        return Error.cudaSuccess, Attributes(MemoryType[f"cudaMemoryType{kind}"])
 
     def _allocate(self, blocks: dict[int, Any], size: int) -> int:
         block = ctypes.create_string_buffer(b"\xab" * size, size)  # never zeros by chance

@@ -104,23 +104,25 @@ def test_arrays_lie_in_page_locked_memory(
     assert (array.shape, array.dtype.name) == (shape, dtype)
     array[...] = 1
     assert (
-        buffer.bytes[: array.nbytes].tobytes() == array.tobytes() == np.ones(shape, dtype).tobytes()
+        np.asarray(buffer)[: array.nbytes].tobytes()
+        == array.tobytes()
+        == np.ones(shape, dtype).tobytes()
     )
 
 
 def test_copies_wait_on_their_stream(rt: CudaDouble) -> None:
     stream, host, device = cuda.Stream(rt), cuda.PinnedBuffer(rt, 64), cuda.DeviceBuffer(rt, 64)
     back = cuda.PinnedBuffer(rt, 64)
-    host.bytes[:64] = np.arange(64)
+    np.asarray(host)[:64] = np.arange(64)
     stream.copy(
         [
             (device.pointer, host.pointer, 64, stream.to_device),
             (back.pointer, device.pointer, 64, stream.to_host),
         ]
     )
-    assert back.bytes[1] != 1
+    assert np.asarray(back)[1] != 1
     stream.synchronize()
-    np.testing.assert_array_equal(back.bytes[:64], np.arange(64))
+    np.testing.assert_array_equal(np.asarray(back)[:64], np.arange(64))
 
 
 def test_a_timer_outlives_its_stream(rt: CudaDouble) -> None:

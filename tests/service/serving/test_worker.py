@@ -1,22 +1,27 @@
 """The worker's side of an instance, in this process: several sessions that take turns."""
 
+import os
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipeline.backends import page_lock
 from pipeline.core import Engine, Tensors
+from pipeline.errors import HostError
 from service.sandbox.framing import MAX_HEAD_BYTES, decode
-from service.serving.shared_memory import Slot, layout
-from service.serving.worker import Runner, Server, SlotBuffers, run_all
+from service.serving.shared_memory import MIN_BYTES, Buffer, Slot, layout
+from service.serving.worker import Runner, Server, SlotBuffers, Slots, run_all
 from service.serving.worker_messages import FROM_SERVER, FROM_WORKER, Done, Run
 from tests.service.serving.engines import linear, marked
 
@@ -113,7 +118,7 @@ def test_while_one_session_computes_the_other_takes_its_batch_in(
 ) -> None:
     ours, theirs = ends
     turns, computing, receiving = Turns(), threading.Lock(), threading.Lock()
-    places: dict[int, SlotBuffers] = {}
+    places: Slots = defaultdict(partial(SlotBuffers, partial(page_lock, engine)))
 
     def work(runner: Runner) -> None:
         with pytest.raises(EOFError):
@@ -146,6 +151,33 @@ def test_while_one_session_computes_the_other_takes_its_batch_in(
     assert turns.most == 1
     assert turns.in_vain == 0
     assert answers == {number: marked(number).tolist() for number in range(BATCHES)}
+
+
+def test_inputs_are_unlocked_before_their_memory_is_replaced() -> None:
+    locked: dict[int, int] = {}
+    most = 0
+
+    def lock(memory: np.ndarray[Any, Any]) -> Callable[[], object]:
+        nonlocal most
+        if memory.nbytes > MIN_BYTES:
+            raise HostError("no memory can be locked", "")
+        address = memory.ctypes.data
+        memory[:] = 1  # it is mapped and can be written
+        locked[address] = memory.nbytes
+        most = max(most, len(locked))
+        return lambda: locked.pop(address)
+
+    slot = SlotBuffers(lock)
+    for _ in range(3):
+        new = Buffer.make(1), Buffer.make(1)
+        slot.take(("inputs", "outputs"), [os.dup(each.descriptor) for each in new])
+        assert list(locked.values()) == [MIN_BYTES]
+    assert most == 1
+    larger = Buffer.make(MIN_BYTES + 1)
+    slot.take(("inputs",), [os.dup(larger.descriptor)])  # refused: used without a lock
+    assert locked == {}
+    assert slot.inputs is not None
+    assert slot.inputs.size == 2 * MIN_BYTES
 
 
 def send_batch(end: socket.socket, slots: Sequence[Slot], number: int) -> None:

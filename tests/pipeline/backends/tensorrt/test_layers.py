@@ -323,7 +323,7 @@ class Loaded:
         self.execution_context: Any = None
         self.is_silent = False
 
-    def session(self, profile: int = 0) -> Session:
+    def session(self, profile: int | None = None) -> Session:
         self._session.calls.append(f"profile {profile}")
         return self._session
 

@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipeline import backends
+from pipeline.backends import cuda
 from pipeline.backends.base import run_session
 from pipeline.backends.tensorrt.memory import run_error
 from pipeline.backends.tensorrt.messages import MAX_MESSAGES, logger_of, messages_of
-from pipeline.backends.tensorrt.session import GRAPHS, Recent
+from pipeline.backends.tensorrt.session import GRAPHS, Recent, TrtSession
 from pipeline.core import Profile, Tensors, TensorSpec
 from pipeline.errors import DataError, HostError, InternalError, UnsupportedError
 from tests.pipeline.backends.cuda_double import CudaDouble, Error
@@ -137,16 +139,20 @@ def test_an_empty_batch(bench: Bench) -> None:
 # -- profiles, values --------------------------------------------------------
 
 
-def test_each_shape_runs_in_a_profile_that_holds_it(bench: Bench) -> None:
-    profiles = tuple(Profile(dims={"n": dims}) for dims in ([1, 2, 4], [4, 8, 64]))
+def test_each_shape_runs_in_the_profile_that_is_preferred_or_tuned_nearest(bench: Bench) -> None:
+    profiles = tuple(Profile(dims={"n": dims}) for dims in ([1, 2, 16], [1, 8, 64]))
     program = Program(**{**vars(DOUBLE), "profiles": 2})
     with closing(bench.load(bench.engine(program, profiles=profiles))) as loaded:
-        for preferred, taken in ((0, {1: 0, 4: 0, 64: 1}), (1, {1: 0, 4: 1, 64: 1})):
+        for preferred, taken in (
+            (None, {1: 0, 3: 0, 5: 1, 16: 1, 64: 1}),
+            (0, {1: 0, 5: 0, 16: 0, 64: 1}),
+            (1, {1: 1, 5: 1, 16: 1, 64: 1}),
+        ):
             with closing(loaded.session(preferred)) as session:
                 for rows, profile in taken.items():
                     check_runs(session, feeds(rows), feeds(rows, 1), feeds(rows, 2))
                     assert session.context.profile == profile
-                with pytest.raises(DataError, match=r"n from 1 to 4.*or.*n from 4 to 64"):
+                with pytest.raises(DataError, match=r"n from 1 to 16.*or.*n from 1 to 64"):
                     session.bind(feeds(65))
         with pytest.raises(UnsupportedError, match="expected a profile from 0 to 1, got 2"):
             loaded.session(2)
@@ -296,6 +302,120 @@ def test_an_input_that_is_an_output_too_is_found_under_its_other_name(bench: Ben
             session, {"x": np.ones((3, 2), np.float32), "unused": np.zeros(1, np.float32)}
         )
     np.testing.assert_array_equal(got["x"], -got["y"])
+
+
+# -- large inputs ------------------------------------------------------------
+
+WIDE = Program(
+    inputs={"x": ("FLOAT", (-1, 1 << 10))},
+    outputs={"y": "FLOAT"},
+    run=lambda arrays: {"y": arrays["x"] * 2},
+    shapes=lambda shapes, host: {"y": shapes["x"]},
+)
+ROWS = 1000  # of 4 KiB: large
+
+
+@pytest.fixture
+def wide(bench: Bench) -> Iterator[tuple[Bench, TrtSession]]:
+    x, y = (each.model_copy(update={"shape": ("n", 1 << 10)}) for each in (X, Y))
+    profile = Profile(dims={"n": [0, 2, ROWS]})
+    engine = bench.engine(WIDE, (x,), (y,), (profile,))
+    with closing(bench.load(engine)) as loaded, closing(loaded.session()) as session:
+        yield bench, session
+
+
+def rows(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, 1 << 10), dtype=np.float32)
+
+
+def test_large_inputs_of_every_kind_arrive(wide: tuple[Bench, TrtSession]) -> None:
+    _, session = wide
+    for seed in range(3):
+        for x in (
+            rows(ROWS, seed),
+            rows(ROWS // 2, seed),
+            rows(2, seed),
+            rows(2 * ROWS, seed)[::2],
+            np.asfortranarray(rows(ROWS, seed)),
+        ):
+            np.testing.assert_array_equal(run_session(session, {"x": x})["y"], x * 2)
+
+
+def test_a_large_input_travels_with_bind_and_again_with_every_further_upload(
+    wide: tuple[Bench, TrtSession],
+) -> None:
+    bench, session = wide
+    stream = next(iter(bench.cuda.streams.values()))
+    x = rows(ROWS)
+    session.bind({"x": x})
+    assert len(stream.waiting) > 1  # chunks
+    session.bind({"x": x + 1})  # waits for those
+    session.bind({"x": x})
+    x[...] = 0  # it was copied
+    for _ in range(3):
+        session.upload()
+        session.execute()
+        session.download()
+        np.testing.assert_array_equal(session.fetch()["y"], rows(ROWS) * 2)
+
+
+def test_page_locked_memory_is_read_by_every_upload_without_a_copy(
+    wide: tuple[Bench, TrtSession],
+) -> None:
+    bench, session = wide
+    locked = len(bench.cuda.pinned)
+    x = cuda.page_locked_array(bench.cuda, (ROWS, 1 << 10), np.dtype(np.float32))
+    assert len(bench.cuda.pinned) == locked + 1
+    session.bind({"x": x})
+    for seed in range(3):
+        x[...] = rows(ROWS, seed)
+        session.upload()
+        session.execute()
+        session.download()
+        session.synchronize()
+        np.testing.assert_array_equal(session.fetch()["y"], rows(ROWS, seed) * 2)
+    half = x[: ROWS // 2]  # a part of it is page-locked as well
+    np.testing.assert_array_equal(run_session(session, {"x": half})["y"], half * 2)
+    session.bind({"x": x})
+    del x, half
+    gc.collect()
+    session.upload()  # the session still refers to it
+    session.synchronize()
+    run_session(session, {"x": rows(1)})
+    gc.collect()
+    assert len(bench.cuda.pinned) == locked
+
+
+def test_memory_that_was_locked_afterwards_is_read_without_a_copy(
+    wide: tuple[Bench, TrtSession],
+) -> None:
+    bench, session = wide
+    stream = next(iter(bench.cuda.streams.values()))
+    x = rows(ROWS)
+    unlock = cuda.page_lock(bench.cuda, x.reshape(-1).view(np.uint8))
+    session.bind({"x": x})
+    assert stream.waiting == []
+    np.testing.assert_array_equal(run_session(session, {"x": x})["y"], x * 2)
+    unlock()
+    np.testing.assert_array_equal(run_session(session, {"x": x})["y"], x * 2)
+    with pytest.raises(HostError, match=r"cannot lock 1\.00 GiB of its memory"):
+        cuda.page_locked_array(bench.cuda, (1 << 30,), np.dtype(np.int8))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("z", (1, 2), "there is no input 'z', expected one of 'x', 'flag'"),
+        ("x", (1, 3), r"input 'x' has shape \(1, 3\), expected"),
+        ("x", (2,), "input 'x' has rank 1"),
+        ("x", (-1, 2), r"input 'x' cannot have the shape \(-1, 2\)"),
+    ],
+)
+def test_an_input_buffer_that_fits_no_input(
+    bench: Bench, name: str, shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        backends.input_buffer(bench.engine(), name, shape)
 
 
 # -- memory ------------------------------------------------------------------
