@@ -34,6 +34,7 @@ BENCHMARKS = {
     # on a GPU
     "tensorrt_compile": "benchmarks.gpu.tensorrt_compile",
     "gpu_models": "benchmarks.gpu.gpu_models",
+    "transfers": "benchmarks.gpu.transfers",
     # several, and their pages
     "run_all": "benchmarks.run_all",
     "pages": "benchmarks.pages.write",
@@ -62,6 +63,7 @@ QUESTIONS = {
     "image_size": "How large are the images, and how soon are they ready?",
     "tensorrt_compile": "What does TensorRT make of the three example plans?",
     "gpu_models": "How fast are our engines beside plain TensorRT and PyTorch?",
+    "transfers": "How long does the way into the GPU take, beside the bus itself?",
     "run_all": "What do all benchmarks of `make bench` find here?",
     "pages": "None: it writes the pages and figures of docs/ from the results.",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.backends.base import Loaded, Session
+    from pipeline.backends.cuda import DeviceOutput
     from pipeline.core import Engine, Tensors, TensorSpec
     from pipeline.execution.stage_runner import Emit
     from pipeline.plan.schema import Plan
@@ -157,20 +158,39 @@ class OpenEngine:
         """Run the engine once: host arrays in, host arrays out, by name.
 
         `inputs` holds one NumPy array for each of `self.inputs`, of exactly its dtype (bfloat16 as
-        `ml_dtypes.bfloat16`). A number in its shape is fixed; a name, such as `batch`, is any size
-        within one profile of the plan, and the same wherever it occurs. Of several profiles, the
-        one tuned nearest to the sizes runs. The result holds one array
-        for each of `self.outputs`, which belong to the caller.
+        `ml_dtypes.bfloat16`). TensorRT also takes arrays on the GPU, of any library with DLPack or
+        `__cuda_array_interface__`. A number in its shape is fixed; a name, such as `batch`, is any
+        size within one profile of the plan, and the same wherever it occurs. Of several profiles,
+        the one tuned nearest to the sizes runs. The result holds one array for each of
+        `self.outputs`, which belong to the caller.
 
         Raises DataError if names, dtypes, shapes or values do not fit, and UserError once the
         engine is closed.
         """
         from pipeline.backends.base import run_session
 
-        self._check_open()
-        if self._session is None:
-            self._session = self._loaded.session()
-        return run_session(self._session, inputs)
+        return run_session(self._opened_session(), inputs)
+
+    def run_on_gpu(self, inputs: Tensors) -> Mapping[str, DeviceOutput]:
+        """Run an engine of TensorRT once, and leave its outputs on the GPU.
+
+        `inputs` as for `run`. `torch.from_dlpack(outputs["y"])` uses an output without a copy.
+        The next run overwrites the outputs, and closing the engine frees them.
+
+        Raises UnsupportedError for engines of other backends, otherwise as `run`.
+        """
+        from pipeline.errors import UnsupportedError
+
+        session = self._opened_session()
+        if not hasattr(session, "device_outputs"):
+            raise UnsupportedError(
+                f"{self._engine.target.backend} leaves no outputs on a GPU", "call `run` instead"
+            )
+        session.bind(inputs)
+        session.upload()
+        session.execute()
+        outputs: Mapping[str, DeviceOutput] = session.device_outputs()
+        return outputs
 
     def input_buffer(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return an array for the input `name`, to be filled by the caller and given to `run`.
@@ -186,6 +206,12 @@ class OpenEngine:
 
         self._check_open()
         return backends.input_buffer(self._engine, name, shape)
+
+    def _opened_session(self) -> Session:
+        self._check_open()
+        if self._session is None:
+            self._session = self._loaded.session()
+        return self._session
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -39,11 +39,18 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, argument_parser
 from benchmarks.gpu.async_curve import async_curve
-from benchmarks.gpu.choice import COMMAND, Choice, choice_from_heading, words_of
 from benchmarks.gpu.host import restore, store
 from benchmarks.gpu.measure_row import Options, measure_row, prepare_row
 from benchmarks.gpu.parts import FLEXIBILITY, flexibility, overlap, prepare_flexibility, throughput
-from benchmarks.gpu.rows import ROWS, WAYS, row_named
+from benchmarks.gpu.rows import (
+    COMMAND,
+    ROWS,
+    WAYS,
+    Choice,
+    choice_from_heading,
+    row_named,
+    words_of,
+)
 from benchmarks.gpu.tactics import tactics
 from benchmarks.gpu.torch_peers import COMPILE_MODES, cache_folder
 from pipeline.backends.tensorrt import backend as tensorrt_

@@ -1,4 +1,6 @@
-"""The rows of the table: which model at which shape, what runs it, what to reach. Pure."""
+"""The rows of the table: which model at which shape, what runs it, what to reach; and how the
+command line, results and pages name them. Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+COMMAND = ("python", "-m", "benchmarks", "gpu_models")
 H200 = "H200"  # the GPU that the probe's figures and the limits in milliseconds or images are of
 BARE, PROBE, SESSION = (
     1.03,
@@ -429,3 +432,34 @@ def target(text: str, value: float | None, direction: Direction, limit: float) -
         "limit": limit,
         "reached": reached,
     }
+
+
+# -- as the command line and the results name them ----------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A row or part, and some of its ways or variants; all of them where `words` is empty."""
+
+    name: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """`encoder_b1: fp16, int8`: names the row in the results and on pages."""
+        return f"{self.name}: {', '.join(self.words)}" if self.words else self.name
+
+    @property
+    def names_ways(self) -> bool:
+        """Whether `words` are ways of ours; else they select variants of a part."""
+        return row_named(self.name) is not None or "throughput" in self.name
+
+
+def choice_from_heading(text: str) -> Choice:
+    """`encoder_b1: fp16, int8` -> the row encoder_b1 with two of its ways."""
+    name, _, words = text.partition(":")
+    return Choice(name.strip(), words_of(words))
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.gpu.choice import choice_from_heading
-from benchmarks.gpu.rows import Row, row_named
+from benchmarks.gpu.rows import Row, choice_from_heading, row_named
 from pipeline.benchmark.roofline import ITEM_BYTES
 from pipeline.core import Precision, TensorRTOptions
 

@@ -115,7 +115,7 @@ def summary_of_tests(parts: Sequence[Document]) -> TestsSummary:
     skipped = [test for part in parts for test in part["tests"] if last[test["test"]] == "skipped"]
     revisions = (part.get("revision", "")[:7] for part in _in_order(parts))
     return TestsSummary(
-        gpu=parts[0]["gpus"][0]["name"],
+        gpu=" and ".join(dict.fromkeys(part["gpus"][0]["name"] for part in _in_order(parts))),
         tensorrt=parts[0]["tensorrt"],
         parts=len(parts),
         revisions=Counter(filter(None, revisions)),

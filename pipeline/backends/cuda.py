@@ -440,6 +440,39 @@ def device_array(name: str, value: object, stream: Stream, ordinal: int) -> Devi
     return DeviceArray(int(view.ptr), np.broadcast_to(np.zeros((), dtype), shape), view)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceOutput:
+    """An output where it lies on the GPU.
+
+    Libraries that take DLPack or __cuda_array_interface__, such as PyTorch and CuPy, use it without
+    a copy: `torch.from_dlpack(output)`. The session's next run overwrites it, and closing the
+    session frees it.
+    """
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    ordinal: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.pointer, False),
+            "stream": None,  # the run is finished
+        }
+
+    def __dlpack__(self, **options: Any) -> Any:
+        view = _imported("cuda.core.utils").StridedMemoryView
+        # -1: nothing to wait for
+        return view.from_cuda_array_interface(self, stream_ptr=-1).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return ON_THE_GPU[0], self.ordinal
+
+
 def _is_on_gpu(value: object) -> bool:
     if isinstance(value, np.ndarray):
         return False

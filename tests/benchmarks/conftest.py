@@ -8,7 +8,6 @@ import pytest
 GPU = (
     "gpu.async_curve",
     "gpu.bare",
-    "gpu.choice",
     "gpu.contest",
     "gpu.facts",
     "gpu.gpu_models",

@@ -430,9 +430,7 @@ def test_a_heading_chooses_ways_of_a_row_and_variants_of_a_part(gpu: dict[str, M
     row, part = script.parse_arguments(["vit_b1: fp16, int8", "tactics: plain, watched"]).rows
     assert script.options_for(row, options()) == options(ways=("fp16", "int8"))
     assert script.options_for(part, options()) == options(only=("plain", "watched"))
-    assert script.options_for(gpu["choice"].Choice("vit_b1"), options(ways=("fp8",))).ways == (
-        "fp8",
-    )
+    assert script.options_for(gpu["rows"].Choice("vit_b1"), options(ways=("fp8",))).ways == ("fp8",)
 
 
 def test_rows_that_were_measured_at_once_name_each_other(gpu: dict[str, ModuleType]) -> None:

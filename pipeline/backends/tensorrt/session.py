@@ -35,6 +35,7 @@ from pipeline.backends.cuda import (
     Copy,
     CudaError,
     DeviceArray,
+    DeviceOutput,
     EventTimer,
     Graph,
     Stream,
@@ -325,6 +326,29 @@ class TrtSession:
         if self._in_flight:
             self.synchronize()
         return {name: copy_of(array) for name, array in self._results}
+
+    def device_outputs(self) -> dict[str, DeviceOutput]:
+        """Wait for the run, and return its outputs where they lie on the GPU, without a download.
+
+        The next `execute` overwrites them. UnsupportedError for bfloat16, which
+        __cuda_array_interface__ cannot name.
+        """
+        bound = self._require_bound()
+        if not self._executed:
+            nothing_to_fetch()
+        self.synchronize()
+        memory, ordinal = self._memory, (self._opened or closed()).ordinal
+        shapes = memory.measured(bound.outputs) if memory.sized_by_values else bound.outputs
+        for slot in memory.outputs:
+            if slot.dtype.kind == "V":
+                raise UnsupportedError(
+                    f"output '{slot.name}' is bfloat16, which cannot be shared on the GPU",
+                    "use `run`, or let the model end with a cast to float32",
+                )
+        return {
+            slot.name: DeviceOutput(slot.device.pointer, shape, slot.dtype, ordinal)
+            for slot, shape in zip(memory.outputs, shapes, strict=True)
+        }
 
     def timer(self) -> EventTimer:
         """Return a timer of device events on this session's stream."""

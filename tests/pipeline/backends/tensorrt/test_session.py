@@ -4,6 +4,7 @@ GPU.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -400,6 +401,31 @@ def test_memory_that_was_locked_afterwards_is_read_without_a_copy(
     np.testing.assert_array_equal(run_session(session, {"x": x})["y"], x * 2)
     with pytest.raises(HostError, match=r"cannot lock 1\.00 GiB of its memory"):
         cuda.page_locked_array(bench.cuda, (1 << 30,), np.dtype(np.int8))
+
+
+def test_outputs_can_stay_on_the_gpu(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        for start in range(3):
+            session.bind(feeds(3, start))
+            with pytest.raises(InternalError, match="nothing to fetch"):
+                session.device_outputs()
+            session.upload()
+            session.execute()
+            output = session.device_outputs()["y"]
+            interface = output.__cuda_array_interface__
+            assert (interface["shape"], interface["typestr"]) == ((3, 2), "<f4")
+            content = ctypes.string_at(interface["data"][0], 3 * 2 * 4)
+            expected = doubled(dict(feeds(3, start)))["y"]
+            assert content == expected.astype(np.float32).tobytes()
+    half = Program(**{**vars(DOUBLE), "outputs": {"y": "BF16"}})
+    y = Y.model_copy(update={"dtype": "bfloat16"})
+    with (
+        closing(bench.load(bench.engine(half, outputs=(y,)))) as loaded,
+        closing(loaded.session()) as session,
+    ):
+        run_session(session, feeds(2))
+        with pytest.raises(UnsupportedError, match="'y' is bfloat16, which cannot be shared"):
+            session.device_outputs()
 
 
 @pytest.mark.parametrize(

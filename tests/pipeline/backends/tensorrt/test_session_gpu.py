@@ -4,6 +4,7 @@ once.
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import subprocess
@@ -39,6 +40,22 @@ from tests.pipeline.conformance.models import (
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 WEIGHTS_BYTES = 64 * MIB
+
+
+WIDE, WIDE_ROWS = 4096, 1000  # 16 MB
+
+
+@cache
+def wide() -> Case:
+    """y = 2x, with inputs that several threads copy."""
+    proto = model(
+        [helper.make_node("Add", ["x", "x"], ["y"])],
+        [("x", "float32", ("n", WIDE))],
+        [("y", "float32", ("n", WIDE))],
+        {},
+    )
+    profile = Profile(dims={"n": [1, 2, WIDE_ROWS]})
+    return Case("wide", proto, (profile,), ({"x": np.ones((1, WIDE), np.float32)},))
 
 
 @cache
@@ -446,3 +463,42 @@ def test_tensors_that_do_not_fit_are_refused(
         session.bind({**feeds, "x": make(torch.from_numpy(feeds["x"]).cuda())})
     assert message in error.value.message
     check_runs(session, case, feeds)  # and goes on
+
+
+# -- outputs on the GPU, and large inputs ------------------------------------
+
+
+def test_outputs_stay_on_the_gpu_until_the_next_run(torch: Any, session: TrtSession) -> None:
+    case = two_symbols()
+    for feeds in (*case.feeds, *case.feeds):
+        session.bind(feeds)
+        session.upload()
+        session.execute()
+        output = session.device_outputs()["y"]
+        for tensor in (torch.from_dlpack(output), torch.as_tensor(output, device="cuda")):
+            assert (tensor.is_cuda, tensor.data_ptr()) == (True, output.pointer)
+            np.testing.assert_array_equal(tensor.cpu().numpy(), case.expected(feeds)["y"])
+
+
+def test_large_inputs_arrive_from_every_kind_of_memory(torch: Any, engine_of: EngineOf) -> None:
+    engine = engine_of(wide)
+    shared = mmap.mmap(-1, 4 * WIDE_ROWS * WIDE)
+    with closing(load(engine)) as loaded, closing(loaded.session()) as session:
+        for seed in range(3):
+            values = np.random.default_rng(seed).standard_normal((WIDE_ROWS, WIDE), np.float32)
+            own = backends.input_buffer(engine, "x", values.shape)
+            locked = np.frombuffer(shared, np.uint8)
+            unlock = backends.page_lock(engine, locked)
+            of_torch = torch.empty(values.shape, pin_memory=True).numpy()
+            in_shared = locked.view(np.float32).reshape(values.shape)
+            for array in (own, of_torch, in_shared):
+                array[...] = values
+                assert cuda.is_page_locked(cuda.runtime(), array)
+            assert not cuda.is_page_locked(cuda.runtime(), values)
+            for array in (values, own, of_torch, in_shared, values[: WIDE_ROWS // 2]):
+                got = run_session(session, {"x": array})["y"]
+                np.testing.assert_array_equal(got, array * 2)
+            unlock()
+            assert not cuda.is_page_locked(cuda.runtime(), in_shared)
+            np.testing.assert_array_equal(run_session(session, {"x": in_shared})["y"], values * 2)
+        assert session.graphs == 2

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from tests.pipeline.backends.cuda_double import CudaDouble, Work, is_inside
@@ -170,7 +171,12 @@ class EngineDouble:
         return context
 
 
-NUMPY = {"FLOAT": np.float32, "INT64": np.int64, "BOOL": np.bool_}
+NUMPY: dict[str, type[np.generic]] = {
+    "FLOAT": np.float32,
+    "BF16": ml_dtypes.bfloat16,
+    "INT64": np.int64,
+    "BOOL": np.bool_,
+}
 
 
 class ContextDouble:
