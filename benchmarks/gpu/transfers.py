@@ -2,8 +2,10 @@
 array, from `input_buffer` and from the GPU, beside the bus itself and PyTorch's ways.
 
 All take turns in one process. `bus` copies the same bytes from page-locked memory by one call of
-CUDA. `over bus` is what a run takes without the engine's own time, as a multiple of `bus`. The last
-two columns are the host's own memcpy, by one thread and by the threads of our copy.
+CUDA. `/ bus` is what a run takes without the engine's own time, as a multiple of `bus`. `PyTorch`
+copies an ordinary tensor to the GPU, and `PyTorch pinned` copies it to pinned memory first. The
+last two columns are the host's own memcpy to page-locked memory, by one thread and by those of our
+copy.
 """
 
 from __future__ import annotations
@@ -128,14 +130,19 @@ def measure(engine: Engine, session: Session, images: int) -> Row:
     engine_ms = device_ms(session)
     stream.close()
     return {
-        "images": images,
         "MB": array.nbytes / 1e6,
+        "GB/s of the bus": array.nbytes / ms["bus"] / 1e6,
+        "bus ms": ms["bus"],
         "engine ms": engine_ms,
-        **{f"{name} ms": value for name, value in ms.items()},
-        "bus GB/s": array.nbytes / ms["bus"] / 1e6,
-        "array over bus": (ms["array"] - engine_ms) / ms["bus"],
-        "buffer over bus": (ms["buffer"] - engine_ms) / ms["bus"],
-        "copy threads": threads.count,
+        "array ms": ms["array"],
+        "array / bus": (ms["array"] - engine_ms) / ms["bus"],
+        "buffer ms": ms["buffer"],
+        "buffer / bus": (ms["buffer"] - engine_ms) / ms["bus"],
+        "on GPU ms": ms["on_gpu"],
+        "PyTorch ms": ms["torch_pageable"],
+        "PyTorch pinned ms": ms["torch_pinned"],
+        "memcpy ms": ms["memcpy"],
+        f"memcpy, {threads.count} threads ms": ms["memcpy_threads"],
     }
 
 
@@ -169,7 +176,7 @@ def goals(rows: Sequence[Row]) -> dict[str, bool]:
         size = f"{row['MB']:.1f} MB"
         if float(row["MB"] or 0) >= LARGE_MB:
             for way, most in (("buffer", MOST_FROM_BUFFER), ("array", MOST_FROM_ARRAY)):
-                got = float(row[f"{way} over bus"] or 0)
+                got = float(row[f"{way} / bus"] or 0)
                 found[f"{size} from {way}: at most {most} x the bus (got {got:.2f})"] = got <= most
         else:
             for way in ("buffer", "array"):
