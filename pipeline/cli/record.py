@@ -84,7 +84,7 @@ def record(
 
     Exit codes: the script's own; 1 if it is 0 and nothing could be recorded.
 
-    Example: crucible record -- python my_script.py --images photos
+    Example: crucible record -- python SCRIPT.py --images photos
 
     Example: crucible record --module BertModel --out bert -- python -m my_package
     """
@@ -142,8 +142,9 @@ def _module_table(outcome: Outcome) -> Table:
     modules = sorted(outcome.modules, key=lambda each: (each.name != recorded, -each.calls))
     for module in modules[:SHOWN_MODULES]:
         table.add_row(*map(escape, (module.name, f"{module.calls:,}", _shapes_text(module))))
-    if more := modules[SHOWN_MODULES:]:
-        table.add_row(f"{len(more)} more", f"{sum(module.calls for module in more):,}", "")
+    others = sum(module.calls for module in modules[SHOWN_MODULES:]) + outcome.uncounted
+    if others:
+        table.add_row("others", f"{others:,}", "")
     return table
 
 

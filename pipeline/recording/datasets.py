@@ -46,17 +46,18 @@ def write_sets(recording: Recording, most: int, folder: Path) -> DataSets:
     """
     samples, repeated, invalid = _distinct_samples(recording)
     random.Random(SEED).shuffle(samples)  # so that each set has early and late calls
-    chosen = samples[:most]
+    chosen, batch = samples[:most], _fixed_batch(recording)
     files: dict[str, tuple[str, ...]] = {}
     counts: dict[str, int] = {}
     start = 0
-    for role, count in _sizes(len(chosen)).items():
+    for role, batches in _sizes(len(chosen) // batch).items():
+        count = batches * batch
         files[role], counts[role] = _write_set(
             recording, role, chosen[start : start + count], folder
         )
         start += count
     if not all(counts.values()):
-        raise _too_few(len(samples), repeated)
+        raise _too_few(len(samples), repeated, batch)
     return DataSets(files, counts, len(samples), repeated, invalid)
 
 
@@ -68,10 +69,16 @@ def _sizes(count: int) -> dict[str, int]:
     return sizes
 
 
-def _too_few(distinct: int, repeated: int) -> DataError:
+def _fixed_batch(recording: Recording) -> int:
+    """Return the rows that a batch must have; 1 if it may have any number."""
+    first = recording.inputs[0].shape[0] if recording.has_rows else 1
+    return first if isinstance(first, int) else 1
+
+
+def _too_few(distinct: int, repeated: int, batch: int) -> DataError:
     equal = f" ({repeated} more are equal to one of them)" if repeated else ""
     return DataError(
-        f"expected at least {len(WANTED)} different samples, one for each set, got"
+        f"expected at least {len(WANTED) * batch} different samples, {batch} for each set, got"
         f" {distinct}{equal}",
         "let the script call the module on more inputs:"
         f" {' + '.join(map(str, WANTED.values()))} samples are best",
@@ -125,12 +132,11 @@ def _write_set(
         }
         np.savez(folder / f"{role}.npz", **arrays)  # type: ignore[arg-type]  # numpy's keyword
         return (f"{role}.npz",), len(samples)
-    first = recording.inputs[0].shape[0]
-    multiple = first if isinstance(first, int) else 1
+    batch = _fixed_batch(recording)
     files, count = [], 0
-    groups = [rows for rows in _by_shape(recording, samples) if len(rows) >= multiple]
+    groups = [rows for rows in _by_shape(recording, samples) if len(rows) >= batch]
     for number, rows in enumerate(groups):
-        rows = rows[: len(rows) // multiple * multiple]
+        rows = rows[: len(rows) // batch * batch]
         name = f"{role}.npz" if len(groups) == 1 else f"{role}_{number}.npz"
         columns = {
             spec.name: np.stack([row[spec.name] for row in rows]) for spec in recording.inputs

@@ -39,6 +39,7 @@ import hashlib
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_unflatten
 {imports}
 FILE = Path(__file__).with_name("{file}")
 # a compile stores results by this text, so a change of the file must change it
@@ -46,7 +47,7 @@ SHA256 = "{sha256}"
 
 
 class Recorded(torch.nn.Module):
-    """Calls the module with the arguments of the script, which were not tensors, too."""
+    """Takes the tensors of a call. All other arguments are those of the script."""
 
     def __init__(self, module, spec, constants, positions):
         super().__init__()
@@ -54,10 +55,13 @@ class Recorded(torch.nn.Module):
         self.spec, self.constants, self.positions = spec, constants, positions
 
     def forward(self, {inputs}):
+        return self.call(({inputs},))
+
+    def call(self, tensors):
         leaves = list(self.constants)
-        for position, tensor in zip(self.positions, ({inputs},)):
+        for position, tensor in zip(self.positions, tensors):
             leaves[position] = tensor
-        args, kwargs = torch.utils._pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = tree_unflatten(leaves, self.spec)
         return self.module(*args, **kwargs)
 
 
@@ -143,10 +147,12 @@ def store_entrypoint(
         torch.save(parts, package / PICKLE)
     except Exception as error:  # the user's classes may raise anything
         raise NotStored(f"it cannot be pickled: {first_line(error)}") from error
-    tops = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch"}
+    own = {name.partition("/")[0].removesuffix(".py") for name in sources}
+    tops = {kind.__module__.partition(".")[0] for kind in kinds} - own - {"torch"}
     text = ENTRY_TEXT.format(
         name=f"{type(module).__module__}.{type(module).__qualname__}",
-        imports="".join(f"import {top}  # its version matters\n" for top in sorted(tops)),
+        # so that a compile notices other versions of them
+        imports="".join(f"import {top}\n" for top in sorted(tops)),
         file=PICKLE,
         sha256=hashlib.sha256((package / PICKLE).read_bytes()).hexdigest(),
         inputs=", ".join(form.names),

@@ -46,4 +46,5 @@ class Outcome:
     """The modules seen, and the recording of one of them or the reason why there is none."""
 
     modules: tuple[ModuleCalls, ...]
+    uncounted: int  # calls of further modules
     result: Recording | CrucibleError

@@ -10,6 +10,7 @@ exit code.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -42,7 +43,9 @@ from pipeline.report.bundle import check_folder
 PLAN = "plan.yaml"
 CALLS = ".calls"  # folder of the recorded calls while the script runs
 STARTUP = Path(__file__).with_name("startup")
-INTERPRETER = re.compile(r"python[0-9.]*")
+INTERPRETER = re.compile(r"python[\w.-]*")
+WITHOUT_RECORDER = re.compile(r"-(?![WX])\w*[EIS]\w*")
+"""Options with which Python reads neither PYTHONPATH nor sitecustomize."""
 NEEDED = ("torch", "numpy", "pydantic", "onnx", "ml_dtypes")  # what storing.py imports
 
 
@@ -102,7 +105,13 @@ def check_command(command: Sequence[str]) -> None:
     if not command or not INTERPRETER.fullmatch(Path(command[0]).name):
         raise PlanError(
             f"expected a Python command, got '{' '.join(command)}'",
-            "for example `crucible record -- python my_script.py`, or `python -m my_package`",
+            "for example `crucible record -- python SCRIPT.py`, or `python -m my_package`",
+        )
+    options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
+    for option in filter(WITHOUT_RECORDER.fullmatch, options):
+        raise PlanError(
+            f"with Python's option {option} the recorder cannot start",
+            "leave -E, -I and -S out",
         )
     path = shutil.which(command[0])
     if path is None:
@@ -165,8 +174,7 @@ def no_outcome(ended: Ended) -> CrucibleError:
     )
     return HostError(
         f"nothing was recorded: the script's process {how} before the module was stored",
-        "let the script end by itself, by an exception or by one Ctrl-C, and without the options"
-        " -E, -I and -S of Python, which keep the recorder out",
+        "let the script end by itself, by an exception or by one Ctrl-C",
     )
 
 

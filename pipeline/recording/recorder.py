@@ -91,7 +91,8 @@ class Reservoir:
 
     def clear(self) -> None:
         while self.slots:
-            self.slots.pop().path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it may be the reason
+                self.slots.pop().path.unlink()
 
     def halve(self) -> None:
         """Remove a random half of the slots, but never slot 0. What stays is still uniform."""
@@ -142,7 +143,7 @@ class Recorder:
         self.wanted = wanted  # name or dotted path of a class; "": outermost modules
         self.samples = samples
         self.modules: dict[int, Seen] = {}
-        self.more_modules = 0  # calls of modules beyond MAX_MODULES
+        self.uncounted = 0  # calls of modules beyond MAX_MODULES
         self.other_classes: Counter[str] = Counter()  # calls of classes that are not wanted
         self.failure: Exception | None = None
         self.is_ended = False
@@ -276,7 +277,7 @@ class Recorder:
     def _seen(self, module: Any) -> Seen | None:
         seen = self.modules.get(id(module))
         if seen is None and len(self.modules) == MAX_MODULES:
-            self.more_modules += 1
+            self.uncounted += 1
             return None
         if seen is None:  # the module is held, so that its id stays its own
             seen = self.modules[id(module)] = Seen(module)
@@ -383,7 +384,8 @@ def input_names(
 
 
 def say(text: str) -> None:
-    print(f"crucible record: {text}", file=sys.__stderr__, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # the script may have closed its stderr
+        print(f"crucible record: {text}", file=sys.__stderr__, flush=True)
 
 
 def own_sources() -> dict[str, Path]:
@@ -398,11 +400,13 @@ def own_sources() -> dict[str, Path]:
         spec = getattr(module, "__spec__", None)
         file = Path(getattr(spec, "origin", None) or "").resolve()
         installed = {"site-packages", "dist-packages"} & set(file.parts)
-        if file.suffix != ".py" or installed or any(map(file.is_relative_to, standard)):
+        if installed or any(map(file.is_relative_to, standard)):
+            continue
+        if file.suffix != ".py" or not file.is_file():
             continue
         if name in ("__main__", __name__, "sitecustomize"):
             continue
-        tail = "/__init__.py" if file.name == "__init__.py" else ".py"
+        tail = f"/{file.name}" if file.stem == "__init__" else ".py"
         sources[name.replace(".", "/") + tail] = file
     return sources
 

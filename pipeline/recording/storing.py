@@ -54,9 +54,9 @@ def store(recorder: Recorder) -> Outcome:
     """Store the chosen module next to its calls, and return what was recorded."""
     modules = tuple(_calls_of(seen) for seen in recorder.modules.values())
     try:
-        return Outcome(modules, _recording(recorder))
+        return Outcome(modules, recorder.uncounted, _recording(recorder))
     except Exception as error:  # noqa: BLE001  edge of the process
-        return Outcome(modules, crucible_error(error))
+        return Outcome(modules, recorder.uncounted, crucible_error(error))
 
 
 def _calls_of(seen: Seen) -> ModuleCalls:
@@ -167,8 +167,7 @@ def _stored(
             ) from no_program
         return recorder.folder / PROGRAM, (
             f"the module is stored as a .pt2, because {no_entrypoint}. A compile's baseline is then"
-            " the exported program, in fp32 only; for the module itself, define its class in a file"
-            " that the script imports",
+            " the exported program, in fp32 only (docs/plan.md)",
         )
     return recorder.folder / PACKAGE, ()
 
@@ -247,7 +246,7 @@ def _row(arrays: Tensors, row: int) -> Tensors:
 
 def _notes(seen: Seen, form: Form) -> tuple[str, ...]:
     """Return what the user should know about the recorded calls and the dtypes."""
-    notes = [f"{calls} calls were left out: {reason}" for reason, calls in seen.left_out.items()]
+    notes = []
     others = sum(other.shapes.total() for other in seen.forms.values() if other is not form)
     if others:
         notes.append(f"{others} calls were left out: their other arguments, or dtypes, differ")

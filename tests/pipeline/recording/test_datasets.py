@@ -67,6 +67,8 @@ def test_a_fixed_batch_gets_whole_batches(tmp_path: Path) -> None:
     sets = write_sets(recording_of(tmp_path, calls, fixed), 900, tmp_path)
     assert sets.samples == {"calibration": 24, "selection": 8, "validation": 8}
     assert opened(tmp_path, sets.files, fixed) == sets.samples
+    least = write_sets(recording_of(tmp_path, calls[:3], fixed), 900, tmp_path)
+    assert least.samples == dict.fromkeys(sets.samples, 4)
 
 
 def test_whole_calls_are_numbered(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_script_is_recorded_and_its_plan_compiles(project: Path) -> None:
     alone = subprocess.run(
         [sys.executable, "script.py", "a", "--b"], cwd=project, capture_output=True, text=True
@@ -173,6 +174,7 @@ def test_an_unknown_class_gets_the_names_of_those_called(project: Path) -> None:
         (("ls", "-l"), "expected a Python command, got 'ls -l'"),
         (("script.py", "--fast"), "expected a Python command, got 'script.py --fast'"),
         (("/gone/python", "script.py"), "no program '/gone/python'"),
+        (("python", "-u", "-sE", "script.py"), "with Python's option -sE"),
     ],
 )
 def test_a_command_that_is_no_python_is_refused(

@@ -93,6 +93,15 @@ def test_positional_none_and_constants_make_forms_of_their_own(start: Start) -> 
     ]
 
 
+@pytest.mark.gpu
+def test_inputs_on_a_gpu_are_copied_to_the_host_as_fp32(start: Start) -> None:
+    recorder = start()
+    module = torch.nn.Linear(4, 2).eval().half().cuda()
+    module(torch.full((1, 4), 0.5, dtype=torch.float16, device="cuda"))
+    (call,) = kept(recorder)
+    np.testing.assert_array_equal(call["in_0"], np.full((1, 4), 0.5, np.float32))
+
+
 class Scaled(torch.nn.Module):
     def forward(self, x: torch.Tensor, factor: object) -> torch.Tensor:
         return x * 2
