@@ -78,8 +78,8 @@ def record(
     its nn.Modules are counted, and the inputs of a random sample of them are kept. Calls in
     training mode do not count. When the script has ended, also by an exception or Ctrl-C, DIR gets:
 
-    plan.yaml, a plan for `crucible compile`; model.pt2, the module with the weights that it has at
-    the end; calibration.npz, selection.npz and validation.npz, the recorded inputs. Sizes that
+    plan.yaml, a plan for `crucible compile`; model/ or model.pt2, the module with the weights that
+    it has at the end; calibration, selection and validation sets, the recorded inputs. Sizes that
     varied become dimensions of a profile: smallest, most frequent, largest.
 
     Exit codes: the script's own; 1 if it is 0 and nothing could be recorded.
@@ -118,11 +118,9 @@ def _finish(console: Console, ended: Ended, samples: int, folder: Path) -> Cruci
         sets = write_recording(result, samples, folder)
     except CrucibleError as error:
         return error
-    for line in (
-        *_lines(result, sets),
-        f"next: crucible compile {shlex.quote(str(folder / PLAN))}",
-    ):
+    for line in _lines(result, sets):
         _say(console, line)
+    _say(console, f"next: crucible compile {shlex.quote(str(folder / PLAN))}")
     return None
 
 

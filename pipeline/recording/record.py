@@ -215,7 +215,7 @@ def plan_text(recording: Recording, sets: DataSets, name: str) -> str:
         stored = {
             "entrypoint": ENTRYPOINT,
             "python_path": recording.model.name,
-            "weights_from": f"{PICKLE} in that folder: those at the end of the script",
+            "weights_from": f"{PICKLE} in that folder, as at the end of the script",
         }
     model = {**stored, "inputs": inputs, "outputs": list(recording.outputs)}
     sections: list[tuple[str, dict[str, object]]] = [

@@ -36,6 +36,7 @@ OUTCOME = "outcome"  # file with a pickled Outcome
 MAX_MODULES = 100  # instances told apart; a script may make a module for every call
 MAX_FORMS = 8  # ways to call one module, for example with a mask and without
 MAX_SHAPES = 10_000  # of one form
+PARAMETERS_OF_SAVEZ = ("file", "allow_pickle")  # no array can have these names
 INNER = {
     "OptimizedModule": "_orig_mod",
     "DataParallel": "module",
@@ -379,7 +380,8 @@ def input_names(
             start = positional[place]
         parts = [getattr(key, "key", getattr(key, "idx", "")) for key in rest]
         name = re.sub(r"\W", "_", "_".join(map(str, (start, *parts))))
-        names.append(name if name not in names else f"{name}_{len(names)}")
+        taken = name in names or name in PARAMETERS_OF_SAVEZ
+        names.append(f"{name}_{len(names)}" if taken else name)
     return names
 
 
