@@ -66,7 +66,9 @@ class Recorded(torch.nn.Module):
 
 
 def build():
-    if hashlib.sha256(FILE.read_bytes()).hexdigest() != SHA256:
+    with FILE.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != SHA256:
         raise ValueError(f"{{FILE}} is not the file that was recorded; record it again")
     return Recorded(**torch.load(FILE, weights_only=False))
 '''
@@ -147,6 +149,8 @@ def store_entrypoint(
         torch.save(parts, package / PICKLE)
     except Exception as error:  # the user's classes may raise anything
         raise NotStored(f"it cannot be pickled: {first_line(error)}") from error
+    with (package / PICKLE).open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     own = {name.partition("/")[0].removesuffix(".py") for name in sources}
     tops = {kind.__module__.partition(".")[0] for kind in kinds} - own - {"torch"}
     text = ENTRY_TEXT.format(
@@ -154,7 +158,7 @@ def store_entrypoint(
         # so that a compile notices other versions of them
         imports="".join(f"import {top}\n" for top in sorted(tops)),
         file=PICKLE,
-        sha256=hashlib.sha256((package / PICKLE).read_bytes()).hexdigest(),
+        sha256=digest,
         inputs=", ".join(form.names),
     )
     (package / f"{ENTRYPOINT.partition(':')[0]}.py").write_text(text, encoding="utf-8")

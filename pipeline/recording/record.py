@@ -116,10 +116,13 @@ def check_command(command: Sequence[str]) -> None:
     path = shutil.which(command[0])
     if path is None:
         raise PlanError(f"no program '{command[0]}'", "give the path of a Python interpreter")
-    code = f"import importlib.util as u; print(*[n for n in {NEEDED} if not u.find_spec(n)])"
+    code = (
+        "import importlib.util, sys;"
+        f"sys.exit(', '.join(n for n in {NEEDED} if not importlib.util.find_spec(n)) or None)"
+    )
     process = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
-    if process.returncode or process.stdout.strip():
-        lacks = process.stdout.strip() or process.stderr.strip().splitlines()[-1]
+    if process.returncode:
+        lacks = process.stderr.strip().rpartition("\n")[2]
         raise HostError(
             f"'{path}' cannot run the recorder: it lacks {lacks}",
             "install Crucible in the environment of this interpreter, or start the `crucible` of"

@@ -459,7 +459,8 @@ def _end(recorder: Recorder) -> None:
         return
     recorder.is_ended = True
     recorder.detach()
-    say("the script has ended; storing the module")
+    if recorder.modules:
+        say("the script has ended; storing the module")
     recorder.sources = own_sources()
     for name in [name for name in sys.modules if name.partition(".")[0] == "pipeline"]:
         del sys.modules[name]  # the script's own package, which has ended
