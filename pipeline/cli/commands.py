@@ -1,4 +1,4 @@
-"""The pipeline's commands: compile, validate, bench, inspect, onnx, lint and doctor.
+"""The pipeline's commands: record, compile, validate, bench, inspect, onnx, lint and doctor.
 
 Each command is a short script over the pipeline; terminal.py prints its results. Progress goes to
 stderr, results to stdout.
@@ -29,6 +29,7 @@ from pipeline.cli.options import (
     ResultArgument,
     SetOption,
 )
+from pipeline.cli.record import record
 from pipeline.core import Engine
 from pipeline.errors import PlanError
 from pipeline.execution.stage_runner import Runner
@@ -40,6 +41,8 @@ from pipeline.report import bundle as deliver
 from pipeline.results.report import Report, Verdict
 
 app = typer.Typer()
+# what follows the script's name belongs to the script, with or without `--`
+app.command(context_settings={"allow_interspersed_args": False})(record)
 
 
 @app.command(name="compile")

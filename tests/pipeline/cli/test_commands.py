@@ -505,6 +505,7 @@ def test_usage_errors_end_with_exit_code_1(tmp_path: Path, arguments: tuple[str,
 def test_help_names_every_command() -> None:
     text = crucible("--help").out
     for command in (
+        "record",
         "compile",
         "validate",
         "bench",

@@ -1,0 +1,1 @@
+"""Record the calls of an nn.Module in a user's script: `crucible record`."""
