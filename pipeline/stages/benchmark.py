@@ -67,6 +67,7 @@ def benchmark(
     """
     engines = [entry.engine for entry in entries]
     workloads = workloads_from_plan(engines, model, options)
+    shapes = [workload.shape for workload in workloads]
 
     def start(engine: Engine) -> Peer:
         prepared = with_threads(engine, options.threads or usable_cores())
@@ -76,7 +77,7 @@ def benchmark(
     gpu = next((gpu.uuid for gpu in find_gpus().devices), "") if on_gpu else ""
     others = other_processes(gpu).pids if gpu else ()
     with watching(gpu) as watch:
-        contestants = race(entries, workloads, options, start, progress, enough_runs=enough_runs)
+        contestants = race(entries, shapes, options, start, progress, enough_runs=enough_runs)
     use = watch.use((*others, *(other_processes(gpu).pids if gpu else ())))
     host = BusyHost(os.getloadavg()[0], usable_cores())
     baseline = baseline_of(contestants)
