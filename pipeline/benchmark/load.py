@@ -23,7 +23,7 @@ import numpy as np
 
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.benchmark.elimination import FAR_BEHIND, Role
+from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import (
     PATIENCE_S,
     REWARM_SHARE,
@@ -67,6 +67,11 @@ SEARCH_SHARE = 0.5
 
 TIME_OVER = "the time for the search was over (half of `benchmark.budget_s`)"
 NO_BATCH_AXIS = "other batches: the model has no batch axis, so only the sessions vary"
+MAX_GAIN = 2.0
+"""An engine that is behind by more is not tried with more sessions: twice the sessions hardly give
+more than twice the throughput.
+"""
+
 SLACK = 1.1  # measuring time against the time that the missing requests need at the mean rate
 
 
@@ -167,8 +172,9 @@ class Search:
         Each engine has at least one point, unless it failed.
         """
         for sessions in self.sessions:
+            highest = {role: self._highest(role) for role in Role}
             for index, one in enumerate(self.searched):
-                if reason := self._why_not(one, sessions):
+                if reason := self._why_not(one, highest[one.role]):
                     one.untried.append(f"{_of_sessions(sessions)}: {reason}")
                 elif not one.failure:
                     left_s = self.end_s - self.clock()
@@ -176,8 +182,16 @@ class Search:
                     self._measure(one, sessions)
         return self.searched
 
-    def _why_not(self, one: Searched, sessions: int) -> str:
-        """Return why an engine is not tried with so many sessions; empty if it is."""
+    def _highest(self, role: Role) -> float:
+        """Return the highest throughput of a role so far; 0 without a point."""
+        best = (one.best(self.limit_s) for one in self.searched if one.role is role)
+        return max((point.samples_per_s for point in best if point), default=0.0)
+
+    def _why_not(self, one: Searched, highest: float) -> str:
+        """Return why an engine is not tried with more sessions; empty if it is.
+
+        `highest` is the throughput of the best engine of its role with fewer sessions.
+        """
         if not one.points:
             return ""
         if self.clock() + self.last_s > self.end_s:
@@ -185,11 +199,10 @@ class Search:
         best = one.best(self.limit_s)
         if best is None:
             return f"no point with fewer sessions is within {limit_text(self.limit_s)}"
-        others = [other.best(self.limit_s) for other in self.searched if other.role is one.role]
-        behind = max(other.samples_per_s for other in others if other) / best.samples_per_s
-        return (
-            f"another engine has {behind:.2f} times the throughput" if behind > FAR_BEHIND else ""
-        )
+        behind = highest / best.samples_per_s
+        if behind > MAX_GAIN:
+            return f"with fewer, another engine has {behind:.2f} times the throughput"
+        return ""
 
     def _measure(self, one: Searched, sessions: int) -> None:
         """Measure an engine at all batches with so many sessions."""
