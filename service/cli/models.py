@@ -64,7 +64,11 @@ def load(
         typer.Option(help="cpu, gpu:0, ... Default: the first device that the engine runs on."),
     ] = None,
     instances: Annotated[
-        int, typer.Option(help="Number of processes, each with its own engine.")
+        int | None,
+        typer.Option(
+            help="Number of processes, each with its own engine. Default: as the compile found it"
+            " best, else 1."
+        ),
     ] = DEFAULTS.instances,
     overlap: Annotated[
         bool,
@@ -74,7 +78,10 @@ def load(
     ] = False,
     max_batch: Annotated[
         int | None,
-        typer.Option(help="Maximum rows in a batch. Default: the proved maximum."),
+        typer.Option(
+            help="Maximum rows in a batch. Default: as the compile found it best, else the proved"
+            " maximum."
+        ),
     ] = None,
     max_delay_ms: Annotated[
         float,

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from pipeline.core import DimRange, Frozen, Precision, Profile, TensorSpec
-from pipeline.results.report import Verdict
+from pipeline.results.report import LoadPoint, Verdict
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service.inference import ModelState
 
@@ -60,8 +60,14 @@ class DeploymentOptions(Frozen):
     device: str | None = Field(
         default=None, description="`cpu`, `gpu:0`, ...; null: the first device that fits the engine"
     )
-    instances: int = Field(
-        default=1, ge=1, le=64, description="Processes, each with its own engine"
+    instances: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description=(
+            "Processes, each with its own engine; null: the sessions of the version's best point,"
+            " else 1"
+        ),
     )
     overlap: bool = Field(
         default=False,
@@ -72,7 +78,10 @@ class DeploymentOptions(Frozen):
     max_batch: int | None = Field(
         default=None,
         ge=1,
-        description="Rows that may run together; null: as many as the BatchSpec allows",
+        description=(
+            "Rows that may run together; null: the batch of the version's best point, else as many"
+            " as the BatchSpec allows"
+        ),
     )
     max_delay_s: float = Field(
         default=0.002,
@@ -131,6 +140,10 @@ class Version(Frozen):
     outputs: tuple[TensorSpec, ...]
     profiles: tuple[Profile, ...]
     batch: BatchSpec
+    best_point: LoadPoint | None = Field(
+        default=None,
+        description="The best point by the plan's objective; null: the objective is latency",
+    )
     image: InputRecipe | None = None
     labels: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 

@@ -69,6 +69,18 @@ class DeploymentSpec:
     device: str  # "cpu", "gpu:0", ...
     load_s: float  # time-out for a worker to become ready
 
+    @property
+    def instances(self) -> int:
+        """The number of workers: as requested, or as the compile found it best."""
+        best = self.version.best_point
+        return self.options.instances or (best.sessions if best else 1)
+
+    @property
+    def max_batch(self) -> int | None:
+        """The rows that may run together: as requested, or as the compile found it best."""
+        best = self.version.best_point
+        return self.options.max_batch or (best.batch if best else None)
+
 
 @dataclass(slots=True)
 class _PendingRequest:
@@ -92,13 +104,13 @@ class Deployment:
         self._loop = asyncio.get_running_loop()
         self._work = work
         engine = spec.engine.model_copy(update={"threads": _threads(spec)})
-        self._matcher = ShapeMatcher(engine, version.batch, options.max_batch)
+        self._matcher = ShapeMatcher(engine, version.batch, spec.max_batch)
         self._rows = BatchAssembler(engine.inputs, engine.outputs, self._matcher.axes)
         self._outputs = tuple(spec.name for spec in engine.outputs)
         self._served = replace(
             served_version(version, spec.device, "ready", ""),
             max_batch=self._matcher.maximum,
-            instances=options.instances,
+            instances=spec.instances,
         )
         self._queue = Queue(Rules(self._matcher.maximum, options.max_delay_s))
         self._pending: dict[int, _PendingRequest] = {}
@@ -131,7 +143,7 @@ class Deployment:
                 ),
                 self._changed,
             )
-            for number in range(options.instances)
+            for number in range(spec.instances)
         ]
 
     @classmethod
@@ -474,10 +486,9 @@ class Deployment:
 
 def _threads(spec: DeploymentSpec) -> int:
     """The threads of one worker: several workers on the CPU share its cores."""
-    instances = spec.options.instances
-    if spec.engine.threads or instances == 1 or spec.device != "cpu":
+    if spec.engine.threads or spec.instances == 1 or spec.device != "cpu":
         return spec.engine.threads
-    return max(1, usable_cores() // instances)
+    return max(1, usable_cores() // spec.instances)
 
 
 def served_version(version: Version, device: str, state: ModelState, reason: str) -> Served:

@@ -63,7 +63,7 @@ class Loader:
         version = spec.version
         async with self._loading:
             free = await asyncio.to_thread(self._context.free, spec.device)
-            check_fit(version, spec.options.instances, free, spec.device)
+            check_fit(version, spec.instances, free, spec.device)
             name = f"{version.model}-{version.version}-{next(self._numbers)}"
             work = self._context.folders.serving / name
             try:

@@ -392,7 +392,7 @@ class ModelManager:
         version, options = loaded.spec.version, loaded.spec.options
         try:
             if not options.overlap:  # the memory is stored for one session per instance
-                memory_bytes = loaded.running.memory_bytes // options.instances
+                memory_bytes = loaded.running.memory_bytes // loaded.spec.instances
                 await self._in_thread(lambda: self._repository.set_memory(version, memory_bytes))
             await self._in_thread_to_end(commit)
         except BaseException:
