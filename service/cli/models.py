@@ -66,16 +66,10 @@ def load(
     instances: Annotated[
         int | None,
         typer.Option(
-            help="Number of processes, each with its own engine. Default: as the compile found it"
-            " best, else 1."
+            help="Batches that run at the same time: on a GPU in one process, else in a process"
+            " each. Default: as the compile found it best, else 1."
         ),
     ] = DEFAULTS.instances,
-    overlap: Annotated[
-        bool,
-        typer.Option(
-            "--overlap", help="Copy a batch while another one computes. Takes more memory."
-        ),
-    ] = False,
     max_batch: Annotated[
         int | None,
         typer.Option(
@@ -107,7 +101,6 @@ def load(
             version=version,
             device=device,
             instances=instances,
-            overlap=overlap,
             max_batch=max_batch,
             max_delay_s=max_delay_ms / 1e3,
             queue_limit=queue_limit,

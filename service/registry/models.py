@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from pipeline.core import DimRange, Frozen, Precision, Profile, TensorSpec
 from pipeline.results.report import LoadPoint, Verdict
@@ -52,6 +52,17 @@ class DeploymentOptions(Frozen):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"instances": 2, "max_batch": 8}]})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _overlap_is_a_second_instance(cls, options: Any) -> Any:
+        """Read options that an earlier build has stored."""
+        if isinstance(options, dict) and "overlap" in options:
+            overlap = options["overlap"]
+            options = {name: value for name, value in options.items() if name != "overlap"}
+            if overlap is True:
+                options["instances"] = 2 * (options.get("instances") or 1)
+        return options
+
     version: int | None = Field(
         default=None,
         ge=1,
@@ -65,14 +76,9 @@ class DeploymentOptions(Frozen):
         ge=1,
         le=64,
         description=(
-            "Processes, each with its own engine; null: the sessions of the version's best point,"
+            "Batches that run at the same time: on a GPU in one process, with one copy of the"
+            " weights, otherwise in a process each; null: the sessions of the version's best point,"
             " else 1"
-        ),
-    )
-    overlap: bool = Field(
-        default=False,
-        description=(
-            "Copy a batch while another one computes; each instance needs more memory for that"
         ),
     )
     max_batch: int | None = Field(

@@ -22,7 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Literal
 
-from pipeline.core import Engine
+from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import CrucibleError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.environment import usable_cores
@@ -45,7 +45,7 @@ from service.serving.batching import (
 from service.serving.replica import Instance
 from service.serving.request_shapes import MatchedShapes, ShapeMatcher, captures
 from service.serving.stats import Figures, Tally
-from service.serving.worker_client import SLOTS, BatchResult, Order, Task, worker_for
+from service.serving.worker_client import BatchResult, Order, Task, worker_for
 from service.storage.layout import Work
 
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
@@ -68,12 +68,25 @@ class DeploymentSpec:
     options: DeploymentOptions
     device: str  # "cpu", "gpu:0", ...
     load_s: float  # time-out for a worker to become ready
+    most_instances: int | None = None  # that fit into the memory, if no number was requested
 
     @property
     def instances(self) -> int:
-        """The number of workers: as requested, or as the compile found it best."""
-        best = self.version.best_point
-        return self.options.instances or (best.sessions if best else 1)
+        """The number of batches that run at once: as requested, or as the compile found it best."""
+        if self.options.instances:
+            return self.options.instances
+        best = self.version.best_point.sessions if self.version.best_point else 1
+        return min(best, self.most_instances or best)
+
+    @property
+    def sessions(self) -> int:
+        """The number of instances in one worker.
+
+        On a GPU they share the weights. On a CPU each instance has a worker, with its own threads;
+        so have PyTorch programs, whose CUDA graphs belong to one thread.
+        """
+        shares = self.device != "cpu" and self.engine.target.backend not in CODE_BACKENDS
+        return self.instances if shares else 1
 
     @property
     def max_batch(self) -> int | None:
@@ -130,7 +143,7 @@ class Deployment:
             runs=RUNS_TO_CAPTURE if captures(engine) else 1,
             device=spec.device,
             load_s=spec.load_s,
-            sessions=SLOTS if options.overlap else 1,
+            sessions=spec.sessions,
             stuck_s=max(MIN_STUCK_S, STUCK_TIMEOUTS * options.timeout_s),
             command=worker,
         )
@@ -143,7 +156,7 @@ class Deployment:
                 ),
                 self._changed,
             )
-            for number in range(spec.instances)
+            for number in range(spec.instances // spec.sessions)
         ]
 
     @classmethod
@@ -302,7 +315,7 @@ class Deployment:
 
     def _retry_after_s(self) -> int:
         """Estimate the time for the waiting requests, at the average speed so far."""
-        batches = len(self._queue.waiting) / self._queue.rules.maximum / len(self._instances)
+        batches = len(self._queue.waiting) / self._queue.rules.maximum / self.spec.instances
         return max(1, math.ceil(batches * self._tally.seconds_per_batch))
 
     def _count_shapes(self, shapes: MatchedShapes) -> None:
@@ -364,7 +377,7 @@ class Deployment:
             instance = self._least_loaded()
             if instance is None:
                 return
-            self._queue, batch = take(self._queue, now, instance.load == 0)
+            self._queue, batch = take(self._queue, now, instance.is_idle)
             if batch is None:
                 self._wake_at(deadline(self._queue) or now)
                 return

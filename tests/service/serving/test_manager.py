@@ -150,11 +150,6 @@ def test_a_load_that_does_not_fit_is_refused_before_the_device_is_touched(tmp_pa
             )
             assert (here.host.started, here.leases.devices.held) == ([], ())
             assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
-            await here.deployments.deploy(
-                LOCAL, "m", DeploymentOptions(overlap=True)
-            )  # twice what an instance needs
-            assert here.host.started[-1].spec.options.overlap
-            assert (await here.deployments.view(LOCAL, "m")).current.memory_bytes is None
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
             assert (
                 await here.ask(),
@@ -189,9 +184,11 @@ def test_the_best_point_of_a_compile_gives_the_defaults_of_a_deployment(tmp_path
             assert view.current.best_point == best
             here.host.free_bytes = int(1.5 * view.current.peak_bytes)
             message = await refused(
-                Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions())
+                Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
             )
             assert message.startswith("'m' with 2 instances needs at least 591.3 MiB")
+            await here.deployments.deploy(LOCAL, "m", DeploymentOptions())
+            assert here.host.started[-1].spec.instances == 1  # as many as fit
             here.host.free_bytes = 2 * view.current.peak_bytes
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions())
             by_default = here.host.started[-1].spec
