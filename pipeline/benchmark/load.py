@@ -46,6 +46,7 @@ from pipeline.execution.child_process import Channel
 from pipeline.host.contention import CpuClock, cpu_clock
 from pipeline.host.environment import peak_memory_bytes
 from pipeline.measurement.clock import (
+    TAIL_VALUES,
     Clock,
     WarmUpOptions,
     measure_block,
@@ -101,8 +102,7 @@ def load_sizes(
     for dim in ranges:
         batches |= {max(1, dim.min), dim.max}
     choices = [{**first, symbol: batch} for batch in sorted(batches)]
-    fitting = [sizes for sizes in choices if any(profile.holds(sizes) for profile in profiles)]
-    return tuple(fitting or [first])
+    return tuple(sizes for sizes in choices if any(profile.holds(sizes) for profile in profiles))
 
 
 def session_counts(threads: int, cores: int, on_gpu: bool) -> tuple[int, ...]:
@@ -261,7 +261,7 @@ class Search:
 
         A point that is over the limit needs none.
         """
-        if self.limit_s is None or _percentile_s(blocks, 50) > self.limit_s:
+        if self.limit_s is None or _is_over(blocks, self.limit_s):
             return 0.0
         spent_s = sum(block.run_s for block in blocks) / sessions
         requests = sum(block.runs for block in blocks)
@@ -271,7 +271,7 @@ class Search:
     def _check_enough(self, point: LoadPoint, blocks: Sequence[Block], label: str) -> None:
         """PlanError if it is open whether a point is within the limit."""
         limit_s = self.limit_s
-        if limit_s is None or point.p99_s is not None or point.p50_s > limit_s:
+        if limit_s is None or point.p99_s is not None or _is_over(blocks, limit_s):
             return
         spent_s = sum(block.run_s for block in blocks) / point.sessions
         # a session that is within the limit needs no longer than this
@@ -305,6 +305,16 @@ def _batches(workloads: Sequence[Workload]) -> str:
 def _percentile_s(blocks: Iterable[Block], percent: float) -> float:
     values = [value for block in blocks for value in block.latency_s]
     return float(np.percentile(values, percent))
+
+
+def _is_over(blocks: Sequence[Block], limit_s: float) -> bool:
+    """Return True if the p99 is over the limit, even with too few requests for a p99.
+
+    That is so if the median is, or if more requests are than a p99 may have beyond it.
+    """
+    late = sum(value > limit_s for block in blocks for value in block.latency_s)
+    has_tail = tail_s(blocks) is not None
+    return _percentile_s(blocks, 50) > limit_s or (late > TAIL_VALUES and not has_tail)
 
 
 def point_from_blocks(

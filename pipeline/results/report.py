@@ -496,6 +496,12 @@ class Report(Frozen):
         return None
 
     @property
+    def is_baseline_over_limit(self) -> bool:
+        """True if no baseline has a point within the objective's limit: there is no ratio."""
+        curve = self.baseline.load if self.baseline else None
+        return curve is not None and curve.best is None
+
+    @property
     def curves(self) -> dict[str, LoadCurve]:
         """The curves under load, by the label of their engine."""
         return {each.label: each.load for each in self._benchmarks() if each.load}

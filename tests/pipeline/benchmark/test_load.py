@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -171,6 +171,34 @@ def test_too_few_requests_for_a_p99_name_the_duration_that_gives_enough() -> Non
     enough = OPTIONS.model_copy(update={"duration_s": 20.0})
     (one,) = searched({"a": 10.0}, limit_s=0.02, sessions=(1,), options=enough)
     assert one.best(0.02) is not None
+
+
+@pytest.mark.parametrize(("late", "is_measured_on"), [(10, True), (11, False)])
+def test_a_point_ends_once_it_is_certainly_over_the_limit(late: int, is_measured_on: bool) -> None:
+    """A p99 of 1,000 requests has ten beyond it."""
+    clock, takes = Clock(), []
+
+    class Late(LoadPeer):
+        def receive(self, timeout_s: float | None = None) -> Any:
+            if not isinstance(self.message, Take):
+                return super().receive(timeout_s)
+            takes.append(self.message.seconds)
+            return replace(
+                block(0.001, 500, 1, 1), latency_s=(0.001,) * (500 - late) + (9.0,) * late
+            )
+
+    (one,) = Search(
+        [RaceEntry(engine_named("a"), Role.CANDIDATE)],
+        WORKLOADS[:1],
+        (1,),
+        0.002,
+        OPTIONS,
+        1000.0,
+        lambda engine, count: Late(clock, count, 1.0),
+        clock=clock,
+    ).run()
+    assert (len(takes) > 1) == is_measured_on
+    assert one.best(0.002) is None
 
 
 def test_what_the_budget_leaves_no_time_for_is_listed() -> None:
