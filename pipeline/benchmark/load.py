@@ -14,10 +14,11 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,7 @@ from pipeline.execution.child_process import Channel
 from pipeline.host.contention import CpuClock, cpu_clock
 from pipeline.host.environment import peak_memory_bytes
 from pipeline.measurement.clock import (
+    TAIL_VALUES,
     Clock,
     WarmUpOptions,
     measure_block,
@@ -100,8 +102,7 @@ def load_sizes(
     for dim in ranges:
         batches |= {max(1, dim.min), dim.max}
     choices = [{**first, symbol: batch} for batch in sorted(batches)]
-    fitting = [sizes for sizes in choices if any(profile.holds(sizes) for profile in profiles)]
-    return tuple(fitting or [first])
+    return tuple(sizes for sizes in choices if any(profile.holds(sizes) for profile in profiles))
 
 
 def session_counts(threads: int, cores: int, on_gpu: bool) -> tuple[int, ...]:
@@ -232,7 +233,7 @@ class Search:
     def _why_stop(self, point: LoadPoint) -> str:
         """Return why no larger batch is tried after this point; empty if one is."""
         if self.limit_s is not None and point.p50_s > self.limit_s:
-            return f"batch {point.batch} is over {limit_text(self.limit_s)}"
+            return f"{point.where} is over {limit_text(self.limit_s)}"
         # of a large model the next point takes twice as long
         return TIME_OVER if self.clock() + 2 * self.last_s > self.turn_end_s else ""
 
@@ -249,7 +250,9 @@ class Search:
             blocks.append(peer.receive(PATIENCE_S))
             wanted_s = self._missing_s(blocks, sessions)
         self.last_s = self.clock() - began_s
-        point = point_from_blocks(blocks, workload, sessions)
+        has_batch = batch_symbol_of_all(one.engine.inputs) is not None
+        batch = workload.rows if has_batch else None
+        point = point_from_blocks(blocks, workload.sizes, batch, sessions)
         self._check_enough(point, blocks, label)
         return point
 
@@ -258,7 +261,7 @@ class Search:
 
         A point that is over the limit needs none.
         """
-        if self.limit_s is None or _percentile_s(blocks, 50) > self.limit_s:
+        if self.limit_s is None or _is_over(blocks, self.limit_s):
             return 0.0
         spent_s = sum(block.run_s for block in blocks) / sessions
         requests = sum(block.runs for block in blocks)
@@ -268,7 +271,7 @@ class Search:
     def _check_enough(self, point: LoadPoint, blocks: Sequence[Block], label: str) -> None:
         """PlanError if it is open whether a point is within the limit."""
         limit_s = self.limit_s
-        if limit_s is None or point.p99_s is not None or point.p50_s > limit_s:
+        if limit_s is None or point.p99_s is not None or _is_over(blocks, limit_s):
             return
         spent_s = sum(block.run_s for block in blocks) / point.sessions
         # a session that is within the limit needs no longer than this
@@ -304,14 +307,26 @@ def _percentile_s(blocks: Iterable[Block], percent: float) -> float:
     return float(np.percentile(values, percent))
 
 
-def point_from_blocks(blocks: Sequence[Block], workload: Workload, sessions: int) -> LoadPoint:
+def _is_over(blocks: Sequence[Block], limit_s: float) -> bool:
+    """Return True if the p99 is over the limit, even with too few requests for a p99.
+
+    That is so if the median is, or if more requests are than a p99 may have beyond it.
+    """
+    late = sum(value > limit_s for block in blocks for value in block.latency_s)
+    has_tail = tail_s(blocks) is not None
+    return _percentile_s(blocks, 50) > limit_s or (late > TAIL_VALUES and not has_tail)
+
+
+def point_from_blocks(
+    blocks: Sequence[Block], sizes: dict[str, int], batch: int | None, sessions: int
+) -> LoadPoint:
     """Return the point that these blocks measured."""
     requests = sum(block.runs for block in blocks)
     durations = np.array([block.run_s for block in blocks])
     sample_s = np.array([block.end_to_end_s[0] for block in blocks])
     return LoadPoint(
-        sizes=workload.sizes,
-        batch=workload.rows,
+        sizes=sizes,
+        batch=batch,
         sessions=sessions,
         requests=requests,
         samples_per_s=float((durations / sample_s).sum() / durations.sum()),
@@ -340,7 +355,8 @@ def contend_under_load(
     """
     with ExitStack() as stack:
         loaded = [stack.enter_context(closing(backends.load(engine))) for _ in range(sessions)]
-        pool = stack.enter_context(ThreadPoolExecutor(sessions))
+        # one session runs in this thread, which loaded it: CUDA graphs may need that
+        together = map if sessions == 1 else stack.enter_context(ThreadPoolExecutor(sessions)).map
         gc.collect()
         gc.disable()  # a collection would add its time to some request
         channel.send(Ready())
@@ -352,28 +368,29 @@ def contend_under_load(
                 for each in loaded:
                     session = opened.enter_context(closing(each.session(profile)))
                     runs.append(partial(run_session, session, workload.feeds))
-                times = pool.map(partial(warm_up, options=options), runs)
+                times = together(partial(warm_up, options=options), runs)
                 channel.send(thinned([s for part in times for s in part], VALUES_PER_BLOCK))
                 while isinstance(message := channel.receive(), Take):
-                    channel.send(load_block(pool, runs, workload.rows, message.seconds))
+                    channel.send(load_block(together, runs, workload.rows, message.seconds))
 
 
 def load_block(
-    pool: Executor,
+    together: Callable[..., Iterable[Any]],
     runs: Sequence[Callable[[], object]],
     rows: int,
     seconds: float,
     clock: Clock = monotonic,
     cpu: Callable[[], CpuClock] = cpu_clock,
 ) -> Block:
-    """Run all sessions at the same time, each in a thread, and return the times of one block.
+    """Run all sessions at the same time, and return the times of one block.
 
-    Its only `end_to_end_s` is the time per sample of all sessions together: a mean, which any
-    waiting for a CPU moves. `latency_s` are the times of requests.
+    `together` maps a function over the sessions, each in a thread. The block's only `end_to_end_s`
+    is the time per sample of all sessions: a mean, which any waiting for a CPU moves. `latency_s`
+    are the times of requests.
     """
 
     def loop(min_s: float) -> list[tuple[float, ...]]:
-        return list(pool.map(partial(measure_block, clock=clock, min_s=min_s), runs))
+        return list(together(partial(measure_block, clock=clock, min_s=min_s), runs))
 
     rewarm = loop(seconds * REWARM_SHARE)
     before = cpu()

@@ -38,9 +38,9 @@ from pipeline.compiler.host_recipes import check_candidates, recipes_of
 from pipeline.compiler.objective import (
     THROUGHPUT,
     after_load,
-    by_label,
     measure_load,
     shorter,
+    with_curves,
 )
 from pipeline.compiler.side_by_side import candidates_of, prepare_all
 from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
@@ -71,7 +71,6 @@ from pipeline.results.report import (
     Candidate,
     LoadCurve,
     LoadPoint,
-    LoadRun,
     OperatorTable,
     Origin,
     Report,
@@ -453,19 +452,6 @@ def measure(
         baselines=baselines_first(run, baselines),
         run=run,
         call=call_of_fastest(run, baselines),
-    )
-
-
-def with_curves(
-    results: Iterable[BenchmarkReport | BenchmarkFailure], load: LoadRun | None
-) -> tuple[BenchmarkReport | BenchmarkFailure, ...]:
-    """Return the results with the curves of the engines that were measured under load."""
-    curves = by_label(load)
-    return tuple(
-        result.model_copy(update={"load": curves.get(result.label)})
-        if isinstance(result, BenchmarkReport)
-        else result
-        for result in results
     )
 
 

@@ -352,6 +352,8 @@ def _best_points(candidate: Candidate, baseline: Baseline) -> tuple[str, ...]:
         return ()
     limit = "" if curve.limit_s is None else f" within {time_text(curve.limit_s)}"
     points = [f"best point{limit}: {curve.best.in_words()}"]
+    if curve.untried:
+        points.append(f"not tried: {'; '.join(curve.untried)}")
     if baseline.load and baseline.load.best:
         points.append(f"best point of {baseline.label}: {baseline.load.best.in_words()}")
     elif baseline.load:

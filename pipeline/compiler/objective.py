@@ -11,7 +11,13 @@ from pipeline.compiler.context import CompileContext
 from pipeline.core import Engine, OnnxModel
 from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.plan.schema import BenchmarkConfig, LatencyLimit, Objective
-from pipeline.results.report import BenchmarkFailure, Candidate, LoadCurve, LoadRun
+from pipeline.results.report import (
+    BenchmarkFailure,
+    BenchmarkReport,
+    Candidate,
+    LoadCurve,
+    LoadRun,
+)
 from pipeline.stages.benchmark import benchmark_load
 
 THROUGHPUT = Stage(
@@ -58,10 +64,18 @@ def measure_load(
     return context.runner.stage(call)
 
 
-def by_label(run: LoadRun | None) -> dict[str, LoadCurve]:
-    """Return the curves by the label of their engine."""
-    curves = run.curves if run else ()
-    return {curve.label: curve for curve in curves if isinstance(curve, LoadCurve)}
+def with_curves(
+    results: Iterable[BenchmarkReport | BenchmarkFailure], load: LoadRun | None
+) -> tuple[BenchmarkReport | BenchmarkFailure, ...]:
+    """Return the results with the curves of the engines that were measured under load."""
+    curves = {curve.label: curve for curve in load.curves} if load else {}
+    found = []
+    for result in results:
+        curve = curves.get(result.label)
+        if isinstance(result, BenchmarkReport) and isinstance(curve, LoadCurve):
+            result = result.model_copy(update={"load": curve})
+        found.append(result)
+    return tuple(found)
 
 
 def after_load(candidate: Candidate, run: LoadRun | None) -> Candidate:

@@ -141,7 +141,7 @@ def _point_table(measured: Sequence[tuple[Entry, LoadCurve]]) -> Table:
         (
             str(entry.number),
             entry.label,
-            str(point.batch),
+            "-" if point.batch is None else str(point.batch),
             str(point.sessions),
             number_text(point.samples_per_s),
             time_text(point.p50_s),

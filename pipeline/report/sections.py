@@ -67,8 +67,8 @@ def headline(report: Report) -> str:
         parts.append(
             f"runs at {interval(report.ratio, 2)} times the {unit} of {report.baseline.label}"
         )
-    elif report.best_point and report.verdict == "accepted":
-        parts.append("is within the limit, and no baseline is")
+    elif report.best_point and report.is_baseline_over_limit:
+        parts.append("is within the limit, which no baseline meets,")
     elif report.ratio_missing:
         parts.append("was chosen, but its speed could not be measured")
     if report.validation is not None and report.validation.metric is not None:

@@ -168,7 +168,7 @@ class LoadPoint(Frozen):
     """
 
     sizes: dict[str, int]
-    batch: int  # rows of a request; 1 if the model has no batch axis
+    batch: int | None  # rows of a request; None: the model has no batch axis
     sessions: int
     requests: int  # that were measured
     samples_per_s: float  # of all sessions together
@@ -179,7 +179,8 @@ class LoadPoint(Frozen):
     @property
     def where(self) -> str:
         """`batch 8 with 2 sessions`."""
-        return f"batch {self.batch} with {self.sessions} session{'s' if self.sessions > 1 else ''}"
+        sessions = f"{self.sessions} session{'s' if self.sessions > 1 else ''}"
+        return sessions if self.batch is None else f"batch {self.batch} with {sessions}"
 
     def in_words(self) -> str:
         """`batch 8 with 2 sessions: 1,234 samples/s, p99 12.1 ms`."""
@@ -493,6 +494,12 @@ class Report(Frozen):
             if benchmark.label == self.winner:
                 return benchmark
         return None
+
+    @property
+    def is_baseline_over_limit(self) -> bool:
+        """True if no baseline has a point within the objective's limit: there is no ratio."""
+        curve = self.baseline.load if self.baseline else None
+        return curve is not None and curve.best is None
 
     @property
     def curves(self) -> dict[str, LoadCurve]:

@@ -89,7 +89,7 @@ def benchmark(
         prepared = with_threads(engine, options.threads or usable_cores())
         return Child(contend, prepared, workloads, name=engine.recipe.label)
 
-    on_gpu = any(engine.target.compute_capability for engine in engines)
+    on_gpu = any(is_on_gpu(engine) for engine in engines)
     gpu = next((gpu.uuid for gpu in find_gpus().devices), "") if on_gpu else ""
     others = other_processes(gpu).pids if gpu else ()
     with watching(gpu) as watch:
@@ -142,20 +142,18 @@ def benchmark_load(
     search takes half of the budget, and the comparison a quarter. An engine that fails gives a
     BenchmarkFailure in its position. PlanError if a point has too few requests for its p99.
     """
-    engine = entries[0].engine
-    on_gpu = engine.target.compute_capability is not None
     cores = usable_cores()
-    workloads = load_workloads(inputs, engine.profiles, options)
+    workloads = load_workloads(inputs, entries[0].engine.profiles, options)
 
     def start(engine: Engine, sessions: int, tried: Sequence[Workload] = workloads) -> Peer:
-        threads = session_threads(options.threads, cores, sessions, on_gpu)
+        threads = session_threads(options.threads, cores, sessions, is_on_gpu(engine))
         prepared = with_threads(engine, threads)
         return Child(contend_under_load, prepared, sessions, tried, name=engine.recipe.label)
 
     searched = Search(
         entries,
         workloads,
-        session_counts(options.threads, cores, on_gpu),
+        session_counts(options.threads, cores, all(is_on_gpu(each.engine) for each in entries)),
         limit_s,
         options,
         monotonic() + options.budget_s * SEARCH_SHARE,
@@ -183,6 +181,10 @@ def benchmark_load(
         curves=curves(searched, contestants, limit_s, host),
         baseline=baseline.engine.recipe.label if baseline else "",
     )
+
+
+def is_on_gpu(engine: Engine) -> bool:
+    return engine.target.compute_capability is not None
 
 
 def load_workloads(
@@ -213,6 +215,9 @@ def curves(
 ) -> tuple[LoadCurve | BenchmarkFailure, ...]:
     """Return the curve of each engine in the search, or a failure, in order."""
     baseline = baseline_of(contestants)
+    no_baseline_is_within = not any(
+        one.best(limit_s) for one in searched if one.role is Role.BASELINE
+    )
     by_digest = {contestant.engine.digest: contestant for contestant in contestants}
     found: list[LoadCurve | BenchmarkFailure] = []
     for one in searched:
@@ -234,7 +239,7 @@ def curves(
         if contestant is not None:
             compared = None if contestant is baseline else baseline
             ratio, ratio_missing = _ratio(contestant, compared, 0, host)
-            if baseline is None and limit_s is not None:
+            if no_baseline_is_within:
                 ratio_missing = "no baseline has a point within the limit"
             measured = {
                 "sample_time": _end_to_end(contestant, 0),
@@ -413,7 +418,7 @@ def _row(
     host: BusyHost,
 ) -> LatencyRow:
     blocks = contestant.blocks[index]
-    on_gpu = contestant.engine.target.compute_capability is not None
+    on_gpu = is_on_gpu(contestant.engine)
     device = partial(
         samples_from_blocks,
         warmup_s=(),

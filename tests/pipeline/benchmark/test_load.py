@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -123,7 +122,7 @@ def searched(
         assert all(peer.stopped for peer in peers)
 
 
-def tried(one: Searched) -> list[tuple[int, int]]:
+def tried(one: Searched) -> list[tuple[int | None, int]]:
     return [(point.batch, point.sessions) for point in one.points]
 
 
@@ -146,7 +145,7 @@ def test_with_a_limit_the_best_point_has_its_p99_within_it() -> None:
     assert best.p99_s == pytest.approx(0.0015)
     assert best.requests >= 1000
     assert tried(one) == [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
-    assert one.untried == ["batch 4 with 2 sessions: batch 2 is over 1.8 ms"]
+    assert one.untried == ["batch 4 with 2 sessions: batch 2 with 2 sessions is over 1.8 ms"]
 
 
 def test_no_more_sessions_are_tried_once_no_point_is_within_the_limit() -> None:
@@ -154,7 +153,7 @@ def test_no_more_sessions_are_tried_once_no_point_is_within_the_limit() -> None:
     assert tried(one) == [(1, 1)]
     assert one.best(0.0005) is None
     assert one.untried == [
-        "batches 2 to 4 with 1 session: batch 1 is over 0.5 ms",
+        "batches 2 to 4 with 1 session: batch 1 with 1 session is over 0.5 ms",
         "2 sessions: no point with fewer sessions is within 0.5 ms",
     ]
 
@@ -172,6 +171,34 @@ def test_too_few_requests_for_a_p99_name_the_duration_that_gives_enough() -> Non
     enough = OPTIONS.model_copy(update={"duration_s": 20.0})
     (one,) = searched({"a": 10.0}, limit_s=0.02, sessions=(1,), options=enough)
     assert one.best(0.02) is not None
+
+
+@pytest.mark.parametrize(("late", "is_measured_on"), [(10, True), (11, False)])
+def test_a_point_ends_once_it_is_certainly_over_the_limit(late: int, is_measured_on: bool) -> None:
+    """A p99 of 1,000 requests has ten beyond it."""
+    clock, takes = Clock(), []
+
+    class Late(LoadPeer):
+        def receive(self, timeout_s: float | None = None) -> Any:
+            if not isinstance(self.message, Take):
+                return super().receive(timeout_s)
+            takes.append(self.message.seconds)
+            return replace(
+                block(0.001, 500, 1, 1), latency_s=(0.001,) * (500 - late) + (9.0,) * late
+            )
+
+    (one,) = Search(
+        [RaceEntry(engine_named("a"), Role.CANDIDATE)],
+        WORKLOADS[:1],
+        (1,),
+        0.002,
+        OPTIONS,
+        1000.0,
+        lambda engine, count: Late(clock, count, 1.0),
+        clock=clock,
+    ).run()
+    assert (len(takes) > 1) == is_measured_on
+    assert one.best(0.002) is None
 
 
 def test_what_the_budget_leaves_no_time_for_is_listed() -> None:
@@ -250,8 +277,7 @@ def test_a_block_gives_the_time_of_a_sample_and_the_times_of_requests() -> None:
     def run() -> None:
         clock.now_s += 0.25
 
-    with ThreadPoolExecutor(1) as pool:
-        measured = load_block(pool, [run], 8, 1.0, clock, lambda: next(counters))
+    measured = load_block(map, [run], 8, 1.0, clock, lambda: next(counters))
     (sample_s,) = measured.end_to_end_s
     assert sample_s == pytest.approx(0.25 / 8)
     assert measured.latency_s == (0.25,) * 4

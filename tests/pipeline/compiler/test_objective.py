@@ -58,6 +58,7 @@ def test_throughput_decides_and_the_reasons_name_the_best_points() -> None:
     assert decision.reasons[1:] == (
         "3.00 times the throughput of the baseline (95 % 2.96 to 3.04)",
         "best point: batch 8 with 2 sessions: 900 samples/s, p99 22.2 ms",
+        "not tried: 4 sessions: the time was over",
         "best point of eager: batch 8 with 2 sessions: 300 samples/s, p99 66.7 ms",
     )
 
