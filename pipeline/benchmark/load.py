@@ -1,12 +1,13 @@
 """Throughput under load: which batch size and how many sessions serve an engine best.
 
     parent                                  one child per engine and number of sessions
-    start a child                       --> load the engine once for each session
+    start a child                       --> load the engine, once or for each session
     per batch, ascending: warm up, Take --> every session runs one request after another
     until the time is over, or requests are over the limit
 
-Each session is an engine of its own with its share of the cores, as an instance is in serving, but
-in a thread of one process. A race then compares the engines, each at its best point.
+A session is what an instance is in serving: on a GPU a session of one engine, on a CPU an engine of
+its own with its share of the cores, but in a thread of one process. A race then compares the
+engines, each at its best point.
 """
 
 from __future__ import annotations
@@ -349,12 +350,14 @@ def tail_s(blocks: Sequence[Block]) -> float | None:
 def contend_under_load(
     channel: Channel, engine: Engine, sessions: int, workloads: Sequence[Workload]
 ) -> None:
-    """Load an engine once for each session, and run a block at each request of the parent.
+    """Load an engine as serving does, and run a block at each request of the parent.
 
     The messages are those of `contend`.
     """
     with ExitStack() as stack:
-        loaded = [stack.enter_context(closing(backends.load(engine))) for _ in range(sessions)]
+        copies = 1 if engine.shares_weights else sessions
+        loaded = [stack.enter_context(closing(backends.load(engine))) for _ in range(copies)]
+        loaded *= sessions // copies
         # one session runs in this thread, which loaded it: CUDA graphs may need that
         together = map if sessions == 1 else stack.enter_context(ThreadPoolExecutor(sessions)).map
         gc.collect()

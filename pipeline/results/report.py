@@ -164,7 +164,7 @@ class LatencyRow(Frozen):
 class LoadPoint(Frozen):
     """Throughput of one engine at one batch size and one number of sessions.
 
-    Each session is an engine of its own in a thread, and runs one request after another.
+    Each session runs one request after another in a thread of its own.
     """
 
     sizes: dict[str, int]

@@ -22,7 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Literal
 
-from pipeline.core import CODE_BACKENDS, Engine
+from pipeline.core import Engine
 from pipeline.errors import CrucibleError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.environment import usable_cores
@@ -80,13 +80,8 @@ class DeploymentSpec:
 
     @property
     def sessions(self) -> int:
-        """The number of instances in one worker.
-
-        On a GPU they share the weights. On a CPU each instance has a worker, with its own threads;
-        so have PyTorch programs, whose CUDA graphs belong to one thread.
-        """
-        shares = self.device != "cpu" and self.engine.target.backend not in CODE_BACKENDS
-        return self.instances if shares else 1
+        """The number of instances in one worker: all, if they share the weights."""
+        return self.instances if self.engine.shares_weights else 1
 
     @property
     def max_batch(self) -> int | None:

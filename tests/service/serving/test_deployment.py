@@ -226,15 +226,15 @@ def test_several_instances_share_the_work(tmp_path: Path, engine: Engine) -> Non
     play(story)
 
 
-def test_on_a_gpu_instances_are_threads_of_one_worker(tmp_path: Path, engine: Engine) -> None:
-    """Of an engine that runs on any device."""
+def test_instances_that_share_weights_are_threads_of_one_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: Engine
+) -> None:
+    monkeypatch.setattr(Engine, "shares_weights", True)
 
     async def story() -> None:
         threads = {}
         for instances in (1, 3):
-            async with deployed(
-                tmp_path, engine, max_batch=4, instances=instances, device="gpu:0"
-            ) as bench:
+            async with deployed(tmp_path, engine, max_batch=4, instances=instances) as bench:
                 assert bench.deployment.served().instances == instances
                 assert len(bench.deployment.pids) == 1
                 answers = await asyncio.gather(*(bench.ask(marked(n)) for n in range(200)))
