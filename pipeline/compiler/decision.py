@@ -235,9 +235,12 @@ def decide(
 
     accepted   measurably faster than the baseline, and accurate on the validation set
     keep       compared with the baseline, and not measurably faster: the baseline is kept
-    unproven   no data to prove the accuracy, or the speed could not be measured on this host
+    unproven   no data to prove the accuracy, or the speed could not be measured on this host, or
+               the p99 over all processes is over the limit
     rejected   failed on the validation set, or no candidate kept its accuracy within the limit
     """
+    if winner is None and has_waited(candidates):
+        return Decision("unproven", None, _why_none(candidates), (MEASURE_LOAD_AGAIN,))
     if winner is None and only_baseline_is_within(candidates, baseline.load):
         steps = (DELIVER_BASELINE,) if baseline.undelivered else ()
         return Decision("keep", None, _why_alone(candidates, baseline), (*steps, RAISE_LIMIT))
@@ -282,8 +285,18 @@ class _Missing:
 
 def only_baseline_is_within(candidates: Sequence[Candidate], baseline: LoadCurve | None) -> bool:
     """Return whether the baseline has a point within the limit, and no accurate candidate has."""
-    is_over = any(candidate.state == "over the limit" for candidate in candidates)
-    return is_over and baseline is not None and baseline.best is not None
+    is_within = baseline is not None and baseline.best is not None
+    return is_within and bool(_over_limit(candidates)) and not has_waited(candidates)
+
+
+def has_waited(candidates: Sequence[Candidate]) -> bool:
+    """Return whether a candidate over the limit waited for a CPU: its own p99 is not known."""
+    curves = [curve_of(candidate) for candidate in _over_limit(candidates)]
+    return any(curve and curve.nearest.has_waited for curve in curves)
+
+
+def _over_limit(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.state == "over the limit"]
 
 
 def _missing_proof(
@@ -476,8 +489,7 @@ def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
 
     Without one, it is the most accurate candidate of those that failed their accuracy.
     """
-    over = [candidate for candidate in candidates if candidate.state == "over the limit"]
-    if over:
+    if over := _over_limit(candidates):
         return min(over, key=_nearest_s)
     return min(
         (
