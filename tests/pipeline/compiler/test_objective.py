@@ -12,9 +12,9 @@ from pipeline.compiler.decision import (
     Decision,
     choose,
     decide,
-    speed_ratio,
 )
 from pipeline.compiler.objective import after_load, limit_of, shorter
+from pipeline.compiler.speed import speed_ratio
 from pipeline.core import Precision, Recipe
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
