@@ -27,7 +27,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pipeline.benchmark.batch_sweep import Sweep, tail_name
-from pipeline.compiler.decision import level_s
+from pipeline.compiler.speed import level_s
 from pipeline.core import KeptNode, Refusal
 from pipeline.execution.stage_event import StageEvent
 from pipeline.formatting import shape_text, state_label

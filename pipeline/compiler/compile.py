@@ -27,10 +27,7 @@ from pipeline.compiler.decision import (
     Decision,
     choose,
     decide,
-    is_slower_or_equal,
     only_baseline_is_within,
-    ratio_missing,
-    ratio_of,
     why_undelivered,
 )
 from pipeline.compiler.further_candidates import Prepared, ablate, rescue
@@ -43,6 +40,7 @@ from pipeline.compiler.objective import (
     with_curves,
 )
 from pipeline.compiler.side_by_side import candidates_of, prepare_all
+from pipeline.compiler.speed import is_slower_or_equal, ratio_missing, ratio_of
 from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
 from pipeline.errors import (
     BackendUnavailable,

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from itertools import chain
 
 from pipeline.benchmark.elimination import NEAR
+from pipeline.compiler.speed import (
+    curve_of,
+    is_faster,
+    is_slower_or_equal,
+    level_s,
+    ratio_missing,
+    ratio_of,
+    speed_ratio,
+)
 from pipeline.core import CalibrationMethod, NoteCode, Precision, Recipe
 from pipeline.formatting import time_text
-from pipeline.measurement.clock import Samples
-from pipeline.measurement.comparison import NotMeasurable, compare, processes_from_samples
-from pipeline.measurement.statistics import Interval
 from pipeline.results.report import (
     Candidate,
     DataFault,
@@ -62,7 +68,6 @@ MEASURE_LOAD_AGAIN = (
     "compile again on an idle host, with a larger `benchmark.budget_s`: what is built is reused"
 )
 RAISE_LIMIT = "raise `objective.max_latency_ms`, or give other candidates or smaller batches"
-NO_BASELINE = "the baseline could not be measured"
 DELIVER_BASELINE = (
     "keep your present deployment, or change what stopped the baseline and compile again"
 )
@@ -93,59 +98,6 @@ class Baseline:
     load: LoadCurve | None = None  # None: latency decides
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What decides about speed: times of an engine, and their ratio to the baseline."""
-
-    times: Samples | None  # of a run, or of a sample under load; None: not compared
-    ratio: Interval | None
-    ratio_missing: str
-
-
-def curve_of(candidate: Candidate) -> LoadCurve | None:
-    """Return the curve of a candidate; None if latency decides, or if it was not measured."""
-    return candidate.benchmark.load if candidate.benchmark else None
-
-
-def speed_of(candidate: Candidate) -> Speed | None:
-    """Return the speed that decides, or None if it was not measured.
-
-    It is the throughput at the candidate's best point under load, or else the latency at the first
-    benchmarked shape.
-    """
-    if curve := curve_of(candidate):
-        return Speed(curve.sample_time, curve.ratio, curve.ratio_missing)
-    if candidate.benchmark is None or not candidate.benchmark.rows:
-        return None
-    row = candidate.benchmark.rows[0]
-    return Speed(row.end_to_end, row.ratio, row.ratio_missing)
-
-
-def ratio_of(candidate: Candidate) -> Interval | None:
-    """Return baseline median / candidate median of the times that decide about speed."""
-    speed = speed_of(candidate)
-    return speed.ratio if speed else None
-
-
-def ratio_missing(candidate: Candidate) -> str:
-    """Return why a candidate has no ratio to the baseline; empty if it has one."""
-    if ratio_of(candidate) is not None:
-        return ""
-    speed = speed_of(candidate)
-    return (speed.ratio_missing if speed else "") or NO_BASELINE
-
-
-def is_faster(candidate: Candidate) -> bool:
-    """Return whether a candidate is measurably faster than the baseline."""
-    ratio = ratio_of(candidate)
-    return ratio is not None and ratio.low > 1.0
-
-
-def is_slower_or_equal(candidate: Candidate) -> bool:
-    """Return whether a candidate was compared with the baseline and is not measurably faster."""
-    return ratio_of(candidate) is not None and not is_faster(candidate)
-
-
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the winner: the most accurate of the fastest candidates.
 
@@ -170,15 +122,6 @@ def contenders(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     )
 
 
-def level_s(candidate: Candidate) -> float:
-    """Return the median time of a candidate's undisturbed processes: see `speed_of`.
-
-    Infinite if the candidate was not measured.
-    """
-    speed = speed_of(candidate)
-    return processes_from_samples(speed.times).level_s if speed and speed.times else math.inf
-
-
 def _is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
     ratio = speed_ratio(fastest, candidate)
     if ratio is None:  # too few processes, or a busy host: only the medians are known
@@ -193,24 +136,6 @@ def _without_ranges(candidate: Candidate) -> Recipe:
     Graphs that differ only in their scales run equally fast.
     """
     return candidate.recipe.model_copy(update={"method": None})
-
-
-def speed_ratio(base: Candidate, other: Candidate) -> Interval | None:
-    """Return median of `base` / median of `other`, of the times that decide about speed.
-
-    None if it cannot be measured. Both ran in the same interleaved run, and the noise of the
-    baseline is not included, so the interval is narrower than that of their ratios to the baseline.
-    """
-    speeds = speed_of(base), speed_of(other)
-    is_alike = (curve_of(base) is None) == (curve_of(other) is None)
-    if not is_alike or not speeds[0] or not speeds[1]:
-        return None
-    if speeds[0].times is None or speeds[1].times is None:
-        return None
-    try:
-        return compare(speeds[0].times, speeds[1].times)
-    except NotMeasurable:
-        return None
 
 
 def loss(candidate: Candidate) -> tuple[float, float]:
@@ -235,9 +160,12 @@ def decide(
 
     accepted   measurably faster than the baseline, and accurate on the validation set
     keep       compared with the baseline, and not measurably faster: the baseline is kept
-    unproven   no data to prove the accuracy, or the speed could not be measured on this host
+    unproven   no data to prove the accuracy, or the speed could not be measured on this host, or
+               the p99 over all processes is over the limit
     rejected   failed on the validation set, or no candidate kept its accuracy within the limit
     """
+    if winner is None and has_waited(candidates):
+        return Decision("unproven", None, _why_none(candidates), (MEASURE_LOAD_AGAIN,))
     if winner is None and only_baseline_is_within(candidates, baseline.load):
         steps = (DELIVER_BASELINE,) if baseline.undelivered else ()
         return Decision("keep", None, _why_alone(candidates, baseline), (*steps, RAISE_LIMIT))
@@ -282,8 +210,18 @@ class _Missing:
 
 def only_baseline_is_within(candidates: Sequence[Candidate], baseline: LoadCurve | None) -> bool:
     """Return whether the baseline has a point within the limit, and no accurate candidate has."""
-    is_over = any(candidate.state == "over the limit" for candidate in candidates)
-    return is_over and baseline is not None and baseline.best is not None
+    is_within = baseline is not None and baseline.best is not None
+    return is_within and bool(_over_limit(candidates)) and not has_waited(candidates)
+
+
+def has_waited(candidates: Sequence[Candidate]) -> bool:
+    """Return whether a candidate over the limit waited for a CPU: its own p99 is not known."""
+    curves = [curve_of(candidate) for candidate in _over_limit(candidates)]
+    return any(curve and curve.nearest.has_waited for curve in curves)
+
+
+def _over_limit(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.state == "over the limit"]
 
 
 def _missing_proof(
@@ -476,8 +414,7 @@ def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
 
     Without one, it is the most accurate candidate of those that failed their accuracy.
     """
-    over = [candidate for candidate in candidates if candidate.state == "over the limit"]
-    if over:
+    if over := _over_limit(candidates):
         return min(over, key=_nearest_s)
     return min(
         (

@@ -27,7 +27,8 @@ from pipeline.compiler.compile import (
     export_model,
 )
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
-from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of, why_undelivered
+from pipeline.compiler.decision import Baseline, decide, why_undelivered
+from pipeline.compiler.speed import ratio_missing, ratio_of
 from pipeline.core import Engine, Note, NoteCode, OnnxModel
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner

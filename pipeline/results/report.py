@@ -177,6 +177,11 @@ class LoadPoint(Frozen):
     waiting: float = 0.0  # share of the time for which the sessions waited for a CPU
 
     @property
+    def has_waited(self) -> bool:
+        """True if the host was too busy for this point's own figures."""
+        return self.waiting > MAX_WAITING
+
+    @property
     def where(self) -> str:
         """`batch 8 with 2 sessions`."""
         sessions = f"{self.sessions} session{'s' if self.sessions > 1 else ''}"
@@ -188,7 +193,7 @@ class LoadPoint(Frozen):
         if self.p99_s is not None:
             tail = f"p99 {time_text(self.p99_s)}"
         waited = ""
-        if self.waiting > MAX_WAITING:
+        if self.has_waited:
             waited = f", waiting for a CPU for {self.waiting:.0%} of its time"
         return f"{self.where}: {number_text(self.samples_per_s)} samples/s, {tail}{waited}"
 
@@ -285,8 +290,12 @@ class LoadRun(Frozen):
 
     @property
     def provisional(self) -> bool:
+        """True if the next run should measure again: a failure may pass, or points waited."""
         return any(
-            isinstance(curve, BenchmarkFailure) and curve.provisional for curve in self.curves
+            curve.provisional
+            if isinstance(curve, BenchmarkFailure)
+            else any(point.has_waited for point in curve.points)
+            for curve in self.curves
         )
 
 

@@ -12,9 +12,9 @@ from pipeline.compiler.decision import (
     Decision,
     choose,
     decide,
-    speed_ratio,
 )
 from pipeline.compiler.objective import after_load, limit_of, shorter
+from pipeline.compiler.speed import speed_ratio
 from pipeline.core import Precision, Recipe
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
@@ -90,6 +90,18 @@ def test_a_baseline_that_alone_is_within_the_limit_is_kept() -> None:
     )
     assert (decision.verdict, decision.winner) == ("keep", None)
     assert decision.reasons[0].startswith("only eager is within the limit: batch 1 with 2 sessions")
+
+
+def test_an_engine_that_waited_for_a_cpu_is_not_rejected_by_its_p99() -> None:
+    curve = load_curve(ENGINE, 100.0, limit_s=LIMIT_S)
+    waited = tuple(point.model_copy(update={"waiting": 0.5}) for point in curve.points)
+    busy = curve.model_copy(update={"points": waited})
+    decision = decided(over_limit(busy), load_curve("eager", 900.0, limit_s=LIMIT_S))
+    assert (decision.verdict, decision.winner) == ("unproven", None)
+    assert not LoadRun(created="", curves=(curve,)).provisional
+    assert LoadRun(created="", curves=(busy,)).provisional  # the next compile measures again
+    assert "waiting for a CPU for 50% of its time" in decision.reasons[0]
+    assert decision.next_steps == (MEASURE_LOAD_AGAIN,)
 
 
 def test_an_engine_that_alone_is_within_the_limit_is_accepted_without_a_ratio() -> None:
