@@ -556,6 +556,16 @@ class Engine(Artifact):
     cold_start_s: float | None = None  # of compiled programs: from no process to an answer
     notes: tuple[Note, ...] = ()
 
+    @property
+    def shares_weights(self) -> bool:
+        """True if several instances are sessions of one loaded engine: those on a GPU are.
+
+        On a CPU each is an engine of its own, with its own threads. So is each PyTorch program:
+        its CUDA graphs belong to one thread.
+        """
+        on_gpu = self.target.compute_capability is not None
+        return on_gpu and self.target.backend not in CODE_BACKENDS
+
 
 class Refusal(Frozen):
     """One node that a backend cannot run, with a remedy."""

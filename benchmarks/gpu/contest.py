@@ -128,7 +128,7 @@ def contest(
 
     entries = [RaceEntry(engine, Role.COMPARED) for engine in engines]
     host = BusyHost(os.getloadavg()[0], usable_cores())
-    found = results(race(entries, (workload,), options, start, progress), (workload,), host)
+    found = results(race(entries, (workload.shape,), options, start, progress), (workload,), host)
     return [
         Outcome(entrant, result, loaded.get(entrant.name))
         for entrant, result in zip(entrants, found, strict=True)

@@ -16,7 +16,7 @@ network.
 
 With `--backend tensorrt` the CNN is a larger one that runs on the GPU, so that the engine takes no
 core from server and client. There are no peers then and no network is needed; the result is
-serving_gpu.json, with `--overlap` serving_gpu_overlap.json.
+serving_gpu.json, with `--instances 2` serving_gpu_instances.json.
 """
 
 from __future__ import annotations
@@ -152,10 +152,10 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         help="for which Crucible holds a batch open",
     )
     parser.add_argument(
-        "--overlap",
-        action="store_true",
-        default=None,
-        help="Crucible copies a batch while another one computes",
+        "--instances",
+        type=int,
+        metavar="N",
+        help="batches that run at the same time in Crucible",
     )
     parser.add_argument(
         "--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes"

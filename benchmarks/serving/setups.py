@@ -12,7 +12,7 @@ from service.registry.models import DeploymentOptions
 
 Backend = Literal["onnxruntime", "tensorrt"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-OPTIONS = ("overlap", "max_batch", "max_delay_s")
+OPTIONS = ("instances", "max_batch", "max_delay_s")
 """Of a deployment, for the command line and the document of a result."""
 
 
@@ -53,7 +53,7 @@ class Setup:
 
 SETUPS: Mapping[Backend, Setup] = {
     "onnxruntime": Setup(
-        "onnxruntime", "serving", "resnet18", 128, 1, DeploymentOptions()
+        "onnxruntime", "serving", "resnet18", 128, 1, DeploymentOptions(instances=1)
     ),  # 5 to 10 ms on 2 cores with AVX2
     "tensorrt": Setup(
         "tensorrt",
@@ -61,7 +61,7 @@ SETUPS: Mapping[Backend, Setup] = {
         "resnet50",
         128,
         7,
-        DeploymentOptions(max_batch=8, max_delay_s=0.05),
+        DeploymentOptions(instances=1, max_batch=8, max_delay_s=0.05),
         most_per_s=500.0,
     ),
 }
@@ -82,7 +82,7 @@ def setup_from(arguments: argparse.Namespace) -> Setup:
     given = {name: value for name, value in options.items() if value is not None}
     chosen = DeploymentOptions.model_validate(setup.options.model_dump() | given)
     document = (
-        f"{setup.document}_overlap" if chosen.overlap else setup.document
+        f"{setup.document}_instances" if (chosen.instances or 1) > 1 else setup.document
     )  # beside the run without, not in its place
     return replace(
         setup,

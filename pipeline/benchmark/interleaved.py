@@ -86,8 +86,15 @@ class Workload:
     sizes: dict[str, int]
     feeds: Tensors
     rows: int  # samples per run
-    flops: float | None  # of the source graph, whatever an engine makes of it
-    moved_bytes: float | None  # by the source graph's nodes, as if nothing were fused
+    # of the source graph, whatever an engine makes of it
+    flops: float | None = None
+    # by the source graph's nodes, as if nothing were fused
+    moved_bytes: float | None = None
+
+    @property
+    def shape(self) -> str:
+        """The shape in words, for progress."""
+        return ", ".join(f"{name} {size}" for name, size in self.sizes.items()) or "fixed shape"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +208,7 @@ class Contestant:
 
 def race(
     entries: Sequence[RaceEntry],
-    workloads: Sequence[Workload],
+    shapes: Sequence[str],
     options: BenchmarkConfig,
     start: Callable[[Engine], Peer],
     progress: Progress = silent,
@@ -211,13 +218,14 @@ def race(
     """Run generations until the race is decided or its time is over.
 
     Each generation has one child for every contestant that is still in the race. A contestant that
-    fails leaves the race and keeps its position in the list.
+    fails leaves the race and keeps its position in the list. `shapes` names each workload of a
+    child in words, for progress.
     """
     contestants = [
-        Contestant(entry.engine, entry.role, [[] for _ in workloads], [[] for _ in workloads])
+        Contestant(entry.engine, entry.role, [[] for _ in shapes], [[] for _ in shapes])
         for entry in entries
     ]
-    run = Race(contestants, workloads, options, start, progress, clock, enough_runs)
+    run = Race(contestants, shapes, options, start, progress, clock, enough_runs)
     while run.goes_on():
         with ExitStack() as stack:
             run.load(stack)
@@ -231,7 +239,7 @@ class Race:
     """The schedule of a race."""
 
     contestants: list[Contestant]
-    workloads: Sequence[Workload]
+    shapes: Sequence[str]
     options: BenchmarkConfig
     start: Callable[[Engine], Peer]
     progress: Progress
@@ -306,17 +314,10 @@ class Race:
 
         The usual processes of an engine share its times for warm-up and measuring in the plan.
         """
-        rounds, options = self.rounds(), self.options
-        warm = WarmUpOptions(
-            math.ceil(options.warmup_runs / USUAL_PROCESSES),
-            options.warmup_s / USUAL_PROCESSES,
-            MAX_WARMUP_S / USUAL_PROCESSES,
-        )
-        take = Take(options.duration_s / (USUAL_PROCESSES * rounds), self.enough_runs)
+        rounds, warm = self.rounds(), warm_up_of_process(self.options)
+        take = Take(self.options.duration_s / (USUAL_PROCESSES * rounds), self.enough_runs)
         racing = self.racing()
-        for index, workload in enumerate(self.workloads):
-            sizes = ", ".join(f"{name} {size}" for name, size in workload.sizes.items())
-            shape = sizes or "fixed shape"
+        for index, shape in enumerate(self.shapes):
             for contestant in self._in_random_order():
                 contestant.warmups[index] += self._turn(contestant, f"warm up, {shape}", warm) or ()
             for _ in range(rounds):
@@ -341,6 +342,15 @@ class Race:
         process = f"process {self.generation + 1}, {text}: {contestant.engine.recipe.label}"
         self.progress(min(spent, 1.0), process)
         return _answer(contestant, message)
+
+
+def warm_up_of_process(options: BenchmarkConfig) -> WarmUpOptions:
+    """Return one process's share of the warm-up in the plan."""
+    return WarmUpOptions(
+        math.ceil(options.warmup_runs / USUAL_PROCESSES),
+        options.warmup_s / USUAL_PROCESSES,
+        MAX_WARMUP_S / USUAL_PROCESSES,
+    )
 
 
 def _first_to_answer(contestants: Sequence[Contestant]) -> Contestant:
@@ -381,13 +391,7 @@ def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> 
         channel.send(Ready())
         for workload in workloads:
             options: WarmUpOptions = channel.receive()
-            matching = [
-                index
-                for index, profile in enumerate(engine.profiles)
-                if profile.holds(workload.sizes)
-            ]
-            profile = matching[0] if matching else 0
-            with closing(loaded.session(profile)) as session:
+            with closing(loaded.session(profile_for(engine, workload))) as session:
                 times = warm_up(partial(run_session, session, workload.feeds), options)
                 channel.send(thinned(times, VALUES_PER_BLOCK))
                 while isinstance(message := channel.receive(), Take):
@@ -395,6 +399,14 @@ def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> 
                         session, workload.feeds, message.seconds, enough_runs=message.enough_runs
                     )
                     channel.send(block)
+
+
+def profile_for(engine: Engine, workload: Workload) -> int:
+    """Return the index of the engine's first profile that holds the workload; 0 if none does."""
+    matching = (
+        index for index, profile in enumerate(engine.profiles) if profile.holds(workload.sizes)
+    )
+    return next(matching, 0)
 
 
 def take_block(

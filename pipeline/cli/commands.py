@@ -162,6 +162,7 @@ def bench(
 
     Example: crucible bench crucible-out/resnet50 --batch 1,2,4,8 --limit-ms 20
     """
+    from pipeline.compiler.remeasure import decides_by_load
     from pipeline.report.files import load_report
 
     engine, compiled = delivered_engine(result), load_report(result)
@@ -182,7 +183,8 @@ def bench(
             "--limit-ms and --out need --batch", "add the batch sizes, for example --batch 1,2,4,8"
         )
     folder = result if result.is_dir() else result.parent
-    _bench(engine, compiled, plan, folder, as_json, completes=not overrides and not compiled.ratio)
+    completes = not overrides and not compiled.ratio and not decides_by_load(compiled)
+    _bench(engine, compiled, plan, folder, as_json, completes)
 
 
 def _bench(

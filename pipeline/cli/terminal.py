@@ -27,12 +27,13 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pipeline.benchmark.batch_sweep import Sweep, tail_name
-from pipeline.compiler.decision import level_s
+from pipeline.compiler.speed import level_s
 from pipeline.core import KeptNode, Refusal
 from pipeline.execution.stage_event import StageEvent
 from pipeline.formatting import shape_text, state_label
 from pipeline.measurement.clock import Clock, monotonic
 from pipeline.report.accuracy_sections import ablation_outcome
+from pipeline.report.latency_sections import throughput_section
 from pipeline.report.performance_summary import (
     Summary,
     bound_text,
@@ -247,6 +248,9 @@ def print_compiled(console: Console, report: Report, html_file: Path) -> None:
     console.print(candidate_table(report))
     for line in stopped_lines(report):
         console.print(line, highlight=False, soft_wrap=True)
+    best_points, *_ = throughput_section(report).tables or (None,)
+    if best_points:
+        console.print(rich_table(best_points))
     print_limits(console, first_rows(report))
     if report.ablation and report.ablation.rows:
         console.print(ablation_table(report.ablation))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.compiler.decision import loss, speed_ratio
+from pipeline.compiler.decision import loss
+from pipeline.compiler.speed import speed_ratio
 from pipeline.core import Precision, Recipe
 from pipeline.results.report import Ablation, AblationRow, Candidate
 

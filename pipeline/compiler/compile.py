@@ -27,14 +27,20 @@ from pipeline.compiler.decision import (
     Decision,
     choose,
     decide,
-    is_slower_or_equal,
-    ratio_missing,
-    ratio_of,
+    only_baseline_is_within,
     why_undelivered,
 )
 from pipeline.compiler.further_candidates import Prepared, ablate, rescue
 from pipeline.compiler.host_recipes import check_candidates, recipes_of
+from pipeline.compiler.objective import (
+    THROUGHPUT,
+    after_load,
+    measure_load,
+    shorter,
+    with_curves,
+)
 from pipeline.compiler.side_by_side import candidates_of, prepare_all
+from pipeline.compiler.speed import is_slower_or_equal, ratio_missing, ratio_of
 from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
 from pipeline.errors import (
     BackendUnavailable,
@@ -61,6 +67,8 @@ from pipeline.results.report import (
     BenchmarkReport,
     Benchmarks,
     Candidate,
+    LoadCurve,
+    LoadPoint,
     OperatorTable,
     Origin,
     Report,
@@ -90,7 +98,7 @@ BENCHMARK = Stage(
     needs_quiet_device=True,
     is_cacheable=lambda found: not found.provisional,
 )
-STAGES = (EXPORT, SIMPLIFY, BASELINE, COMPILE, BENCHMARK)
+STAGES = (EXPORT, SIMPLIFY, BASELINE, COMPILE, THROUGHPUT, BENCHMARK)
 
 EAGER = Recipe(backend="pytorch", precision=Precision.FP32, variant="eager")
 
@@ -141,6 +149,11 @@ class Measured:
     baselines: tuple[BenchmarkReport, ...]
     run: Benchmarks
     call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
+
+    @property
+    def curve(self) -> LoadCurve | None:
+        """The curve of the fastest baseline; None if latency decides."""
+        return self.baselines[0].load if self.baselines else None
 
 
 def export_model(context: CompileContext) -> OnnxModel:
@@ -369,10 +382,15 @@ def kept_baseline(
 ) -> Candidate | None:
     """Return the fastest baseline in its deliverable form, if no candidate is faster.
 
-    None if a candidate is faster, or if no speeds were compared.
+    None if a candidate is faster, or if no speeds were compared. With a limit, the baseline is also
+    kept if it alone is within the limit.
     """
     winner = choose(measured.candidates)
-    if winner is None or not is_slower_or_equal(winner):
+    if winner is None:
+        is_kept = only_baseline_is_within(measured.candidates, measured.curve)
+    else:
+        is_kept = is_slower_or_equal(winner)
+    if not is_kept:
         return None
     for baseline in baselines:
         if baseline.recipe.label == measured.run.baseline:
@@ -385,9 +403,15 @@ def measure(
 ) -> Measured:
     """Measure the candidates interleaved with the baselines.
 
-    A candidate that cannot be measured gets the reason.
+    A candidate that cannot be measured gets the reason. If latency does not decide, all are
+    measured under load first, and all ratios refer to the baseline of the highest throughput.
     """
-    entries = entries_of(baselines, prepared)
+    load = measure_load(context, model, baselines, prepared.candidates)
+    prepared = replace(
+        prepared,
+        candidates=tuple(after_load(candidate, load) for candidate in prepared.candidates),
+    )
+    entries = entries_of(baselines, prepared, load.baseline if load else "")
     engines = [entry.engine for entry in entries]
     # the current load is no property of the host, so it is no part of the cache key
     quiet = context.environment.model_copy(update={"load_1min": 0.0})
@@ -395,7 +419,13 @@ def measure(
     call = StageCall(
         BENCHMARK,
         Benchmarks,
-        partial(benchmark, entries, model, context.plan.benchmark, ENOUGH_RUNS),
+        partial(
+            benchmark,
+            entries,
+            model,
+            shorter(context.plan.benchmark, context.plan.objective),
+            ENOUGH_RUNS,
+        ),
         depends_on=(labels, quiet, context.plan.profiles),
     )
     run = with_limits(
@@ -404,10 +434,11 @@ def measure(
         {candidate.label: candidate.layers for candidate in prepared.candidates},
         context.plan.benchmark.threads,
     )
-    by_label = {result.label: result for result in run.results}
+    results = with_curves(run.results, load)
+    run = run.model_copy(update={"results": results})
+    found = {result.label: result for result in results}
     candidates = tuple(
-        with_benchmark(candidate, by_label.get(candidate.label))
-        for candidate in prepared.candidates
+        with_benchmark(candidate, found.get(candidate.label)) for candidate in prepared.candidates
     )
     ablation = Ablation(label="") if context.plan.ablate else None
     if prepared.ablated:
@@ -428,10 +459,18 @@ def call_of_fastest(run: Benchmarks, baselines: Iterable[Engine]) -> str:
     return next((call_of(recipe) for recipe in recipes if recipe.backend == "pytorch"), "")
 
 
-def entries_of(baselines: Iterable[Engine], prepared: Prepared) -> list[RaceEntry]:
-    """Return every engine to measure, with its role."""
+def entries_of(
+    baselines: Iterable[Engine], prepared: Prepared, decisive: str = ""
+) -> list[RaceEntry]:
+    """Return every engine to measure, with its role.
+
+    `decisive` is the label of the baseline that all ratios refer to; empty: the fastest one.
+    """
     compared = prepared.ablated.labels if prepared.ablated else frozenset()
-    entries = [RaceEntry(engine, Role.BASELINE) for engine in baselines]
+    entries = []
+    for engine in baselines:
+        may_decide = decisive in ("", engine.recipe.label)
+        entries.append(RaceEntry(engine, Role.BASELINE if may_decide else Role.SHOWN))
     for candidate in prepared.candidates:
         if candidate.engine is None or not worth_measuring(candidate, compared):
             continue
@@ -541,7 +580,7 @@ def write_up(
         measured.candidates,
         choose(measured.candidates),
         validation,
-        Baseline(measured.run.baseline, measured.call, why_undelivered(kept)),
+        Baseline(measured.run.baseline, measured.call, why_undelivered(kept), measured.curve),
     )
     winner = decision.winner
     winner_label = winner.label if winner else None
@@ -563,6 +602,7 @@ def write_up(
         rescues=measured.rescues,
         ablation=measured.ablation,
         winner=winner_label,
+        best_point=best_point(decision, kept, measured),
         ratio=ratio_of(winner) if winner else None,
         ratio_missing=ratio_missing(winner) if winner else "",
         delivered=delivered_engine(decision, kept.engine if kept else None),
@@ -601,6 +641,20 @@ def delivered_engine(decision: Decision, kept: Engine | None) -> Engine | None:
     if decision.verdict == "keep":
         return kept
     return decision.winner.engine if decision.winner else None
+
+
+def best_point(decision: Decision, kept: Candidate | None, measured: Measured) -> LoadPoint | None:
+    """Return the delivered engine's best point under load; None if it was not measured so.
+
+    A PyTorch baseline was measured as a module, and is delivered as a program.
+    """
+    curve = None
+    if decision.verdict == "keep":
+        is_same = kept is not None and kept.label == measured.run.baseline
+        curve = measured.curve if is_same else None
+    elif decision.verdict != "rejected" and decision.winner and decision.winner.benchmark:
+        curve = decision.winner.benchmark.load
+    return curve.best if curve else None
 
 
 def publish_report(report: Report, folder: Path) -> ReportFiles:

@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from itertools import chain
 
 from pipeline.benchmark.elimination import NEAR
+from pipeline.compiler.speed import (
+    curve_of,
+    is_faster,
+    is_slower_or_equal,
+    level_s,
+    ratio_missing,
+    ratio_of,
+    speed_ratio,
+)
 from pipeline.core import CalibrationMethod, NoteCode, Precision, Recipe
-from pipeline.measurement.comparison import NotMeasurable, compare, processes_from_samples
-from pipeline.measurement.statistics import Interval
+from pipeline.formatting import time_text
 from pipeline.results.report import (
     Candidate,
     DataFault,
-    LatencyRow,
+    LoadCurve,
     Origin,
     ValidationReport,
     Verdict,
@@ -56,7 +64,10 @@ SEVEN_BITS = (
 )
 
 MEASURE_AGAIN = "measure again on an idle host: `crucible bench DIR --set benchmark.budget_s=120`"
-NO_BASELINE = "the baseline could not be measured"
+MEASURE_LOAD_AGAIN = (
+    "compile again on an idle host, with a larger `benchmark.budget_s`: what is built is reused"
+)
+RAISE_LIMIT = "raise `objective.max_latency_ms`, or give other candidates or smaller batches"
 DELIVER_BASELINE = (
     "keep your present deployment, or change what stopped the baseline and compile again"
 )
@@ -84,38 +95,7 @@ class Baseline:
     label: str = "the baseline"
     call: str = ""  # Python call of a PyTorch module that is as fast; empty for any other model
     undelivered: str = ""  # with `keep`: why it is not delivered as an engine; empty if it is
-
-
-def first_row(candidate: Candidate) -> LatencyRow | None:
-    """Return the latencies at the first benchmarked shape, which decide about speed."""
-    if candidate.benchmark is None or not candidate.benchmark.rows:
-        return None
-    return candidate.benchmark.rows[0]
-
-
-def ratio_of(candidate: Candidate) -> Interval | None:
-    """Return baseline median / candidate median at the first benchmarked shape."""
-    row = first_row(candidate)
-    return row.ratio if row else None
-
-
-def ratio_missing(candidate: Candidate) -> str:
-    """Return why a candidate has no ratio to the baseline; empty if it has one."""
-    if ratio_of(candidate) is not None:
-        return ""
-    row = first_row(candidate)
-    return (row.ratio_missing if row else "") or NO_BASELINE
-
-
-def is_faster(candidate: Candidate) -> bool:
-    """Return whether a candidate is measurably faster than the baseline."""
-    ratio = ratio_of(candidate)
-    return ratio is not None and ratio.low > 1.0
-
-
-def is_slower_or_equal(candidate: Candidate) -> bool:
-    """Return whether a candidate was compared with the baseline and is not measurably faster."""
-    return ratio_of(candidate) is not None and not is_faster(candidate)
+    load: LoadCurve | None = None  # None: latency decides
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -142,15 +122,6 @@ def contenders(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     )
 
 
-def level_s(candidate: Candidate) -> float:
-    """Return the median latency of a candidate's undisturbed processes at the first shape.
-
-    Infinite if the candidate was not measured.
-    """
-    row = first_row(candidate)
-    return processes_from_samples(row.end_to_end).level_s if row else math.inf
-
-
 def _is_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
     ratio = speed_ratio(fastest, candidate)
     if ratio is None:  # too few processes, or a busy host: only the medians are known
@@ -165,21 +136,6 @@ def _without_ranges(candidate: Candidate) -> Recipe:
     Graphs that differ only in their scales run equally fast.
     """
     return candidate.recipe.model_copy(update={"method": None})
-
-
-def speed_ratio(base: Candidate, other: Candidate) -> Interval | None:
-    """Return median of `base` / median of `other` at the first benchmarked shape.
-
-    None if it cannot be measured. Both ran in the same interleaved run, and the noise of the
-    baseline is not included, so the interval is narrower than that of their ratios to the baseline.
-    """
-    rows = first_row(base), first_row(other)
-    if rows[0] is None or rows[1] is None:
-        return None
-    try:
-        return compare(rows[0].end_to_end, rows[1].end_to_end)
-    except NotMeasurable:
-        return None
 
 
 def loss(candidate: Candidate) -> tuple[float, float]:
@@ -204,9 +160,15 @@ def decide(
 
     accepted   measurably faster than the baseline, and accurate on the validation set
     keep       compared with the baseline, and not measurably faster: the baseline is kept
-    unproven   no data to prove the accuracy, or the speed could not be measured on this host
-    rejected   failed on the validation set, or no candidate kept its accuracy
+    unproven   no data to prove the accuracy, or the speed could not be measured on this host, or
+               the p99 over all processes is over the limit
+    rejected   failed on the validation set, or no candidate kept its accuracy within the limit
     """
+    if winner is None and has_waited(candidates):
+        return Decision("unproven", None, _why_none(candidates), (MEASURE_LOAD_AGAIN,))
+    if winner is None and only_baseline_is_within(candidates, baseline.load):
+        steps = (DELIVER_BASELINE,) if baseline.undelivered else ()
+        return Decision("keep", None, _why_alone(candidates, baseline), (*steps, RAISE_LIMIT))
     if winner is None:
         miss = _nearest_miss(candidates)
         return Decision(
@@ -224,10 +186,10 @@ def decide(
             (*fix_data(validation.data_faults), *next_steps(winner)),
             winner,
         )
-    missing = _missing_proof(winner, validation)
+    missing = _missing_proof(winner, validation, baseline)
     reasons = (
         *_why_right(winner, validation),
-        *_why_fast(winner),
+        *_why_fast(winner, baseline),
         *_why_chosen(candidates, winner),
     )
     if missing:
@@ -246,11 +208,33 @@ class _Missing:
         return bool(self.reasons)
 
 
-def _missing_proof(winner: Candidate, validation: ValidationReport | None) -> _Missing:
+def only_baseline_is_within(candidates: Sequence[Candidate], baseline: LoadCurve | None) -> bool:
+    """Return whether the baseline has a point within the limit, and no accurate candidate has."""
+    is_within = baseline is not None and baseline.best is not None
+    return is_within and bool(_over_limit(candidates)) and not has_waited(candidates)
+
+
+def has_waited(candidates: Sequence[Candidate]) -> bool:
+    """Return whether a candidate over the limit waited for a CPU: its own p99 is not known."""
+    curves = [curve_of(candidate) for candidate in _over_limit(candidates)]
+    return any(curve and curve.nearest.has_waited for curve in curves)
+
+
+def _over_limit(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.state == "over the limit"]
+
+
+def _missing_proof(
+    winner: Candidate, validation: ValidationReport | None, baseline: Baseline
+) -> _Missing:
     reasons, steps = [], []
-    if ratio_of(winner) is None:
+    curve = curve_of(winner)
+    if over := curve and curve.over_limit():
+        reasons.append(over)
+        steps.append(MEASURE_LOAD_AGAIN)
+    if ratio_of(winner) is None and not _is_over_limit(baseline):
         reasons.append(f"not measurable: {ratio_missing(winner)}")
-        steps.append(MEASURE_AGAIN)
+        steps.append(MEASURE_AGAIN if curve is None else MEASURE_LOAD_AGAIN)
     if validation is None or validation.role != "validation":
         has_metric = winner.selection is not None and winner.selection.metric is not None
         reasons.append(SELECTION_ONLY if has_metric else NO_DATA)
@@ -265,10 +249,17 @@ def _why_kept(best: Candidate, baseline: Baseline) -> tuple[str, ...]:
     reasons = [
         f"no candidate that kept its accuracy is faster than {baseline.label}",
         (
-            f"the fastest of them, {best.title}, {comparison}: {ratio.value:.2f} times as fast"
-            f" (95 % {ratio.low:.2f} to {ratio.high:.2f})"
+            f"the fastest of them, {best.title}, {comparison}: {ratio.value:.2f} times"
+            f" {_unit(best)} (95 % {ratio.low:.2f} to {ratio.high:.2f})"
         ),
+        *_best_points(best, baseline),
     ]
+    return (*reasons, *_how_kept(baseline))
+
+
+def _how_kept(baseline: Baseline) -> tuple[str, ...]:
+    """Return how a baseline that is kept is called and delivered."""
+    reasons = []
     if baseline.call:
         reasons.append(f"{baseline.label} is the call `{baseline.call}`")
     if baseline.undelivered:
@@ -278,6 +269,39 @@ def _why_kept(best: Candidate, baseline: Baseline) -> tuple[str, ...]:
     else:
         reasons.append("the baseline is delivered as an engine")
     return tuple(reasons)
+
+
+def _why_alone(candidates: Sequence[Candidate], baseline: Baseline) -> tuple[str, ...]:
+    """Return the reasons to keep a baseline that alone is within the limit."""
+    best = baseline.load.best if baseline.load else None
+    assert best is not None
+    within = f"only {baseline.label} is within the limit: {best.in_words()}"
+    return (within, *_why_none(candidates), *_how_kept(baseline))
+
+
+def _unit(candidate: Candidate) -> str:
+    return "as fast" if curve_of(candidate) is None else "the throughput"
+
+
+def _best_points(candidate: Candidate, baseline: Baseline) -> tuple[str, ...]:
+    """Describe the best points of a candidate and the baseline under load."""
+    curve = curve_of(candidate)
+    if curve is None or curve.best is None:
+        return ()
+    limit = "" if curve.limit_s is None else f" within {time_text(curve.limit_s)}"
+    points = [f"best point{limit}: {curve.best.in_words()}"]
+    if curve.untried:
+        points.append(f"not tried: {'; '.join(curve.untried)}")
+    if baseline.load and baseline.load.best:
+        points.append(f"best point of {baseline.label}: {baseline.load.best.in_words()}")
+    elif baseline.load:
+        points.append(f"{baseline.label}: {baseline.load.why_over_limit()}")
+    return tuple(points)
+
+
+def _is_over_limit(baseline: Baseline) -> bool:
+    """Return True if the baseline has no point within the limit: there is no ratio to it."""
+    return baseline.load is not None and baseline.load.best is None
 
 
 def why_undelivered(kept: Candidate | None) -> str:
@@ -301,15 +325,14 @@ def _why_right(winner: Candidate, validation: ValidationReport | None) -> tuple[
     )
 
 
-def _why_fast(winner: Candidate) -> tuple[str, ...]:
-    ratio = ratio_of(winner)
+def _why_fast(winner: Candidate, baseline: Baseline) -> tuple[str, ...]:
+    ratio, points = ratio_of(winner), _best_points(winner, baseline)
     if ratio is None:
-        return ()
+        return points
+    unit = "as fast as" if curve_of(winner) is None else "the throughput of"
     return (
-        (
-            f"{ratio.value:.2f} times as fast as the baseline (95 % {ratio.low:.2f} to"
-            f" {ratio.high:.2f})"
-        ),
+        (f"{ratio.value:.2f} times {unit} the baseline (95 % {ratio.low:.2f} to {ratio.high:.2f})"),
+        *points,
     )
 
 
@@ -355,6 +378,8 @@ def _after_none(candidates: Sequence[Candidate], miss: Candidate | None) -> tupl
     faults = set(chain.from_iterable(report.data_faults for report in reports))
     if DataFault.LABELS in faults:  # the data is at fault, not an engine
         return fix_data(faults)
+    if miss and miss.state == "over the limit":
+        return (RAISE_LIMIT,)
     in_16_bits = [
         candidate
         for candidate in candidates
@@ -385,7 +410,12 @@ def fix_data(faults: Collection[DataFault]) -> tuple[str, ...]:
 
 
 def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the most accurate candidate of those that failed their accuracy."""
+    """Return the accurate candidate that is nearest to the limit of the objective.
+
+    Without one, it is the most accurate candidate of those that failed their accuracy.
+    """
+    if over := _over_limit(candidates):
+        return min(over, key=_nearest_s)
     return min(
         (
             candidate
@@ -395,6 +425,11 @@ def _nearest_miss(candidates: Sequence[Candidate]) -> Candidate | None:
         key=loss,
         default=None,
     )
+
+
+def _nearest_s(candidate: Candidate) -> float:
+    curve = curve_of(candidate)
+    return curve.nearest.p99_s or curve.nearest.p50_s if curve else math.inf
 
 
 def _other_ranges(recipe: Recipe) -> list[str]:

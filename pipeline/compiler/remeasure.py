@@ -27,7 +27,8 @@ from pipeline.compiler.compile import (
     export_model,
 )
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
-from pipeline.compiler.decision import Baseline, decide, ratio_missing, ratio_of, why_undelivered
+from pipeline.compiler.decision import Baseline, decide, why_undelivered
+from pipeline.compiler.speed import ratio_missing, ratio_of
 from pipeline.core import Engine, Note, NoteCode, OnnxModel
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner
@@ -110,16 +111,24 @@ def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) 
     context = reopen_context(report, plan, runner)
     exported = export_model(context)
     baselines = _fit_baselines(report, build_baselines(context, exported))
+    if decides_by_load(report) and report.baseline:  # all ratios refer to this one
+        label = report.baseline.label
+        baselines = [each for each in baselines if each.recipe.label == label] or baselines
     # with the verdict `keep` the engine is one of the baselines
     competitors = [baseline for baseline in baselines if baseline.digest != engine.digest]
     run = _measured(report, plan, [*competitors, engine], exported, runner)
     kept = None
-    if _is_slower_or_equal(run.results[-1]):
+    if _is_slower_or_equal(run.results[-1]) and not decides_by_load(report):
         for baseline in baselines:
             if baseline.recipe.label == run.baseline:
                 kept = _kept_baseline(context, exported, baseline, engine)
                 break
     return Remeasured(engine, run, kept, call_of_fastest(run, baselines))
+
+
+def decides_by_load(report: Report) -> bool:
+    """Return True if the verdict rests on throughput, which is not measured again."""
+    return report.plan.objective != "latency"
 
 
 def _kept_baseline(
@@ -236,10 +245,16 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
     """Return the report with the new latencies in place of the old ones.
 
     Accuracy stays as the compile measured it. Verdict, ratios and winner follow from the new
-    latencies, and the ratios of the ablation are dropped. `steps`: the stages that ran for it.
+    latencies, and the ratios of the ablation are dropped. By another objective than latency,
+    throughput, verdict and winner stay too. `steps`: the stages that ran for it.
     """
     run, engine = remeasured.benchmarks, remeasured.engine
-    reports = [result for result in run.results if isinstance(result, BenchmarkReport)]
+    curves = report.curves
+    reports = [
+        result.model_copy(update={"load": curves.get(result.label)})
+        for result in run.results
+        if isinstance(result, BenchmarkReport)
+    ]
     last = reports[-1]
     new_digests = {step.digest for step in steps}
     earlier = (
@@ -270,6 +285,12 @@ def with_figures(report: Report, remeasured: Remeasured, steps: Sequence[Step]) 
         return report.model_copy(update=renewed)
     winner = winner.model_copy(update={"engine": engine, "benchmark": last})
     baselines = sorted(reports[:-1], key=lambda benchmark: benchmark.label != run.baseline)
+    if decides_by_load(report):
+        candidates = tuple(
+            winner if candidate.label == winner.label else candidate for candidate in unmeasured
+        )
+        latencies = {"baseline": baselines[0], "baselines": (), "candidates": candidates}
+        return report.model_copy(update=renewed | latencies)
     kept = remeasured.kept
     baseline = Baseline(run.baseline, remeasured.call, why_undelivered(kept))
     decision = decide([winner], winner, report.validation, baseline)

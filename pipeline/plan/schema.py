@@ -318,6 +318,35 @@ BaselineName = Annotated[str, AfterValidator(_known_baseline)]
 Baselines = Annotated[tuple[BaselineName, ...], BeforeValidator(_as_tuple)]
 
 
+class LatencyLimit(Frozen):
+    """The objective `{max_latency_ms: 15}`: the highest throughput within a limit of the p99."""
+
+    max_latency_ms: float = Field(gt=0, allow_inf_nan=False)
+
+    @property
+    def limit_s(self) -> float:
+        return self.max_latency_ms / 1e3
+
+
+def _word_or_limit(value: object) -> str:
+    """Choose the form of `objective`, so that only the errors of this form are reported."""
+    return "(limit)" if isinstance(value, Mapping | LatencyLimit) else "(word)"
+
+
+def _known_objective(value: object) -> object:
+    if value not in ("latency", "throughput"):
+        raise ValueError("expected latency, throughput or {max_latency_ms: 15}")
+    return value
+
+
+_ObjectiveWord = Annotated[
+    Literal["latency", "throughput"], BeforeValidator(_known_objective), Tag("(word)")
+]
+Objective = Annotated[
+    _ObjectiveWord | Annotated[LatencyLimit, Tag("(limit)")], Discriminator(_word_or_limit)
+]
+
+
 class BenchmarkConfig(Frozen):
     """Duration and sizes of the measurement."""
 
@@ -353,6 +382,8 @@ class Plan(Frozen):
     calibration: CalibrationConfig = CalibrationConfig()
     tensorrt: TensorRTOptions = TensorRTOptions()
     benchmark: BenchmarkConfig = BenchmarkConfig()
+    # what the winner is best at; latency: at the first benchmarked shape
+    objective: Objective = "latency"
     serving: ServingConfig = ServingConfig()
 
 
@@ -532,7 +563,7 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
 
 
 # parts of an error's location that no user writes
-_UNWRITTEN = ("(files)", "(generated)", "(word)", "(names)", "dims")
+_UNWRITTEN = ("(files)", "(generated)", "(word)", "(names)", "(limit)", "dims")
 _IN_WORDS = {
     "tuple": "list, written [a, b] or with dashes",
     "dictionary": "mapping of `key: value`",

@@ -23,6 +23,7 @@ from pipeline.core import Precision
 from pipeline.formatting import shape_text, state_label
 from pipeline.measurement.clock import thinned
 from pipeline.report.entries import Entry, entries, shapes
+from pipeline.report.latency_sections import load_of
 from pipeline.report.layer_errors import (
     LAYER_ERRORS,
     MAX_ERROR,
@@ -32,7 +33,7 @@ from pipeline.report.layer_errors import (
 )
 from pipeline.report.run_sections import operator_names
 from pipeline.results.precision_audit import time_by_precision
-from pipeline.results.report import MetricResult, NodeRanking, Report, Rescue
+from pipeline.results.report import LoadPoint, MetricResult, NodeRanking, Report, Rescue
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,6 +65,7 @@ PRECISION_NAMES = {"integer": "sizes and indices", "none": "moves data", "unknow
 MIN_LABELLED_SHARE = 0.12  # share of the time; smaller parts of a bar have no room for their number
 MAX_DOTS = 200  # raw values drawn per engine; the box is of all of them
 MAX_OPERATORS = 14
+SESSION_STYLES = {1: "-", 2: "--", 4: ":"}
 OWN, ACCUMULATED, KEPT = "#b42318", "#b3bdc9", "#0b7a4b"
 MAX_NODES_DRAWN = 24
 MAX_ERROR_DRAWN = MAX_ERROR
@@ -95,6 +97,7 @@ def plots(report: Report) -> tuple[Plot, ...]:
     lines = entries(report)
     candidates = [
         _pareto(report, lines),
+        _throughput(lines, report.best_point),
         *(_latency(lines, sizes) for sizes in shapes(report)),
         _precisions(lines),
         _operators(report),
@@ -323,6 +326,103 @@ def _draw_latency(spreads: Sequence[_Spread]) -> Figure:
     values = chain.from_iterable((*spread.dots, *spread.quantiles) for spread in spreads)
     _milliseconds(axes, list(values))
     axes.set_xlabel("latency end to end, ms (lower is better)")
+    return figure
+
+
+# -- throughput --------------------------------------------------------------
+
+
+class _LoadLine(NamedTuple):
+    """The points of one engine with one number of sessions, by ascending batch."""
+
+    number: int
+    kind: str
+    sessions: int
+    points: tuple[tuple[float, float], ...]  # ms, samples/s
+    best: tuple[float, float] | None  # ms, samples/s, if the engine's best point is on this line
+
+
+class _Load(NamedTuple):
+    lines: tuple[_LoadLine, ...]
+    chosen: tuple[float, float] | None  # ms, samples/s
+    limit_ms: float | None
+    tail: str
+
+
+def _throughput(lines: tuple[Entry, ...], chosen: LoadPoint | None) -> Plot | None:
+    """Return throughput against p99, or against the median if there is no limit and p99s lack."""
+    curves = [(entry, curve) for entry in lines if (curve := load_of(entry)) is not None]
+    every = [point for _, curve in curves for point in curve.points]
+    limit_s = curves[0][1].limit_s if curves else None
+    has_p99 = limit_s is not None or all(point.p99_s is not None for point in every)
+
+    def place(point: LoadPoint) -> tuple[float, float] | None:
+        seconds = point.p99_s if has_p99 else point.p50_s
+        return None if seconds is None else (seconds * 1e3, point.samples_per_s)
+
+    drawn = []
+    for entry, curve in curves:
+        for sessions, points in curve.by_sessions():
+            places = tuple(at for point in points if (at := place(point)) is not None)
+            best = place(curve.best) if curve.best in points and curve.best else None
+            if places:
+                drawn.append(_LoadLine(entry.number, _kind(entry), sessions, places, best))
+    if not drawn:
+        return None
+    tail = "p99" if has_p99 else "median"
+    hidden = " Points whose median is over the limit are in the table only." if limit_s else ""
+    if not has_p99:
+        hidden = " Some points have too few requests for a p99."
+    caption = (
+        f"Throughput against the {tail} of a request. A line is one engine with one number of"
+        " sessions, from small batches to large ones. Numbers are those of the table, markers are"
+        f" best points, and the star is the delivered one.{hidden}"
+    )
+    data = _Load(
+        tuple(drawn),
+        place(chosen) if chosen else None,
+        None if limit_s is None else limit_s * 1e3,
+        tail,
+    )
+    return Plot("throughput", "throughput", caption, partial(_draw_throughput, data))
+
+
+def _draw_throughput(data: _Load) -> Figure:
+    figure, axes = new_figure(4.4)
+    for line in data.lines:
+        colour = COLOURS[line.kind]
+        xs, ys = zip(*line.points, strict=True)
+        axes.plot(
+            xs,
+            ys,
+            marker=".",
+            linestyle=SESSION_STYLES[line.sessions],
+            color=colour,
+            linewidth=1.2,
+        )
+        axes.annotate(
+            str(line.number),
+            (xs[-1], ys[-1]),
+            textcoords="offset points",
+            xytext=(6, 3),
+            fontweight="bold",
+        )
+        if line.best is not None:
+            axes.scatter(*line.best, s=60, marker=MARKERS[line.kind], color=colour, zorder=3)
+    if data.chosen is not None:
+        winner = COLOURS["winner"]
+        axes.scatter(*data.chosen, s=190, marker="*", color=winner, zorder=4, label="delivered")
+    if data.limit_ms is not None:
+        red, text = COLOURS["failed accuracy"], f"limit, {data.limit_ms:g} ms"
+        axes.axvline(data.limit_ms, color=red, linestyle="--", linewidth=1, label=text)
+    for sessions in sorted({line.sessions for line in data.lines}):
+        label = f"{sessions} session{'s' if sessions > 1 else ''}"
+        axes.plot([], [], color=MUTED, linestyle=SESSION_STYLES[sessions], label=label)
+    figure.legend(frameon=False, loc="outside upper right", ncols=5)
+    _milliseconds(axes, [x for line in data.lines for x, _ in line.points])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"{data.tail} of a request, ms (lower is better)")
+    axes.set_ylabel("samples per second (higher is better)")
     return figure
 
 

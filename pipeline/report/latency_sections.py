@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.formatting import date, number_text, shape_text
+from pipeline.formatting import date, interval, number_text, shape_text, time_text
 from pipeline.report.entries import (
     Entry,
     entries,
@@ -16,7 +16,7 @@ from pipeline.report.entries import (
 )
 from pipeline.report.performance_summary import gpu_lines, limit_cells, peaks_text
 from pipeline.report.tables import Section, Table, left, right
-from pipeline.results.report import LatencyRow, Report
+from pipeline.results.report import LatencyRow, LoadCurve, Report
 
 LIMIT_COLUMNS = (
     *right("GFLOP/s", "GB/s", "of peak arithmetic", "of peak memory"),
@@ -73,6 +73,86 @@ def _latency_cells(entry: Entry, row: LatencyRow) -> tuple[str, ...]:
         str(len(row.end_to_end.values_s)),
         str(len(row.end_to_end.warmup_s)),
     )
+
+
+def throughput_section(report: Report) -> Section:
+    """Return throughput under load: the best point of each engine, all points, and what is open."""
+    lines = [(entry, load_of(entry)) for entry in entries(report)]
+    measured = [(entry, curve) for entry, curve in lines if curve is not None]
+    if not measured:
+        return Section("throughput", "Throughput")
+    limit_s = measured[0][1].limit_s
+    limit = "" if limit_s is None else f" whose p99 is within {time_text(limit_s)}"
+    text = (
+        "Every session is an engine of its own in a thread, and runs one request of the batch after"
+        f" another. The best point has the highest throughput{limit}. Best points are compared in"
+        " several processes; speed-up is the ratio of throughputs to that of the baseline, with its"
+        ' 95 % interval. "-" means not measured, or too few requests: p99 needs 1,000.',
+    )
+    best = winner_row(entry for entry, _ in measured)
+    tables = (
+        Table(
+            (
+                *left("#", "engine", "best point"),
+                *right("samples/s", "median", "p99", "speed-up"),
+                *left("not compared because"),
+            ),
+            tuple(_best_cells(entry, curve) for entry, curve in measured),
+            emphasised=best,
+        ),
+        _point_table(measured),
+        Table(
+            left("#", "engine", "not tried"),
+            tuple(
+                (str(entry.number), entry.label, reason)
+                for entry, curve in measured
+                for reason in curve.untried
+            ),
+        ),
+    )
+    return Section("throughput", "Throughput", text, tables=tables)
+
+
+def load_of(entry: Entry) -> LoadCurve | None:
+    """Return the curve of an engine; None if it was not measured under load."""
+    return entry.benchmark.load if entry.benchmark else None
+
+
+def _best_cells(entry: Entry, curve: LoadCurve) -> tuple[str, ...]:
+    best = curve.best
+    return (
+        str(entry.number),
+        entry.label,
+        best.where if best else "none",
+        number_text(best.samples_per_s) if best else "-",
+        time_text(best.p50_s) if best else "-",
+        time_text(best.p99_s) if best and best.p99_s is not None else "-",
+        interval(curve.ratio, 2) if curve.ratio else "-",
+        curve.ratio_missing if best else curve.why_over_limit(),
+    )
+
+
+def _point_table(measured: Sequence[tuple[Entry, LoadCurve]]) -> Table:
+    columns = (
+        *left("#", "engine"),
+        *right("batch", "sessions", "samples/s", "median", "p99", "requests", "waited for a CPU"),
+    )
+    rows = tuple(
+        (
+            str(entry.number),
+            entry.label,
+            "-" if point.batch is None else str(point.batch),
+            str(point.sessions),
+            number_text(point.samples_per_s),
+            time_text(point.p50_s),
+            "-" if point.p99_s is None else time_text(point.p99_s),
+            str(point.requests),
+            f"{point.waiting:.0%}",
+        )
+        for entry, curve in measured
+        for point in curve.points
+    )
+    return Table(columns, rows, title="All points", folded=True)
 
 
 def limit_section(report: Report) -> Section:

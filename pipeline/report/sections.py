@@ -16,7 +16,7 @@ from pipeline.report.accuracy_sections import (
     validation_section,
 )
 from pipeline.report.entries import Entry, entries, percentile_cells, ratio_cell, shapes, winner_row
-from pipeline.report.latency_sections import latency_section, limit_section
+from pipeline.report.latency_sections import latency_section, limit_section, throughput_section
 from pipeline.report.layer_errors import layer_error_section
 from pipeline.report.layer_sections import layer_section
 from pipeline.report.run_sections import (
@@ -42,6 +42,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         layer_error_section(report),
         ablation_section(report),
         validation_section(report),
+        throughput_section(report),
         latency_section(report),
         limit_section(report),
         layer_section(report),
@@ -62,9 +63,12 @@ def headline(report: Report) -> str:
         return _headline_of_kept(report)
     parts = [report.title_of(report.winner)]
     if report.ratio is not None and report.baseline is not None:
+        unit = "throughput" if report.best_point else "speed"
         parts.append(
-            f"runs at {interval(report.ratio, 2)} times the speed of {report.baseline.label}"
+            f"runs at {interval(report.ratio, 2)} times the {unit} of {report.baseline.label}"
         )
+    elif report.best_point and report.is_baseline_over_limit:
+        parts.append("is within the limit, which no baseline meets,")
     elif report.ratio_missing:
         parts.append("was chosen, but its speed could not be measured")
     if report.validation is not None and report.validation.metric is not None:
@@ -73,7 +77,8 @@ def headline(report: Report) -> str:
             f"with {metric.name} {metric.candidate:.4f} against {metric.reference:.4f} of the"
             " reference"
         )
-    return " ".join(parts) + "."
+    point = f" Best point: {report.best_point.in_words()}." if report.best_point else ""
+    return " ".join(parts) + "." + point
 
 
 def _headline_of_kept(report: Report) -> str:

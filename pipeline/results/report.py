@@ -9,10 +9,12 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.core import Engine, Frozen, KeptNode, Note, Precision, Recipe
+from pipeline.formatting import number_text, time_text
 from pipeline.host.environment import Environment
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse
 from pipeline.measurement.clock import Samples
+from pipeline.measurement.comparison import MAX_WAITING
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import Plan
 from pipeline.results.layer_table import LayerTable
@@ -159,11 +161,93 @@ class LatencyRow(Frozen):
     bound: Bound | None = None
 
 
+class LoadPoint(Frozen):
+    """Throughput of one engine at one batch size and one number of sessions.
+
+    Each session runs one request after another in a thread of its own.
+    """
+
+    sizes: dict[str, int]
+    batch: int | None  # rows of a request; None: the model has no batch axis
+    sessions: int
+    requests: int  # that were measured
+    samples_per_s: float  # of all sessions together
+    p50_s: float  # of a request
+    p99_s: float | None = None  # None: fewer than 1,000 requests
+    waiting: float = 0.0  # share of the time for which the sessions waited for a CPU
+
+    @property
+    def has_waited(self) -> bool:
+        """True if the host was too busy for this point's own figures."""
+        return self.waiting > MAX_WAITING
+
+    @property
+    def where(self) -> str:
+        """`batch 8 with 2 sessions`."""
+        sessions = f"{self.sessions} session{'s' if self.sessions > 1 else ''}"
+        return sessions if self.batch is None else f"batch {self.batch} with {sessions}"
+
+    def in_words(self) -> str:
+        """`batch 8 with 2 sessions: 1,234 samples/s, p99 12.1 ms`."""
+        tail = f"median {time_text(self.p50_s)}"
+        if self.p99_s is not None:
+            tail = f"p99 {time_text(self.p99_s)}"
+        waited = ""
+        if self.has_waited:
+            waited = f", waiting for a CPU for {self.waiting:.0%} of its time"
+        return f"{self.where}: {number_text(self.samples_per_s)} samples/s, {tail}{waited}"
+
+
+class LoadCurve(Frozen):
+    """The points of one engine, and the comparison of its best one with other engines."""
+
+    label: str
+    limit_s: float | None = None  # of the p99 of a request; None: no limit
+    points: tuple[LoadPoint, ...]
+    # of the highest throughput within the objective's limit; None: no point is within it
+    best: LoadPoint | None = None
+    untried: tuple[str, ...] = ()  # points that were not tried, and why
+    # seconds per sample at the best point, one value for each block, in several processes
+    sample_time: Samples | None = None
+    p99_s: float | None = None  # of a request at the best point, in all these processes
+    # throughput / throughput of the baseline, each at its best point, 95 % interval
+    ratio: Interval | None = None
+    ratio_missing: str = ""  # why a compared engine has no ratio
+
+    @property
+    def nearest(self) -> LoadPoint:
+        """The point with the shortest requests."""
+        return min(self.points, key=lambda point: point.p99_s or point.p50_s)
+
+    def by_sessions(self) -> tuple[tuple[int, tuple[LoadPoint, ...]], ...]:
+        """Return the points of each number of sessions, by ascending batch."""
+        counts = sorted({point.sessions for point in self.points})
+        return tuple(
+            (count, tuple(point for point in self.points if point.sessions == count))
+            for count in counts
+        )
+
+    def over_limit(self) -> str:
+        """Describe that the p99 over all processes is over the limit; empty if it is not."""
+        if self.limit_s is None or self.p99_s is None or self.p99_s <= self.limit_s:
+            return ""
+        return (
+            f"over all processes the p99 is {time_text(self.p99_s)}, over the limit of"
+            f" {time_text(self.limit_s)}"
+        )
+
+    def why_over_limit(self) -> str:
+        """Describe the nearest point of an engine that has none within the limit."""
+        limit = "" if self.limit_s is None else f" within {time_text(self.limit_s)}"
+        return f"no point has its p99{limit}; the nearest is {self.nearest.in_words()}"
+
+
 class BenchmarkReport(Frozen):
     """All rows of one engine, with notes on the measurement."""
 
     label: str
     rows: tuple[LatencyRow, ...]
+    load: LoadCurve | None = None  # None: the objective is latency
     stopped: str = ""  # why it ran in fewer processes than others, in words
     notes: tuple[Note, ...] = ()
 
@@ -195,6 +279,26 @@ class Benchmarks(Frozen):
         )
 
 
+class LoadRun(Frozen):
+    """The curves of all engines, in the order of the request."""
+
+    created: str  # UTC
+    curves: tuple[LoadCurve | BenchmarkFailure, ...]
+    # label of the engine that all ratios refer to: the baseline of the highest throughput; empty:
+    # no baseline is within the limit
+    baseline: str = ""
+
+    @property
+    def provisional(self) -> bool:
+        """True if the next run should measure again: a failure may pass, or points waited."""
+        return any(
+            curve.provisional
+            if isinstance(curve, BenchmarkFailure)
+            else any(point.has_waited for point in curve.points)
+            for curve in self.curves
+        )
+
+
 class Step(Frozen):
     """One stage run of the compile."""
 
@@ -214,7 +318,9 @@ class OperatorTable(Frozen):
     size_bytes: int
 
 
-State = Literal["measured", "failed accuracy", "mislabelled", "built", "refused", "failed"]
+State = Literal[
+    "measured", "failed accuracy", "over the limit", "mislabelled", "built", "refused", "failed"
+]
 
 
 class Origin(StrEnum):
@@ -232,8 +338,8 @@ class Candidate(Frozen):
     label: str
     recipe: Recipe
     origin: Origin = Origin.PLAN
-    # built: runs on other hosts only; mislabelled: does not run the precision it is called by,
-    # however it answers
+    # over the limit: at no point within the objective's; built: runs on other hosts only;
+    # mislabelled: does not run the precision it is called by, however it answers
     state: State
     reason: str = ""  # why it stopped
     engine: Engine | None = None
@@ -349,8 +455,11 @@ class Report(Frozen):
     rescues: tuple[Rescue, ...] = ()
     ablation: Ablation | None = None  # None: the plan did not ask for it
     winner: str | None = None  # a candidate's label; with `keep` that of the baseline
-    # of the winner to the baseline, at the first shape; with `keep` of the fastest accurate
-    # candidate
+    # of the delivered engine by the objective: what serving uses by default; None: the objective is
+    # latency, or the delivered engine was not measured under load
+    best_point: LoadPoint | None = None
+    # of the winner to the baseline, at the first shape or by the objective; with `keep` of the
+    # fastest accurate candidate
     ratio: Interval | None = None
     ratio_missing: str = ""  # why there is no ratio
     # the engine that the verdict stands for; None: rejected, not to be had, or an older report
@@ -394,6 +503,17 @@ class Report(Frozen):
             if benchmark.label == self.winner:
                 return benchmark
         return None
+
+    @property
+    def is_baseline_over_limit(self) -> bool:
+        """True if no baseline has a point within the objective's limit: there is no ratio."""
+        curve = self.baseline.load if self.baseline else None
+        return curve is not None and curve.best is None
+
+    @property
+    def curves(self) -> dict[str, LoadCurve]:
+        """The curves under load, by the label of their engine."""
+        return {each.label: each.load for each in self._benchmarks() if each.load}
 
     def _benchmarks(self) -> list[BenchmarkReport]:
         """Return the latencies of all baselines and candidates that were measured."""

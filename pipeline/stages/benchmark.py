@@ -1,6 +1,8 @@
-"""Benchmark: measure the latency of all engines in one interleaved run, as rows of a report.
+"""Benchmark: measure all engines in one interleaved run, as rows of a report.
 
-`pipeline/benchmark/interleaved.py` runs the engines in turn.
+`benchmark` measures their latency, `benchmark_load` their throughput under load.
+`pipeline/benchmark/interleaved.py` runs the engines in turn, and `pipeline/benchmark/load.py`
+searches for each engine's best batch size and number of sessions.
 """
 
 from __future__ import annotations
@@ -23,13 +25,25 @@ from pipeline.benchmark.interleaved import (
     contend,
     race,
 )
+from pipeline.benchmark.load import (
+    NO_BATCH_AXIS,
+    SEARCH_SHARE,
+    Search,
+    Searched,
+    batch_symbol_of_all,
+    contend_under_load,
+    load_sizes,
+    session_counts,
+    session_threads,
+    tail_s,
+)
 from pipeline.core import Engine, Note, OnnxModel, Point, Profile, Progress, TensorSpec, silent
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import Child
 from pipeline.host.environment import usable_cores
 from pipeline.host.gpu import find_gpus
 from pipeline.host.gpu_monitor import watching
-from pipeline.measurement.clock import Samples, samples_from_blocks
+from pipeline.measurement.clock import Samples, monotonic, samples_from_blocks
 from pipeline.measurement.comparison import NotMeasurable, Obstacle, compare
 from pipeline.measurement.statistics import Interval
 from pipeline.onnx_graph.feeds import draw_feeds
@@ -40,6 +54,8 @@ from pipeline.results.report import (
     BenchmarkReport,
     Benchmarks,
     LatencyRow,
+    LoadCurve,
+    LoadRun,
     Totals,
 )
 
@@ -67,16 +83,17 @@ def benchmark(
     """
     engines = [entry.engine for entry in entries]
     workloads = workloads_from_plan(engines, model, options)
+    shapes = [workload.shape for workload in workloads]
 
     def start(engine: Engine) -> Peer:
         prepared = with_threads(engine, options.threads or usable_cores())
         return Child(contend, prepared, workloads, name=engine.recipe.label)
 
-    on_gpu = any(engine.target.compute_capability for engine in engines)
+    on_gpu = any(is_on_gpu(engine) for engine in engines)
     gpu = next((gpu.uuid for gpu in find_gpus().devices), "") if on_gpu else ""
     others = other_processes(gpu).pids if gpu else ()
     with watching(gpu) as watch:
-        contestants = race(entries, workloads, options, start, progress, enough_runs=enough_runs)
+        contestants = race(entries, shapes, options, start, progress, enough_runs=enough_runs)
     use = watch.use((*others, *(other_processes(gpu).pids if gpu else ())))
     host = BusyHost(os.getloadavg()[0], usable_cores())
     baseline = baseline_of(contestants)
@@ -107,6 +124,132 @@ def with_threads(engine: Engine, threads: int) -> Engine:
     It may differ from the number of threads of the build.
     """
     return engine.model_copy(update={"threads": threads})
+
+
+# -- throughput under load ---------------------------------------------------
+
+
+def benchmark_load(
+    entries: Sequence[RaceEntry],
+    inputs: tuple[TensorSpec, ...],
+    options: BenchmarkConfig,
+    limit_s: float | None,
+    progress: Progress = silent,
+) -> LoadRun:
+    """Measure every engine under load, then compare all at their best points.
+
+    The best point has the highest throughput whose p99 is within `limit_s`; None: no limit. The
+    search takes half of the budget, and the comparison a quarter. An engine that fails gives a
+    BenchmarkFailure in its position. PlanError if a point has too few requests for its p99.
+    """
+    cores = usable_cores()
+    workloads = load_workloads(inputs, entries[0].engine.profiles, options)
+
+    def start(engine: Engine, sessions: int, tried: Sequence[Workload] = workloads) -> Peer:
+        threads = session_threads(options.threads, cores, sessions, is_on_gpu(engine))
+        prepared = with_threads(engine, threads)
+        return Child(contend_under_load, prepared, sessions, tried, name=engine.recipe.label)
+
+    searched = Search(
+        entries,
+        workloads,
+        session_counts(options.threads, cores, all(is_on_gpu(each.engine) for each in entries)),
+        limit_s,
+        options,
+        monotonic() + options.budget_s * SEARCH_SHARE,
+        start,
+        progress,
+    ).run()
+    if batch_symbol_of_all(inputs) is None:
+        for one in searched:
+            one.untried.insert(0, NO_BATCH_AXIS)
+    best = {one.engine.digest: one.best(limit_s) for one in searched}
+
+    def start_at_best(engine: Engine) -> Peer:
+        point = best[engine.digest]
+        assert point is not None
+        tried = [workload for workload in workloads if workload.sizes == point.sizes]
+        return start(engine, point.sessions, tried)
+
+    racing = [entry for entry in entries if best[entry.engine.digest]]
+    quarter = options.model_copy(update={"budget_s": options.budget_s / 4})
+    contestants = race(racing, ["best point"], quarter, start_at_best, progress) if racing else []
+    host = BusyHost(os.getloadavg()[0], cores)
+    baseline = baseline_of(contestants)
+    return LoadRun(
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        curves=curves(searched, contestants, limit_s, host),
+        baseline=baseline.engine.recipe.label if baseline else "",
+    )
+
+
+def is_on_gpu(engine: Engine) -> bool:
+    return engine.target.compute_capability is not None
+
+
+def load_workloads(
+    inputs: tuple[TensorSpec, ...], profiles: Sequence[Profile], options: BenchmarkConfig
+) -> tuple[Workload, ...]:
+    """Return the workloads to try, by ascending batch.
+
+    The other symbols have the sizes of the first benchmarked shape.
+    """
+    first = dict(options.sizes[0]) if options.sizes else {}
+    if not first and profiles:
+        first = profiles[0].sizes("opt")
+    return tuple(
+        Workload(
+            sizes=sizes,
+            feeds=draw_feeds(inputs, sizes, 0, values_at(sizes, profiles)),
+            rows=rows_per_run(inputs, sizes),
+        )
+        for sizes in load_sizes(batch_symbol_of_all(inputs), profiles, first)
+    )
+
+
+def curves(
+    searched: Sequence[Searched],
+    contestants: Sequence[Contestant],
+    limit_s: float | None,
+    host: BusyHost,
+) -> tuple[LoadCurve | BenchmarkFailure, ...]:
+    """Return the curve of each engine in the search, or a failure, in order."""
+    baseline = baseline_of(contestants)
+    no_baseline_is_within = not any(
+        one.best(limit_s) for one in searched if one.role is Role.BASELINE
+    )
+    by_digest = {contestant.engine.digest: contestant for contestant in contestants}
+    found: list[LoadCurve | BenchmarkFailure] = []
+    for one in searched:
+        contestant = by_digest.get(one.engine.digest)
+        label = one.engine.recipe.label
+        failure, may_pass = one.failure, one.may_pass
+        if contestant is not None and contestant.failure:
+            failure, may_pass = contestant.failure, contestant.may_pass
+        if failure:
+            found.append(BenchmarkFailure(label=label, reason=failure, provisional=may_pass))
+            continue
+        curve = LoadCurve(
+            label=label,
+            limit_s=limit_s,
+            points=tuple(one.points),
+            best=one.best(limit_s),
+            untried=tuple(one.untried),
+        )
+        if contestant is not None:
+            compared = None if contestant is baseline else baseline
+            ratio, ratio_missing = _ratio(contestant, compared, 0, host)
+            if no_baseline_is_within:
+                ratio_missing = "no baseline has a point within the limit"
+            measured = {
+                "sample_time": _end_to_end(contestant, 0),
+                "p99_s": tail_s(contestant.blocks[0]),
+                "ratio": ratio,
+                "ratio_missing": ratio_missing,
+            }
+            curve = curve.model_copy(update=measured)
+        found.append(curve)
+    return tuple(found)
 
 
 # -- what to measure ---------------------------------------------------------
@@ -199,9 +342,8 @@ def rows_per_run(inputs: Sequence[TensorSpec], sizes: dict[str, int]) -> int:
 
     The result is 1 if there is no such symbol.
     """
-    first_dims = {spec.shape[0] if spec.shape else None for spec in inputs}
-    symbol = first_dims.pop() if len(first_dims) == 1 else None
-    return sizes[symbol] if isinstance(symbol, str) else 1
+    symbol = batch_symbol_of_all(inputs)
+    return 1 if symbol is None else sizes[symbol]
 
 
 # -- the report --------------------------------------------------------------
@@ -276,7 +418,7 @@ def _row(
     host: BusyHost,
 ) -> LatencyRow:
     blocks = contestant.blocks[index]
-    on_gpu = contestant.engine.target.compute_capability is not None
+    on_gpu = is_on_gpu(contestant.engine)
     device = partial(
         samples_from_blocks,
         warmup_s=(),

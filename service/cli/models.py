@@ -64,17 +64,18 @@ def load(
         typer.Option(help="cpu, gpu:0, ... Default: the first device that the engine runs on."),
     ] = None,
     instances: Annotated[
-        int, typer.Option(help="Number of processes, each with its own engine.")
-    ] = DEFAULTS.instances,
-    overlap: Annotated[
-        bool,
+        int | None,
         typer.Option(
-            "--overlap", help="Copy a batch while another one computes. Takes more memory."
+            help="Batches that run at the same time: on a GPU in one process, else in a process"
+            " each. Default: as the compile found it best, else 1."
         ),
-    ] = False,
+    ] = DEFAULTS.instances,
     max_batch: Annotated[
         int | None,
-        typer.Option(help="Maximum rows in a batch. Default: the proved maximum."),
+        typer.Option(
+            help="Maximum rows in a batch. Default: as the compile found it best, else the proved"
+            " maximum."
+        ),
     ] = None,
     max_delay_ms: Annotated[
         float,
@@ -100,7 +101,6 @@ def load(
             version=version,
             device=device,
             instances=instances,
-            overlap=overlap,
             max_batch=max_batch,
             max_delay_s=max_delay_ms / 1e3,
             queue_limit=queue_limit,

@@ -69,6 +69,7 @@ CHOSEN_CONTENDED = Note(
     ),
     code=NoteCode.CHOSEN_CONTENDED,
 )
+MEASURING = ("benchmark", "throughput")  # stages whose figures other work falsifies
 DOUBTS = (NoteCode.CONTENDED, NoteCode.CHOSEN_CONTENDED)
 
 
@@ -181,7 +182,8 @@ def doubted(report: Report, doubt: Note) -> Report:
 def forget_contended(home: Path) -> None:
     """Delete figures that were measured beside serving engines, so that no later run uses them."""
     if _mark(home).exists():
-        shutil.rmtree(home / "artifacts" / "benchmark", ignore_errors=True)
+        for stage in MEASURING:
+            shutil.rmtree(home / "artifacts" / stage, ignore_errors=True)
         _mark(home).unlink()
 
 

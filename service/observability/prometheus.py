@@ -30,6 +30,7 @@ STAGES = frozenset(
         "prove",
         "validate",
         "rank",
+        "throughput",
         "benchmark",
     )
 )

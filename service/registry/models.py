@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from pipeline.core import DimRange, Frozen, Precision, Profile, TensorSpec
-from pipeline.results.report import Verdict
+from pipeline.results.report import LoadPoint, Verdict
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service.inference import ModelState
 
@@ -52,6 +52,17 @@ class DeploymentOptions(Frozen):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"instances": 2, "max_batch": 8}]})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _overlap_is_a_second_instance(cls, options: Any) -> Any:
+        """Read options that an earlier build has stored."""
+        if isinstance(options, dict) and "overlap" in options:
+            overlap = options["overlap"]
+            options = {name: value for name, value in options.items() if name != "overlap"}
+            if overlap is True:
+                options["instances"] = 2 * (options.get("instances") or 1)
+        return options
+
     version: int | None = Field(
         default=None,
         ge=1,
@@ -60,19 +71,23 @@ class DeploymentOptions(Frozen):
     device: str | None = Field(
         default=None, description="`cpu`, `gpu:0`, ...; null: the first device that fits the engine"
     )
-    instances: int = Field(
-        default=1, ge=1, le=64, description="Processes, each with its own engine"
-    )
-    overlap: bool = Field(
-        default=False,
+    instances: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
         description=(
-            "Copy a batch while another one computes; each instance needs more memory for that"
+            "Batches that run at the same time: on a GPU in one process, with one copy of the"
+            " weights, otherwise in a process each; null: the sessions of the version's best point,"
+            " else 1"
         ),
     )
     max_batch: int | None = Field(
         default=None,
         ge=1,
-        description="Rows that may run together; null: as many as the BatchSpec allows",
+        description=(
+            "Rows that may run together; null: the batch of the version's best point, else as many"
+            " as the BatchSpec allows"
+        ),
     )
     max_delay_s: float = Field(
         default=0.002,
@@ -131,6 +146,10 @@ class Version(Frozen):
     outputs: tuple[TensorSpec, ...]
     profiles: tuple[Profile, ...]
     batch: BatchSpec
+    best_point: LoadPoint | None = Field(
+        default=None,
+        description="The best point by the plan's objective; null: the objective is latency",
+    )
     image: InputRecipe | None = None
     labels: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 

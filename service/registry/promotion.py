@@ -119,6 +119,7 @@ def version_of(
         outputs=engine.outputs,
         profiles=engine.profiles,
         batch=batch,
+        best_point=report.best_point,
         image=report.plan.serving.image,
         labels=report.plan.serving.labels,
     )

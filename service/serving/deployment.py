@@ -45,7 +45,7 @@ from service.serving.batching import (
 from service.serving.replica import Instance
 from service.serving.request_shapes import MatchedShapes, ShapeMatcher, captures
 from service.serving.stats import Figures, Tally
-from service.serving.worker_client import SLOTS, BatchResult, Order, Task, worker_for
+from service.serving.worker_client import BatchResult, Order, Task, worker_for
 from service.storage.layout import Work
 
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
@@ -68,6 +68,26 @@ class DeploymentSpec:
     options: DeploymentOptions
     device: str  # "cpu", "gpu:0", ...
     load_s: float  # time-out for a worker to become ready
+    most_instances: int | None = None  # that fit into the memory, if no number was requested
+
+    @property
+    def instances(self) -> int:
+        """The number of batches that run at once: as requested, or as the compile found it best."""
+        if self.options.instances:
+            return self.options.instances
+        best = self.version.best_point.sessions if self.version.best_point else 1
+        return min(best, self.most_instances or best)
+
+    @property
+    def sessions(self) -> int:
+        """The number of instances in one worker: all, if they share the weights."""
+        return self.instances if self.engine.shares_weights else 1
+
+    @property
+    def max_batch(self) -> int | None:
+        """The rows that may run together: as requested, or as the compile found it best."""
+        best = self.version.best_point
+        return self.options.max_batch or (best.batch if best else None)
 
 
 @dataclass(slots=True)
@@ -92,13 +112,13 @@ class Deployment:
         self._loop = asyncio.get_running_loop()
         self._work = work
         engine = spec.engine.model_copy(update={"threads": _threads(spec)})
-        self._matcher = ShapeMatcher(engine, version.batch, options.max_batch)
+        self._matcher = ShapeMatcher(engine, version.batch, spec.max_batch)
         self._rows = BatchAssembler(engine.inputs, engine.outputs, self._matcher.axes)
         self._outputs = tuple(spec.name for spec in engine.outputs)
         self._served = replace(
             served_version(version, spec.device, "ready", ""),
             max_batch=self._matcher.maximum,
-            instances=options.instances,
+            instances=spec.instances,
         )
         self._queue = Queue(Rules(self._matcher.maximum, options.max_delay_s))
         self._pending: dict[int, _PendingRequest] = {}
@@ -118,7 +138,7 @@ class Deployment:
             runs=RUNS_TO_CAPTURE if captures(engine) else 1,
             device=spec.device,
             load_s=spec.load_s,
-            sessions=SLOTS if options.overlap else 1,
+            sessions=spec.sessions,
             stuck_s=max(MIN_STUCK_S, STUCK_TIMEOUTS * options.timeout_s),
             command=worker,
         )
@@ -131,7 +151,7 @@ class Deployment:
                 ),
                 self._changed,
             )
-            for number in range(options.instances)
+            for number in range(spec.instances // spec.sessions)
         ]
 
     @classmethod
@@ -290,7 +310,7 @@ class Deployment:
 
     def _retry_after_s(self) -> int:
         """Estimate the time for the waiting requests, at the average speed so far."""
-        batches = len(self._queue.waiting) / self._queue.rules.maximum / len(self._instances)
+        batches = len(self._queue.waiting) / self._queue.rules.maximum / self.spec.instances
         return max(1, math.ceil(batches * self._tally.seconds_per_batch))
 
     def _count_shapes(self, shapes: MatchedShapes) -> None:
@@ -352,7 +372,7 @@ class Deployment:
             instance = self._least_loaded()
             if instance is None:
                 return
-            self._queue, batch = take(self._queue, now, instance.load == 0)
+            self._queue, batch = take(self._queue, now, instance.is_idle)
             if batch is None:
                 self._wake_at(deadline(self._queue) or now)
                 return
@@ -474,10 +494,9 @@ class Deployment:
 
 def _threads(spec: DeploymentSpec) -> int:
     """The threads of one worker: several workers on the CPU share its cores."""
-    instances = spec.options.instances
-    if spec.engine.threads or instances == 1 or spec.device != "cpu":
+    if spec.engine.threads or spec.instances == 1 or spec.device != "cpu":
         return spec.engine.threads
-    return max(1, usable_cores() // instances)
+    return max(1, usable_cores() // spec.instances)
 
 
 def served_version(version: Version, device: str, state: ModelState, reason: str) -> Served:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import DamagedError
 from pipeline.serving_inputs import BatchSpec, Padding
+from service import logs
 from service.devices.leases import Leases
 from service.errors import Unprocessable
 from service.jobs.store import JobStore
@@ -21,8 +22,10 @@ from service.registry.promotion import Prove, check_own, prove
 from service.registry.repository import Repository
 from service.serving.deployed_model import LeasedDeployment, Start
 from service.serving.deployment import DeploymentSpec
-from service.serving.memory_check import check_fit, free_bytes
+from service.serving.memory_check import check_fit, fitting_instances, free_bytes
 from service.storage.layout import Folders
+
+log = logs.get("service.loader")
 
 # Time-out of a load in cold starts of the build: other workers may start at the same time.
 COLD_STARTS = 3.0
@@ -63,7 +66,9 @@ class Loader:
         version = spec.version
         async with self._loading:
             free = await asyncio.to_thread(self._context.free, spec.device)
-            check_fit(version, spec.options.instances, free, spec.device)
+            if spec.options.instances is None:
+                spec = self._with_fitting_instances(spec, free)
+            check_fit(version, spec.instances, free, spec.device)
             name = f"{version.model}-{version.version}-{next(self._numbers)}"
             work = self._context.folders.serving / name
             try:
@@ -73,6 +78,19 @@ class Loader:
             except DamagedError as error:
                 advice = await asyncio.to_thread(self._context.repository.remedy, version)
                 raise DamagedError(error.message, advice) from error
+
+    def _with_fitting_instances(self, spec: DeploymentSpec, free: int | None) -> DeploymentSpec:
+        """Reduce the number that the compile found best to what fits."""
+        fitting = fitting_instances(spec.version, spec.instances, free)
+        if fitting < spec.instances:
+            log.warning(
+                "deployment.fewer_instances",
+                model=spec.version.model,
+                best=spec.instances,
+                fitting=fitting,
+                free_bytes=free,
+            )
+        return replace(spec, most_instances=fitting)
 
     def spec(self, version: Version, options: DeploymentOptions) -> DeploymentSpec:
         """Describe the deployment of a version. Reads the disk.

@@ -389,10 +389,10 @@ class ModelManager:
 
         On a failure the loaded version is ended.
         """
-        version, options = loaded.spec.version, loaded.spec.options
+        version = loaded.spec.version
         try:
-            if not options.overlap:  # the memory is stored for one session per instance
-                memory_bytes = loaded.running.memory_bytes // options.instances
+            if loaded.spec.sessions == 1:  # several share the weights
+                memory_bytes = loaded.running.memory_bytes // loaded.spec.instances
                 await self._in_thread(lambda: self._repository.set_memory(version, memory_bytes))
             await self._in_thread_to_end(commit)
         except BaseException:

@@ -35,6 +35,13 @@ def need_of(version: Version) -> Need:
     return Need(version.size_bytes, "its files alone")
 
 
+def fitting_instances(version: Version, wanted: int, free_bytes: int | None) -> int:
+    """Return how many instances fit into the memory: at least 1, at most `wanted`."""
+    if free_bytes is None:
+        return wanted
+    return max(1, min(wanted, free_bytes // max(1, need_of(version).bytes)))
+
+
 def check_fit(version: Version, instances: int, free_bytes: int | None, device: str) -> None:
     """Raise Conflict with both numbers if the memory is too small. None: unknown, no check."""
     if free_bytes is None:

@@ -59,6 +59,11 @@ class Instance:
         return self._worker.load if self._worker else 0
 
     @property
+    def is_idle(self) -> bool:
+        """True if a further batch would run at once."""
+        return self._worker is not None and self._worker.is_idle
+
+    @property
     def has_room(self) -> bool:
         return self._worker is not None and self._worker.has_room
 

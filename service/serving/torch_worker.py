@@ -13,23 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.core import Engine
-from pipeline.errors import UnsupportedError
 from service.serving.worker import main
 
 if TYPE_CHECKING:
     from pipeline.backends.base import Loaded
 
 
-def open_program(engine: Engine, sessions: int) -> Loaded:
-    """Load the program; UnsupportedError for CUDA graphs that would run in two threads."""
+def open_program(engine: Engine) -> Loaded:
+    """Load the program."""
     from pipeline.backends.pytorch import programs as torch_programs
 
-    if sessions > 1 and engine.recipe.mode and engine.target.compute_capability:
-        mode = engine.recipe.mode
-        message = (
-            f"`overlap` needs two threads, and the CUDA graphs of torch.compile's {mode} run in one"
-        )
-        raise UnsupportedError(message, "load the model without `overlap`")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "inductor")))
     return torch_programs.load(engine)
 

@@ -6,8 +6,8 @@ This module loads no torch. The process runs below a guardian (service/sandbox/g
 environment of service/jobs/worker_client.py. It waits for work in one system call, and ends when
 the server closes the connection.
 
-Several sessions have one thread each: an idle one takes the next batch and copies it in while
-another one computes.
+Several sessions have one thread each, and run and copy batches at the same time. An idle one takes
+the next batch.
 """
 
 from __future__ import annotations
@@ -74,11 +74,10 @@ class Server:
         return decode(FROM_SERVER, packet), descriptors
 
 
-OpenEngine = Callable[[Engine, int], "Loaded"]
-"""Load an engine for this number of sessions."""
+OpenEngine = Callable[[Engine], "Loaded"]
 
 
-def open_engine(engine: Engine, sessions: int) -> Loaded:
+def open_engine(engine: Engine) -> Loaded:
     """Load an engine of a backend that runs graphs; torch_worker loads code."""
     from pipeline import backends
 
@@ -101,7 +100,7 @@ def load(message: Load, open_engine: OpenEngine) -> tuple[Engine, Loaded, list[S
     check_engine(engine, message.name)
     # On the CPU the interpreter counts, too: each instance has one.
     before = held_bytes() if os.environ.get(VISIBLE) else 0
-    loaded = open_engine(engine, message.sessions)
+    loaded = open_engine(engine)
     sessions = [loaded.session() for _ in range(message.sessions)]
     profiles = engine.profiles
     for sizes in message.warm:
@@ -170,15 +169,10 @@ Slots = defaultdict[int, SlotBuffers]
 
 
 class Runner:
-    """Run batches on one session.
+    """Run batches on one session."""
 
-    A runner holds `computing` while it computes: so the times of several runners do not mix.
-    """
-
-    def __init__(
-        self, engine: Engine, session: Session, computing: threading.Lock | None = None
-    ) -> None:
-        self._session, self._computing = session, computing
+    def __init__(self, engine: Engine, session: Session) -> None:
+        self._session = session
         self._inputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.inputs)
         self._outputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.outputs)
         dtypes = tuple(dtype for _, dtype in self._outputs)
@@ -201,7 +195,7 @@ class Runner:
         session.bind(feeds)
         bound = perf_counter()
         _timed(uploading, session.upload)
-        self._compute(computing)
+        _timed(computing, session.execute)
         _timed(downloading, session.download)
         session.synchronize()
         finished = perf_counter()
@@ -211,14 +205,6 @@ class Runner:
         copy_in_s = bound - began + uploading.elapsed_s()
         copy_out_s = perf_counter() - finished + downloading.elapsed_s()
         return Done(message.number, placed, copy_in_s, computing.elapsed_s(), copy_out_s)
-
-    def _compute(self, timer: Timer) -> None:
-        if self._computing is None:
-            _timed(timer, self._session.execute)
-            return
-        with self._computing:
-            _timed(timer, self._session.execute)
-            self._session.synchronize()
 
     def _copy_out(self, results: Tensors, slot: SlotBuffers) -> tuple[Any, int]:
         """Copy the outputs; return their places, or the bytes they need if there is no room."""
@@ -299,8 +285,7 @@ def main(descriptor: int, open_engine: OpenEngine = open_engine) -> NoReturn:
         # `_loaded` keeps the engine in memory.
         engine, _loaded, sessions, held = load(message, open_engine)
         server.send(Ready(held))
-        computing = threading.Lock() if len(sessions) > 1 else None
-        runners = [Runner(engine, session, computing) for session in sessions]
+        runners = [Runner(engine, session) for session in sessions]
         serve(runners, server, partial(backends.page_lock, engine))
 
     until_the_end(server, work)

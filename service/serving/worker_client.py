@@ -51,7 +51,6 @@ from service.storage.layout import Work
 
 WORKER = (sys.executable, "-m", "service.serving.worker")
 TORCH_WORKER = (sys.executable, "-m", "service.serving.torch_worker")
-SLOTS = 2  # one batch runs, one is ready to run
 FILE_BYTES = 1 << 30  # limit for a file that a worker writes: its log
 LAYOUTS = 256  # input layouts that are remembered
 PRINTED_BYTES = 2000  # of a worker's log, copied to the server's log
@@ -78,7 +77,7 @@ class Order:
     work: Work
     load_s: float  # time-out for loading
     stuck_s: float  # a worker without an answer to a batch for so long hangs
-    sessions: int = 1  # of the engine; with two, one copies while the other computes
+    sessions: int = 1  # of the engine: batches that run at the same time
     command: Sequence[str] = WORKER
 
 
@@ -127,7 +126,8 @@ class Worker:
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._broken: asyncio.Future[str] = self._loop.create_future()
         self._failed: Failed | None = None  # its last message
-        self._free = [Slot(number) for number in range(SLOTS)]
+        # A batch runs in each session, and one is ready to run.
+        self._free = [Slot(number) for number in range(order.sessions + 1)]
         self._sent: dict[int, _PendingBatch] = {}
         self._numbers = itertools.count()
         self._dtypes = tuple(dtype_of(spec.dtype) for spec in order.engine.inputs)
@@ -201,6 +201,11 @@ class Worker:
     def load(self) -> int:
         """The number of its batches."""
         return len(self._sent)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if a further batch would run at once."""
+        return len(self._sent) < self._order.sessions
 
     @property
     def has_room(self) -> bool:

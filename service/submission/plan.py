@@ -28,6 +28,8 @@ from pipeline.plan.schema import (
     ExportConfig,
     Fallback,
     GeneratedData,
+    LatencyLimit,
+    Objective,
     PlacementConfig,
     Plan,
     PlanLoader,
@@ -78,6 +80,7 @@ class SubmittedPlan(Frozen):
     calibration: CalibrationConfig = CalibrationConfig()
     tensorrt: TensorRTOptions = TensorRTOptions()
     benchmark: BenchmarkConfig = BenchmarkConfig()
+    objective: Objective = "latency"
     serving: ServingConfig = ServingConfig()
 
     @model_validator(mode="after")
@@ -112,6 +115,7 @@ ALLOWED: dict[type[BaseModel], str] = {
     BenchmarkConfig: "sizes duration_s budget_s warmup_s warmup_runs threads baselines",
     ServingConfig: "padding image labels",
     Padding: "input axis value",
+    LatencyLimit: "max_latency_ms",
     InputRecipe: "input size resize colour layout scale mean std",
 }
 """The keys that a client may write, by section. Every other key of a plan is refused.

@@ -58,7 +58,7 @@ def test_a_model_of_a_peer_is_not_taken_from_the_command_line_of_the_benchmark()
     command = [sys.executable, "-m", "benchmarks", "serving", "--help"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert "--overlap" in result.stdout
+    assert "--instances" in result.stdout
 
 
 def test_every_command_in_the_texts_is_a_name() -> None:

@@ -42,7 +42,7 @@ def test_each_backend_has_a_setup_of_its_own_that_the_command_line_overrules(ben
     assert set(setups.SETUPS) == set(setups.BACKENDS)
     cpu = serving.parse_arguments([])
     assert setups.setup_from(cpu) == setups.SETUPS["onnxruntime"]
-    assert setups.SETUPS["onnxruntime"].options == DeploymentOptions()
+    assert setups.SETUPS["onnxruntime"].options == DeploymentOptions(instances=1)
     assert cpu.only == list(serving.NAMES)
     gpu = serving.parse_arguments(["--backend", "tensorrt"])
     assert setups.setup_from(gpu) == setups.SETUPS["tensorrt"]
@@ -61,18 +61,17 @@ def test_each_backend_has_a_setup_of_its_own_that_the_command_line_overrules(ben
         "16",
         "--max-delay",
         "0",
-        "--overlap",
+        "--instances",
+        "2",
     ]
     chosen = setups.setup_from(serving.parse_arguments(words))
-    assert chosen.document == "serving_gpu_overlap", (
-        "a run with overlap stands beside the one without"
-    )
+    assert chosen.document == "serving_gpu_instances"  # beside the run with one
     expected = {
         "backend": "tensorrt",
         "cnn": "resnet18",
         "side": 32,
         "enlarged": 2,
-        "overlap": True,
+        "instances": 2,
         "max_batch": 16,
         "max_delay_s": 0,
     }
@@ -196,7 +195,7 @@ def test_the_page_has_a_section_for_the_gpu_where_there_is_a_result(
     )
     result = load_results(tmp_path)["serving_gpu"]
     assert result["run"]["backend"] == "tensorrt"
-    results = {"serving_gpu": result, "serving_gpu_overlap": result}
+    results = {"serving_gpu": result, "serving_gpu_instances": result}
     text = render("sections/serving_gpu.md.j2", results)
     assert "## Serving from a GPU" in text
     assert "| Crucible" in text
@@ -212,6 +211,6 @@ def test_the_page_has_a_section_for_the_gpu_where_there_is_a_result(
         " enlarges 7 times; "
     )
     assert (
-        f"{message}at most 8 rows together, a batch held open for 50 ms, without overlap. 3 rounds,"
+        f"{message}at most 8 rows together, a batch held open for 50 ms, 1 at a time. 3 rounds,"
         " 4 s of each measured stretch." in text
     )

@@ -234,7 +234,7 @@ def run_race(
     entries = [RaceEntry(engine, role) for engine, role in zip(engines, parts, strict=True)]
     contestants = race(
         entries,
-        [WORKLOAD],
+        [WORKLOAD.shape],
         options,
         start,
         clock=lambda: wall_s,

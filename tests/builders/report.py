@@ -23,12 +23,14 @@ from pipeline.core import (
 from pipeline.host.environment import Environment
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
-from pipeline.plan.schema import AccuracyConfig, DataConfig, ModelConfig, Plan
+from pipeline.plan.schema import AccuracyConfig, DataConfig, LatencyLimit, ModelConfig, Plan
 from pipeline.results.precision_audit import mislabelled
 from pipeline.results.report import (
     BenchmarkReport,
     Candidate,
     LatencyRow,
+    LoadCurve,
+    LoadPoint,
     MetricResult,
     OperatorTable,
     OutputError,
@@ -108,6 +110,48 @@ def benchmark(
         latency_row(median_ms * 6.1, 8, ratio, values),
     )
     return BenchmarkReport(label=label, rows=rows)
+
+
+def load_curve(
+    label: str, samples_per_s: float, ratio: float | None = None, limit_s: float | None = None
+) -> LoadCurve:
+    """Batches 1 and 8 with 1 and 2 sessions; the highest throughput is that of the last point.
+
+    A request takes as long as its samples do, and its p99 a quarter more.
+    """
+    points = []
+    for sessions in (1, 2):
+        for batch, share in ((1, 0.25), (8, 0.5)):
+            rate = samples_per_s * share * sessions
+            request_s = batch * sessions / rate
+            points.append(
+                LoadPoint(
+                    sizes={"batch": batch},
+                    batch=batch,
+                    sessions=sessions,
+                    requests=1200,
+                    samples_per_s=rate,
+                    p50_s=request_s,
+                    p99_s=1.25 * request_s,
+                )
+            )
+    within = [point for point in points if limit_s is None or (point.p99_s or 0) <= limit_s]
+    best = max(within, key=lambda point: point.samples_per_s, default=None)
+    times = (1 / best.samples_per_s,) * PROCESSES if best else ()
+    return LoadCurve(
+        label=label,
+        limit_s=limit_s,
+        points=tuple(points),
+        best=best,
+        untried=("4 sessions: the time was over",),
+        sample_time=Samples(values_s=times, blocks=(1,) * PROCESSES, processes=(1,) * PROCESSES)
+        if best
+        else None,
+        p99_s=best.p99_s if best else None,
+        ratio=(
+            None if ratio is None else Interval(value=ratio, low=ratio * 0.985, high=ratio * 1.012)
+        ),
+    )
 
 
 def selection(
@@ -325,6 +369,29 @@ def sample_report(root: Path = Path("/store/engine"), evil: str = "") -> Report:
             Note(stage="simplify", text="24 nodes less", level="info"),
         ),
         benchmarked="2026-03-02T10:11:40+00:00",
+    )
+
+
+def throughput_report(limit_s: float | None = None) -> Report:
+    """A report by throughput, with the curves of the baseline and the winner."""
+    report = sample_report()
+    assert report.baseline is not None
+    curve = load_curve(report.winner or "", 900.0, 6.0, limit_s)
+    base = load_curve(report.baseline.label, 150.0, None, limit_s)
+    candidates = tuple(
+        each.model_copy(update={"benchmark": each.benchmark.model_copy(update={"load": curve})})
+        if each.label == report.winner and each.benchmark
+        else each
+        for each in report.candidates
+    )
+    objective = LatencyLimit(max_latency_ms=limit_s * 1e3) if limit_s else "throughput"
+    return report.model_copy(
+        update={
+            "plan": report.plan.model_copy(update={"objective": objective}),
+            "candidates": candidates,
+            "baseline": report.baseline.model_copy(update={"load": base}),
+            "best_point": curve.best,
+        }
     )
 
 

@@ -62,11 +62,11 @@ def tolerance_of(site: Site) -> float:
     return TOLERANCE[site.direct.engine.recipe.precision]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_thousand_batched_calls_are_answered_as_by_a_session(site: Site, overlap: bool) -> None:
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_thousand_batched_calls_are_answered_as_by_a_session(site: Site, instances: int) -> None:
     inputs = [images(1, seed) for seed in range(ROWS)]
     expected = site.direct.answers(inputs)
-    with site.loaded(RESNET, overlap=overlap):
+    with site.loaded(RESNET, instances=instances):
         calls = ask_all(site, RESNET, inputs, CALLS, CLIENTS)
     assert Counter(call.status for call in calls) == {200: CALLS}
     for call in calls:
@@ -109,12 +109,12 @@ def test_answers_of_padded_graphs_are_those_of_plain_runs(site: Site) -> None:
         )
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_device_times_of_an_answer_fit_into_its_whole_time(site: Site, overlap: bool) -> None:
+@pytest.mark.parametrize("instances", [1, 2])
+def test_the_device_times_of_an_answer_fit_into_its_whole_time(site: Site, instances: int) -> None:
     """By each answer alone: how they compare with `crucible bench` depends on what else runs on the
     host.
     """
-    with site.loaded(RESNET, overlap=overlap), site.client() as client:
+    with site.loaded(RESNET, instances=instances), site.client() as client:
         for _ in range(20):
             begin = time.perf_counter()
             answer = ask(client, RESNET, images(ROWS, 40))

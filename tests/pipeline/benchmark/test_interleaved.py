@@ -99,7 +99,7 @@ def test_on_a_gpu_enqueueing_is_timed_on_the_host() -> None:
     )
     peer = LocalPeer("0", TimedSession(host, 0.001))
     (report,) = results(
-        race(entries(device), [WORKLOAD], SHORT, lambda engine: peer.start(0.0)),
+        race(entries(device), [WORKLOAD.shape], SHORT, lambda engine: peer.start(0.0)),
         [WORKLOAD],
         QUIET_HOST,
     )
@@ -140,7 +140,7 @@ def test_the_slowest_to_load_starts_first_next_time_and_delays_nobody() -> None:
     with ExitStack() as stack:
         race = Race(
             contestants,
-            [WORKLOAD],
+            [WORKLOAD.shape],
             SHORT,
             start,
             lambda fraction, text: events.append(text),
@@ -334,7 +334,9 @@ def test_a_death_that_may_pass_is_measured_again_by_the_next_run(
             death=death,
         )
 
-    contestants = race(entries(engine_named("0"), engine_named("1")), [WORKLOAD], SHORT, start)
+    contestants = race(
+        entries(engine_named("0"), engine_named("1")), [WORKLOAD.shape], SHORT, start
+    )
     benchmarks = Benchmarks(created="", results=results(contestants, [WORKLOAD], QUIET_HOST))
     assert isinstance(benchmarks.results[0], BenchmarkReport)
     assert isinstance(benchmarks.results[1], BenchmarkFailure)
@@ -371,7 +373,7 @@ def test_drift_and_thinning_are_said() -> None:
         "0", TimedSession(host, 0.001), stalled={number: 1.1**number for number in range(10)}
     )
     (moved,) = results(
-        race(entries(engine_named("0")), [WORKLOAD], SHORT, lambda engine: peer.start(0.0)),
+        race(entries(engine_named("0")), [WORKLOAD.shape], SHORT, lambda engine: peer.start(0.0)),
         [WORKLOAD],
         QUIET_HOST,
     )

@@ -20,10 +20,9 @@ from pipeline.compiler.decision import (
     contenders,
     decide,
     next_steps,
-    ratio_missing,
-    speed_ratio,
 )
 from pipeline.compiler.fallback import keeping
+from pipeline.compiler.speed import ratio_missing, speed_ratio
 from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval

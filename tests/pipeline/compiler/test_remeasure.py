@@ -21,7 +21,7 @@ from pipeline.stages.benchmark import ENOUGH_RUNS
 from pipeline.stages.benchmark import benchmark as measure
 from tests.builders.cli import write_task
 from tests.builders.halves import run_here
-from tests.builders.report import benchmark, sample_report
+from tests.builders.report import benchmark, sample_report, throughput_report
 
 WINNER = "openvino int8 nncf u8s8"
 RAN = Step(
@@ -47,6 +47,15 @@ def renewed(report: Report, median_ms: float = 4.0, baseline: Candidate | None =
         created="2026-05-05T00:00:00+00:00", results=results, baseline="pytorch eager fp32"
     )
     return with_figures(report, Remeasured(engine, benchmarks, baseline), [RAN])
+
+
+def test_by_another_objective_the_verdict_and_the_points_stay() -> None:
+    old = throughput_report()
+    report = renewed(old, median_ms=16.0)  # twice as slow as the baseline by latency
+    kept = ("verdict", "winner", "ratio", "best_point", "reasons", "curves")
+    assert [getattr(report, name) for name in kept] == [getattr(old, name) for name in kept]
+    assert set(report.curves) == {WINNER, "pytorch eager fp32"}
+    assert report.benchmarked == "2026-05-05T00:00:00+00:00"
 
 
 def test_the_winner_and_the_baselines_have_the_new_figures_and_no_other_has_any() -> None:

@@ -12,6 +12,7 @@ from pipeline.core import TensorSpec
 from pipeline.errors import PlanError
 from pipeline.plan.schema import (
     GeneratedData,
+    LatencyLimit,
     Plan,
     home,
     load_plan,
@@ -173,6 +174,15 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
             {**MODEL, "profiles": [{"batch": [0, 0, 0]}]},
             "profiles.0.batch.opt: Input should be greater than or equal to 1",
         ),
+        (
+            {**MODEL, "objective": "speed"},
+            "objective: expected latency, throughput or {max_latency_ms: 15} (got 'speed')",
+        ),
+        (
+            {**MODEL, "objective": {"max_latency_ms": 0}},
+            "objective.max_latency_ms: Input should be greater than 0 (got 0)",
+        ),
+        ({**MODEL, "objective": {"max_latency": 15}}, "did you mean 'max_latency_ms'"),
         ({**MODEL, "name": ".."}, "name: String should match pattern"),
         (
             {**MODEL, "accuracy": {"metric": "top9"}},
@@ -322,6 +332,17 @@ def test_a_stored_plan_can_be_overridden(tmp_path: Path) -> None:
     again = override_plan(plan, ["benchmark.duration_s=9"])
     assert again.benchmark.duration_s == 9
     assert again.model == plan.model
+
+
+def test_an_objective_is_a_word_or_a_limit(tmp_path: Path) -> None:
+    def objective(*overrides: str) -> object:
+        return plan_from_document({**MODEL}, tmp_path, overrides=overrides).objective
+
+    assert objective() == "latency"
+    assert objective("objective=throughput") == "throughput"
+    limit = objective("objective={max_latency_ms: 15}")
+    assert isinstance(limit, LatencyLimit)
+    assert limit.limit_s == 0.015
 
 
 def test_nodes_to_keep_are_named_or_left_to_the_compile(tmp_path: Path) -> None:

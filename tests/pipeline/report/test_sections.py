@@ -17,13 +17,14 @@ from pipeline.core import Precision
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse
 from pipeline.report.entries import entries
+from pipeline.report.figures import plots
 from pipeline.report.html import page
 from pipeline.report.markdown import markdown
 from pipeline.report.run_sections import grouped_notes
-from pipeline.report.sections import sections
+from pipeline.report.sections import headline, sections
 from pipeline.report.tables import left, right
 from pipeline.results.report import Report
-from tests.builders.report import proven_report, sample_report
+from tests.builders.report import proven_report, sample_report, throughput_report
 
 
 def test_entries_are_numbered_from_fast_to_slow_with_the_unmeasured_last(report: Report) -> None:
@@ -58,6 +59,32 @@ def test_percentiles_are_absent_without_enough_values(report: Report) -> None:
 def test_every_row_has_as_many_cells_as_its_table_has_columns(report: Report) -> None:
     tables = [table for section in sections(report) for table in section.tables]
     assert {len(row) - len(table.columns) for table in tables for row in table.rows} == {0}
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "where"), [(None, "batch 8 with 2 sessions"), (0.02, "batch 1 with 2 sessions")]
+)
+def test_throughput_has_the_best_points_all_points_and_what_was_not_tried(
+    limit_s: float | None, where: str
+) -> None:
+    report = throughput_report(limit_s)
+    section = next(section for section in sections(report) if section.key == "throughput")
+    best, points, untried = section.tables
+    assert best.emphasised == 0
+    assert best.rows[0][2] == where
+    assert best.rows[0][6] == "6.00 [5.91, 6.07]"
+    assert len(points.rows) == 8
+    assert {row[2] for row in untried.rows} == {"4 sessions: the time was over"}
+    assert "times the throughput of pytorch eager fp32" in headline(report)
+    (plot,) = (plot for plot in plots(report) if plot.name == "throughput")
+    drawing = plot.draw()
+    assert "p99 of a request, ms" in drawing
+    assert ("limit, 20 ms" in drawing) == (limit_s is not None)
+
+
+def test_a_report_by_latency_has_no_throughput(report: Report) -> None:
+    assert "throughput" not in {section.key for section in sections(report)}
+    assert "throughput" not in {plot.name for plot in plots(report)}
 
 
 def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:

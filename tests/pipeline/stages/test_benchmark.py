@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import psutil
@@ -11,6 +13,7 @@ from onnx import TensorProto, helper
 from pipeline import backends
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
+from pipeline.benchmark.load import NO_BATCH_AXIS
 from pipeline.core import (
     BuildOptions,
     Engine,
@@ -24,8 +27,14 @@ from pipeline.core import (
 from pipeline.errors import PlanError
 from pipeline.measurement.comparison import MIN_PAIRS
 from pipeline.onnx_graph.files import onnx_model
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport
-from pipeline.stages.benchmark import benchmark, rows_per_run, values_at, with_threads
+from pipeline.results.report import BenchmarkFailure, BenchmarkReport, LoadCurve
+from pipeline.stages.benchmark import (
+    benchmark,
+    benchmark_load,
+    rows_per_run,
+    values_at,
+    with_threads,
+)
 from tests.builders.interleaved import PROFILE, SHORT, X, engine_named
 
 
@@ -151,6 +160,43 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(
     assert not [
         child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
     ], "no child is left behind"
+
+
+def test_real_engines_under_load(model: OnnxModel, engine: Engine) -> None:
+    options = SHORT.model_copy(update={"budget_s": 2.0})
+    run = benchmark_load(twins(engine), model.inputs, options, None)
+    assert run.baseline == engine.recipe.label
+    for curve in run.curves:
+        assert isinstance(curve, LoadCurve)
+        assert {point.sizes["batch"] for point in curve.points} <= {1, 2, 4, 8}
+        assert curve.best == max(curve.points, key=lambda point: point.samples_per_s)
+        assert curve.sample_time is not None
+        assert len(curve.sample_time.values_s) == sum(curve.sample_time.processes)
+
+
+def test_a_model_without_a_batch_axis_varies_its_sessions_only(
+    tmp_path: Path, engine: Engine
+) -> None:
+    sizes = {"x": ["time", 4], "mask": [4]}
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "mask"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, s) for name, s in sizes.items()],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["time", 4])],
+    )
+    opsets = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "m.onnx")
+    model = onnx_model(tmp_path, "m.onnx")
+    profile = Profile.model_validate({"dims": {"time": [1, 3, 6]}})
+    recipe, built_for = engine.recipe, BuildOptions(profiles=(profile,), threads=1)
+    out = tmp_path / "engine"
+    out.mkdir()
+    timed = backends.backend("onnxruntime").build(model, recipe, built_for, out, silent)
+    entry = RaceEntry(timed, Role.BASELINE)
+    (curve,) = benchmark_load([entry], model.inputs, SHORT, None).curves
+    assert isinstance(curve, LoadCurve)
+    assert {(point.batch, point.sizes["time"]) for point in curve.points} == {(None, 3)}
+    assert curve.untried[0] == NO_BATCH_AXIS
 
 
 @pytest.mark.parametrize(

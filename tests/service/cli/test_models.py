@@ -48,15 +48,13 @@ def test_a_model_is_promoted_loaded_rolled_back_and_unloaded_by_commands(tmp_pat
             result.out
             == "model m: version 1 (onnxruntime fp32) is current, the model is unloaded\n"
         ), result.err
-        assert at(server, "load", "m", "--max-delay-ms", "1", "--overlap").out.endswith(
+        assert at(server, "load", "m", "--max-delay-ms", "1", "--instances", "2").out.endswith(
             "is current, version 1 answers on cpu\n"
         )
         promoted = at(server, "promote", "m", f"{server.url}/reports/{second}", "--json").summary
         assert (promoted["current"]["version"], promoted["deployment"]["version"]) == (2, 2)
-        assert [promoted["deployment"]["options"][name] for name in ("max_delay_s", "overlap")] == [
-            0.001,
-            True,
-        ]
+        options = promoted["deployment"]["options"]
+        assert (options["max_delay_s"], options["instances"]) == (0.001, 2)
         assert [
             word for word in ("m", "2", "ready", "cpu") if word in at(server, "models").out.split()
         ] == ["m", "2", "ready", "cpu"]

@@ -144,13 +144,14 @@ def test_contended_figures_accept_nothing_and_are_not_kept(tmp_path: Path) -> No
     assert (
         doubted(report.model_copy(update={"verdict": "rejected"}), CONTENDED).verdict == "rejected"
     )
-    figures = tmp_path / "artifacts" / "benchmark" / "x"
-    figures.mkdir(parents=True)
+    figures = [tmp_path / "artifacts" / stage / "x" for stage in ("benchmark", "throughput")]
+    for folder in figures:
+        folder.mkdir(parents=True)
     forget_contended(tmp_path)
-    assert figures.exists()
+    assert all(folder.exists() for folder in figures)
     (tmp_path / "contended").touch()
     forget_contended(tmp_path)
-    assert not figures.exists()
+    assert not any(folder.exists() for folder in figures)
     assert not (tmp_path / "contended").exists()
 
 

@@ -71,7 +71,7 @@ class Double:
     def served(self) -> Served:
         spec = self.spec
         served = served_version(spec.version, spec.device, "ready", "")
-        return replace(served, backend="double", instances=spec.options.instances)
+        return replace(served, backend="double", instances=spec.instances)
 
     def statistics(self) -> Statistics:
         total = Total(self.answered, 0.0)

@@ -226,23 +226,27 @@ def test_several_instances_share_the_work(tmp_path: Path, engine: Engine) -> Non
     play(story)
 
 
-def test_with_overlap_a_second_thread_answers_and_each_request_has_its_own(
-    tmp_path: Path, engine: Engine
+def test_instances_that_share_weights_are_threads_of_one_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: Engine
 ) -> None:
+    monkeypatch.setattr(Engine, "shares_weights", True)
+
     async def story() -> None:
         threads = {}
-        for overlap in (False, True):
-            async with deployed(tmp_path, engine, max_batch=4, overlap=overlap) as bench:
+        for instances in (1, 3):
+            async with deployed(tmp_path, engine, max_batch=4, instances=instances) as bench:
+                assert bench.deployment.served().instances == instances
+                assert len(bench.deployment.pids) == 1
                 answers = await asyncio.gather(*(bench.ask(marked(n)) for n in range(200)))
                 for number, answer in enumerate(answers):
                     np.testing.assert_allclose(
                         answer.outputs["y"], direct(engine, {"x": marked(number)})["y"], rtol=1e-5
                     )
                 assert {answer.timing.batch_size for answer in answers} == {4}
-                threads[overlap] = sum(
+                threads[instances] = sum(
                     psutil.Process(pid).num_threads() for pid in processes_of(f"serve-{MODEL}-")
                 )
-        assert threads[True] == threads[False] + 1
+        assert threads[3] == threads[1] + 2
 
     play(story)
 

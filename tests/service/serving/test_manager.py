@@ -10,11 +10,13 @@ import pytest
 
 from pipeline.core import DimRange
 from pipeline.errors import ChildDied, CrucibleError
+from pipeline.report.files import load_report
+from pipeline.results.report import LoadPoint
 from service.auth import LOCAL, Caller
 from service.devices.policy import Lease
 from service.errors import Conflict, Forbidden, NotFound, Unavailable, Unprocessable
 from service.inference import InferRequest
-from service.registry.models import DeploymentOptions, ModelView
+from service.registry.models import DeploymentOptions, ModelView, PromoteRequest
 from service.serving.loader import device_for
 from tests.service.serving.engines import play
 from tests.service.serving.models import ALONE, MIB, Host, Shelf, shelf
@@ -148,11 +150,6 @@ def test_a_load_that_does_not_fit_is_refused_before_the_device_is_touched(tmp_pa
             )
             assert (here.host.started, here.leases.devices.held) == ([], ())
             assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
-            await here.deployments.deploy(
-                LOCAL, "m", DeploymentOptions(overlap=True)
-            )  # twice what an instance needs
-            assert here.host.started[-1].spec.options.overlap
-            assert (await here.deployments.view(LOCAL, "m")).current.memory_bytes is None
             await here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
             assert (
                 await here.ask(),
@@ -168,6 +165,37 @@ def test_a_load_that_does_not_fit_is_refused_before_the_device_is_touched(tmp_pa
                 " 10.0 MiB of cpu are free"
             )
             assert await here.ask() == 1
+
+    play(story)
+
+
+def test_the_best_point_of_a_compile_gives_the_defaults_of_a_deployment(tmp_path: Path) -> None:
+    best = LoadPoint(
+        sizes={"batch": 4}, batch=4, sessions=2, requests=1000, samples_per_s=900.0, p50_s=0.008
+    )
+
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            job = here.report()
+            folder = here.folders.report(job)
+            report = load_report(folder).model_copy(update={"best_point": best})
+            (folder / "report.json").write_text(report.model_dump_json())
+            view = await here.deployments.promote(LOCAL, "m", PromoteRequest(report=job))
+            assert view.current.best_point == best
+            here.host.free_bytes = int(1.5 * view.current.peak_bytes)
+            message = await refused(
+                Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=2))
+            )
+            assert message.startswith("'m' with 2 instances needs at least 591.3 MiB")
+            await here.deployments.deploy(LOCAL, "m", DeploymentOptions())
+            assert here.host.started[-1].spec.instances == 1  # as many as fit
+            here.host.free_bytes = 2 * view.current.peak_bytes
+            await here.deployments.deploy(LOCAL, "m", DeploymentOptions())
+            by_default = here.host.started[-1].spec
+            assert (by_default.instances, by_default.max_batch) == (2, 4)
+            await here.deployments.deploy(LOCAL, "m", DeploymentOptions(instances=1, max_batch=2))
+            as_requested = here.host.started[-1].spec
+            assert (as_requested.instances, as_requested.max_batch) == (1, 2)
 
     play(story)
 

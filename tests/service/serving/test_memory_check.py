@@ -7,7 +7,13 @@ import pytest
 
 from service.errors import Conflict
 from service.registry.models import Version
-from service.serving.memory_check import Need, check_fit, free_bytes, need_of
+from service.serving.memory_check import (
+    Need,
+    check_fit,
+    fitting_instances,
+    free_bytes,
+    need_of,
+)
 from tests.service.http.test_access_log import Nvml
 from tests.service.registry.test_repository import version
 
@@ -37,6 +43,8 @@ def test_what_is_known_best_counts(
 def test_both_numbers_are_told() -> None:
     fits = known(None, 0, 2**20)
     check_fit(fits, 2, 2 * 2**20, "cpu")
+    free = (None, 0, 2**20, 2 * 2**20 - 1, 2 * 2**20, 9 * 2**20)
+    assert [fitting_instances(fits, 3, each) for each in free] == [3, 1, 1, 1, 2, 3]
     with pytest.raises(
         Conflict,
         match=(

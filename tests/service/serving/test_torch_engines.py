@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.core import CompileMode, Engine
-from pipeline.errors import DamagedError, InternalError, UnsupportedError
+from pipeline.errors import DamagedError, InternalError
 from pipeline.report.bundle import read_engine, seal
 from service.auth import LOCAL
 from service.devices.leases import utc_now
@@ -19,13 +19,13 @@ from service.errors import Conflict
 from service.jobs.publish import engine_digest
 from service.jobs.state import Started, Succeeded
 from service.registry.models import DeploymentOptions, PromoteRequest
+from service.serving.deployment import DeploymentSpec
 from service.serving.loader import COLD_STARTS
 from service.serving.request_shapes import captures
-from service.serving.torch_worker import open_program
 from service.serving.worker import open_engine
 from service.serving.worker_client import worker_for
 from tests.service.builders.jobs import new_job, write_out
-from tests.service.serving.engines import linear, play
+from tests.service.serving.engines import PROVED, linear, play, version_of_engine
 from tests.service.serving.models import Shelf, shelf
 
 
@@ -65,8 +65,8 @@ def test_a_program_has_a_worker_of_its_own_which_no_other_engine_gets(tmp_path: 
     assert worker_for(ours) == (sys.executable, "-m", "service.serving.torch_worker")
     assert worker_for(other) == (sys.executable, "-m", "service.serving.worker")
     with pytest.raises(InternalError, match="is code, and came to a worker that loads none"):
-        open_engine(ours, 1)
-    assert open_engine(other, 1).session() is not None
+        open_engine(ours)
+    assert open_engine(other).session() is not None
 
 
 def test_what_an_own_job_has_built_is_promoted_and_loaded(tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ def test_a_version_whose_files_were_replaced_by_other_whole_ones_is_not_loaded(
     ("mode", "on_gpu", "captured"),
     [(None, True, False), ("reduce-overhead", True, True), ("reduce-overhead", False, False)],
 )
-def test_cuda_graphs_of_torch_compile_are_padded_to_and_run_in_one_thread(
+def test_cuda_graphs_of_torch_compile_are_padded_to_and_have_a_worker_each(
     tmp_path: Path, mode: CompileMode | None, on_gpu: bool, captured: bool
 ) -> None:
     engine = program(tmp_path, mode, on_gpu)
     assert captures(engine) is captured
-    if captured:
-        with pytest.raises(UnsupportedError, match="`overlap` needs two"):
-            open_program(engine, sessions=2)
+    options = DeploymentOptions(instances=3)
+    spec = DeploymentSpec(version_of_engine(engine, PROVED, "m"), engine, options, "gpu:0", 60.0)
+    assert (spec.instances, spec.sessions) == (3, 1)  # three workers

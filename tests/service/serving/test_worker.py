@@ -1,4 +1,4 @@
-"""The worker's side of an instance, in this process: several sessions that take turns."""
+"""The worker's side of an instance, in this process: several sessions."""
 
 import os
 import socket
@@ -36,61 +36,28 @@ class Timer:
         return 0.5
 
 
-class Turns:
-    """What sessions know of each other: none ends its work before another has the next batch's
-    inputs.
+class Session:
+    """y = x, computed when `synchronize` returns, as on a GPU.
+
+    `together` is passed only by two sessions that compute at the same time.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._bound = self._computed = self._computing = self.most = self.in_vain = 0
-        self._is_last = False
-
-    def last(self) -> None:
-        with self._changed:
-            self._is_last = True
-            self._changed.notify_all()
-
-    def bound(self) -> None:
-        with self._changed:
-            self._bound += 1
-            self._changed.notify_all()
-
-    def begun(self) -> None:
-        with self._changed:
-            self._computing += 1
-            self.most = max(self.most, self._computing)
-
-    def ended(self) -> None:
-        with self._changed:
-            self.in_vain += not self._changed.wait_for(
-                lambda: self._is_last or self._bound > self._computed + 1, WAIT_S
-            )
-            self._computed += 1
-            self._computing -= 1
-
-
-class Session:
-    """y = x, computed when `synchronize` returns, as on a GPU."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns, self._computes = turns, False
+    def __init__(self, together: threading.Barrier) -> None:
+        self._together, self._computes = together, False
         self._x: Any = None
 
     def bind(self, feeds: Tensors) -> None:
         self._x = feeds["x"].copy()
-        self._turns.bound()
 
     def upload(self) -> None: ...
     def download(self) -> None: ...
 
     def execute(self) -> None:
-        self._turns.begun()
         self._computes = True
 
     def synchronize(self) -> None:
         if self._computes:
-            self._turns.ended()
+            self._together.wait(WAIT_S)
             self._computes = False
 
     def fetch(self) -> Tensors:
@@ -113,11 +80,11 @@ def ends() -> Iterator[Sequence[socket.socket]]:
         yield ours, theirs
 
 
-def test_while_one_session_computes_the_other_takes_its_batch_in(
+def test_two_sessions_compute_at_the_same_time(
     engine: Engine, ends: Sequence[socket.socket]
 ) -> None:
     ours, theirs = ends
-    turns, computing, receiving = Turns(), threading.Lock(), threading.Lock()
+    together, receiving = threading.Barrier(2), threading.Lock()
     places: Slots = defaultdict(partial(SlotBuffers, partial(page_lock, engine)))
 
     def work(runner: Runner) -> None:
@@ -127,29 +94,26 @@ def test_while_one_session_computes_the_other_takes_its_batch_in(
     threads = [
         threading.Thread(
             target=work,
-            args=(Runner(engine, Session(turns), computing),),  # type: ignore[arg-type]
+            args=(Runner(engine, Session(together)),),  # type: ignore[arg-type]
         )
         for _ in range(2)
     ]
     for thread in threads:
         thread.start()
-    slots, answers = [Slot(0), Slot(1)], {}
-    send_batch(ours, slots, 0)
-    for number in range(1, BATCHES + 1):
-        if number < BATCHES:
+    slots = [Slot(number) for number in range(2)]
+    answers: dict[int, list[list[float]]] = {}
+    for first in range(0, BATCHES, 2):
+        for number in (first, first + 1):
             send_batch(ours, slots, number)
-        else:
-            turns.last()
-        answer = received(ours)
-        outputs = slots[answer.number % 2].outputs
-        assert outputs is not None
-        answers[answer.number] = outputs.array(np.dtype(np.float32), answer.outputs[0]).tolist()
+        for _ in range(2):
+            answer = received(ours)
+            outputs = slots[answer.number % 2].outputs
+            assert outputs is not None
+            answers[answer.number] = outputs.array(np.dtype(np.float32), answer.outputs[0]).tolist()
     ours.shutdown(socket.SHUT_WR)
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
-    assert turns.most == 1
-    assert turns.in_vain == 0
     assert answers == {number: marked(number).tolist() for number in range(BATCHES)}
 
 

@@ -22,7 +22,7 @@ from pipeline.errors import HostError, InternalError
 from service.errors import TimedOut, Unavailable, Unprocessable
 from service.serving.batch_assembly import BatchAssembler
 from service.serving.replica import MAX_CRASHES, MAX_PAUSE_S, Instance, pause_after
-from service.serving.worker_client import SLOTS, BatchResult, Order, Task, Worker
+from service.serving.worker_client import BatchResult, Order, Task, Worker
 from service.storage.layout import Work
 from tests.service.serving.engines import (
     MODEL,
@@ -40,6 +40,8 @@ from tests.service.serving.engines import (
 
 DOUBLE = str(Path(__file__).with_name("engine_double.py"))
 EVIL = np.full((1, 8), 666, np.float32)
+
+BATCHES = 4  # twice the slots of a worker with one session
 
 
 def double(behaviour: str) -> tuple[str, ...]:
@@ -177,15 +179,15 @@ def test_a_task_that_cannot_be_written_costs_no_slot(tmp_path: Path, engine: Eng
         worker = await Worker.start(order_of(Work(tmp_path / "work"), engine, "echo"))
         try:
             failed: list[object] = []
-            for _ in range(2 * SLOTS):
+            for _ in range(BATCHES):
                 worker.run(Task(((1, 8),), 32, broken, failed.append))
-            assert [type(error) for error in failed] == [InternalError] * 2 * SLOTS
+            assert [type(error) for error in failed] == [InternalError] * BATCHES
             assert (worker.has_room, worker.load) == (True, 0)
             answered: list[object] = []
-            for _ in range(2 * SLOTS):
+            for _ in range(BATCHES):
                 await until(lambda: worker.has_room)
                 worker.run(Task(((1, 8),), 32, written, answered.append))
-            await until(lambda: len(answered) == 2 * SLOTS)
+            await until(lambda: len(answered) == BATCHES)
             assert {type(answer) for answer in answered} == {BatchResult}
         finally:
             await worker.end()
@@ -228,10 +230,10 @@ def test_a_bug_of_ours_is_answered_at_once_and_the_model_goes_on(
             rows = bench.deployment._rows
             bench.deployment._rows = Faulty(rows, fault)
             with capture_logs() as logged:
-                for _ in range(2 * SLOTS):
+                for _ in range(BATCHES):
                     with pytest.raises(InternalError, match=f"ValueError: a bug in {fault}"):
                         await bench.ask(marked(1))
-            assert sum(event["log_level"] == "error" for event in logged) == 2 * SLOTS
+            assert sum(event["log_level"] == "error" for event in logged) == BATCHES
             assert all(isinstance(event["exc_info"], ValueError) for event in logged)
             bench.deployment._rows = rows
             assert (await bench.ask(marked(2))).outputs["y"].tolist() == marked(2).tolist()

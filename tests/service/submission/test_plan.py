@@ -36,7 +36,7 @@ from service.submission.uploads import Part
 
 KEYS = (
     "name architecture classes inputs outputs profiles data accuracy candidates fallback export"
-    " simplify calibration tensorrt benchmark serving"
+    " simplify calibration tensorrt benchmark objective serving"
 )
 
 REFUSED: dict[type[BaseModel], str] = {
@@ -102,6 +102,7 @@ benchmark:
   warmup_runs: 1
   threads: 1
   baselines: [eager]
+objective: {max_latency_ms: 15}
 serving:
   padding: [{input: x, axis: 1, value: 0}]
   image:
