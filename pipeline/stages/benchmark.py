@@ -76,7 +76,9 @@ def benchmark(
     gpu = next((gpu.uuid for gpu in find_gpus().devices), "") if on_gpu else ""
     others = other_processes(gpu).pids if gpu else ()
     with watching(gpu) as watch:
-        contestants = race(entries, workloads, options, start, progress, enough_runs=enough_runs)
+        contestants = race(
+            entries, workloads, options, start, progress, enough_runs=enough_runs, gpu=gpu
+        )
     use = watch.use((*others, *(other_processes(gpu).pids if gpu else ())))
     host = BusyHost(os.getloadavg()[0], usable_cores())
     baseline = baseline_of(contestants)
@@ -276,7 +278,7 @@ def _row(
     host: BusyHost,
 ) -> LatencyRow:
     blocks = contestant.blocks[index]
-    on_gpu = contestant.engine.target.compute_capability is not None
+    on_gpu = contestant.is_on_gpu
     device = partial(
         samples_from_blocks,
         warmup_s=(),
@@ -303,6 +305,7 @@ def _row(
         ratio=ratio,
         ratio_missing=ratio_missing,
         peak_memory_bytes=max(block.peak_memory_bytes for block in blocks),
+        gpu=contestant.gpu_costs[index] if contestant.gpu_costs else None,
     )
 
 
