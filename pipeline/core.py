@@ -222,6 +222,19 @@ class Profile(Frozen):
         return ", ".join(texts)
 
 
+def nearest_profile(
+    profiles: Sequence[Profile],
+    sizes: Mapping[str, int],
+    values: Mapping[str, Sequence[int]] | None = None,
+) -> int | None:
+    """Return the index of the profile that is tuned nearest to the sizes; None if none holds them.
+
+    Among equally near ones it is the first.
+    """
+    holding = [number for number, each in enumerate(profiles) if each.holds(sizes, values)]
+    return min(holding, key=lambda number: profiles[number].distance(sizes), default=None)
+
+
 def _odd_size(low: int, usual: int, high: int) -> int:
     inside = [n for n in range(low + 1, min(high, low + 64)) if n != usual]
     candidates = [n for n in inside if n % 2 == 1] or inside or [high]
@@ -557,14 +570,17 @@ class Engine(Artifact):
     notes: tuple[Note, ...] = ()
 
     @property
+    def is_on_gpu(self) -> bool:
+        return self.target.compute_capability is not None
+
+    @property
     def shares_weights(self) -> bool:
         """True if several instances are sessions of one loaded engine: those on a GPU are.
 
         On a CPU each is an engine of its own, with its own threads. So is each PyTorch program:
         its CUDA graphs belong to one thread.
         """
-        on_gpu = self.target.compute_capability is not None
-        return on_gpu and self.target.backend not in CODE_BACKENDS
+        return self.is_on_gpu and self.target.backend not in CODE_BACKENDS
 
 
 class Refusal(Frozen):

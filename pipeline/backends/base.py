@@ -6,7 +6,7 @@ A module with the names of `Backend` is a backend. There is no base class to inh
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pipeline.core import (
     BuildOptions,
@@ -20,6 +20,7 @@ from pipeline.core import (
     Tensors,
     TensorSpec,
 )
+from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.layer_table import LayerTable
 
 
@@ -59,6 +60,15 @@ class Session(Protocol):
 
     def timer(self) -> Timer: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class GpuSession(Protocol):
+    """A session on a GPU that knows its memory there."""
+
+    def gpu_memory(self) -> GpuCost:
+        """Return the bytes of weights and activations. May load the weights once more."""
+        ...
 
 
 def run_session(session: Session, feeds: Tensors) -> Tensors:

@@ -29,11 +29,13 @@ import numpy as np
 from pipeline import backends
 from pipeline.backends.base import Session, run_session
 from pipeline.benchmark.elimination import MAX_PAIRS, Role, Runner, Stop, is_decided, stops
-from pipeline.core import Engine, Progress, Tensors, silent
+from pipeline.benchmark.gpu_cost import measure_gpu_cost
+from pipeline.core import Engine, Progress, Tensors, nearest_profile, silent
 from pipeline.errors import CrucibleError, InternalError
 from pipeline.execution.child_process import Channel
 from pipeline.host.contention import CpuClock, cpu_clock
 from pipeline.host.environment import peak_memory_bytes, usable_cores
+from pipeline.host.gpu import memory_in_use
 from pipeline.measurement.clock import (
     NANOSECOND_DIGITS,
     Clock,
@@ -44,6 +46,7 @@ from pipeline.measurement.clock import (
     warm_up,
 )
 from pipeline.measurement.comparison import MIN_PAIRS, Processes
+from pipeline.results.gpu_cost import GpuCost
 
 if TYPE_CHECKING:  # a contestant's child needs no plan
     from pipeline.plan.schema import BenchmarkConfig
@@ -111,6 +114,13 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasureGpuCost:
+    """Parent to child: measure memory and energy on the GPU of this UUID."""
+
+    gpu: str
+
+
+@dataclass(frozen=True, slots=True)
 class NextShape:
     """Parent to child: close this session; a warm-up at the next shape follows."""
 
@@ -166,6 +176,7 @@ class Contestant:
     role: Role
     warmups: list[list[float]]  # per workload
     blocks: list[list[Block]]  # per workload, in the order in which they ran
+    gpu_costs: list[GpuCost] = field(default_factory=list)  # per workload; empty on a CPU
     peer: Peer | None = None
     failure: str = ""
     may_pass: bool = False  # True if the failure may not occur again
@@ -214,8 +225,11 @@ def race(
     progress: Progress = silent,
     clock: Clock = monotonic,
     enough_runs: int | None = None,
+    gpu: str = "",
 ) -> list[Contestant]:
     """Run generations until the race is decided or its time is over.
+
+    `gpu` is the UUID of the GPU that its engines use, or "".
 
     Each generation has one child for every contestant that is still in the race. A contestant that
     fails leaves the race and keeps its position in the list. `shapes` names each workload of a
@@ -225,7 +239,7 @@ def race(
         Contestant(entry.engine, entry.role, [[] for _ in shapes], [[] for _ in shapes])
         for entry in entries
     ]
-    run = Race(contestants, shapes, options, start, progress, clock, enough_runs)
+    run = Race(contestants, shapes, options, start, progress, clock, enough_runs, gpu)
     while run.goes_on():
         with ExitStack() as stack:
             run.load(stack)
@@ -245,6 +259,7 @@ class Race:
     progress: Progress
     clock: Clock = monotonic
     enough_runs: int | None = None  # of a block
+    gpu: str = ""  # UUID
     generation: int = 0
     cores: int = field(default_factory=usable_cores)
     order: random.Random = field(default_factory=lambda: random.Random(0))
@@ -325,12 +340,40 @@ class Race:
                     block = self._turn(contestant, shape, take)
                     if block is not None:
                         contestant.blocks[index].append(block)
+            if self.gpu and self.generation == 0:
+                self._measure_gpu_costs(shape, is_last=index == len(self.shapes) - 1)
             for contestant in self.racing():
                 if contestant.peer:
                     contestant.peer.send(NextShape())
         for contestant in racing:
             contestant.processes.append(rounds)
             contestant.generations.append(self.generation)
+
+    def _measure_gpu_costs(self, shape: str, is_last: bool) -> None:
+        """Measure memory and energy of the engines on the GPU.
+
+        After the last shape, the children whose memory NVML does not list are stopped.
+        """
+        text = f"GPU memory and energy, {shape}"
+        for contestant in self._in_random_order():
+            if contestant.engine.is_on_gpu:
+                cost = self._turn(contestant, text, MeasureGpuCost(self.gpu))
+                if cost is not None:
+                    contestant.gpu_costs.append(cost)
+        if is_last:
+            self._weigh_unlisted()
+
+    def _weigh_unlisted(self) -> None:
+        """Stop the children whose memory NVML does not list, and record what each end frees."""
+        for contestant in self.racing():
+            peer, costs = contestant.peer, contestant.gpu_costs
+            if peer and any(cost.peak_bytes is None for cost in costs):
+                before = memory_in_use(self.gpu)
+                peer.stop()
+                contestant.peer = None
+                after = memory_in_use(self.gpu)
+                if before and after and before > after:
+                    contestant.gpu_costs = [cost.with_freed(before - after) for cost in costs]
 
     def _in_random_order(self) -> list[Contestant]:
         racing = self.racing()
@@ -394,19 +437,20 @@ def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> 
             with closing(loaded.session(profile_for(engine, workload))) as session:
                 times = warm_up(partial(run_session, session, workload.feeds), options)
                 channel.send(thinned(times, VALUES_PER_BLOCK))
-                while isinstance(message := channel.receive(), Take):
-                    block = take_block(
-                        session, workload.feeds, message.seconds, enough_runs=message.enough_runs
-                    )
-                    channel.send(block)
+                while not isinstance(message := channel.receive(), NextShape):
+                    channel.send(_reply(message, session, workload))
+
+
+def _reply(message: Take | MeasureGpuCost, session: Session, workload: Workload) -> Block | GpuCost:
+    if isinstance(message, Take):
+        seconds, enough_runs = message.seconds, message.enough_runs
+        return take_block(session, workload.feeds, seconds, enough_runs=enough_runs)
+    return measure_gpu_cost(session, partial(run_session, session, workload.feeds), message.gpu)
 
 
 def profile_for(engine: Engine, workload: Workload) -> int:
-    """Return the index of the engine's first profile that holds the workload; 0 if none does."""
-    matching = (
-        index for index, profile in enumerate(engine.profiles) if profile.holds(workload.sizes)
-    )
-    return next(matching, 0)
+    """Return the index of the engine's profile for a workload; 0 if none holds it."""
+    return nearest_profile(engine.profiles, workload.sizes) or 0
 
 
 def take_block(

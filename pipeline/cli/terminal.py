@@ -37,6 +37,7 @@ from pipeline.report.latency_sections import throughput_section
 from pipeline.report.performance_summary import (
     Summary,
     bound_text,
+    gpu_cost_line,
     gpu_lines,
     interval_text,
     limit_cells,
@@ -341,6 +342,8 @@ def summary_notes(summary: Summary, row: LatencyRow, run: Benchmarks) -> list[st
     if row.bound:
         lines.append(bound_text(row.bound))
     lines += [peaks_text(peaks) for peaks in run.peaks]
+    if row.gpu:
+        lines.append(gpu_cost_line(row.gpu))
     lines += gpu_lines(run.gpu_use)
     warnings = [f"[yellow]warning:[/] {escape(text)}" for text in summary.warnings]
     return [escape(line) for line in lines] + warnings

@@ -93,7 +93,7 @@ BASELINE = Stage("baseline", 4, pytorch_.DISTRIBUTIONS)
 COMPILE = Stage("torch.compile", 2, pytorch_.DISTRIBUTIONS)
 BENCHMARK = Stage(
     "benchmark",
-    6,
+    7,
     writes_files=False,
     needs_quiet_device=True,
     is_cacheable=lambda found: not found.provisional,

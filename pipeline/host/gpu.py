@@ -127,6 +127,20 @@ class NvmlDevice:
         sensor = self._nvml.NVML_TEMPERATURE_GPU
         return self._number(self._nvml.nvmlDeviceGetTemperature, sensor)
 
+    def energy_j(self) -> float | None:
+        """Return the energy that the GPU has used since its driver was loaded."""
+        millijoules = self._number(self._nvml.nvmlDeviceGetTotalEnergyConsumption)
+        return None if millijoules is None else millijoules / 1000
+
+    def process_bytes(self, pid: int) -> int | None:
+        """Return the memory of a process.
+
+        None if NVML does not list it under this number, as in a container, or not its memory.
+        """
+        processes = self._answer(self._nvml.nvmlDeviceGetComputeRunningProcesses) or ()
+        used = (process.usedGpuMemory for process in processes if process.pid == pid)
+        return next(used, None)
+
     def compute_pids(self) -> tuple[int | None, ...] | None:
         """Return the processes with a compute context; None in it stands for an unknown number."""
         processes = self._answer(self._nvml.nvmlDeviceGetComputeRunningProcesses)
@@ -236,6 +250,17 @@ def find_gpus(nvml: Any = None) -> Gpus:
         return Gpus(reason=opened.reason or "NVML lists no GPU")
     value = os.environ.get(VISIBLE)
     return Gpus(reason=f"no GPU may be used: {VISIBLE}='{value}' hides {names}")
+
+
+def memory_in_use(uuid: str, nvml: Any = None) -> int | None:
+    """Return the bytes of a GPU's memory that all processes use; None if NVML does not tell.
+
+    `nvml` is pynvml, or a double.
+    """
+    with open_nvml(nvml) as opened:
+        device = opened.device(uuid)
+        memory = device.memory() if device else None
+    return memory.used if memory else None
 
 
 def _gpu(device: NvmlDevice, driver: str) -> Gpu:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.formatting import date, interval, number_text, shape_text, time_text
+from pipeline.formatting import bytes_text, date, interval, number_text, shape_text, time_text
 from pipeline.report.entries import (
     Entry,
     entries,
@@ -16,7 +16,10 @@ from pipeline.report.entries import (
 )
 from pipeline.report.performance_summary import gpu_lines, limit_cells, peaks_text
 from pipeline.report.tables import Section, Table, left, right
+from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.report import LatencyRow, LoadCurve, Report
+
+GPU_COLUMNS = ("GPU memory", "J per 1,000 requests")
 
 LIMIT_COLUMNS = (
     *right("GFLOP/s", "GB/s", "of peak arithmetic", "of peak memory"),
@@ -36,7 +39,11 @@ def latency_section(report: Report) -> Section:
             " store"
         )
     tables = tuple(_latency_table(report, sizes) for sizes in shapes(report))
-    return Section("latency", "Latency", (percentiles, f"{measured}."), tables=tables)
+    paragraphs = (percentiles, f"{measured}.", *_gpu_text(report))
+    missing = _missing_gpu_figures(report)
+    if missing.rows:
+        tables = (*tables, missing)
+    return Section("latency", "Latency", paragraphs, tables=tables)
 
 
 def _rows_at(report: Report, sizes: dict[str, int]) -> list[tuple[Entry, LatencyRow]]:
@@ -53,6 +60,14 @@ def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
     )
     measured = _rows_at(report, sizes)
     rows = tuple(_latency_cells(entry, row) for entry, row in measured)
+    if any(row.gpu for _, row in measured):
+        in_batches = any(row.samples_per_request > 1 for _, row in measured)
+        columns += right("weights", "activations", *GPU_COLUMNS)
+        columns += right("J per 1,000 samples") if in_batches else ()
+        rows = tuple(
+            (*cells, *_gpu_cells(row, in_batches))
+            for cells, (_, row) in zip(rows, measured, strict=True)
+        )
     return Table(columns, rows, emphasised=winner_row(entry for entry, _ in measured))
 
 
@@ -153,6 +168,60 @@ def _point_table(measured: Sequence[tuple[Entry, LoadCurve]]) -> Table:
         for point in curve.points
     )
     return Table(columns, rows, title="All points", folded=True)
+
+
+def gpu_cells(row: LatencyRow | None) -> tuple[str, str]:
+    """Return the cells of one row for `GPU_COLUMNS`; "-" for a figure that is not known."""
+    cost = row.gpu if row else None
+    if cost is None:
+        return "-", "-"
+    return _bytes_cell(cost.peak_bytes), _energy_cell(cost.energy_per_1000_requests_j)
+
+
+def _gpu_cells(row: LatencyRow, in_batches: bool) -> tuple[str, ...]:
+    cost = row.gpu or GpuCost()
+    cells = (_bytes_cell(cost.weights_bytes), _bytes_cell(cost.activation_bytes), *gpu_cells(row))
+    if not in_batches:
+        return cells
+    energy_j = cost.energy_per_1000_requests_j
+    return (*cells, _energy_cell(energy_j and energy_j / row.samples_per_request))
+
+
+def _bytes_cell(count: int | None) -> str:
+    return "-" if count is None else bytes_text(count)
+
+
+def _energy_cell(energy_j: float | None) -> str:
+    return "-" if energy_j is None else number_text(energy_j)
+
+
+def _gpu_text(report: Report) -> tuple[str, ...]:
+    """Return what the figures of the GPU mean; nothing in a report without any."""
+    costs = [row.gpu for sizes in shapes(report) for _, row in _rows_at(report, sizes) if row.gpu]
+    if not costs:
+        return ()
+    text = (
+        "On the GPU: weights and activations are the engine's own; GPU memory is the peak of its"
+        " whole process, with CUDA's context. A request is one run of the shape. J per 1,000"
+        " requests is the energy of the whole GPU, with its idle power and with other processes."
+        " Engines on the CPU have none of these figures."
+    )
+    if any(cost.peak_source == "device" for cost in costs):
+        text += (
+            " NVML does not list every process with its memory: for those, GPU memory is what"
+            " became free when the process ended."
+        )
+    return (text,)
+
+
+def _missing_gpu_figures(report: Report) -> Table:
+    """Return why figures of the GPU are missing, each reason of an engine once."""
+    rows: dict[tuple[str, ...], None] = {}
+    for sizes in shapes(report):
+        for entry, row in _rows_at(report, sizes):
+            for figure, reason in row.gpu.missing.items() if row.gpu else ():
+                rows[str(entry.number), entry.label, figure, reason] = None
+    return Table(left("#", "not known on the GPU", "figure", "why"), tuple(rows))
 
 
 def limit_section(report: Report) -> Section:

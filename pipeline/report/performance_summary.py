@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipeline.core import Frozen, Profile
-from pipeline.formatting import number_text, shape_text, time_text
+from pipeline.formatting import bytes_text, number_text, shape_text, time_text
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
+from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.precision_audit import percent_text
 from pipeline.results.report import Bound, LatencyRow
 
@@ -273,6 +274,21 @@ def summary_lines(summary: Summary) -> tuple[str, ...]:
         f" {time_text(IDENTITY_S)})",
         f"warm-up: {summary.warmup_runs:,} queries, {summary.warmup_s:.2f} s",
     )
+
+
+def gpu_cost_line(cost: GpuCost) -> str:
+    """Return the GPU memory and the energy of a row in one line."""
+    sizes = {
+        "weights": cost.weights_bytes,
+        "activations": cost.activation_bytes,
+        "the whole process": cost.peak_bytes,
+    }
+    known = [f"{name} {bytes_text(size)}" for name, size in sizes.items() if size is not None]
+    if cost.energy_per_1000_requests_j is not None:
+        energy = number_text(cost.energy_per_1000_requests_j)
+        known.append(f"{energy} J per 1,000 requests (of the whole GPU)")
+    unknown = [f"{figure} not known: {reason}" for figure, reason in cost.missing.items()]
+    return f"GPU memory and energy: {'; '.join((*known, *unknown))}"
 
 
 def gpu_lines(use: GpuUse | None) -> tuple[str, ...]:

@@ -16,7 +16,13 @@ from pipeline.report.accuracy_sections import (
     validation_section,
 )
 from pipeline.report.entries import Entry, entries, percentile_cells, ratio_cell, shapes, winner_row
-from pipeline.report.latency_sections import latency_section, limit_section, throughput_section
+from pipeline.report.latency_sections import (
+    GPU_COLUMNS,
+    gpu_cells,
+    latency_section,
+    limit_section,
+    throughput_section,
+)
 from pipeline.report.layer_errors import layer_error_section
 from pipeline.report.layer_sections import layer_section
 from pipeline.report.run_sections import (
@@ -110,6 +116,11 @@ def _candidate_section(report: Report) -> Section:
         " the metric."
     )
     rows = tuple(_candidate_row(entry, first) for entry in lines)
+    first_rows = [entry.row(first) for entry in lines]
+    if any(row and row.gpu for row in first_rows):
+        columns += right(*GPU_COLUMNS)
+        text.append("GPU memory and energy are explained below, under Latency.")
+        rows = tuple((*cells, *gpu_cells(row)) for cells, row in zip(rows, first_rows, strict=True))
     tables = (
         Table(columns, rows, emphasised=winner_row(lines)),
         _not_chosen(lines),

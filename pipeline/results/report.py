@@ -17,6 +17,7 @@ from pipeline.measurement.clock import Samples
 from pipeline.measurement.comparison import MAX_WAITING
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import Plan
+from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.layer_table import LayerTable
 
 SCHEMA_VERSION = 1
@@ -158,7 +159,13 @@ class LatencyRow(Frozen):
     ratio: Interval | None = None
     ratio_missing: str = ""  # why a compared row has no ratio
     peak_memory_bytes: int = 0  # of the child process
+    gpu: GpuCost | None = None  # None: on a CPU, or an older report
     bound: Bound | None = None
+
+    @property
+    def samples_per_request(self) -> int:
+        """Return the rows of the batch axis in one run; 1 where there is none."""
+        return round(self.throughput_per_s * self.end_to_end.median_s)
 
 
 class LoadPoint(Frozen):

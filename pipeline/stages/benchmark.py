@@ -89,11 +89,13 @@ def benchmark(
         prepared = with_threads(engine, options.threads or usable_cores())
         return Child(contend, prepared, workloads, name=engine.recipe.label)
 
-    on_gpu = any(is_on_gpu(engine) for engine in engines)
+    on_gpu = any(engine.is_on_gpu for engine in engines)
     gpu = next((gpu.uuid for gpu in find_gpus().devices), "") if on_gpu else ""
     others = other_processes(gpu).pids if gpu else ()
     with watching(gpu) as watch:
-        contestants = race(entries, shapes, options, start, progress, enough_runs=enough_runs)
+        contestants = race(
+            entries, shapes, options, start, progress, enough_runs=enough_runs, gpu=gpu
+        )
     use = watch.use((*others, *(other_processes(gpu).pids if gpu else ())))
     host = BusyHost(os.getloadavg()[0], usable_cores())
     baseline = baseline_of(contestants)
@@ -146,14 +148,14 @@ def benchmark_load(
     workloads = load_workloads(inputs, entries[0].engine.profiles, options)
 
     def start(engine: Engine, sessions: int, tried: Sequence[Workload] = workloads) -> Peer:
-        threads = session_threads(options.threads, cores, sessions, is_on_gpu(engine))
+        threads = session_threads(options.threads, cores, sessions, engine.is_on_gpu)
         prepared = with_threads(engine, threads)
         return Child(contend_under_load, prepared, sessions, tried, name=engine.recipe.label)
 
     searched = Search(
         entries,
         workloads,
-        session_counts(options.threads, cores, all(is_on_gpu(each.engine) for each in entries)),
+        session_counts(options.threads, cores, all(each.engine.is_on_gpu for each in entries)),
         limit_s,
         options,
         monotonic() + options.budget_s * SEARCH_SHARE,
@@ -181,10 +183,6 @@ def benchmark_load(
         curves=curves(searched, contestants, limit_s, host),
         baseline=baseline.engine.recipe.label if baseline else "",
     )
-
-
-def is_on_gpu(engine: Engine) -> bool:
-    return engine.target.compute_capability is not None
 
 
 def load_workloads(
@@ -418,7 +416,7 @@ def _row(
     host: BusyHost,
 ) -> LatencyRow:
     blocks = contestant.blocks[index]
-    on_gpu = is_on_gpu(contestant.engine)
+    on_gpu = contestant.engine.is_on_gpu
     device = partial(
         samples_from_blocks,
         warmup_s=(),
@@ -445,6 +443,7 @@ def _row(
         ratio=ratio,
         ratio_missing=ratio_missing,
         peak_memory_bytes=max(block.peak_memory_bytes for block in blocks),
+        gpu=contestant.gpu_costs[index] if contestant.gpu_costs else None,
     )
 
 

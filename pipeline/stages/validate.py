@@ -42,6 +42,7 @@ from pipeline.core import (
     Progress,
     Tensors,
     TensorSpec,
+    nearest_profile,
     silent,
     sizes_from_shapes,
 )
@@ -101,7 +102,7 @@ class _Sessions:
     opened: dict[int, Session]
 
     def run(self, feeds: Tensors, profile: int | None = None) -> Tensors:
-        """Run the feeds in `profile`, or in the first profile that holds them if it is None."""
+        """Run the feeds in `profile`, or in the one that is tuned nearest to them if it is None."""
         if profile is None:
             profile = self._profile(feeds)
         return run_session(self._session(profile), feeds)
@@ -112,10 +113,7 @@ class _Sessions:
         sizes = sizes_from_shapes(self.engine.inputs, shapes) if known else ""
         if isinstance(sizes, str):
             return 0  # the session reports the error when it binds the feeds
-        for index, profile in enumerate(self.engine.profiles):
-            if profile.holds(sizes):
-                return index
-        return 0
+        return nearest_profile(self.engine.profiles, sizes) or 0
 
     def _session(self, profile: int) -> Session:
         if profile not in self.opened:

@@ -14,12 +14,21 @@ import numpy as np
 
 from pipeline.backends.base import run_session
 from pipeline.benchmark.elimination import Role
-from pipeline.benchmark.interleaved import RaceEntry, Ready, Take, Workload, race, take_block
+from pipeline.benchmark.interleaved import (
+    MeasureGpuCost,
+    RaceEntry,
+    Ready,
+    Take,
+    Workload,
+    race,
+    take_block,
+)
 from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, Tensors, TensorSpec
 from pipeline.errors import ChildDied
 from pipeline.host.contention import CpuClock
 from pipeline.measurement.clock import WarmUpOptions, warm_up
 from pipeline.plan.schema import BenchmarkConfig
+from pipeline.results.gpu_cost import GpuCost
 from pipeline.stages.benchmark import BusyHost, results
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 4))
@@ -128,6 +137,7 @@ class LocalPeer:
     waits_in: frozenset[int] = (
         frozenset()
     )  # numbers of the children that are kept from a CPU for half of their time
+    gpu_cost: GpuCost | None = None
     silent_for: int = 0  # how often it is asked in vain whether it has answered
 
     def __post_init__(self) -> None:
@@ -164,7 +174,7 @@ class LocalPeer:
         if isinstance(message, Take):
             feeds, enough = WORKLOAD.feeds, message.enough_runs
             return take_block(self.session, feeds, message.seconds, host.clock, self.cpu, enough)
-        return Ready()
+        return self.gpu_cost if isinstance(message, MeasureGpuCost) else Ready()
 
     def cpu(self) -> CpuClock:
         """What the kernel counts: nothing, or that this child waits for half of its time."""

@@ -20,6 +20,7 @@ from pipeline.core import DimRange, OnnxModel, Profile
 from pipeline.execution.child_process import Channel, Child
 from pipeline.host.gpu import find_gpus
 from pipeline.onnx_graph.files import onnx_model
+from pipeline.results.gpu_cost import GpuCost
 
 MIB = 2**20
 SLACK_BYTES = 64 * MIB  # the driver's own, which comes and goes
@@ -115,3 +116,15 @@ def slow_model(folder: Path) -> tuple[OnnxModel, Profile]:
         folder / "model.onnx",
     )
     return onnx_model(folder, "model.onnx"), Profile(dims={"batch": DimRange(min=1, opt=8, max=16)})
+
+
+def check_cost(cost: GpuCost, weights_known: bool = True) -> None:
+    """AssertionError unless all figures are known, but the weights where they cannot be."""
+    assert cost.missing.keys() == (set() if weights_known else {"weights"}), cost
+    assert cost.activation_bytes is not None
+    assert cost.peak_bytes is not None
+    assert cost.energy_per_1000_requests_j is not None
+    assert cost.activation_bytes > 0
+    assert (cost.weights_bytes or 0) > 0 or not weights_known
+    assert cost.peak_bytes >= (cost.weights_bytes or 0) + cost.activation_bytes
+    assert cost.energy_per_1000_requests_j > 0

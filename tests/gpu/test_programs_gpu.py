@@ -53,6 +53,7 @@ from pipeline.serving_inputs import BatchSpec
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.export import export
 from tests.builders.cli import crucible, write_task
+from tests.gpu.fixtures_gpu import check_cost
 from tests.gpu.fixtures_programs import MODELS, profile_of, skipped_if_packages_crash
 from tests.pipeline.backends.pytorch.builders import CLASSES, IMAGE, engine_of, source_of
 from tests.pipeline.compiler.test_compile import NETWORK
@@ -211,6 +212,9 @@ def test_programs_and_baselines_are_timed_in_one_race(tmp_path: Path, package_cr
     for engine, result in zip(engines, report.results, strict=True):
         assert isinstance(result, BenchmarkReport), f"{engine.recipe.label}: {result}"
         assert 0 < result.rows[0].end_to_end.median_s < math.inf
+        cost = result.rows[0].gpu
+        assert cost is not None
+        check_cost(cost, weights_known=engine.recipe.form != "aoti")
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ class TorchLoaded:
                 call_module(self._module, self._source, feeds, self._device)
             self._is_cast = True
         module = _VARIANTS[recipe.variant](self._module, args, recipe.mode)
-        return open_session(self._engine, module, self._device)
+        return open_session(self._engine, module, self._device, self._module)
 
     def close(self) -> None:
         self._module = closed

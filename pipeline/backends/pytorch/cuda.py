@@ -20,11 +20,15 @@ from pipeline.backends.pytorch.module import (
     tensor_from_array,
 )
 from pipeline.core import Engine, Tensors
+from pipeline.results.gpu_cost import CostFigure, GpuCost
 
 if TYPE_CHECKING:
     import torch
 
 DEVICE = "cuda"  # the first that CUDA_VISIBLE_DEVICES leaves
+NO_WEIGHTS: dict[CostFigure, str] = {
+    "weights": "a package of AOTInductor does not tell the size of its weights"
+}
 
 
 def why_not_cuda() -> str:
@@ -80,7 +84,8 @@ class CudaTorchSession:
     would cost a small module a tenth of its time.
     """
 
-    def __init__(self, engine: Engine, module: Any) -> None:
+    def __init__(self, engine: Engine, module: Any, weights: int | None = None) -> None:
+        """Open a session. `weights` is the size of the module's weights in bytes, if known."""
         import torch
 
         self.inputs, self.outputs = engine.inputs, engine.outputs
@@ -93,6 +98,9 @@ class CudaTorchSession:
         self._result: object = None
         # the weights were copied, and the module compiled, on the default stream
         torch.cuda.synchronize()
+        self._weights_bytes = weights
+        torch.cuda.reset_peak_memory_stats()
+        self._allocated_bytes = torch.cuda.memory_allocated()
 
     def bind(self, feeds: Tensors) -> None:
         import torch
@@ -151,6 +159,19 @@ class CudaTorchSession:
 
     def fetch(self) -> Mapping[str, NDArray[np.generic]]:
         return {name: array_from_tensor(self._received[name]) for name in self._names}
+
+    def gpu_memory(self) -> GpuCost:
+        """Return the weights, and the most that the allocator has held beside them in this session.
+
+        Inputs and outputs count as activations.
+        """
+        import torch
+
+        missing = NO_WEIGHTS if self._weights_bytes is None else {}
+        activations = torch.cuda.max_memory_allocated() - self._allocated_bytes
+        return GpuCost(
+            weights_bytes=self._weights_bytes, activation_bytes=activations, missing=missing
+        )
 
     def timer(self) -> CudaTimer:
         return CudaTimer(self._stream)

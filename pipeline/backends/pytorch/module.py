@@ -359,6 +359,16 @@ def _name_of_path(path: tuple[Any, ...], index: int) -> str:
     return "_".join(map(str, parts)) if keyed else f"output_{index}"
 
 
+def weights_bytes(module: object) -> int | None:
+    """Return the bytes of a module's parameters and buffers; None for a compiled package."""
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        return None
+    total: int = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    return total
+
+
 def tensor_from_array(array: NDArray[np.generic]) -> torch.Tensor:
     """Return a tensor that shares the array's memory if possible.
 

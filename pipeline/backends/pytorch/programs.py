@@ -442,7 +442,7 @@ class ProgramLoaded:
             self._is_compiled = True
         with explained("this program cannot run here"), torch.inference_mode():
             self._module(*args)
-        return open_session(self._engine, self._module, self._device)
+        return open_session(self._engine, self._module, self._device, self._module)
 
     def close(self) -> None:
         self._module = closed

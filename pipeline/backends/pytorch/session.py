@@ -16,6 +16,7 @@ from pipeline.backends.pytorch.module import (
     leaves_of,
     tensor_from_array,
     torch_version,
+    weights_bytes,
 )
 from pipeline.core import Engine, Profile, Target, Tensors
 from pipeline.host.amx import tiles_described
@@ -65,10 +66,13 @@ def example_args(engine: Engine, profile: int | None, device: str) -> tuple[torc
     return tuple(tensor_from_array(feeds[spec.name]).to(device) for spec in engine.inputs)
 
 
-def open_session(engine: Engine, module: Any, device: str) -> TorchSession | CudaTorchSession:
-    """Open a session of a module on its device."""
-    kind = CudaTorchSession if device == DEVICE else TorchSession
-    return kind(engine, module)
+def open_session(
+    engine: Engine, module: Any, device: str, loaded: object
+) -> TorchSession | CudaTorchSession:
+    """Open a session of a module on its device. `loaded` is the module that holds the weights."""
+    if device != DEVICE:
+        return TorchSession(engine, module)
+    return CudaTorchSession(engine, module, weights_bytes(loaded))
 
 
 class TorchSession:

@@ -237,6 +237,11 @@ class Memory:
             raise
 
     @property
+    def activation_bytes(self) -> int:
+        """The working memory that all contexts share."""
+        return self._activations.size
+
+    @property
     def sized_by_values(self) -> bool:
         """True if the size of an output is known only after a run."""
         return bool(self._allocators)

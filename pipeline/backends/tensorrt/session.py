@@ -48,9 +48,9 @@ from pipeline.backends.feed_checks import (
 )
 from pipeline.backends.host_copies import LARGE, address_of, chunks_of, copy_of, copy_threads
 from pipeline.backends.tensorrt.memory import Memory, Opened, Shape, Slot, run_error, tensors_of
-from pipeline.backends.tensorrt.messages import messages_of
+from pipeline.backends.tensorrt.messages import logger_of, messages_of
 from pipeline.backends.tensorrt.parser import load_plugins
-from pipeline.core import Engine, Tensors, TensorSpec, sizes_from_shapes
+from pipeline.core import Engine, Tensors, TensorSpec, nearest_profile, sizes_from_shapes
 from pipeline.errors import (
     BackendUnavailable,
     DataError,
@@ -59,11 +59,13 @@ from pipeline.errors import (
     PlanError,
     UnsupportedError,
 )
+from pipeline.results.gpu_cost import GpuCost
 
 ALLOW_HOST_CODE = "CRUCIBLE_ALLOW_HOST_CODE"
 # Shapes that a session remembers. Each captured shape holds a context with a little memory.
 GRAPHS = 8
 PLUGINS = "plugins"  # beside the engine file
+SMALL_WEIGHTS = "one more copy of the engine fits into memory that CUDA already holds"
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 Results = Sequence[tuple[str, NDArray[Any]]]
@@ -81,6 +83,17 @@ def load_engine(
     ordinal = ordinal_of(device)
     rt = rt or cuda.runtime()
     cuda.use_device(rt, ordinal)
+    cuda_engine, data = _deserialized(trt, engine, logger, rt)
+    opened = Opened(trt, rt, engine, cuda_engine, ordinal)
+    tensors_of(opened)
+    # With one changed byte in its weights an engine loads without an error and computes nonsense.
+    if hashlib.sha256(data).hexdigest() != engine.digest:
+        raise unreadable(engine, "its sha256 is not that of the engine that was built")
+    return TrtLoaded(opened)
+
+
+def _deserialized(trt: Any, engine: Engine, logger: Any, rt: Any) -> tuple[Any, bytes]:
+    """Return the trt.ICudaEngine in a file, with its weights on the GPU, and the file's content."""
     messages_of(trt).clear()
     trt.init_libnvinfer_plugins(logger, "")  # TensorRT's own plugins
     runtime = trt.Runtime(logger)
@@ -98,12 +111,16 @@ def load_engine(
     if cuda_engine is None:
         fault = run_error(rt, messages_of(trt), "says")
         raise unreadable(engine, fault.message) if isinstance(fault, CudaError) else fault
-    opened = Opened(trt, rt, engine, cuda_engine, ordinal)
-    tensors_of(opened)
-    # With one changed byte in its weights an engine loads without an error and computes nonsense.
-    if hashlib.sha256(data).hexdigest() != engine.digest:
-        raise unreadable(engine, "its sha256 is not that of the engine that was built")
-    return TrtLoaded(opened)
+    return cuda_engine, data
+
+
+def _bytes_of_a_copy(opened: Opened) -> int:
+    """Load an engine once more, and return by how much the GPU's free memory shrinks."""
+    before, _ = cuda.free_and_total_bytes(opened.rt)
+    copy, _ = _deserialized(opened.trt, opened.engine, logger_of(opened.trt), opened.rt)
+    after, _ = cuda.free_and_total_bytes(opened.rt)
+    del copy
+    return before - after
 
 
 def _refuse_host_code(engine: Engine) -> None:
@@ -355,6 +372,22 @@ class TrtSession:
         self._require_open()
         return EventTimer(self._stream)
 
+    def gpu_memory(self) -> GpuCost:
+        """Return the weights, and the activations at the largest shapes of all profiles.
+
+        The weights are the GPU memory that one more copy of the engine takes: TensorRT itself tells
+        their size only in engines for weight streaming. Other processes on the GPU must neither
+        allocate nor free memory meanwhile.
+        """
+        opened, activations = self._opened or closed(), self._memory.activation_bytes
+        try:
+            weights = _bytes_of_a_copy(opened)
+        except HostError as error:
+            return GpuCost(activation_bytes=activations, missing={"weights": error.message})
+        if weights <= 0:
+            return GpuCost(activation_bytes=activations, missing={"weights": SMALL_WEIGHTS})
+        return GpuCost(weights_bytes=weights, activation_bytes=activations)
+
     @property
     def context(self) -> Any:
         """The trt.IExecutionContext of plain runs, with the shapes of the last bind."""
@@ -463,14 +496,12 @@ class TrtSession:
         if len(self._memory.contexts) == 1 or isinstance(sizes, str):
             return 0
         numbers = {name: array.ravel().tolist() for name, array in values.items()}
-        holding = [
-            number
-            for number, profile in enumerate(engine.profiles)
-            if profile.holds(sizes, numbers)
-        ]  # FeedCheck made sure that there is one.
-        if self._preferred in holding:
-            return self._preferred
-        return min(holding, key=lambda number: engine.profiles[number].distance(sizes))
+        preferred = self._preferred
+        if preferred is not None and engine.profiles[preferred].holds(sizes, numbers):
+            return preferred
+        nearest = nearest_profile(engine.profiles, sizes, numbers)
+        assert nearest is not None  # FeedCheck made sure of it
+        return nearest
 
     def _take(
         self,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +13,7 @@ from pipeline.backends.base import run_session
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import (
     Contestant,
+    MeasureGpuCost,
     NextShape,
     Race,
     RaceEntry,
@@ -23,6 +27,7 @@ from pipeline.errors import ChildDied, ChildKilled
 from pipeline.host.contention import CpuClock
 from pipeline.measurement.clock import WarmUpOptions
 from pipeline.plan.schema import BenchmarkConfig
+from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import BusyHost, baseline_of, results
 from tests.builders.interleaved import (
@@ -35,6 +40,7 @@ from tests.builders.interleaved import (
     engine_named,
     run_race,
 )
+from tests.builders.nvml import Device, Nvml, install_nvml
 
 
 def entries(*engines: Engine) -> list[RaceEntry]:
@@ -88,15 +94,14 @@ def test_rows_hold_what_was_measured() -> None:
     assert row.totals.compute_s == pytest.approx(sum(row.compute.values_s))
 
 
+def gpu_engine(name: str) -> Engine:
+    target = Target(backend="tensorrt", version="10", device="gpu", compute_capability="9.0")
+    return engine_named(name).model_copy(update={"target": target})
+
+
 def test_on_a_gpu_enqueueing_is_timed_on_the_host() -> None:
     host = Host()
-    device = engine_named("0").model_copy(
-        update={
-            "target": Target(
-                backend="tensorrt", version="10", device="gpu", compute_capability="9.0"
-            )
-        }
-    )
+    device = gpu_engine("0")
     peer = LocalPeer("0", TimedSession(host, 0.001))
     (report,) = results(
         race(entries(device), [WORKLOAD.shape], SHORT, lambda engine: peer.start(0.0)),
@@ -110,6 +115,52 @@ def test_on_a_gpu_enqueueing_is_timed_on_the_host() -> None:
     assert (row.compute.clock, row.latency.clock, row.enqueue.clock) == ("device", "device", "host")
     assert len(row.enqueue.values_s) == len(row.compute.values_s)
     assert type(row).model_validate_json(row.model_dump_json()) == row
+
+
+def gpu_race(
+    peers: Mapping[str, LocalPeer], *engines: Engine
+) -> tuple[BenchmarkReport | BenchmarkFailure, ...]:
+    contestants = race(
+        entries(*engines),
+        [WORKLOAD.shape],
+        SHORT,
+        lambda engine: peers[engine.digest].start(0.0),
+        gpu="GPU-1",
+    )
+    return results(contestants, [WORKLOAD], QUIET_HOST)
+
+
+def test_memory_and_energy_are_measured_once_for_each_engine_on_the_gpu() -> None:
+    host = Host()
+    cost = GpuCost(peak_bytes=900, peak_source="process", energy_per_1000_requests_j=3.5)
+    peers = {name: LocalPeer(name, TimedSession(host, 0.001), gpu_cost=cost) for name in ("0", "1")}
+    on_gpu, on_cpu = gpu_race(peers, gpu_engine("0"), engine_named("1"))
+    assert isinstance(on_gpu, BenchmarkReport)
+    assert isinstance(on_cpu, BenchmarkReport)
+    assert (on_gpu.rows[0].gpu, on_cpu.rows[0].gpu) == (cost, None)
+    messages = [peers[name].received.count(MeasureGpuCost("GPU-1")) for name in ("0", "1")]
+    assert messages == [1, 0]
+    assert peers["0"].starts > 1
+
+
+def test_a_process_that_nvml_does_not_list_is_weighed_by_what_its_end_frees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = GpuCost(missing={"GPU memory": "not listed", "weights": "not told"})
+    peer = LocalPeer("0", TimedSession(Host(), 0.001), gpu_cost=cost)
+
+    class Weighing(Nvml):
+        def nvmlDeviceGetMemoryInfo(self, device: Device) -> SimpleNamespace:  # noqa: N802
+            used = 200 if peer.stopped else 1700
+            return SimpleNamespace(total=5000, used=used, free=5000 - used)
+
+    install_nvml(tmp_path, monkeypatch, Weighing(Device("H200", "GPU-1")))
+    (report,) = gpu_race({"0": peer}, gpu_engine("0"))
+    assert isinstance(report, BenchmarkReport)
+    assert report.rows[0].gpu == GpuCost(
+        peak_bytes=1500, peak_source="device", missing={"weights": "not told"}
+    )
+    assert len(report.rows[0].end_to_end.processes) > 1, "its next processes run as usual"
 
 
 def test_each_round_is_in_an_order_of_its_own_and_gives_everyone_one_turn() -> None:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from pipeline.host.gpu_monitor import Span, watching
+from functools import partial
+
+from pipeline.host.gpu import open_nvml
+from pipeline.host.gpu_monitor import (
+    MIN_ENERGY_S,
+    EnergyReading,
+    MeanPower,
+    Span,
+    mean_power,
+    reading_energy,
+    watching,
+)
 from tests.builders.nvml import Device, Nvml, NVMLError
 
 UUID = "GPU-6d5a129b"
@@ -45,3 +56,32 @@ def test_without_that_gpu_nothing_is_seen() -> None:
             pass
         assert watch.use() is None
     assert nvml.open == 0, "closed although nothing was found"
+
+
+def readings(*values: tuple[float, float]) -> list[EnergyReading]:
+    return [EnergyReading(at_s, energy_j) for at_s, energy_j in values]
+
+
+def test_power_is_taken_between_the_steps_of_the_counter() -> None:
+    """The counter stands still between its steps; what came before the first is not counted."""
+    found = readings((0.0, 10), (0.1, 90), (0.2, 90), (0.3, 150), (0.6, 240), (0.7, 240))
+    assert mean_power(found) == MeanPower(watts=300.0, window_s=0.5)
+
+
+def test_too_few_steps_give_no_power() -> None:
+    still = readings((0.0, 10), (0.5, 10), (1.0, 10))
+    one_step = readings((0.0, 10), (0.5, 160), (1.0, 160))
+    close = readings((0.0, 10), (0.1, 40), (0.05 + MIN_ENERGY_S, 70))
+    assert [mean_power(found) for found in ([], still, one_step, close)] == [None] * 4
+
+
+def test_the_counter_of_energy_is_read_from_start_to_end() -> None:
+    counts = {}
+    for watts in (250, None):
+        with open_nvml(Nvml(Device("H200", UUID, watts=watts))) as opened:
+            (device,) = opened.devices()
+            times = iter([0.0, 1.0])
+            with reading_energy(device, partial(next, times), 60) as found:
+                pass
+        counts[watts] = [reading.at_s for reading in found]
+    assert counts == {250: [0.0, 1.0], None: []}

@@ -41,6 +41,14 @@ def test_notes_of_a_report_from_before_codes_get_theirs(
     assert last == Note(stage="benchmark", text=text, code=code)
 
 
+def test_a_report_from_before_gpu_costs_opens(report: Report, tmp_path: Path) -> None:
+    document = json.loads(report.model_dump_json())
+    for row in document["baseline"]["rows"]:
+        del row["gpu"]
+    (tmp_path / "report.json").write_text(json.dumps(document))
+    assert load_report(tmp_path).baseline == report.baseline
+
+
 def test_every_figure_is_also_a_file_of_its_own(report: Report, tmp_path: Path) -> None:
     write_report(report, tmp_path)
     again = report.model_copy(update={"operators": report.operators[:1]})

@@ -12,6 +12,7 @@ from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.clock import Samples
 from pipeline.report.latency_sections import LIMIT_COLUMNS
 from pipeline.report.performance_summary import (
+    gpu_cost_line,
     gpu_lines,
     limit_cells,
     peaks_text,
@@ -20,6 +21,7 @@ from pipeline.report.performance_summary import (
     summary_of,
     summary_rows,
 )
+from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.report import LatencyRow, Totals
 
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=64)})
@@ -170,3 +172,17 @@ def test_what_the_gpu_did_is_told() -> None:
     assert "GPU, 9 samples: SM clock 1980 (1755 to 1980) MHz, temperature 40 C" in text
     assert "other processes on the GPU: 7, 9" in text
     assert gpu_lines(None) == ()
+
+
+def test_memory_and_energy_in_one_line() -> None:
+    cost = GpuCost(
+        weights_bytes=98_000_000,
+        peak_bytes=640_000_000,
+        peak_source="process",
+        energy_per_1000_requests_j=312.4,
+        missing={"activations": "its backend does not tell"},
+    )
+    assert gpu_cost_line(cost) == (
+        "GPU memory and energy: weights 98.0 MB; the whole process 640 MB; 312 J per 1,000 requests"
+        " (of the whole GPU); activations not known: its backend does not tell"
+    )

@@ -23,7 +23,8 @@ from pipeline.report.markdown import markdown
 from pipeline.report.run_sections import grouped_notes
 from pipeline.report.sections import headline, sections
 from pipeline.report.tables import left, right
-from pipeline.results.report import Report
+from pipeline.results.gpu_cost import GpuCost
+from pipeline.results.report import BenchmarkReport, Report
 from tests.builders.report import proven_report, sample_report, throughput_report
 
 
@@ -221,6 +222,65 @@ def test_rates_are_printed_also_where_no_peak_is_known(
 
 def test_a_report_without_verdicts_on_rows_has_no_such_section(report: Report) -> None:
     assert all(section.key != "limits" for section in sections(report))
+
+
+def with_cost(benchmark: BenchmarkReport, cost: GpuCost) -> BenchmarkReport:
+    rows = tuple(row.model_copy(update={"gpu": cost}) for row in benchmark.rows)
+    return benchmark.model_copy(update={"rows": rows})
+
+
+def costly(report: Report) -> Report:
+    """The report as a GPU gives it: all is known of one candidate, not all of the baseline."""
+    first, *others = report.candidates
+    assert first.benchmark
+    assert report.baseline
+    known = GpuCost(
+        weights_bytes=98_000_000,
+        activation_bytes=12_000_000,
+        peak_bytes=640_000_000,
+        peak_source="process",
+        energy_per_1000_requests_j=312.4,
+        energy_window_s=0.5,
+    )
+    listed = {"peak_bytes": 900_000_000, "peak_source": "device"}
+    missing = {"energy": "no counter here", "weights": "a package"}
+    partly = GpuCost.model_validate({**listed, "activation_bytes": 4_000_000, "missing": missing})
+    fast = first.model_copy(update={"benchmark": with_cost(first.benchmark, known)})
+    baseline = with_cost(report.baseline, partly)
+    return report.model_copy(update={"candidates": (fast, *others), "baseline": baseline})
+
+
+def test_memory_and_energy_of_a_gpu_are_columns_with_reasons_for_what_is_missing(
+    report: Report,
+) -> None:
+    copy = costly(report)
+    by_key = {section.key: section for section in sections(copy)}
+    candidates = by_key["candidates"].tables[0]
+    assert candidates.headings[-2:] == ("GPU memory", "J per 1,000 requests")
+    cells = {row[1]: row[-2:] for row in candidates.rows}
+    label = copy.candidates[0].label
+    assert cells[label] == ("640 MB", "312")
+    assert cells["pytorch eager fp32"] == ("900 MB", "-")
+    assert cells["openvino fp32"] == ("-", "-")
+    single, batch, missing = by_key["latency"].tables
+    assert single.headings[-4:] == ("weights", "activations", "GPU memory", "J per 1,000 requests")
+    assert batch.headings[-1] == "J per 1,000 samples"
+    rows = {row[1]: row for row in batch.rows}
+    assert rows[label][-5:] == ("98.0 MB", "12.0 MB", "640 MB", "312", "39.0")
+    assert rows["pytorch eager fp32"][-5:] == ("-", "4.00 MB", "900 MB", "-", "-")
+    assert {row[1:] for row in missing.rows} == {
+        ("pytorch eager fp32", "energy", "no counter here"),
+        ("pytorch eager fp32", "weights", "a package"),
+    }
+    assert "what became free when the process ended" in by_key["latency"].paragraphs[-1]
+    for text in (markdown(copy), page(copy)):
+        assert "J per 1,000 samples" in text
+        assert "no counter here" in text
+
+
+def test_a_report_of_a_cpu_has_no_columns_of_a_gpu(report: Report) -> None:
+    assert "GPU memory" not in markdown(report)
+    assert "J per 1,000" not in page(report)
 
 
 def test_a_note_of_the_graph_itself_names_no_engine() -> None:

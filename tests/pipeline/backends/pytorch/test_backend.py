@@ -23,6 +23,7 @@ from pipeline.backends.pytorch.module import (
     name_outputs,
     run_module,
     tensor_from_array,
+    weights_bytes,
 )
 from pipeline.core import BuildOptions, ModelSource, OnnxModel, Precision, Tensors, TensorSpec
 from pipeline.errors import BackendUnavailable, DataError, HostError, ModelError, UnsupportedError
@@ -49,6 +50,14 @@ def test_weights_come_from_the_file_and_the_module_is_in_eval_mode(tmp_path: Pat
     module = load_module(source_of("residual_cnn", IMAGE, weights=tmp_path / "w.safetensors"))
     assert not module.training
     assert {float(value.float().mean()) for value in module.state_dict().values()} <= {0.5, 0.0}
+
+
+def test_the_weights_of_a_module_are_its_parameters_and_buffers() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False), torch.nn.BatchNorm1d(3))
+    tied = torch.nn.ModuleList([module, module])
+    batch_norm = 4 * 3 * 4 + 8  # two parameters, two buffers, and a count in int64
+    assert weights_bytes(module) == weights_bytes(tied) == 4 * 3 * 4 + batch_norm
+    assert weights_bytes(lambda x: x) is None
 
 
 def test_random_weights_follow_the_seed() -> None:

@@ -22,6 +22,7 @@ from pipeline.backends.tensorrt.messages import MAX_MESSAGES, logger_of, message
 from pipeline.backends.tensorrt.session import GRAPHS, Recent, TrtSession
 from pipeline.core import Profile, Tensors, TensorSpec
 from pipeline.errors import DataError, HostError, InternalError, UnsupportedError
+from pipeline.results.gpu_cost import GpuCost
 from tests.pipeline.backends.cuda_double import CudaDouble, Error
 from tests.pipeline.backends.tensorrt.builders import (
     DOUBLE,
@@ -455,6 +456,28 @@ def test_two_sessions_hold_one_copy_of_the_weights(bench: Bench) -> None:
             assert bench.cuda.used - with_one < program.weights_bytes // 16
             check_runs(one, feeds(2), feeds(2, 1))
             check_runs(other, feeds(3), feeds(3, 1))
+
+
+def test_weights_are_what_one_more_copy_takes_and_activations_what_contexts_share(
+    bench: Bench,
+) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        before = bench.cuda.used
+        assert session.gpu_memory() == GpuCost(
+            weights_bytes=DOUBLE.weights_bytes, activation_bytes=DOUBLE.activation_bytes
+        )
+        assert bench.cuda.used == before
+        check_runs(session, feeds(2))
+
+
+def test_without_memory_for_a_copy_the_weights_are_not_known(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        bench.cuda.cudaMalloc(bench.cuda.total - bench.cuda.used - 1000)
+        cost = session.gpu_memory()
+        assert cost.weights_bytes is None
+        assert cost.activation_bytes == DOUBLE.activation_bytes
+        assert "the GPU is out of memory" in cost.missing["weights"]
+        check_runs(session, feeds(2))
 
 
 def test_everything_is_given_back_at_close(bench: Bench) -> None:
