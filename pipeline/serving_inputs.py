@@ -80,7 +80,8 @@ def with_raw_image(
     if image is None or image.input not in steps:
         return serving
     for key, value in RAW_PIXELS.items():
-        if key in image.model_fields_set and getattr(image, key) != value:
+        # a stored plan holds all keys, so a default is as good as none
+        if getattr(image, key) not in (value, InputRecipe.model_fields[key].default):
             raise PlanError(
                 f"serving.image.{key} and preprocess.{image.input} are both given, so the image"
                 " would be preprocessed twice",

@@ -15,7 +15,7 @@ from pipeline.core import ImageResize, Preprocess
 from pipeline.onnx_graph.rewriting import exported, imported, initializer
 from pipeline.preprocess import Steps
 
-RESIZE_OPSET = 11  # the first in which Resize says where the centres of pixels are
+RESIZE_OPSET = 13  # the first in which Resize takes a size without a region
 PREFIX = "plan_preprocess/"
 """Prefix of the names of added nodes and values, so that they differ from all others."""
 
