@@ -434,9 +434,9 @@ class ImageResize(Frozen):
     def _known_filter(cls, value: object) -> object:
         if value != "linear":
             raise ValueError(
-                "expected filter linear, the only one that every backend computes alike: TensorRT"
-                " and OpenVINO have no antialiasing. For another filter leave `resize` out and"
-                " resize the images before the engine, as `serving.image` does with JPEG and PNG"
+                "expected filter linear, which all backends compute alike; TensorRT has none with"
+                " antialiasing. For another filter leave `resize` out and resize the images before"
+                " the engine, as `serving.image` does with JPEG and PNG"
             )
         return value
 

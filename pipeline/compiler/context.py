@@ -99,7 +99,9 @@ class CompileContext:
             if self.source.kind == "onnx"
             else "PyTorch eager fp32, without TF32"
         )
-        return f"{name}, its Q/DQ computed as written" if self.given else name
+        if self.given:
+            name += ", its Q/DQ computed as written"
+        return f"{name}, behind the preprocessing in numpy" if self.plan.preprocess else name
 
     def build_options(self, backend: str) -> BuildOptions:
         """Return the options that `backend` may use.

@@ -11,9 +11,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from pipeline.core import ImageResize, Preprocess
+from pipeline.core import ImageResize, Preprocess, TensorSpec
+from pipeline.errors import ModelError
+from pipeline.onnx_graph.inspect import specs_of
 from pipeline.onnx_graph.rewriting import exported, imported, initializer
-from pipeline.preprocess import Steps
+from pipeline.preprocess import Steps, raw_specs
 
 RESIZE_OPSET = 13  # the first in which Resize takes a size without a region
 PREFIX = "plan_preprocess/"
@@ -23,13 +25,15 @@ PREFIX = "plan_preprocess/"
 def with_preprocessing(proto: onnx.ModelProto, steps: Steps) -> onnx.ModelProto:
     """Return the model with the steps of each input inside: these inputs are uint8 [N, H, W, C].
 
-    The steps must fit the inputs (`raw_specs`). A resize needs RESIZE_OPSET.
+    A resize needs RESIZE_OPSET. PlanError for steps that do not fit the inputs, ModelError for an
+    input that is an output too.
     """
+    raw = {spec.name: spec for spec in raw_specs(specs_of(proto)[0], steps)}
     model = imported(proto)
     inputs = model.graph.inputs
     for index, value in enumerate(inputs):
         if value.name is not None and value.name in steps:
-            inputs[index] = _raw_input(model.graph, value, steps[value.name])
+            inputs[index] = _raw_input(model.graph, value, raw[value.name], steps[value.name])
     return exported(model)
 
 
@@ -38,15 +42,17 @@ def preprocessing_nodes(graph: onnx.GraphProto) -> frozenset[str]:
     return frozenset(node.name for node in graph.node if node.name.startswith(PREFIX))
 
 
-def _raw_input(graph: ir.Graph, value: ir.Value, step: Preprocess) -> ir.Value:
+def _raw_input(graph: ir.Graph, value: ir.Value, spec: TensorSpec, step: Preprocess) -> ir.Value:
     """Add the steps between a new raw input, which takes the name, and the readers of the old."""
-    assert value.shape is not None
+    if value.is_graph_output():
+        raise ModelError(
+            f"'{spec.name}' is an input and an output, so it cannot be preprocessed inside",
+            f"remove the output '{spec.name}' from the model",
+        )
     raw = ir.Value(
-        name=value.name,
-        type=ir.TensorType(ir.DataType.UINT8),
-        shape=_raw_shape(value.shape, step),
+        name=spec.name, type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape(spec.shape)
     )
-    writer = _Writer(graph, f"{PREFIX}{value.name}/")
+    writer = _Writer(graph, f"{PREFIX}{spec.name}/")
     pixels = writer.add("Cast", raw, to=ir.DataType.FLOAT)
     if step.layout == "NCHW":
         pixels = writer.add("Transpose", pixels, perm=[0, 3, 1, 2])
@@ -62,15 +68,6 @@ def _raw_input(graph: ir.Graph, value: ir.Value, step: Preprocess) -> ir.Value:
     pixels.type, pixels.shape = value.type, value.shape
     value.replace_all_uses_with(pixels)
     return raw
-
-
-def _raw_shape(shape: ir.Shape, step: Preprocess) -> ir.Shape:
-    dims = list(shape)
-    if step.layout == "NCHW":
-        dims = [dims[0], dims[2], dims[3], dims[1]]
-    if step.resize:
-        dims[1:3] = step.resize.source
-    return ir.Shape(dims)
 
 
 class _Writer:

@@ -28,7 +28,8 @@ from pipeline.stages.preprocess import preprocess
 from pipeline.stages.simplify import simplify
 from tests.builders.convert import RESIDUAL, model_from_text
 
-PROFILES = (Profile(dims={"N": DimRange(min=1, opt=2, max=3)}),)
+SIZES = ("N", "x_2", "x_3")  # sizes without a name are named by their axis
+PROFILES = (Profile(dims=dict.fromkeys(SIZES, DimRange(min=1, opt=2, max=3))),)
 COLOURS = Preprocess(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 RESIZE = ImageResize(source=(9, 7), target=(8, 8), filter="linear")
 
@@ -39,6 +40,10 @@ net (float[N, 8, 8, 3] x, float[N] other) => (float[N, 3] y, float[N] z)
     y = ReduceMax <axes = [1, 2], keepdims = 0> (x)
     z = Neg (other)
 }
+"""
+NAMELESS = """
+<ir_version: 8, opset_import: ["" : 13]>
+net (float[N, 3, ?, ?] x) => (float[N, 3] y) { y = ReduceMax <axes = [2, 3], keepdims = 0> (x) }
 """
 IN_BRANCH = """
 <ir_version: 8, opset_import: ["" : 13]>
@@ -60,9 +65,10 @@ net (float[N, 3, 8, 8] x, bool yes) => (float[N, 3, 8, 8] y)
         (RESIDUAL, COLOURS.model_copy(update={"resize": RESIZE})),
         (CHANNELS_LAST, COLOURS.model_copy(update={"resize": RESIZE, "layout": "NHWC"})),
         (CHANNELS_LAST, COLOURS.model_copy(update={"layout": "NHWC"})),
+        (NAMELESS, COLOURS),
         (IN_BRANCH, COLOURS),
     ],
-    ids=["colours", "one number", "resized", "resized NHWC", "NHWC", "in a branch"],
+    ids=["colours", "one number", "resized", "resized NHWC", "NHWC", "free sizes", "in a branch"],
 )
 def test_the_graph_takes_bytes_and_computes_the_same_as_numpy(
     tmp_path: Path, graph: str, step: Preprocess
