@@ -21,7 +21,15 @@ from typing import Annotated, Any, Literal, Self
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 Tensors = Mapping[str, NDArray[Any]]
 """Tensors by name, as host arrays."""
@@ -435,6 +443,57 @@ class Provenance(Frozen):
     seconds: float
 
 
+class ImageResize(Frozen):
+    """Resizing of an image inside the engine, from one fixed size to another.
+
+    `linear` interpolates between the two nearest pixels of each axis, without antialiasing. The
+    centres of pixels count, as in OpenCV's INTER_LINEAR.
+    """
+
+    source: tuple[PositiveInt, PositiveInt]  # height, width of the image that comes in
+    target: tuple[PositiveInt, PositiveInt]  # height, width of the model's input
+    filter: Literal["linear"]
+
+    @field_validator("filter", mode="before")
+    @classmethod
+    def _known_filter(cls, value: object) -> object:
+        if value != "linear":
+            raise ValueError(
+                "expected filter linear, which all backends compute alike; TensorRT has none with"
+                " antialiasing. For another filter leave `resize` out and resize the images before"
+                " the engine, as `serving.image` does with JPEG and PNG"
+            )
+        return value
+
+
+PerChannel = Annotated[
+    tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
+    Field(min_length=1),
+    BeforeValidator(lambda value: (value,) if isinstance(value, int | float) else value),
+]
+"""One number for each channel, or one for all."""
+
+
+class Preprocess(Frozen):
+    """Preprocessing of an image input inside the engine: uint8 [N, H, W, C] comes in.
+
+    It is cast to float32, resized, (x * scale - mean) / std, then transposed to `layout`.
+    """
+
+    scale: float = Field(default=1 / 255, gt=0, allow_inf_nan=False)
+    mean: PerChannel = (0.0,)  # of the scaled values
+    std: PerChannel = (1.0,)
+    layout: Literal["NCHW", "NHWC"] = "NCHW"  # of the model's input
+    resize: ImageResize | None = None
+
+    @field_validator("std")
+    @classmethod
+    def _divisible(cls, std: tuple[float, ...]) -> tuple[float, ...]:
+        if min(std) <= 0:
+            raise ValueError("expected numbers above 0: the image is divided by them")
+        return std
+
+
 class ModelSource(Frozen):
     """A trained model as its user has it. Exactly one of `path` and `entrypoint`."""
 
@@ -447,6 +506,8 @@ class ModelSource(Frozen):
     # names for the outputs; empty: the keys of a dict or dataclass, else output_0, output_1, ...
     outputs: tuple[str, ...] = ()
     seed: int = 0
+    # by input: what the loaded module does with an image before the user's own module gets it
+    preprocess: dict[str, Preprocess] = Field(default_factory=dict)
     digest: str = ""  # of all content: file, weights, source text of the entrypoint's package
 
     @property

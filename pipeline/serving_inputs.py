@@ -12,6 +12,7 @@ from pydantic import Field
 
 from pipeline.core import Frozen, TensorSpec
 from pipeline.errors import PlanError
+from pipeline.preprocess import Steps
 
 
 class Padding(Frozen):
@@ -57,6 +58,44 @@ class ServingConfig(Frozen):
     padding: tuple[Padding, ...] = ()
     image: InputRecipe | None = None
     labels: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # of outputs, by class index
+
+
+RAW_PIXELS: Mapping[str, object] = {
+    "layout": "NHWC",
+    "scale": 1.0,
+    "mean": (0.0, 0.0, 0.0),
+    "std": (1.0, 1.0, 1.0),
+}
+"""Fields of an InputRecipe that decodes an image to its pixels, as the engine takes them."""
+
+
+def with_raw_image(
+    serving: ServingConfig, inputs: tuple[TensorSpec, ...], steps: Steps
+) -> ServingConfig:
+    """Return the image recipe of an input that the engine preprocesses: it only decodes to pixels.
+
+    PlanError if the recipe repeats a step, or if its size is not that of the engine's input.
+    """
+    image = serving.image
+    if image is None or image.input not in steps:
+        return serving
+    for key, value in RAW_PIXELS.items():
+        # a stored plan holds all keys, so a default is as good as none
+        if getattr(image, key) not in (value, InputRecipe.model_fields[key].default):
+            raise PlanError(
+                f"serving.image.{key} and preprocess.{image.input} are both given, so the image"
+                " would be preprocessed twice",
+                f"remove serving.image.{key}: the engine does the steps of `preprocess`",
+            )
+    _, *size, channels = next(spec.shape for spec in inputs if spec.name == image.input)
+    for given, expected in zip((*image.size, 3), (*size, channels), strict=True):
+        if isinstance(expected, int) and given != expected:
+            raise PlanError(
+                f"serving.image gives pixels of {[*image.size, 3]}, the engine takes"
+                f" {[*size, channels]} as '{image.input}'",
+                "give serving.image.size as the engine takes it; images have 3 channels",
+            )
+    return serving.model_copy(update={"image": image.model_copy(update=RAW_PIXELS)})
 
 
 def check_serving(

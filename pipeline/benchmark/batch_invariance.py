@@ -7,8 +7,8 @@ profile, with the opt size of all other symbols:
 
     full        a full batch
     padded      its first half, filled up with zeros
-    loud        its first half beside rows that are 64 times as large, which would change a scale
-                computed over the batch
+    loud        its first half beside rows that are 64 times as large, or beside pixels of 0 and
+                255, which would change a scale computed over the batch
     alone       single rows, in the smallest batch
 
 A row must have the same outputs in all four, within a tolerance by precision, because kernels
@@ -45,6 +45,7 @@ Kernels of different shapes round differently. In int8 that can move a value by 
 """
 
 LOUD = 64  # keeps standard normal samples far below the largest fp16
+GREYS = 8  # pixels are drawn around the middle: loud ones differ from it by so many times as much
 MAX_ROWS_PADDED = 4  # rows of unequal size in one padded batch
 
 Array = NDArray[np.generic]
@@ -273,12 +274,9 @@ class _Trial:
         return self._joined([self._cut(feeds, 0, count), *[zeros] * (rows - count)])
 
     def _loud(self, feeds: Tensors, others: Tensors, count: int) -> Feeds:
-        """Return the first `count` rows, followed by rows of `others` with large floats."""
+        """Return the first `count` rows, followed by rows of `others` with large values."""
         rest = self._cut(others, count, None)
-        large = {
-            name: np.multiply(array, LOUD, dtype=array.dtype) if _is_float(array) else array
-            for name, array in rest.items()
-        }
+        large = {name: _loudest(array) for name, array in rest.items()}
         return self._joined([self._cut(feeds, 0, count), large])
 
     def _joined(self, parts: Sequence[Tensors]) -> Feeds:
@@ -314,8 +312,20 @@ def _feeds(
     feeds = {}
     for number, spec in enumerate(specs):
         own = number + 1000 * seed if rows.axes[spec.name] is not None else number
-        feeds[spec.name] = draw_feeds((spec,), chosen, own, values, seen=True)[spec.name]
+        drawn = draw_feeds((spec,), chosen, own, values, seen=True)[spec.name]
+        feeds[spec.name] = _greys(drawn) if drawn.dtype == np.uint8 else drawn
     return feeds
+
+
+def _greys(pixels: Array) -> Array:
+    return np.asarray(128 + (np.asarray(pixels, np.int16) - 128) // GREYS).astype(np.uint8)
+
+
+def _loudest(array: Array) -> Array:
+    """Return large values in the place of floats and of grey pixels."""
+    if array.dtype == np.uint8:
+        return np.where(np.asarray(array, np.int16) < 128, 0, 255).astype(np.uint8)
+    return np.multiply(array, LOUD, dtype=array.dtype) if _is_float(array) else array
 
 
 def _extended(

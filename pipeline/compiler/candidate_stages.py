@@ -221,7 +221,7 @@ def reference_outputs(
     call = StageCall(
         REFERENCE,
         ReferenceOutputs,
-        partial(run_reference, reference, samples, rows, points),
+        partial(run_reference, reference, samples, context.plan.preprocess, rows, points),
         depends_on=(context.source,),
         subject=samples.role,
     )

@@ -41,7 +41,16 @@ from pipeline.compiler.objective import (
 )
 from pipeline.compiler.side_by_side import candidates_of, prepare_all
 from pipeline.compiler.speed import is_slower_or_equal, ratio_missing, ratio_of
-from pipeline.core import Engine, Note, OnnxModel, OrtProvider, Precision, Recipe, Target
+from pipeline.core import (
+    Engine,
+    ModelSource,
+    Note,
+    OnnxModel,
+    OrtProvider,
+    Precision,
+    Recipe,
+    Target,
+)
 from pipeline.errors import (
     BackendUnavailable,
 )
@@ -58,6 +67,7 @@ from pipeline.plan.recipes import (
 )
 from pipeline.plan.schema import DataConfig, GeneratedData, Plan
 from pipeline.plan.source import code_digest
+from pipeline.preprocess import preprocessed
 from pipeline.quantization.existing_qdq import given_precision
 from pipeline.report.bundle import deliver_engine, withdraw_engine
 from pipeline.report.files import write_report
@@ -79,10 +89,12 @@ from pipeline.results.report import (
 from pipeline.serving_inputs import check_serving
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
 from pipeline.stages.export import export
+from pipeline.stages.preprocess import preprocess
 from pipeline.stages.simplify import simplify
 from pipeline.stages.validate import ReferenceOutputs, check_outputs
 
 EXPORT = Stage("export", 3, ("torch", "onnx", "onnxscript", "onnxruntime"))
+PREPROCESS = Stage("preprocess", 1, ("onnx", "onnx-ir", "onnxruntime"))
 SIMPLIFY = Stage(
     "simplify",
     7,
@@ -98,7 +110,7 @@ BENCHMARK = Stage(
     needs_quiet_device=True,
     is_cacheable=lambda found: not found.provisional,
 )
-STAGES = (EXPORT, SIMPLIFY, BASELINE, COMPILE, THROUGHPUT, BENCHMARK)
+STAGES = (EXPORT, PREPROCESS, SIMPLIFY, BASELINE, COMPILE, THROUGHPUT, BENCHMARK)
 
 EAGER = Recipe(backend="pytorch", precision=Precision.FP32, variant="eager")
 
@@ -114,19 +126,20 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
 
     exported = export_model(context)
     check_outputs(plan.accuracy, exported.outputs)
-    check_serving(plan.serving, exported.inputs, exported.outputs)
-    model = simplify_model(context, exported)
+    raw = preprocess_model(context, exported)
+    check_serving(plan.serving, raw.inputs, raw.outputs)
+    model = simplify_model(context, raw)
     context = replace(context, given=given_precision(read_proto(model.path, weights=False).graph))
     recipes, notes = recipes_of(context, size=file_size(model.path))
     reference = build_reference(context, exported)
     expected = reference_outputs(context, reference, context.data.selection)
-    checked = check_baselines(context, build_baselines(context, exported), reference, expected)
-    baselines = fit_baselines(checked) or [reference]
+    checked = check_baselines(context, build_baselines(context, raw), reference, expected)
+    baselines = fit_baselines(checked) or [build_exact(context, context.raw_source, raw)]
     candidates = candidates_of(prepare_all(context, model, recipes, expected))
     ablated = ablate(context, model, rescue(context, model, candidates, expected), expected)
     measured = measure(context, model, baselines, ablated)
     validation = validate_winner(context, reference, choose(measured.candidates))
-    kept = kept_baseline(context, exported, measured, baselines, expected)
+    kept = kept_baseline(context, raw, measured, baselines, expected)
     notes = (
         *notes,
         *unfit_notes(checked),
@@ -136,7 +149,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
             context.given,
         ),
     )
-    return write_up(context, (exported, model), measured, kept, validation, notes, command)
+    return write_up(context, (raw, model), measured, kept, validation, notes, command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +173,8 @@ def export_model(context: CompileContext) -> OnnxModel:
     """Export the source to ONNX and check the result against the source."""
     # the source's digest covers the content of these files, so their paths are no part of the key
     paths = {"path": None, "weights": None, "python_path": Path()}
-    samples = context.samples.first(FEEDS_FOR_CHECKS)
+    raw = context.samples.first(FEEDS_FOR_CHECKS)
+    samples = tuple(preprocessed(feeds, context.plan.preprocess) for feeds in raw)
     call = StageCall(
         EXPORT,
         OnnxModel,
@@ -168,6 +182,17 @@ def export_model(context: CompileContext) -> OnnxModel:
         depends_on=(context.plan.model.model_copy(update=paths),),
     )
     return context.runner.stage(call)
+
+
+def preprocess_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
+    """Write the plan's preprocessing into the graph, or return it unchanged if there is none."""
+    steps = context.plan.preprocess
+    if not steps:
+        return exported
+    samples = context.samples.first(FEEDS_FOR_CHECKS)
+    work = partial(preprocess, exported, context.plan.profiles, steps, samples)
+    model = context.runner.stage(StageCall(PREPROCESS, OnnxModel, work))
+    return model.model_copy(update={"notes": (*exported.notes, *model.notes)})
 
 
 def simplify_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
@@ -189,17 +214,22 @@ def export_plan(plan: Plan, runner: Runner, simplified: bool = True) -> OnnxMode
     `simplified`: False for the graph as the exporter wrote it.
     """
     context = open_context(plan, runner)
-    exported = export_model(context)
-    return simplify_model(context, exported) if simplified else exported
+    model = preprocess_model(context, export_model(context))
+    return simplify_model(context, model) if simplified else model
 
 
 def build_reference(context: CompileContext, exported: OnnxModel) -> Engine:
     """Build the accuracy reference: PyTorch eager in fp32, or ONNX Runtime on the CPU.
 
-    The Q/DQ of an ONNX file are computed as written.
+    The Q/DQ of an ONNX file are computed as written. It takes what the model itself takes.
     """
-    if context.source.kind != "onnx":
-        return build_baseline(context, exported, EAGER)
+    return build_exact(context, context.source, exported)
+
+
+def build_exact(context: CompileContext, source: ModelSource, exported: OnnxModel) -> Engine:
+    """Build the engine that computes a source, or its unchanged graph, in fp32."""
+    if source.kind != "onnx":
+        return build_baseline(context, source, exported, EAGER)
     variant = AS_WRITTEN if context.given else AS_GIVEN
     return build_engine(
         context,
@@ -219,7 +249,7 @@ def build_baselines(context: CompileContext, exported: OnnxModel) -> list[Engine
         engines, notes = _buildable(recipes, partial(_build_given, context, exported))
         engines = engines or [_build_given(context, exported, cpu_recipe_as_given(context.given))]
     else:
-        eager = build_baseline(context, exported, EAGER)
+        eager = build_baseline(context, context.raw_source, exported, EAGER)
         castable = context.source.kind != "pt2" and not context.given
         recipes = baseline_recipes(context.plan.benchmark.baselines, eager.target, castable)
         build = partial(_build_variant, context, exported, eager)
@@ -229,7 +259,9 @@ def build_baselines(context: CompileContext, exported: OnnxModel) -> list[Engine
     return [first, *engines[1:]]
 
 
-def build_baseline(context: CompileContext, exported: OnnxModel, recipe: Recipe) -> Engine:
+def build_baseline(
+    context: CompileContext, source: ModelSource, exported: OnnxModel, recipe: Recipe
+) -> Engine:
     """Build one baseline of the user's module.
 
     torch.compile is a stage of its own, so that the report shows how long it took.
@@ -239,12 +271,12 @@ def build_baseline(context: CompileContext, exported: OnnxModel, recipe: Recipe)
         Engine,
         partial(
             pytorch_.build_baseline,
-            context.source,
+            source,
             exported,
             recipe,
             context.build_options("pytorch"),
         ),
-        depends_on=(canonical(context.source),),  # with paths: its files are loaded from there
+        depends_on=(canonical(source),),  # with paths: its files are loaded from there
         subject=recipe.label,
         target=context.target("pytorch"),
     )
@@ -256,7 +288,7 @@ def _build_variant(
 ) -> Engine:
     """Build a baseline other than eager fp32. All but torch.compile use the files of eager fp32."""
     if recipe.variant == "compile":
-        return build_baseline(context, exported, recipe)
+        return build_baseline(context, context.raw_source, exported, recipe)
     digest = hashlib.sha256(f"{eager.digest} {canonical(recipe)}".encode()).hexdigest()
     return eager.model_copy(update={"recipe": recipe, "digest": digest, "notes": ()})
 

@@ -19,6 +19,7 @@ from pipeline.core import (
     Target,
     TensorSpec,
 )
+from pipeline.data.raw_images import check_raw
 from pipeline.data.samples import (
     CalibrationSet,
     SampleSet,
@@ -32,9 +33,11 @@ from pipeline.execution.stage_runner import Runner
 from pipeline.host.environment import Environment, environment
 from pipeline.host.gpu import find_gpus
 from pipeline.onnx_graph.files import onnx_model, read_proto
-from pipeline.plan.schema import GeneratedData, Plan
+from pipeline.plan.schema import DataConfig, GeneratedData, Plan
 from pipeline.plan.source import check_profiles, code_digest, source_from_config
+from pipeline.preprocess import raw_specs
 from pipeline.quantization.existing_qdq import given_precision
+from pipeline.serving_inputs import with_raw_image
 from pipeline.stages.benchmark import check_sizes
 
 GENERATED_SAMPLES = 32  # random inputs on which tensor errors are taken where there is no data
@@ -80,6 +83,11 @@ class CompileContext:
         return self.targets[backend]
 
     @property
+    def raw_source(self) -> ModelSource:
+        """The source, behind the plan's preprocessing: it takes what the engines take."""
+        return self.source.model_copy(update={"preprocess": self.plan.preprocess})
+
+    @property
     def samples(self) -> SampleSet:
         """Samples for checks of the graph: the calibration set, else the selection set."""
         return self.data.calibration or self.data.selection
@@ -91,7 +99,9 @@ class CompileContext:
             if self.source.kind == "onnx"
             else "PyTorch eager fp32, without TF32"
         )
-        return f"{name}, its Q/DQ computed as written" if self.given else name
+        if self.given:
+            name += ", its Q/DQ computed as written"
+        return f"{name}, behind the preprocessing in numpy" if self.plan.preprocess else name
 
     def build_options(self, backend: str) -> BuildOptions:
         """Return the options that `backend` may use.
@@ -100,7 +110,7 @@ class CompileContext:
         does not rebuild the engines of other backends.
         """
         if backend != "tensorrt":
-            source = self.source if backend == "torch" else None
+            source = self.raw_source if backend == "torch" else None
             return BuildOptions(
                 profiles=self.plan.profiles,
                 threads=self.plan.benchmark.threads,
@@ -122,8 +132,14 @@ def open_context(plan: Plan, runner: Runner) -> CompileContext:
     Raises PlanError, ModelError or DataError for every error in the request.
     """
     source = source_from_config(plan.model, plan.profiles)
-    inputs = input_specs(source)
-    complete = plan.model_copy(update={"profiles": check_profiles(inputs, plan.profiles)})
+    model_inputs = input_specs(source)
+    inputs = raw_specs(model_inputs, plan.preprocess)
+    complete = plan.model_copy(
+        update={
+            "profiles": check_profiles(inputs, plan.profiles),
+            "serving": with_raw_image(plan.serving, inputs, plan.preprocess),
+        }
+    )
     check_sizes(plan.benchmark.sizes, inputs, complete.profiles)
     check_code(plan)
     given = (
@@ -191,6 +207,10 @@ def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
         seed=plan.model.seed + 1,
     )
     named = plan.data
+    for role in DataConfig.model_fields:
+        files = getattr(named, role)
+        if isinstance(files, tuple):
+            check_raw(files, inputs, plan.preprocess)
     calibration = (
         open_set(CalibrationSet, named.calibration, inputs, plan.profiles)
         if named.calibration is not None

@@ -25,6 +25,7 @@ from pipeline.compiler.compile import (
     deliverable_candidate,
     delivered_engine,
     export_model,
+    preprocess_model,
 )
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
 from pipeline.compiler.decision import Baseline, decide, why_undelivered
@@ -109,19 +110,19 @@ class Remeasured:
 def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
     """Measure a delivered engine and its baselines in one interleaved run. Never reused."""
     context = reopen_context(report, plan, runner)
-    exported = export_model(context)
-    baselines = _fit_baselines(report, build_baselines(context, exported))
+    raw = preprocess_model(context, export_model(context))
+    baselines = _fit_baselines(report, build_baselines(context, raw))
     if decides_by_load(report) and report.baseline:  # all ratios refer to this one
         label = report.baseline.label
         baselines = [each for each in baselines if each.recipe.label == label] or baselines
     # with the verdict `keep` the engine is one of the baselines
     competitors = [baseline for baseline in baselines if baseline.digest != engine.digest]
-    run = _measured(report, plan, [*competitors, engine], exported, runner)
+    run = _measured(report, plan, [*competitors, engine], raw, runner)
     kept = None
     if _is_slower_or_equal(run.results[-1]) and not decides_by_load(report):
         for baseline in baselines:
             if baseline.recipe.label == run.baseline:
-                kept = _kept_baseline(context, exported, baseline, engine)
+                kept = _kept_baseline(context, raw, baseline, engine)
                 break
     return Remeasured(engine, run, kept, call_of_fastest(run, baselines))
 
@@ -132,7 +133,7 @@ def decides_by_load(report: Report) -> bool:
 
 
 def _kept_baseline(
-    context: CompileContext, exported: OnnxModel, baseline: Engine, delivered: Engine
+    context: CompileContext, raw: OnnxModel, baseline: Engine, delivered: Engine
 ) -> Candidate:
     """Return a baseline in its deliverable form, which may be the delivered engine itself."""
     recipe = delivered.recipe
@@ -145,9 +146,9 @@ def _kept_baseline(
             engine=delivered,
         )
     expected = reference_outputs(
-        context, build_reference(context, exported), context.data.selection
+        context, build_reference(context, export_model(context)), context.data.selection
     )
-    return deliverable_candidate(context, exported, baseline, expected)
+    return deliverable_candidate(context, raw, baseline, expected)
 
 
 def _fit_baselines(report: Report, baselines: Sequence[Engine]) -> Sequence[Engine]:
@@ -184,7 +185,8 @@ def sweep_again(
     sweep_plan = plan.model_copy(
         update={"benchmark": plan.benchmark.model_copy(update={"sizes": sizes})}
     )
-    (result,) = _measured(report, sweep_plan, [engine], export_model(context), runner).results
+    raw = preprocess_model(context, export_model(context))
+    (result,) = _measured(report, sweep_plan, [engine], raw, runner).results
     assert isinstance(result, BenchmarkReport)
     return sweep_of(result.label, symbol, result.rows, limit_s)
 

@@ -103,9 +103,15 @@ def array_from_ort(value: OrtValue) -> NDArray[np.generic]:
 
 
 def compare_graphs(
-    before: Path, after: Path, feeds_list: Iterable[Tensors], tolerance: float = 1e-4
+    before: Path,
+    after: Path,
+    feeds_list: Iterable[Tensors],
+    tolerance: float = 1e-4,
+    prepare: Callable[[Tensors], Tensors] = lambda feeds: feeds,
 ) -> str:
     """Describe the first difference of two graphs' outputs; "" if all are equal on all feeds.
+
+    `prepare` makes the feeds of `before` from those of `after`.
 
     The sentence names the output, the error and the shapes. `tolerance` limits the largest
     difference of a float output, in units of that output's largest magnitude; other outputs must be
@@ -121,7 +127,7 @@ def compare_graphs(
         return error.message
     for feeds in feeds_list:
         try:
-            expected = reference(feeds)
+            expected = reference(prepare(feeds))
         except ModelError as error:
             reason = error
             continue

@@ -37,6 +37,7 @@ from pipeline.core import (
     Frozen,
     OrtProvider,
     Precision,
+    Preprocess,
     Profile,
     ProgramForm,
     TensorRTOptions,
@@ -368,6 +369,8 @@ class Plan(Frozen):
     name: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$")
     model: ModelConfig
     profiles: Profiles = ()
+    # by input: the steps from a raw image to what the model takes, done inside the engine
+    preprocess: dict[str, Preprocess] = Field(default_factory=dict)
     data: DataConfig = DataConfig()
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run

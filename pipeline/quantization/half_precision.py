@@ -85,7 +85,7 @@ def raise_opset(proto: onnx.ModelProto, least: int) -> onnx.ModelProto:
     # EncodeError: over 2 GiB
     except (ConvertError, EncodeError, RuntimeError, ValueError) as error:
         raise UnsupportedError(
-            f"this precision needs opset {least}, the model has {opset_of(proto)} and cannot be"
+            f"opset {least} is needed, the model has {opset_of(proto)} and cannot be"
             f" raised: {error}",
             f"export it with opset {least}",
         ) from error

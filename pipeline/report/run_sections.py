@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from pipeline.core import Dim
 from pipeline.formatting import bytes_text, date, time_text
+from pipeline.preprocess import steps_in_words
 from pipeline.report.tables import Bar, Section, Table, left, right
 from pipeline.results.report import OperatorTable, Report, Step
 
@@ -74,6 +77,45 @@ def _step_table(steps: Sequence[Step]) -> Table:
         for step in steps
     )
     return Table(columns, rows, "Every step, with its date", folded=True)
+
+
+def preprocess_section(report: Report) -> Section:
+    """Return the steps that engines do with their images, and what an image takes in a request."""
+    steps = report.plan.preprocess
+    engines = (candidate.engine for candidate in report.candidates)
+    engine = next((engine for engine in engines if engine), report.delivered)
+    shapes = {spec.name: spec.shape[1:] for spec in engine.inputs} if engine else {}
+    rows = []
+    for name, step in steps.items():
+        shape = shapes.get(name, ())
+        height, width = step.resize.target if step.resize else shape[:2] or ("", "")
+        rows.append(
+            (
+                name,
+                steps_in_words(step),
+                _bytes_of_image(shape, 1),
+                _bytes_of_image((height, width, *shape[2:]), 4),
+            )
+        )
+    text = ["Engines take these images as uint8 [N, H, W, C]."]
+    image = report.plan.serving.image
+    if image and image.input in steps:
+        text.append(
+            f"The server decodes JPEG and PNG and resizes them to {image.size[0]} x"
+            f" {image.size[1]} outside the engine, by Pillow's bilinear filter with antialiasing."
+        )
+    columns = (*left("input", "steps inside the engine"), *right("image", "image as float32"))
+    return Section(
+        "preprocess",
+        "Preprocessing inside the engine",
+        tuple(text) if steps else (),
+        tables=(Table(columns, tuple(rows)),),
+    )
+
+
+def _bytes_of_image(shape: Sequence[Dim], bytes_of_value: int) -> str:
+    sizes = [dim for dim in shape if isinstance(dim, int)]
+    return bytes_text(math.prod(sizes) * bytes_of_value) if len(sizes) == 3 else "-"
 
 
 def operator_section(report: Report) -> Section:

@@ -29,6 +29,7 @@ from pipeline.report.run_sections import (
     environment_section,
     note_section,
     operator_section,
+    preprocess_section,
     stage_section,
 )
 from pipeline.report.tables import Section, Table, left, right
@@ -43,6 +44,7 @@ def sections(report: Report) -> tuple[Section, ...]:
     parts = (
         Section("command", "Repeat it", code=report.command),
         _candidate_section(report),
+        preprocess_section(report),
         size_section(report),
         rescue_section(report),
         layer_error_section(report),

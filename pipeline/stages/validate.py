@@ -52,6 +52,7 @@ from pipeline.data.samples import SampleSet
 from pipeline.errors import DataError, InternalError, PlanError
 from pipeline.execution.exit_causes import first_line
 from pipeline.plan.schema import AccuracyConfig, Thresholds
+from pipeline.preprocess import Steps, preprocessed
 from pipeline.results.report import (
     DataFault,
     MetricResult,
@@ -132,6 +133,7 @@ def _open(engine: Engine) -> Iterator[_Sessions]:
 def run_reference(
     engine: Engine,
     samples: SampleSet,
+    steps: Steps,
     batch: int,
     points: tuple[GatePoint, ...],
     out: Path,
@@ -139,21 +141,21 @@ def run_reference(
 ) -> ReferenceOutputs:
     """Run the reference over a set, then at other sizes. Store its outputs under `out`.
 
-    There is one file for each batch.
+    It gets each sample after `steps`, in numpy. There is one file for each batch.
     """
     (out / "batches").mkdir()
     writer = _OutputWriter(engine.outputs, out)
     done = 0
     with _open(engine) as sessions:
         for item in samples.batches(batch):
-            writer.add(sessions.run(item.feeds))
+            writer.add(sessions.run(preprocessed(item.feeds, steps)))
             done += item.samples
             progress(done / samples.samples, f"{done} of {samples.samples} samples")
         files = tuple(writer.files)
         point_outputs = []
         for number, point in enumerate(points):
             progress(number / len(points), f"at {size_text(point.sizes)}")
-            point_outputs.append(_reference_at(point, sessions, samples, writer))
+            point_outputs.append(_reference_at(point, sessions, samples, steps, writer))
     return ReferenceOutputs(
         root=out,
         file="batches",
@@ -168,7 +170,11 @@ def run_reference(
 
 
 def _reference_at(
-    point: GatePoint, sessions: _Sessions, samples: SampleSet, writer: _OutputWriter
+    point: GatePoint,
+    sessions: _Sessions,
+    samples: SampleSet,
+    steps: Steps,
+    writer: _OutputWriter,
 ) -> PointOutputs:
     """Run the reference at one size. The result holds its outputs, or why it has none.
 
@@ -177,7 +183,7 @@ def _reference_at(
     before = len(writer.files)
     try:
         for item in feeds_at(point, samples):
-            writer.add(sessions.run(item.feeds))
+            writer.add(sessions.run(preprocessed(item.feeds, steps)))
     except Exception as error:  # the user's code may raise anything
         if _is_host_error(error):
             raise

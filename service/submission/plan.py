@@ -18,7 +18,16 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from pipeline.core import DimRange, Frozen, Profile, TensorRTOptions, TensorSpec, ValueRange
+from pipeline.core import (
+    DimRange,
+    Frozen,
+    ImageResize,
+    Preprocess,
+    Profile,
+    TensorRTOptions,
+    TensorSpec,
+    ValueRange,
+)
 from pipeline.plan.schema import (
     AccuracyConfig,
     BenchmarkConfig,
@@ -71,6 +80,7 @@ class SubmittedPlan(Frozen):
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[str, ...] = ()
     profiles: Profiles = ()
+    preprocess: dict[str, Preprocess] = Field(default_factory=dict)
     data: DataConfig = DataConfig()
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = Field(default=(), max_length=64)
@@ -96,6 +106,8 @@ ALLOWED: dict[type[BaseModel], str] = {
     Profile: "dims values",
     DimRange: "min opt max",
     ValueRange: "min opt max",
+    Preprocess: "scale mean std layout resize",
+    ImageResize: "source target filter",
     DataConfig: "calibration selection",
     GeneratedData: "generate samples because seed",
     AccuracyConfig: "metric output max_drop thresholds per_output",

@@ -92,7 +92,7 @@ class Bench:
     ) -> ValidationReport:
         out = self.folder / f"reference{len(list(self.folder.iterdir()))}"
         out.mkdir()
-        expected = run_reference(reference or self.engine(SAME), samples, batch, (), out)
+        expected = run_reference(reference or self.engine(SAME), samples, {}, batch, (), out)
         return validate(candidate, expected, samples, options or AccuracyConfig(), batch)
 
 

@@ -40,6 +40,7 @@ from pipeline.backends.pytorch.module import (
     load_module,
     run_module,
 )
+from pipeline.backends.pytorch.preprocessing import with_preprocessing
 from pipeline.backends.pytorch.session import (
     TorchSession,
     cpu_target,
@@ -219,11 +220,14 @@ class TorchLoaded:
             arrays = [array_from_tensor(arg) for arg in args]
             feeds = dict(zip(names, arrays, strict=True))
             # This also registers a dataclass with torch before anything is timed.
-            run_module(self._module, self._source, feeds, self._device)
+            module = with_preprocessing(self._module, self._source)
+            run_module(module, self._source, feeds, self._device)
             if recipe.precision is not Precision.FP32:
-                self._module = in_precision(self._module, recipe.precision, self._engine.outputs)
+                cast = in_precision(self._module, recipe.precision, self._engine.outputs)
+                module = with_preprocessing(cast, self._source)
                 # This fails if the module's code holds tensors that are not cast.
-                call_module(self._module, self._source, feeds, self._device)
+                call_module(module, self._source, feeds, self._device)
+            self._module = module
             self._is_cast = True
         module = _VARIANTS[recipe.variant](self._module, args, recipe.mode)
         return open_session(self._engine, module, self._device, self._module)

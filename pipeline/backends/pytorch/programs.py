@@ -42,6 +42,7 @@ from pipeline.backends.pytorch.module import (
     load_module,
     run_module,
 )
+from pipeline.backends.pytorch.preprocessing import with_preprocessing
 from pipeline.backends.pytorch.session import (
     TorchSession,
     cpu_target,
@@ -76,6 +77,7 @@ from pipeline.execution.child_process import Child
 from pipeline.host.environment import usable_cores
 from pipeline.measurement.clock import monotonic
 from pipeline.onnx_graph.feeds import draw_feeds
+from pipeline.preprocess import raw_specs
 
 if TYPE_CHECKING:
     import torch
@@ -234,13 +236,15 @@ def _captured(
     device: str,
 ) -> torch.export.ExportedProgram:
     """Capture the module in the recipe's precision, free in the dimensions that profiles vary."""
-    sizes = capture_sizes(source.inputs, profiles)
+    inputs = raw_specs(source.inputs, source.preprocess)
+    sizes = capture_sizes(inputs, profiles)
     values = profiles[0].values_at("opt") if profiles else None
-    example = draw_feeds(source.inputs, sizes, 0, values)
+    example = draw_feeds(inputs, sizes, 0, values)
     module = load_module(source, device)
-    run_module(module, source, example, device)  # torch then knows how to flatten a dataclass
-    cast = in_precision(module, recipe.precision, model.outputs)
-    fixed = tuple(_with_fixed(spec, profiles) for spec in source.inputs)
+    # torch then knows how to flatten a dataclass
+    run_module(with_preprocessing(module, source), source, example, device)
+    cast = with_preprocessing(in_precision(module, recipe.precision, model.outputs), source)
+    fixed = tuple(_with_fixed(spec, profiles) for spec in inputs)
     source = source.model_copy(update={"inputs": fixed})
     try:
         return captured(Job(source, cast, (), 0, example, Path(), device, flat=True))

@@ -262,7 +262,7 @@ def verdict(
     data = bench.samples(x, labels)
     out = bench.folder / "expected"
     out.mkdir()
-    expected = run_reference(engine, data, BATCH, gate_points(data, TWO_PROFILES, BATCH), out)
+    expected = run_reference(engine, data, {}, BATCH, gate_points(data, TWO_PROFILES, BATCH), out)
     return validate(faulty, expected, data, options or AccuracyConfig(), BATCH)
 
 
@@ -363,7 +363,7 @@ def test_a_size_at_which_the_reference_fails_is_not_checked_and_the_report_says_
     data = bench.samples(*labelled())
     out = bench.folder / "expected"
     out.mkdir()
-    expected = run_reference(engine, data, BATCH, (beyond,), out)
+    expected = run_reference(engine, data, {}, BATCH, (beyond,), out)
     report = validate(engine, expected, data, AccuracyConfig(), BATCH)
     assert report.passed
     (check,) = report.sizes

@@ -139,6 +139,26 @@ def test_a_scale_taken_over_the_batch_is_found(tmp_path: Path) -> None:
     assert not prove_batch(engine.model_copy(update={"recipe": recipe}), ()).proved
 
 
+def test_a_scale_taken_over_a_batch_of_pixels_is_found(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["values"], to=TensorProto.FLOAT),
+        helper.make_node("Sub", ["values", "mean"], ["centred"]),
+        helper.make_node("DynamicQuantizeLinear", ["centred"], ["q", "scale", "zero"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["rounded"]),
+        helper.make_node("MatMul", ["rounded", "w"], ["z"]),
+    ]
+    # so many that each row of random bytes would have the smallest and the largest
+    weights = np.random.default_rng(0).standard_normal((4096, 5)).astype(np.float32)
+    constants = {"w": weights, "mean": np.array(128, np.float32)}
+    proto = model(
+        nodes, [("x", "uint8", ("batch", 4096))], [("z", "float32", ("batch", 5))], constants
+    )
+    case = Case("dynamic", proto, profiles_of(BATCH), ())
+    result = proved(case, tmp_path)
+    assert not result.proved
+    assert "rows influence each other" in result.reason
+
+
 def test_an_output_that_is_no_number_proves_nothing(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Mul", ["x", "zero"], ["nothing"]),

@@ -272,6 +272,7 @@ def test_both_run_in_children_and_tell_how_far_they_are(bench: Bench) -> None:
         run_reference,
         engine,
         samples,
+        {},
         8,
         (),
         out,
@@ -307,7 +308,7 @@ def test_no_torch_beside_the_candidate(bench: Bench) -> None:
     samples, engine = bench.samples(labelled()[0]), bench.engine(SAME)
     out = bench.folder / "expected"
     out.mkdir()
-    reference = run_reference(engine, samples, 8, (), out)
+    reference = run_reference(engine, samples, {}, 8, (), out)
     assert call_in_child(
         validate_and_list_modules, engine, reference, samples, AccuracyConfig(), 8, name="candidate"
     ) == (True, False)
@@ -318,7 +319,7 @@ def test_reference_outputs_of_another_set_or_batch_are_our_bug(bench: Bench) -> 
     samples, engine = bench.samples(x, labels), bench.engine(SAME)
     out = bench.folder / "expected"
     out.mkdir()
-    reference = run_reference(engine, samples, 8, (), out)
+    reference = run_reference(engine, samples, {}, 8, (), out)
     with pytest.raises(InternalError):
         validate(engine, reference, samples, AccuracyConfig(), 4)
     with pytest.raises(InternalError):
@@ -332,5 +333,5 @@ def test_reference_digests_tell_contents_apart(bench: Bench) -> None:
     ):
         out = bench.folder / f"expected{index}"
         out.mkdir()
-        digests.append(run_reference(engine, samples, 8, (), out).digest)
+        digests.append(run_reference(engine, samples, {}, 8, (), out).digest)
     assert digests[0] == digests[1] != digests[2]

@@ -35,8 +35,8 @@ from service.submission.plan import (
 from service.submission.uploads import Part
 
 KEYS = (
-    "name architecture classes inputs outputs profiles data accuracy candidates fallback export"
-    " simplify calibration tensorrt benchmark objective serving"
+    "name architecture classes inputs outputs profiles preprocess data accuracy candidates fallback"
+    " export simplify calibration tensorrt benchmark objective serving"
 )
 
 REFUSED: dict[type[BaseModel], str] = {
@@ -54,6 +54,13 @@ classes: 10
 inputs: [{name: x, dtype: float32, shape: [batch], location: device, kind: static}]
 outputs: [y]
 profiles: [{batch: {min: 1, opt: 1, max: 1}, values: {k: {min: 1, opt: 2, max: 3}}}]
+preprocess:
+  x:
+    scale: 1
+    mean: [0]
+    std: [1]
+    layout: NCHW
+    resize: {source: [1, 1], target: [1, 1], filter: linear}
 data:
   calibration: {generate: random, samples: 1, because: test, seed: 1}
   selection: {generate: random, samples: 1, because: test, seed: 1}

@@ -22,6 +22,7 @@ from pipeline.core import (
     TensorSpec,
 )
 from pipeline.plan.source import digest_of_source
+from pipeline.preprocess import raw_specs
 
 BUILDERS = Path(__file__).parents[3] / "builders"
 IMAGE = TensorSpec(name="image", dtype="float32", shape=("batch", 1, 8, 8), kind="dynamic")
@@ -67,7 +68,12 @@ def engine_of(
 ) -> Engine:
     """Build a baseline of one profile."""
     model = OnnxModel(
-        root=out, file="model.onnx", digest="d", opset=20, inputs=source.inputs, outputs=outputs
+        root=out,
+        file="model.onnx",
+        digest="d",
+        opset=20,
+        inputs=raw_specs(source.inputs, source.preprocess),
+        outputs=outputs,
     )
     recipe = Recipe(backend="pytorch", precision=precision, variant=variant, mode=mode)
     return pytorch_.build_baseline(
