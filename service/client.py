@@ -41,8 +41,8 @@ from service.registry.models import (
     ModelPage,
     ModelView,
     PromoteRequest,
-    ShapesView,
 )
+from service.registry.traffic import ShapesView
 from service.storage.keys import FORM
 from service.submission.tar import untar
 
@@ -221,8 +221,8 @@ class Client:
         return self._parsed(ModelView, self._ask("GET", _path("models", name)))
 
     def shapes(self, name: str) -> ShapesView:
-        """Return the shapes of the requests to a loaded model, and the profile that they
-        suggest.
+        """Return the shapes of the requests and batches of a loaded model, and the profiles that
+        they suggest.
         """
         return self._parsed(ShapesView, self._ask("GET", _path("models", name, "shapes")))
 

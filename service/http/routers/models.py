@@ -17,8 +17,8 @@ from service.registry.models import (
     ModelPage,
     ModelView,
     PromoteRequest,
-    ShapesView,
 )
+from service.registry.traffic import ShapesView
 from service.submission.submit import submit_benchmark
 
 router = APIRouter(prefix="/models", tags=["models"], responses=REFUSALS)
@@ -41,10 +41,10 @@ async def get_model(name: Name, caller: CurrentCaller, service: CurrentService) 
 
 @router.get("/{name}/shapes")
 async def get_shapes(name: Name, caller: CurrentCaller, service: CurrentService) -> ShapesView:
-    """Return the shapes of requests since the model was loaded, and the profile that they
-    suggest.
+    """Return the shapes of requests and batches since the model was loaded, and the profiles that
+    they suggest.
     """
-    return service.models.shapes(caller, name)
+    return await service.models.shapes(caller, name)
 
 
 @router.post("/{name}/promote")
