@@ -46,6 +46,14 @@ class BenchmarkRequest(Frozen):
     )
 
 
+class RecompileRequest(Frozen):
+    """How to compile a model again for the shapes that its loaded version has run."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"dry_run": True}]})
+
+    dry_run: bool = Field(default=False, description="Return the new profiles, and add no job")
+
+
 class DeploymentOptions(Frozen):
     """The options for serving a model. Missing options get defaults."""
 
@@ -132,6 +140,11 @@ class Version(Frozen):
     batch: BatchSpec
     image: InputRecipe | None = None
     labels: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+
+    @property
+    def has_free_sizes(self) -> bool:
+        """Return whether some size of its inputs may vary."""
+        return any(dim.min < dim.max for profile in self.profiles for dim in profile.dims.values())
 
     @property
     def most_together(self) -> int:

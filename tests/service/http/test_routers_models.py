@@ -306,6 +306,8 @@ REFUSED = [
     ("DELETE", "/models/m/deployment", None, 404, "no model 'm' is deployed"),
     ("GET", "/models/m", None, 404, "no model 'm'"),
     ("GET", "/models/m/shapes", None, 404, "no model 'm' is deployed"),
+    ("POST", "/models/m/recompile", {}, 404, "no model 'm'"),
+    ("POST", "/models/m/recompile", {"dry": True}, 422, "dry"),
 ]
 
 
