@@ -33,7 +33,7 @@ from pydantic import ValidationError
 from pipeline.core import Frozen, Tensors
 from pipeline.errors import CrucibleError, HostError, PlanError, UserError
 from pipeline.results.report import Report
-from service.http.schemas import FORMS, JobPage, JobView, Refusal
+from service.http.schemas import FORMS, JobPage, JobView, RecompileView, Refusal
 from service.jobs.state import FINAL, State
 from service.registry.models import (
     BenchmarkRequest,
@@ -41,8 +41,9 @@ from service.registry.models import (
     ModelPage,
     ModelView,
     PromoteRequest,
-    ShapesView,
+    RecompileRequest,
 )
+from service.registry.traffic import ShapesView
 from service.storage.keys import FORM
 from service.submission.tar import untar
 
@@ -221,8 +222,8 @@ class Client:
         return self._parsed(ModelView, self._ask("GET", _path("models", name)))
 
     def shapes(self, name: str) -> ShapesView:
-        """Return the shapes of the requests to a loaded model, and the profile that they
-        suggest.
+        """Return the shapes of the requests and batches of a loaded model, and the profiles that
+        they suggest.
         """
         return self._parsed(ShapesView, self._ask("GET", _path("models", name, "shapes")))
 
@@ -254,6 +255,21 @@ class Client:
             timeout=_patient(),
         )
         return self._parsed(JobView, self._send(request))
+
+    def recompile(
+        self, name: str, dry_run: bool = False, idempotency_key: str | None = None
+    ) -> RecompileView:
+        """Add a job that compiles a loaded model again, with the profiles that its traffic
+        suggests.
+        """
+        request = self._http.build_request(
+            "POST",
+            _path("models", name, "recompile"),
+            json=RecompileRequest(dry_run=dry_run).model_dump(mode="json"),
+            headers=_idempotency_header(idempotency_key),
+            timeout=_patient(),
+        )
+        return self._parsed(RecompileView, self._send(request))
 
     def load(self, name: str, options: DeploymentOptions | None = None) -> ModelView:
         """Load a model. It is ready when this returns."""

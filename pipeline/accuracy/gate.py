@@ -50,7 +50,7 @@ def gate_points(
 ) -> tuple[GatePoint, ...]:
     """Return every size to check besides the run over all samples.
 
-    That run has batches of `batch` rows, in the first profile that holds them.
+    That run has batches of `batch` rows, in the profile that is tuned nearest to them.
     """
     points: list[GatePoint] = []
     for index, profile in enumerate(profiles):

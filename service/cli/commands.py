@@ -11,11 +11,17 @@ import typer
 from pipeline.cli import terminal
 from service.cli import models as model_commands
 from service.cli.gc import gc
-from service.cli.options import HomeOption, JobArgument, JsonOption, UrlOption, connect
-from service.cli.progress import follow
+from service.cli.options import (
+    HomeOption,
+    JobArgument,
+    JsonOption,
+    UrlOption,
+    WaitOption,
+    connect,
+)
+from service.cli.progress import follow, print_job
 
 if TYPE_CHECKING:
-    from service.client import Client
     from service.http.schemas import JobView
     from service.jobs.state import State
     from service.storage.database import Database
@@ -30,10 +36,6 @@ keys = typer.Typer(
 app.add_typer(keys, name="keys")
 app.command()(gc)
 app.add_typer(model_commands.app)
-
-WaitOption = Annotated[
-    bool, typer.Option("--wait", help="Follow the job to its end, like `crucible wait`.")
-]
 
 
 @app.command()
@@ -199,7 +201,7 @@ def submit(
             job = client.submit(Upload(model, source, *data))
         else:
             job = client.submit_config(config or "")
-        _print_job(client, job, wait, as_json)
+        print_job(client, job, wait, as_json)
 
 
 @app.command()
@@ -215,18 +217,7 @@ def retry(
 
     where, job_id = place_of(job, url)
     with connect(where) as client:
-        _print_job(client, client.retry(job_id), wait, as_json)
-
-
-def _print_job(client: Client, job: JobView, wait: bool, as_json: bool) -> None:
-    if wait:
-        follow(client, job.id, as_json)
-    if not as_json:
-        print(
-            f"job {job.id} is {job.state}; follow it with `crucible wait"
-            f" {client.url}{job.links.job}`"
-        )
-    print(job.model_dump_json())
+        print_job(client, client.retry(job_id), wait, as_json)
 
 
 @app.command()
@@ -422,6 +413,8 @@ def _job_row(job: JobView) -> tuple[str, ...]:
     kind = "compile"
     if job.measures:
         kind = f"benchmark of {job.measures.model} {job.measures.version}"
+    if job.recompiles:
+        kind = f"recompile of {job.recompiles.model} {job.recompiles.version}"
     return (
         job.id,
         job.name,

@@ -1,4 +1,4 @@
-"""Commands for the models on a server: promote, load and measure them."""
+"""Commands for the models on a server: promote, load, measure and recompile them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Annotated
 import typer
 
 from pipeline.cli import terminal
-from service.cli.options import JsonOption, UrlOption, connect
-from service.cli.progress import follow
+from pipeline.formatting import date, shape_text
+from service.cli.options import JsonOption, UrlOption, WaitOption, connect
+from service.cli.progress import follow, print_job, promote_text
 from service.registry.models import DeploymentOptions, ModelPage, ModelView, Version
+from service.registry.traffic import MAX_SHAPES, ShapesView, Suggestion, profile_text
 
 DEFAULTS = DeploymentOptions()
+MOST_ROWS = 20  # of a table of shapes
 
 app = typer.Typer()
 
@@ -134,6 +137,61 @@ def benchmark(
 
 
 @app.command()
+def shapes(name: ModelArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Show the shapes that a loaded model has run, what padding cost, and the profiles that they
+    suggest. The counts begin when the model is loaded.
+    """
+    with connect(url) as client:
+        view = client.shapes(name)
+    if as_json:
+        print(view.model_dump_json())
+    else:
+        _print_shapes(name, view)
+
+
+@app.command()
+def recompile(
+    name: ModelArgument,
+    from_traffic: Annotated[
+        bool,
+        typer.Option(
+            "--from-traffic",
+            help="Take the profiles from the shapes that the loaded version has run. Required.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the new profiles, and compile nothing.")
+    ] = False,
+    wait: WaitOption = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile a loaded model again on the service, from the model, plan and data of the job that
+    built it, with new profiles. `crucible promote` makes the result the next version.
+
+    Ends with one JSON document: the job. With --dry-run and --json: the profiles.
+    """
+    from pipeline.errors import PlanError
+
+    if not from_traffic:
+        raise PlanError(
+            "expected --from-traffic, which says where the new profiles come from",
+            "`crucible submit` compiles a model with profiles of your own",
+        )
+    with connect(url) as client:
+        result = client.recompile(name, dry_run)
+        if not as_json:
+            print(f"version {result.version} of '{name}', built by job {result.built_by}")
+            _print_suggestion(result.suggestion)
+        if result.job is not None:
+            if not (wait or as_json):
+                print(f"when it has succeeded, {promote_text(name, result.job)}")
+            print_job(client, result.job, wait, as_json)
+        elif as_json:
+            print(result.model_dump_json())
+
+
+@app.command()
 def unload(name: ModelArgument, url: UrlOption = None) -> None:
     """Answer the waiting requests, then free the device."""
     with connect(url) as client:
@@ -163,6 +221,54 @@ def models(
         columns = ("version", "report", "candidate", "verdict", "together", "created")
         rows = [_version_row(listing, version) for version in listing.versions]
     terminal.console().print(terminal.plain_table(columns, rows))
+
+
+def _print_shapes(name: str, view: ShapesView) -> None:
+    """Print the most frequent shapes as tables, and the suggested profiles."""
+    requests = sum(seen.requests for seen in view.shapes) + view.other_requests
+    runs = sum(batch.runs for batch in view.batches) + view.other_runs
+    request_rows = [
+        (shape_text(seen.sizes), str(seen.requests), f"{seen.requests / requests:.1%}")
+        for seen in view.shapes[:MOST_ROWS]
+    ]
+    batch_rows = [
+        (
+            shape_text(batch.sizes),
+            str(batch.runs),
+            f"{batch.runs / runs:.1%}",
+            str(batch.requests),
+            f"{batch.padding:.1%}",
+        )
+        for batch in view.batches[:MOST_ROWS]
+    ]
+    console = terminal.console()
+    console.print(terminal.plain_table(("request", "requests", "share"), request_rows))
+    console.print(
+        terminal.plain_table(("batch", "runs", "share", "requests", "padding"), batch_rows)
+    )
+    print(
+        f"version {view.version} of '{name}' since {date(view.since)}: requests: {requests}, runs:"
+        f" {runs}, padding: {view.padding:.1%} of the input values"
+    )
+    if len(view.shapes) > MOST_ROWS or len(view.batches) > MOST_ROWS:
+        print(f"the tables show the {MOST_ROWS} most frequent shapes, --json shows more")
+    if view.other_requests or view.other_runs:
+        print(
+            f"{view.other_requests} requests and {view.other_runs} runs had other shapes, after the"
+            f" first {MAX_SHAPES}"
+        )
+    if view.suggestion is not None:
+        _print_suggestion(view.suggestion)
+
+
+def _print_suggestion(suggestion: Suggestion) -> None:
+    for title, profiles, distance in (
+        ("profiles now", suggestion.current, suggestion.current_distance),
+        ("from traffic", suggestion.profiles, suggestion.distance),
+    ):
+        texts = ", ".join(map(profile_text, profiles))
+        print(f"{title}: {texts}; a run is {distance:.2f} doublings from opt on average")
+    print(f"to be measured at: {'; '.join(map(shape_text, suggestion.sizes))}")
 
 
 def _print_model(model: ModelView, as_json: bool) -> None:

@@ -29,6 +29,9 @@ UrlOption = Annotated[
     ),
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id or address of the job.")]
+WaitOption = Annotated[
+    bool, typer.Option("--wait", help="Follow the job to its end, like `crucible wait`.")
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print only the JSON document on stdout, without progress.")
 ]

@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from service.http.schemas import JobView
 
 
+def print_job(client: Client, job: JobView, wait: bool, as_json: bool) -> None:
+    """Print a new job, or follow it to its end."""
+    if wait:
+        follow(client, job.id, as_json)
+    if not as_json:
+        print(
+            f"job {job.id} is {job.state}; follow it with `crucible wait"
+            f" {client.url}{job.links.job}`"
+        )
+    print(job.model_dump_json())
+
+
 def follow(client: Client, job_id: str, as_json: bool) -> NoReturn:
     """Show a job's events to its end, then its result. Ends the command with its exit code."""
     errors = terminal.console(stderr=True)
@@ -37,6 +49,14 @@ def follow(client: Client, job_id: str, as_json: bool) -> NoReturn:
     if job.state != "succeeded":
         raise _error_of(job)
     raise typer.Exit(2 if job.verdict == "rejected" else 0)
+
+
+def promote_text(model: str, job: JobView) -> str:
+    """Say how the engine of a recompile becomes the next version of its model."""
+    doubt = ""
+    if job.verdict == "unproven":
+        doubt = "; an unproven engine also needs --override"
+    return f"make it the next version: `crucible promote {model} {job.id}`{doubt}"
 
 
 def stage_of(event: Event) -> StageEvent:
@@ -64,6 +84,8 @@ def _print_verdict(client: Client, job: JobView) -> None:
     console.print(
         f"report: {client.url}{job.links.report}", highlight=False, soft_wrap=True, markup=False
     )
+    if job.recompiles is not None and report.has_engine:
+        print(promote_text(job.recompiles.model, job))
 
 
 def _error_of(job: JobView) -> RemoteError:

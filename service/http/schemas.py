@@ -21,7 +21,8 @@ from pipeline.results.report import (
     Verdict,
 )
 from pipeline.results.report import State as CandidateState
-from service.jobs.state import Failure, Job, Measures, State
+from service.jobs.state import Failure, Job, ModelVersion, State
+from service.registry.traffic import Suggestion
 
 # file names of a report's forms, by media type
 FORMS = {
@@ -67,6 +68,7 @@ class JobView(Frozen):
         state="running",
         device="cpu",
         measures=None,
+        recompiles=None,
         created="2026-11-21T10:00:00.000+00:00",
         started="2026-11-21T10:00:01.250+00:00",
         finished=None,
@@ -97,9 +99,13 @@ class JobView(Frozen):
     owner: str
     state: State
     device: str
-    measures: Measures | None = Field(
+    measures: ModelVersion | None = Field(
         default=None,
         description="The model version that a benchmark measures; null for a compile",
+    )
+    recompiles: ModelVersion | None = Field(
+        default=None,
+        description="The model version whose traffic chose the profiles; null for other jobs",
     )
     created: str
     started: str | None
@@ -131,6 +137,16 @@ class JobPage(Frozen):
     next: str | None = Field(
         description="Value of `after` for the next page; null on the last page"
     )
+
+
+class RecompileView(Frozen):
+    """A compile for the traffic of a model."""
+
+    model: str
+    version: int = Field(description="The loaded version, whose traffic chose the profiles")
+    built_by: str = Field(description="The job whose model, plan and data are compiled again")
+    suggestion: Suggestion
+    job: JobView | None = Field(description="The new job; null for a dry run")
 
 
 class Health(Frozen):

@@ -195,6 +195,7 @@ class JobRunner:
             name=old.name,
             device=old.device,
             measures=old.measures,
+            recompiles=old.recompiles,
             created=created,
             estimate_s=old.estimate_s,
             trace=current_trace(),

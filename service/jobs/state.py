@@ -32,8 +32,8 @@ class Failure(Frozen):
     next_step: str = ""
 
 
-class Measures(Frozen):
-    """The model version that a benchmark job measures again."""
+class ModelVersion(Frozen):
+    """A version of a model on this service."""
 
     model: str
     version: int
@@ -47,7 +47,9 @@ class Job(Frozen):
     identity: str  # equal for equal requests of one owner
     name: str  # of the plan
     device: str  # the job waits in the queue of this device
-    measures: Measures | None = None  # None: it compiles
+    measures: ModelVersion | None = None  # None: it compiles
+    # whose model and data it compiles again for the shapes that the version has run
+    recompiles: ModelVersion | None = None
     state: State = "queued"
     created: str  # UTC
     started: str | None = None  # of the last attempt

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from pipeline.core import DimRange, Frozen, Precision, Profile, TensorSpec
+from pipeline.core import Frozen, Precision, Profile, TensorSpec
 from pipeline.results.report import LoadPoint, Verdict
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service.inference import ModelState
@@ -45,6 +44,14 @@ class BenchmarkRequest(Frozen):
         ge=1,
         description="Null: the loaded version, or the current one if none is loaded",
     )
+
+
+class RecompileRequest(Frozen):
+    """How to compile a model again for the shapes that its loaded version has run."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"dry_run": True}]})
+
+    dry_run: bool = Field(default=False, description="Return the new profiles, and add no job")
 
 
 class DeploymentOptions(Frozen):
@@ -154,6 +161,11 @@ class Version(Frozen):
     labels: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
     @property
+    def has_free_sizes(self) -> bool:
+        """Return whether some size of its inputs may vary."""
+        return any(dim.min < dim.max for profile in self.profiles for dim in profile.dims.values())
+
+    @property
     def most_together(self) -> int:
         """Rows that may run together."""
         return self.batch.maximum if self.batch.proved else 1
@@ -186,23 +198,6 @@ class ModelPage(Frozen):
     models: tuple[ModelView, ...]
 
 
-class SeenShape(Frozen):
-    """Sizes of the symbols in requests, and the number of these requests."""
-
-    sizes: dict[str, int]
-    requests: int
-
-
-class ShapesView(Frozen):
-    """The request shapes since the model was loaded, and a profile for the next compile."""
-
-    version: int
-    shapes: tuple[SeenShape, ...] = Field(description="The most frequent first")
-    profiles: tuple[dict[str, DimRange], ...] = Field(
-        description="For `profiles` of a plan; empty without requests"
-    )
-
-
 # -- decisions ---------------------------------------------------------------
 
 
@@ -223,30 +218,3 @@ def prunable(versions: Sequence[Version], used: Collection[int], keep: int) -> t
         if version.version in used and version.before is not None:
             retained.add(version.before)
     return tuple(sorted(number for number in numbers if number not in retained))
-
-
-def suggested(
-    shapes: Mapping[tuple[tuple[str, int], ...], int], version: Version
-) -> tuple[dict[str, DimRange], ...]:
-    """Suggest one profile for all sizes of the requests, with the most frequent size as `opt`.
-
-    A batch symbol reaches at least to the largest batch.
-    """
-    counts: dict[str, Counter[int]] = {}
-    for shape, requests in shapes.items():
-        for symbol, size in shape:
-            counts.setdefault(symbol, Counter())[size] += requests
-    batch_dims = set()
-    for spec in version.inputs:
-        axis = version.batch.axes.get(spec.name)
-        if axis is not None:
-            batch_dims.add(spec.shape[axis])
-    profile = {}
-    for symbol, requests_by_size in counts.items():
-        sizes = requests_by_size.keys()
-        opt = max(sizes, key=lambda size: (requests_by_size[size], size))
-        largest = max(sizes)
-        if symbol in batch_dims:
-            largest = max(largest, version.batch.maximum)
-        profile[symbol] = DimRange(min=min(sizes), opt=max(opt, 1), max=max(largest, 1))
-    return (profile,) if profile else ()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.core import Tensors, TensorSpec, dtype_of
 from pipeline.errors import InternalError
+from service.registry.traffic import SymbolSizes
 from service.serving.batching import Kind
 from service.serving.request_shapes import MAX_KNOWN, Axes, MatchedShapes
 from service.serving.shared_memory import ALIGNMENT
@@ -41,6 +42,7 @@ class JoinedBatch:
     size: int  # rows, with padding
     shapes: tuple[Shape, ...]  # of the inputs, in the engine's order
     lengths: tuple[int, ...]  # along the padded symbols
+    sizes: SymbolSizes  # of all symbols, without padding
     values: int  # of the inputs, without padding
     is_single: bool  # one request without padding: its outputs are not cut
 
@@ -55,6 +57,12 @@ class BatchAssembler:
         self.output_bytes = lru_cache(MAX_KNOWN)(self._output_bytes)  # by the input shapes
         self._sizes = [
             (spec, dtype_of(spec.dtype).itemsize, frozenset(spec.symbols)) for spec in outputs
+        ]
+        self._batch_symbols = [
+            dim
+            for spec in inputs
+            if (axis := axes.batch.get(spec.name)) is not None
+            and isinstance(dim := spec.shape[axis], str)
         ]
         self._padded = {spec.name: _padded_axes(spec, axes) for spec in (*inputs, *outputs)}
 
@@ -80,14 +88,26 @@ class BatchAssembler:
                 shape[padded_axis] = lengths[symbol_index]
             shapes.append(tuple(shape))
         is_single = len(parts) == 1 and (first.shapes.rows, first.shapes.lengths) == (size, lengths)
-        return JoinedBatch(parts, size, tuple(shapes), lengths, values, is_single)
+        sizes = self._sizes_of(parts)
+        return JoinedBatch(parts, size, tuple(shapes), lengths, sizes, values, is_single)
+
+    def _sizes_of(self, parts: Sequence[BatchPart]) -> SymbolSizes:
+        """The sizes of all symbols without padding: the rows together, and the longest lengths."""
+        first = parts[0].shapes
+        if len(parts) == 1:
+            return first.sizes
+        rows = sum(part.shapes.rows for part in parts)
+        lengths = dict(zip(self._axes.padded, _longest(parts), strict=True))
+        sizes = dict(first.sizes) | dict.fromkeys(self._batch_symbols, rows) | lengths
+        return tuple(sorted(sizes.items()))
 
     def _single(self, parts: Sequence[BatchPart], size: int) -> JoinedBatch:
         """Describe a batch of one request, unchanged."""
         arrays = [parts[0].inputs[spec.name] for spec in self._inputs]
         shapes = tuple(array.shape for array in arrays)
         values = sum(array.size for array in arrays)
-        return JoinedBatch(parts, size, shapes, parts[0].shapes.lengths, values, True)
+        first = parts[0].shapes
+        return JoinedBatch(parts, size, shapes, first.lengths, first.sizes, values, True)
 
     def _output_bytes(self, shapes: tuple[Shape, ...]) -> int:
         """Count the bytes of the outputs whose sizes follow from the sizes of the inputs."""

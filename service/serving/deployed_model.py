@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +13,7 @@ from service.devices.leases import Leases
 from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics
 from service.registry.models import Version
 from service.serving.deployment import DeploymentSpec, served_version
+from service.serving.stats import Traffic
 
 QUIET_S = 2.0  # without a request, before jobs may measure on the device
 
@@ -23,7 +24,8 @@ class Running(Protocol):
     async def infer(self, request: InferRequest) -> InferAnswer: ...
     def served(self) -> Served: ...
     def statistics(self) -> Statistics: ...
-    def shapes(self) -> Mapping[tuple[tuple[str, int], ...], int]: ...
+    @property
+    def traffic(self) -> Traffic: ...
     @property
     def memory_bytes(self) -> int: ...
     async def drain(self) -> None: ...

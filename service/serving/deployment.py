@@ -14,8 +14,7 @@ import asyncio
 import itertools
 import math
 import shutil
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,7 @@ from service.serving.batching import (
 )
 from service.serving.replica import Instance
 from service.serving.request_shapes import MatchedShapes, ShapeMatcher, captures
-from service.serving.stats import Figures, Tally
+from service.serving.stats import Figures, Tally, Traffic
 from service.serving.worker_client import BatchResult, Order, Task, worker_for
 from service.storage.layout import Work
 
@@ -52,7 +51,6 @@ RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
 # A worker hangs if a batch takes longer than this many request time-outs: it is stopped.
 STUCK_TIMEOUTS = 3.0
 MIN_STUCK_S = 10.0  # at least this long
-MAX_SHAPES = 1000  # different shapes that are counted
 # A reloaded version has two deployments for a moment: the number keeps their processes apart.
 LOADS = itertools.count(1)
 
@@ -126,7 +124,7 @@ class Deployment:
         self._tally = Tally(
             figures, version.model, version.version, lambda: len(self._queue.waiting)
         )
-        self._shapes: Counter[tuple[tuple[str, int], ...]] = Counter()
+        self.traffic = Traffic()
         self._timer: asyncio.TimerHandle | None = None
         self._is_scheduled = self._draining = self._closed = False
         self._is_empty = asyncio.Event()
@@ -196,7 +194,7 @@ class Deployment:
         answer = self._loop.create_future()
         pending = _PendingRequest(request, shapes, selection, since, answer)
         self._pending[number] = pending
-        self._count_shapes(shapes)
+        self.traffic.requested(shapes.sizes)
         self._queue = offer(self._queue, WaitingRequest(number, shapes.rows, since, shapes.kind))
         self._schedule()
         timeout_s = options.timeout_s
@@ -227,13 +225,6 @@ class Deployment:
     def statistics(self) -> Statistics:
         """The statistics since the version was loaded."""
         return self._tally.statistics()
-
-    def shapes(self) -> Mapping[tuple[tuple[str, int], ...], int]:
-        """Count the requests by the sizes of all symbols, including the batch.
-
-        New shapes are not counted after MAX_SHAPES different ones.
-        """
-        return dict(self._shapes)
 
     @property
     def model(self) -> str:
@@ -312,10 +303,6 @@ class Deployment:
         """Estimate the time for the waiting requests, at the average speed so far."""
         batches = len(self._queue.waiting) / self._queue.rules.maximum / self.spec.instances
         return max(1, math.ceil(batches * self._tally.seconds_per_batch))
-
-    def _count_shapes(self, shapes: MatchedShapes) -> None:
-        if shapes.sizes in self._shapes or len(self._shapes) < MAX_SHAPES:
-            self._shapes[shapes.sizes] += 1
 
     def _time_out(self, number: int, timeout_s: float) -> None:
         self._remove_waiting(number)
@@ -464,7 +451,9 @@ class Deployment:
             batch_size=batch.rows,
         )
         working_s = of_batch.copy_in_s + of_batch.compute_s + of_batch.copy_out_s
-        self._tally.ran(len(requests), of_batch, values, values - joined.values)
+        padded = values - joined.values
+        self._tally.ran(len(requests), of_batch, values, padded)
+        self.traffic.ran(joined.sizes, len(requests), values, padded)
         for pending, waits, own_outputs in zip(requests, is_open, outputs, strict=True):
             if waits:
                 total_s = now - pending.since

@@ -40,15 +40,14 @@ from service.registry.models import (
     ModelPage,
     ModelView,
     PromoteRequest,
-    SeenShape,
-    ShapesView,
     Version,
-    suggested,
 )
 from service.registry.promotion import candidate_of, version_of
 from service.registry.repository import Model
+from service.registry.traffic import ShapesView
 from service.serving.deployed_model import DeployedModel, LeasedDeployment
 from service.serving.loader import Loader, LoaderContext, device_for
+from service.serving.stats import Traffic
 
 CHECK_S = 0.5  # between two checks for idle models
 
@@ -440,19 +439,11 @@ class ModelManager:
     async def view(self, caller: Caller, name: str) -> ModelView:
         return self._view_of(await self._in_thread(lambda: self._repository.get(name, caller.sees)))
 
-    def shapes(self, caller: Caller, name: str) -> ShapesView:
-        """Count the request shapes since the model was loaded; NotFound if it is not deployed."""
+    async def shapes(self, caller: Caller, name: str) -> ShapesView:
+        """Count the shapes since the model was loaded; NotFound if it is not deployed."""
         entry = self._find(caller, name, None)
-        counts = entry.loaded.running.shapes() if entry.loaded is not None else {}
-        most_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        shapes = tuple(
-            SeenShape(sizes=dict(sizes), requests=requests) for sizes, requests in most_first
-        )
-        return ShapesView(
-            version=entry.version.version,
-            shapes=shapes,
-            profiles=suggested(counts, entry.version),
-        )
+        traffic = entry.loaded.running.traffic if entry.loaded is not None else Traffic()
+        return await asyncio.to_thread(traffic.view, entry.version)
 
     def _served(self, entry: DeployedModel) -> Served:
         """Describe a model to clients, without paths of this host.

@@ -1,4 +1,5 @@
-"""Statistics of deployments: the Prometheus metrics of all, and the totals of one since its load.
+"""Statistics of deployments: the Prometheus metrics of all, and the totals and shapes of one since
+its load.
 
 docs/service.md lists the metrics. A request that ran is `executed`, even if its client had left. A
 request is `dropped` if its client left before it ran.
@@ -8,11 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from service.devices.leases import utc_now
 from service.inference import Statistics, Timing, Total
+from service.registry.models import Version
+from service.registry.traffic import (
+    MAX_SHAPES,
+    SeenBatch,
+    SeenShape,
+    ShapesView,
+    SymbolSizes,
+    suggestion_from_runs,
+)
 
 State = Literal["executed", "dropped", "timed_out", "refused", "failed"]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -154,6 +166,74 @@ class Tally:
             del self._figures.newest[labels]
             for gauge in (self._figures.waiting, self._figures.padding):
                 gauge.remove(*labels)
+
+
+@dataclass(slots=True)
+class _Runs:
+    """The runs of an engine, and the values of their inputs."""
+
+    runs: int = 0
+    requests: int = 0
+    values: int = 0
+    padded: int = 0  # of the values
+
+    def add(self, requests: int, values: int, padded: int) -> None:
+        self.runs += 1
+        self.requests += requests
+        self.values += values
+        self.padded += padded
+
+
+class Traffic:
+    """The shapes of the requests to one deployed version, and of the batches that ran.
+
+    After MAX_SHAPES different shapes, all further ones are counted together.
+    """
+
+    def __init__(self) -> None:
+        self._since = utc_now().isoformat(timespec="milliseconds")
+        self._requests: dict[SymbolSizes, int] = {}
+        self._batches: dict[SymbolSizes, _Runs] = {}
+        self._all = _Runs()
+        self._other_requests = 0
+
+    def requested(self, shape: SymbolSizes) -> None:
+        """Count a request, by the sizes of all symbols."""
+        if shape in self._requests or len(self._requests) < MAX_SHAPES:
+            self._requests[shape] = self._requests.get(shape, 0) + 1
+        else:
+            self._other_requests += 1
+
+    def ran(self, shape: SymbolSizes, requests: int, values: int, padded: int) -> None:
+        """Count a batch by its sizes without padding; `padded` of its input values were padding."""
+        self._all.add(requests, values, padded)
+        if shape in self._batches or len(self._batches) < MAX_SHAPES:
+            self._batches.setdefault(shape, _Runs()).add(requests, values, padded)
+
+    def view(self, version: Version) -> ShapesView:
+        """Return the counts, and the profiles that they suggest. It may run in another thread."""
+        requests = sorted(self._requests.copy().items(), key=lambda item: (-item[1], item[0]))
+        batches = sorted(self._batches.copy().items(), key=lambda item: (-item[1].runs, item[0]))
+        runs = {shape: batch.runs for shape, batch in batches}
+        return ShapesView(
+            version=version.version,
+            since=self._since,
+            shapes=tuple(SeenShape(sizes=dict(shape), requests=n) for shape, n in requests),
+            other_requests=self._other_requests,
+            batches=tuple(
+                SeenBatch(
+                    sizes=dict(shape),
+                    runs=batch.runs,
+                    requests=batch.requests,
+                    padding=batch.padded / max(batch.values, 1),
+                )
+                for shape, batch in batches
+            ),
+            other_runs=self._all.runs - sum(runs.values()),
+            answered=self._all.requests,
+            padding=self._all.padded / max(self._all.values, 1),
+            suggestion=suggestion_from_runs(runs, version.profiles),
+        )
 
 
 class _Sum:

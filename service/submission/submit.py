@@ -27,7 +27,7 @@ from service.devices.leases import utc_now
 from service.errors import NotFound, TooLarge, Unprocessable
 from service.jobs.messages import HostIdentity
 from service.jobs.publish import REPORT_FILES, check_form, published_engine, published_report
-from service.jobs.state import Job, Measures, new_id
+from service.jobs.state import Job, ModelVersion, new_id
 from service.jobs.store import Once
 from service.jobs.traces import current_trace
 from service.registry.models import BenchmarkRequest
@@ -61,7 +61,8 @@ class JobSpec:
     device: str
     identity: str
     digest: str
-    measures: Measures | None = None
+    measures: ModelVersion | None = None
+    recompiles: ModelVersion | None = None
 
 
 Prepare = Callable[[str], Awaitable[JobSpec]]
@@ -81,14 +82,14 @@ async def submit(
         else:
             folder = service.folders.uploads(job_id)
             request = await _upload_request(stream, content_type, folder, service, owner, host)
-        queue_lengths = await service.read(lambda: _queue_lengths(service))
-        device = device_for(request.plan, tuple(host.devices), queue_lengths)
+        lengths = await service.read(lambda: queue_lengths(service))
+        device = device_for(request.plan, tuple(host.devices), lengths)
         await asyncio.to_thread(service.folders.save_plan, job_id, request.plan)
         if request.warnings:  # before the job's child can put a link in the place of its log
             await asyncio.to_thread(service.folders.work(job_id).start_log, request.warnings)
         return JobSpec(request.plan.name, device, request.identity, request.digest)
 
-    return await _submit(service, owner, key, prepare)
+    return await add_job(service, owner, key, prepare)
 
 
 async def submit_benchmark(
@@ -106,13 +107,14 @@ async def submit_benchmark(
             json.dumps(["benchmark", name, options.version]).encode()
         ).hexdigest()
         return JobSpec(
-            plan.name, device, job_id, digest, Measures(model=name, version=version.version)
+            plan.name, device, job_id, digest, ModelVersion(model=name, version=version.version)
         )
 
-    return await _submit(service, caller.owner, key, prepare)
+    return await add_job(service, caller.owner, key, prepare)
 
 
-async def _submit(service: Service, owner: str, key: str | None, prepare: Prepare) -> Job:
+async def add_job(service: Service, owner: str, key: str | None, prepare: Prepare) -> Job:
+    """Add the job that `prepare` describes, or return the job of an earlier equal request."""
     if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
         raise Unprocessable(
             f"an Idempotency-Key of {len(key)} characters, expected 1 to {MAX_KEY_CHARACTERS}",
@@ -129,6 +131,7 @@ async def _submit(service: Service, owner: str, key: str | None, prepare: Prepar
             name=spec.name,
             device=spec.device,
             measures=spec.measures,
+            recompiles=spec.recompiles,
             created=now.isoformat(timespec="milliseconds"),
             estimate_s=await service.read(
                 lambda: service.jobs.usual_s(
@@ -191,7 +194,8 @@ def uses_gpu(candidate: CandidateConfig) -> bool:
     return candidate.backend in GPU_BACKENDS or candidate.provider != "cpu"
 
 
-def _queue_lengths(service: Service) -> Counter[str]:
+def queue_lengths(service: Service) -> Counter[str]:
+    """Count the unfinished jobs by device."""
     return Counter(job.device for job in service.jobs.unfinished())
 
 

@@ -9,7 +9,7 @@ from fastapi import Path as InPath
 
 from service.http.routers.dependencies import REFUSALS, CurrentCaller, CurrentService
 from service.http.routers.jobs import accepted
-from service.http.schemas import JobView
+from service.http.schemas import JobView, RecompileView
 from service.registry.models import (
     NAME,
     BenchmarkRequest,
@@ -17,8 +17,10 @@ from service.registry.models import (
     ModelPage,
     ModelView,
     PromoteRequest,
-    ShapesView,
+    RecompileRequest,
 )
+from service.registry.traffic import ShapesView
+from service.submission.recompile import submit_recompile
 from service.submission.submit import submit_benchmark
 
 router = APIRouter(prefix="/models", tags=["models"], responses=REFUSALS)
@@ -41,10 +43,10 @@ async def get_model(name: Name, caller: CurrentCaller, service: CurrentService) 
 
 @router.get("/{name}/shapes")
 async def get_shapes(name: Name, caller: CurrentCaller, service: CurrentService) -> ShapesView:
-    """Return the shapes of requests since the model was loaded, and the profile that they
-    suggest.
+    """Return the shapes of requests and batches since the model was loaded, and the profiles that
+    they suggest.
     """
-    return service.models.shapes(caller, name)
+    return await service.models.shapes(caller, name)
 
 
 @router.post("/{name}/promote")
@@ -96,6 +98,43 @@ async def benchmark(
             service, caller, name, options or BenchmarkRequest(), idempotency_key
         ),
         response,
+    )
+
+
+@router.post(
+    "/{name}/recompile",
+    status_code=202,
+    response_model=RecompileView,
+    responses={
+        200: {
+            "model": RecompileView,
+            "description": (
+                "A dry run, or the ended job of an earlier request with this Idempotency-Key"
+            ),
+        }
+    },
+)
+async def recompile(
+    name: Name,
+    response: Response,
+    caller: CurrentCaller,
+    service: CurrentService,
+    options: RecompileRequest | None = None,
+    idempotency_key: Annotated[str | None, Header()] = None,
+) -> RecompileView:
+    """Compile the model and data of the loaded version again, with the profiles that its traffic
+    suggests. The version that answers stays until the new job's report is promoted.
+    """
+    caller.require("compile")
+    options = options or RecompileRequest()
+    result = await submit_recompile(service, caller, name, options.dry_run, idempotency_key)
+    response.status_code = 200  # `accepted` sets the status of a job
+    return RecompileView(
+        model=name,
+        version=result.version.version,
+        built_by=result.version.job,
+        suggestion=result.suggestion,
+        job=accepted(result.job, response) if result.job is not None else None,
     )
 
 

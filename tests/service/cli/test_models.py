@@ -5,9 +5,11 @@ death.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from pipeline.plan.schema import ModelConfig, Plan
@@ -16,6 +18,7 @@ from service.jobs.store import JobStore
 from service.registry.models import DeploymentOptions
 from service.storage.database import Database
 from service.storage.layout import Folders
+from service.submission.recompile import MIN_REQUESTS
 from tests.builders.cli import Result, crucible
 from tests.service.integration.test_server import Server, serving, until
 from tests.service.serving.engines import linear, processes_of
@@ -118,6 +121,43 @@ def test_a_model_is_measured_again_and_the_job_followed(tmp_path: Path) -> None:
             "failed",
             True,
         )
+
+
+def test_traffic_is_shown_and_a_model_compiled_again_for_it(tmp_path: Path) -> None:
+    (job,) = reports(tmp_path, 1)
+    does(tmp_path, job, "succeed")
+    (Folders(tmp_path).uploads(job) / "model.onnx").write_bytes(b"onnx")
+    traffic = ("recompile", "m", "--from-traffic")
+    with serving(tmp_path) as server, Client(server.url) as client:
+        client.promote("m", job)
+        client.load("m")
+        assert "has answered 0 requests" in at(server, *traffic).err
+        for rows in (1, 16):
+            body = np.ones((rows, 8), np.float32).tobytes()
+            for _ in range(MIN_REQUESTS):
+                client.infer(body, "application/octet-stream")
+        table = at(server, "shapes", "m").out
+        assert re.search(r"batch 16 +│ 100 +│ 50.0% +│ 100 +│ 0.0%", table), table
+        suggested = "from traffic: {batch: [1, 1, 1]}, {batch: [1, 16, 16]}; a run is 0.00"
+        assert suggested in table
+        assert json.loads(at(server, "shapes", "m", "--json").out)["answered"] == 2 * MIN_REQUESTS
+
+        dry = at(server, *traffic, "--dry-run")
+        assert (dry.code, suggested in dry.out, len(client.jobs().jobs)) == (0, True, 1)
+        assert at(server, *traffic, "--dry-run", "--json").summary["job"] is None
+        result = at(server, *traffic, "--wait")
+        assert (result.code, suggested in result.out) == (0, True), result.err
+        assert f"`crucible promote m {result.summary['id']}`" in result.out
+        assert result.summary["recompiles"] == {"model": "m", "version": 1}
+        assert "recompile of m 1" in at(server, "jobs").out
+        assert "when it has succeeded, make it" in at(server, *traffic).out
+        for arguments, message in (
+            (("recompile", "m"), "expected --from-traffic"),
+            (("recompile", "n", "--from-traffic"), "no model 'n'"),
+            (("shapes", "n"), "no model 'n' is deployed"),
+        ):
+            refused = at(server, *arguments)
+            assert (refused.code, message in refused.err) == (1, True), refused.err
 
 
 def does(home: Path, job: str, name: str) -> None:

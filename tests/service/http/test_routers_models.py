@@ -102,8 +102,12 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
             "deployment"
         ]["version"] == 2
         assert await ask(desk) == 2
-        assert (await json_of(await web.get("/models/m/shapes")))["profiles"] == [
-            {"batch": {"min": 1, "opt": 1, "max": 16}}
+        shapes = await json_of(await web.get("/models/m/shapes"))
+        assert shapes["batches"] == [
+            {"sizes": {"batch": 1}, "runs": 1, "requests": 1, "padding": 0.0}
+        ]
+        assert shapes["suggestion"]["profiles"] == [
+            {"dims": {"batch": {"min": 1, "opt": 1, "max": 16}}, "values": {}}
         ]
         assert (await json_of(await web.post("/models/m/rollback")))["deployment"]["version"] == 1
         assert await ask(desk) == 1
@@ -302,6 +306,8 @@ REFUSED = [
     ("DELETE", "/models/m/deployment", None, 404, "no model 'm' is deployed"),
     ("GET", "/models/m", None, 404, "no model 'm'"),
     ("GET", "/models/m/shapes", None, 404, "no model 'm' is deployed"),
+    ("POST", "/models/m/recompile", {}, 404, "no model 'm'"),
+    ("POST", "/models/m/recompile", {"dry": True}, 422, "dry"),
 ]
 
 

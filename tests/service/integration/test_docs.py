@@ -321,6 +321,8 @@ def check(outputs: dict[str, str], folder: Path) -> None:
     assert "version 1 was the first" in outputs_of("crucible rollback")[0]
     assert "(current)" in outputs_of("crucible models $model")[0]
     assert "digits version 1 on cpu" in outputs_of("crucible infer x.npy")[0]
+    assert "requests: 1, runs: 1" in outputs_of("crucible shapes")[0]
+    assert all("it takes more requests" in text for text in outputs_of("recompile"))
     assert "is unloaded" in outputs_of("crucible unload")[0]
     (benchmark,) = outputs_of("crucible benchmark $model")
     assert all(

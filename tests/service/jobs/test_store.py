@@ -19,7 +19,7 @@ from service.jobs.state import (
     Failure,
     Job,
     JobEvent,
-    Measures,
+    ModelVersion,
     Requeued,
     StaleEvent,
     Started,
@@ -189,7 +189,7 @@ def test_the_usual_time_is_the_median_of_the_owners_last_jobs_of_that_name(store
     ran(
         13, 5.0, Started(1, 1.0), Requeued("the server was restarted")
     )  # its last attempt found much of what it needed
-    ran(14, 3.0, measures=Measures(model="m", version=1))
+    ran(14, 3.0, measures=ModelVersion(model="m", version=1))
     assert store.usual_s("me", "n", "cpu") == 67.0
     assert store.usual_s("me", "n", "cpu", measures=True) == 3.0
     assert store.usual_s("me", "n", "gpu:0") == 5.0

@@ -4,21 +4,18 @@ rejected one never.
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from pipeline.core import DimRange
 from pipeline.errors import DamagedError
 from pipeline.results.report import Verdict
 from pipeline.serving_inputs import InputRecipe, Padding, ServingConfig
 from service.auth import LOCAL
 from service.errors import Conflict, NotFound
-from service.registry.models import PromoteRequest, suggested
+from service.registry.models import PromoteRequest
 from service.registry.promotion import prove
-from tests.service.registry.test_repository import version
 from tests.service.serving.engines import linear, play
 from tests.service.serving.models import Shelf, shelf
 
@@ -148,20 +145,3 @@ def test_the_proof_is_taken_in_a_child(tmp_path: Path) -> None:
             await prove(engine, (), "cpu")
 
     play(story)
-
-
-def test_the_profile_that_requests_suggest() -> None:
-    counts: Counter[tuple[tuple[str, int], ...]] = Counter(
-        {
-            (("batch", 1), ("length", 16)): 9,
-            (("batch", 4), ("length", 3)): 5,
-            (("batch", 2), ("length", 16)): 1,
-        }
-    )
-    current = version()
-    assert suggested(counts, current) == (
-        {"batch": DimRange(min=1, opt=1, max=8), "length": DimRange(min=3, opt=16, max=16)},
-    )
-    assert suggested({}, current) == ()
-    assert suggested({(): 3}, current) == ()
-    assert suggested({(("batch", 0),): 3}, current) == ({"batch": DimRange(min=0, opt=1, max=8)},)

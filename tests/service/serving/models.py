@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from service.registry.repository import Repository
 from service.serving.deployment import DeploymentSpec, served_version
 from service.serving.loader import LoaderContext
 from service.serving.manager import ModelManager
+from service.serving.stats import Traffic
 from service.storage.database import Database
 from service.storage.layout import Folders
 from tests.service.builders.jobs import new_job, write_out
@@ -37,7 +38,6 @@ from tests.service.builders.jobs import new_job, write_out
 MIB = 2**20
 PROVED = BatchSpec(axes={"x": 0, "y": 0}, maximum=8, proved=True, largest_error=0.0)
 ALONE = BatchSpec(axes={"x": 0, "y": 0}, reason="rows influence each other")
-SHAPES: Counter[tuple[tuple[str, int], ...]] = Counter({(("batch", 2),): 5, (("batch", 1),): 2})
 
 
 class Double:
@@ -47,6 +47,7 @@ class Double:
         self.spec = spec
         self.answering, self.answered = 0, 0
         self.drained = self.closed = False
+        self.traffic = Traffic()
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         if self.drained or self.closed:
@@ -88,9 +89,6 @@ class Double:
             self.answered,
             0,
         )
-
-    def shapes(self) -> Mapping[tuple[tuple[str, int], ...], int]:
-        return SHAPES
 
     @property
     def memory_bytes(self) -> int:

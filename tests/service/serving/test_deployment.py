@@ -14,7 +14,10 @@ from pipeline.core import DimRange, Engine, Profile
 from pipeline.errors import HostError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
+from service.registry.traffic import MAX_SHAPES, SeenBatch, SeenShape
 from service.serving.deployment import Deployment
+from service.serving.stats import Traffic
+from tests.service.registry.test_repository import version
 from tests.service.serving.engines import (
     MODEL,
     PROVED,
@@ -103,7 +106,11 @@ def test_times_are_told_and_all_is_counted(tmp_path: Path, engine: Engine) -> No
                 "onnxruntime",
                 engine.inputs,
             )
-            assert bench.deployment.shapes() == {(("batch", 1),): 10}
+            view = bench.deployment.traffic.view(bench.deployment.spec.version)
+            assert view.shapes == (SeenShape(sizes={"batch": 1}, requests=10),)
+            rows = {batch.sizes["batch"]: batch.runs for batch in view.batches}
+            assert rows == {rows: batch.count for rows, batch in stats.batches.items()}
+            assert (view.answered, view.padding, view.other_runs) == (10, 0, 0)
 
     play(story)
 
@@ -368,6 +375,10 @@ def test_texts_of_unequal_length_run_together_as_if_alone(tmp_path: Path) -> Non
                 *[8] * 8,
                 *[4] * 4,
             ]  # 1, 2, 4, 8, 16, 20
+            view = bench.deployment.traffic.view(bench.deployment.spec.version)
+            longest = {(seen.sizes["batch"], seen.sizes["sequence"]) for seen in view.batches}
+            assert longest == {(1, 1), (1, 2), (2, 4), (4, 8), (8, 16), (4, 20)}
+            assert [seen.padding for seen in view.batches if seen.sizes["batch"] == 2] == [1 / 8]
             with pytest.raises(Unprocessable, match="sequence = 21"):
                 await bench.deployment.infer(
                     asking(
@@ -421,5 +432,22 @@ def test_the_share_of_padding_is_told(tmp_path: Path, engine: Engine) -> None:
                 bench.registry.get_sample_value("crucible_inference_padding_ratio", labels) == 0.75
             )
             assert bench.registry.get_sample_value("crucible_inference_queue", labels) == 0
+            view = bench.deployment.traffic.view(bench.deployment.spec.version)
+            one_row = SeenBatch(sizes={"batch": 1}, runs=1, requests=1, padding=0.75)
+            assert (view.batches, view.padding) == ((one_row,), 0.75)
 
     play(story)
+
+
+def test_shapes_beyond_the_limit_are_counted_together() -> None:
+    traffic = Traffic()
+    for rows in range(1, MAX_SHAPES + 3):
+        for _ in range(2):
+            traffic.requested((("batch", rows),))
+            traffic.ran((("batch", rows),), 3, 10, 4)
+    view = traffic.view(version())
+    assert (len(view.shapes), len(view.batches)) == (MAX_SHAPES, MAX_SHAPES)
+    assert (view.other_requests, view.other_runs) == (4, 4)
+    assert view.answered == 6 * (MAX_SHAPES + 2)
+    assert view.padding == view.batches[0].padding == 0.4
+    assert view.suggestion is None  # this version has no profiles

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import DimRange
 from pipeline.errors import ChildDied, CrucibleError
 from pipeline.report.files import load_report
 from pipeline.results.report import LoadPoint
@@ -17,6 +16,7 @@ from service.devices.policy import Lease
 from service.errors import Conflict, Forbidden, NotFound, Unavailable, Unprocessable
 from service.inference import InferRequest
 from service.registry.models import DeploymentOptions, ModelView, PromoteRequest
+from service.registry.traffic import SeenShape
 from service.serving.loader import device_for
 from tests.service.serving.engines import play
 from tests.service.serving.models import ALONE, MIB, Host, Shelf, shelf
@@ -120,7 +120,7 @@ def test_another_owners_models_are_not_there(tmp_path: Path) -> None:
                 (await here.deployments.views(STRANGER)).models,
             ) == ((), ())
             with pytest.raises(NotFound):
-                here.deployments.shapes(STRANGER, "m")
+                await here.deployments.shapes(STRANGER, "m")
             for call in (
                 here.deployments.deploy(STRANGER, "m", FOLLOW),
                 here.deployments.unload(STRANGER, "m"),
@@ -481,19 +481,19 @@ def test_shapes_and_memory_are_told(tmp_path: Path) -> None:
         async with shelf(tmp_path) as here:
             await here.promote()
             with pytest.raises(NotFound):
-                here.deployments.shapes(LOCAL, "m")
+                await here.deployments.shapes(LOCAL, "m")
             view: ModelView = await here.deployments.deploy(
                 LOCAL, "m", DeploymentOptions(queue_limit=7)
             )
             assert (view.deployment.memory_bytes, view.deployment.device) == (7 * MIB, "cpu")
             assert view.deployment.options is not None
             assert view.deployment.options.queue_limit == 7
-            statistics = here.deployments.shapes(LOCAL, "m")
-            assert [(shape.sizes, shape.requests) for shape in statistics.shapes] == [
-                ({"batch": 2}, 5),
-                ({"batch": 1}, 2),
-            ]
-            assert statistics.profiles == ({"batch": DimRange(min=1, opt=2, max=2)},)
+            for rows in (1, 2, 2):
+                here.host.started[-1].traffic.requested((("batch", rows),))
+            assert (await here.deployments.shapes(LOCAL, "m")).shapes == (
+                SeenShape(sizes={"batch": 2}, requests=2),
+                SeenShape(sizes={"batch": 1}, requests=1),
+            )
             await here.deployments.unload(LOCAL, "m")
             after = (await here.deployments.view(LOCAL, "m")).deployment
             assert (after.state, after.version, after.memory_bytes) == ("unloaded", None, None)

@@ -297,7 +297,7 @@ def test_an_input_that_does_not_fit_its_place_is_our_fault() -> None:
     rows = BatchAssembler(SHARED.inputs, SHARED.outputs, Axes(SHARED_SPEC.axes, (), {}))
     request = {"ids": np.full((2, 5), 3), "bias": np.arange(5, dtype=np.float32)[None]}
     part = BatchPart(request, matcher.match(request))
-    joined = JoinedBatch([part], 2, ((2, 5), (1, 8)), (), 15, False)
+    joined = JoinedBatch([part], 2, ((2, 5), (1, 8)), (), (), 15, False)
     with pytest.raises(InternalError, match=r"has shape \(1, 5\), its buffer has shape \(1, 8\)"):
         rows.fill(joined, [np.zeros((2, 5), np.int64), np.zeros((1, 8), np.float32)])
 
