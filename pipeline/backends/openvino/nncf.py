@@ -98,9 +98,7 @@ def _quantize(
     progress: Progress,
 ) -> OnnxModel:
     proto = read_proto(model.path)
-    kept = sorted(
-        kept_nodes(proto.graph, recipe.keep_fp32) | preprocessing_nodes(proto.graph),
-    )
+    kept = sorted(kept_nodes(proto.graph, recipe.keep_fp32) | preprocessing_nodes(proto.graph))
     progress(None, "loading NNCF")
     os.environ.setdefault("NNCF_CI", "1")  # no telemetry about a user's model
     import nncf

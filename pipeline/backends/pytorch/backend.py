@@ -220,11 +220,11 @@ class TorchLoaded:
             arrays = [array_from_tensor(arg) for arg in args]
             feeds = dict(zip(names, arrays, strict=True))
             # This also registers a dataclass with torch before anything is timed.
-            module = with_preprocessing(self._module, self._source)
+            module = with_preprocessing(self._module, self._source, self._device)
             run_module(module, self._source, feeds, self._device)
             if recipe.precision is not Precision.FP32:
                 cast = in_precision(self._module, recipe.precision, self._engine.outputs)
-                module = with_preprocessing(cast, self._source)
+                module = with_preprocessing(cast, self._source, self._device)
                 # This fails if the module's code holds tensors that are not cast.
                 call_module(module, self._source, feeds, self._device)
             self._module = module

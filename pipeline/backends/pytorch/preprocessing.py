@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def with_preprocessing(module: torch.nn.Module, source: ModelSource) -> torch.nn.Module:
+def with_preprocessing(
+    module: torch.nn.Module, source: ModelSource, device: str = "cpu"
+) -> torch.nn.Module:
     """Return the module behind the source's steps, or the module itself if there are none.
 
-    The result takes images as uint8 [N, H, W, C]. The steps are computed in fp32.
+    The result takes images as uint8 [N, H, W, C]. The steps are computed in fp32, on the module's
+    `device`.
     """
     if not source.preprocess:
         return module
@@ -25,20 +28,32 @@ def with_preprocessing(module: torch.nn.Module, source: ModelSource) -> torch.nn
         def __init__(self) -> None:
             super().__init__()
             self.inner = module
+            for index, step in enumerate(steps):
+                if step:  # once, for a copy to the GPU would wait in every call
+                    self.register_buffer(f"mean_{index}", _by_channel(step.mean, device))
+                    self.register_buffer(f"std_{index}", _by_channel(step.std, device))
             self.training = False  # as in the module; an exported program has no eval()
 
         def forward(self, *args: torch.Tensor) -> object:
-            return self.inner(
-                *(
-                    _values_of(arg, step) if step else arg
-                    for arg, step in zip(args, steps, strict=True)
-                )
-            )
+            values = list(args)
+            for index, step in enumerate(steps):
+                if step:
+                    mean, std = getattr(self, f"mean_{index}"), getattr(self, f"std_{index}")
+                    values[index] = _values_of(args[index], step, mean, std)
+            return self.inner(*values)
 
     return Preprocessed()
 
 
-def _values_of(raw: torch.Tensor, step: Preprocess) -> torch.Tensor:
+def _by_channel(numbers: tuple[float, ...], device: str) -> torch.Tensor:
+    import torch
+
+    return torch.tensor(numbers, dtype=torch.float32, device=device).reshape(-1, 1, 1)
+
+
+def _values_of(
+    raw: torch.Tensor, step: Preprocess, mean: torch.Tensor, std: torch.Tensor
+) -> torch.Tensor:
     """Return what the module takes: the layout of the model's input, contiguous."""
     import torch
 
@@ -47,7 +62,5 @@ def _values_of(raw: torch.Tensor, step: Preprocess) -> torch.Tensor:
         values = torch.nn.functional.interpolate(
             values, step.resize.target, mode="bilinear", align_corners=False
         )
-    mean = torch.tensor(step.mean, device=values.device).reshape(-1, 1, 1)
-    std = torch.tensor(step.std, device=values.device).reshape(-1, 1, 1)
     values = (values * step.scale - mean) / std
     return (values if step.layout == "NCHW" else values.permute(0, 2, 3, 1)).contiguous()

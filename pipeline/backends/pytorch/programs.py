@@ -242,8 +242,9 @@ def _captured(
     example = draw_feeds(inputs, sizes, 0, values)
     module = load_module(source, device)
     # torch then knows how to flatten a dataclass
-    run_module(with_preprocessing(module, source), source, example, device)
-    cast = with_preprocessing(in_precision(module, recipe.precision, model.outputs), source)
+    run_module(with_preprocessing(module, source, device), source, example, device)
+    cast = in_precision(module, recipe.precision, model.outputs)
+    cast = with_preprocessing(cast, source, device)
     fixed = tuple(_with_fixed(spec, profiles) for spec in inputs)
     source = source.model_copy(update={"inputs": fixed})
     try:
