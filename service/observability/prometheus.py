@@ -27,6 +27,7 @@ STAGES = frozenset(
         "cover",
         "convert",
         "build",
+        "preprocess",
         "prove",
         "validate",
         "rank",
