@@ -20,6 +20,9 @@ Steps = Mapping[str, Preprocess]
 
 Floats = NDArray[np.float32]
 KEY = "preprocess"
+NODE_PREFIX = "plan_preprocess/"
+"""Prefix of the names of the nodes and values in a graph, so that they differ from all others."""
+
 COLOURS = 4  # most channels of an image with colours and transparency
 
 

@@ -15,6 +15,7 @@ import onnx
 
 from pipeline.core import Dim, OnnxModel, TensorSpec
 from pipeline.errors import InternalError, ModelError, PlanError
+from pipeline.preprocess import NODE_PREFIX
 
 # What every backend can bind; inputs and outputs of other types are refused by name.
 INTERFACE_TYPES = frozenset(
@@ -119,12 +120,14 @@ def operator_of(node: onnx.NodeProto) -> str:
 
 
 def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[str]:
-    """Return the names of the nodes that the patterns match.
+    """Return the names of the nodes that stay in fp32: those that the patterns match.
 
-    PlanError, with similar names, for a pattern that matches no node.
+    The steps of `preprocess` stay too: in 16 bits, the difference of a pixel and the mean would
+    lose bits that the model's own input has. PlanError, with similar names, for a pattern that
+    matches no node.
     """
     names = [node.name for node in graph.node]
-    matching: set[str] = set()
+    matching = {name for name in names if name.startswith(NODE_PREFIX)}
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:

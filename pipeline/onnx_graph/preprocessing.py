@@ -1,8 +1,7 @@
 """Write the preprocessing of images into a graph, before its first nodes.
 
-Each step is a node of its own. Quantisation and 16-bit conversion leave these nodes in fp32
-(`preprocessing_nodes`): in 16 bits, the difference of a pixel and the mean would lose bits that the
-model's own input has.
+Each step is a node of its own, which quantisation and 16-bit conversion leave in fp32
+(`kept_nodes`).
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ from pipeline.core import ImageResize, Preprocess, TensorSpec
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.inspect import specs_of
 from pipeline.onnx_graph.rewriting import exported, imported, initializer
-from pipeline.preprocess import Steps, raw_specs
-
-RESIZE_OPSET = 13  # the first in which Resize takes a size without a region
-PREFIX = "plan_preprocess/"
-"""Prefix of the names of added nodes and values, so that they differ from all others."""
+from pipeline.preprocess import NODE_PREFIX, Steps, raw_specs
 
 
 def with_preprocessing(proto: onnx.ModelProto, steps: Steps) -> onnx.ModelProto:
     """Return the model with the steps of each input inside: these inputs are uint8 [N, H, W, C].
 
-    A resize needs RESIZE_OPSET. PlanError for steps that do not fit the inputs, ModelError for an
+    A resize needs opset 13. PlanError for steps that do not fit the inputs, ModelError for an
     input that is an output too.
     """
     raw = {spec.name: spec for spec in raw_specs(specs_of(proto)[0], steps)}
@@ -35,11 +30,6 @@ def with_preprocessing(proto: onnx.ModelProto, steps: Steps) -> onnx.ModelProto:
         if value.name is not None and value.name in steps:
             inputs[index] = _raw_input(model.graph, value, raw[value.name], steps[value.name])
     return exported(model)
-
-
-def preprocessing_nodes(graph: onnx.GraphProto) -> frozenset[str]:
-    """Return the names of the nodes that `with_preprocessing` added."""
-    return frozenset(node.name for node in graph.node if node.name.startswith(PREFIX))
 
 
 def _raw_input(graph: ir.Graph, value: ir.Value, spec: TensorSpec, step: Preprocess) -> ir.Value:
@@ -52,7 +42,7 @@ def _raw_input(graph: ir.Graph, value: ir.Value, spec: TensorSpec, step: Preproc
     raw = ir.Value(
         name=spec.name, type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape(spec.shape)
     )
-    writer = _Writer(graph, f"{PREFIX}{spec.name}/")
+    writer = _Writer(graph, f"{NODE_PREFIX}{spec.name}/")
     pixels = writer.add("Cast", raw, to=ir.DataType.FLOAT)
     if step.layout == "NCHW":
         pixels = writer.add("Transpose", pixels, perm=[0, 3, 1, 2])

@@ -25,7 +25,6 @@ from pipeline.errors import PlanError, UnsupportedError
 from pipeline.onnx_graph.activations import Bounds, observe, open_probe
 from pipeline.onnx_graph.files import copy_model, onnx_model, read_proto, write_proto
 from pipeline.onnx_graph.inspect import kept_nodes, with_same_interface
-from pipeline.onnx_graph.preprocessing import preprocessing_nodes
 from pipeline.onnx_graph.recurrent import parser_reasons
 from pipeline.quantization.existing_qdq import Scale, scales_by_node
 from pipeline.quantization.half_precision import (
@@ -74,7 +73,7 @@ def convert(
     precisions = (recipe.precision, around)
     low = next((precision for precision in precisions if precision in LOW), None)
     proto = flatten(raise_opset(proto, _least_opset(low, quantise, quantised)))
-    kept = kept_nodes(proto.graph, recipe.keep_fp32) | preprocessing_nodes(proto.graph)
+    kept = kept_nodes(proto.graph, recipe.keep_fp32)
     if recipe.realised_in == "runtime" or not (quantise or low):
         return _unchanged(model, recipe, quantised, out)
     notes: list[Note] = []

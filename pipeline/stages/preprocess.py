@@ -13,13 +13,13 @@ from pipeline.errors import InternalError
 from pipeline.onnx_graph.compare import compare_graphs
 from pipeline.onnx_graph.feeds import feeds_of
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
-from pipeline.onnx_graph.preprocessing import RESIZE_OPSET, with_preprocessing
 from pipeline.preprocess import Steps, preprocessed, raw_specs
 from pipeline.quantization.existing_qdq import QUANTISED_TOLERANCE, given_precision
 from pipeline.quantization.half_precision import raise_opset
 
 STAGE = "preprocess"
 FILE = "model.onnx"
+RESIZE_OPSET = 13  # the first in which Resize takes a size without a region
 TOLERANCE = 1e-4  # as compare_graphs takes it
 
 
@@ -36,6 +36,8 @@ def preprocess(
     InternalError if its outputs differ from those of `model` behind the steps in numpy, on the
     samples and on generated inputs at min, opt, max and an odd size of every profile.
     """
+    from pipeline.onnx_graph.preprocessing import with_preprocessing
+
     progress(None, "writing the preprocessing into the graph")
     proto = read_proto(model.path)
     tolerance = TOLERANCE if given_precision(proto.graph) is None else QUANTISED_TOLERANCE

@@ -30,7 +30,6 @@ from pipeline.distribution import install_command
 from pipeline.errors import ModelError, UnsupportedError
 from pipeline.onnx_graph.files import onnx_model, operator_histogram, read_proto, write_proto
 from pipeline.onnx_graph.inspect import changed_interface, kept_nodes, with_same_interface
-from pipeline.onnx_graph.preprocessing import preprocessing_nodes
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.quantization.half_precision import QDQ_OPSET, flatten, raise_opset
 from pipeline.quantization.linear_layers import (
@@ -98,7 +97,7 @@ def _quantize(
     progress: Progress,
 ) -> OnnxModel:
     proto = read_proto(model.path)
-    kept = sorted(kept_nodes(proto.graph, recipe.keep_fp32) | preprocessing_nodes(proto.graph))
+    kept = sorted(kept_nodes(proto.graph, recipe.keep_fp32))
     progress(None, "loading NNCF")
     os.environ.setdefault("NNCF_CI", "1")  # no telemetry about a user's model
     import nncf

@@ -37,7 +37,6 @@ from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError
 from pipeline.onnx_graph.activations import Bounds, observe, open_probe, rows_per_run
 from pipeline.onnx_graph.files import external_files, onnx_model, read_proto, write_proto
 from pipeline.onnx_graph.inspect import changed_interface, kept_nodes
-from pipeline.onnx_graph.preprocessing import preprocessing_nodes
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.quantization.half_precision import (
     MAX_FP16,
@@ -119,7 +118,7 @@ def quantize_with_modelopt(
             "the model holds Q/DQ pairs already, which ModelOpt leaves as they are",
             f"{ANOTHER}, which keeps every scale",
         )
-    kept = kept_nodes(proto.graph, recipe.keep_fp32) | preprocessing_nodes(proto.graph)
+    kept = kept_nodes(proto.graph, recipe.keep_fp32)
     limit = min(options.samples or samples.samples, samples.samples)
     progress(0.0, "looking for values that 8 and 16 bits cannot hold")
     bounds = _bounds(model, samples, options.batch, limit)  # before ModelOpt changes onnxruntime

@@ -19,7 +19,7 @@ from pipeline.core import (
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.onnx_graph.compare import compare_graphs, open_reference
 from pipeline.onnx_graph.files import read_proto
-from pipeline.onnx_graph.preprocessing import preprocessing_nodes
+from pipeline.onnx_graph.inspect import kept_nodes
 from pipeline.plan.schema import CalibrationConfig, SimplifyConfig
 from pipeline.preprocess import preprocessed, raw_specs
 from pipeline.stages.calibrate import calibrate
@@ -130,7 +130,7 @@ def test_quantisation_and_casts_leave_the_steps_in_fp32(tmp_path: Path, recipe: 
     converted = convert(simple, recipe, table, samples.first(2), folders[3])
 
     before, graph_after = read_proto(simple.path).graph, read_proto(converted.path).graph
-    names = preprocessing_nodes(before)
+    names = kept_nodes(before, ())
     assert len(names) == 5  # Cast, Transpose, Resize, Mul, Add
     own = {node.name: node for node in graph_after.node if node.name in names}
     for node in before.node:
