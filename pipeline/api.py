@@ -179,18 +179,18 @@ class OpenEngine:
 
         Raises UnsupportedError for engines of other backends, otherwise as `run`.
         """
+        from pipeline.backends.base import SharesOutputs
         from pipeline.errors import UnsupportedError
 
         session = self._opened_session()
-        if not hasattr(session, "device_outputs"):
+        if not isinstance(session, SharesOutputs):
             raise UnsupportedError(
                 f"{self._engine.target.backend} leaves no outputs on a GPU", "call `run` instead"
             )
         session.bind(inputs)
         session.upload()
         session.execute()
-        outputs: Mapping[str, DeviceOutput] = session.device_outputs()
-        return outputs
+        return session.device_outputs()
 
     def input_buffer(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return an array for the input `name`, to be filled by the caller and given to `run`.

@@ -212,13 +212,13 @@ class Profile(Frozen):
         )
 
     def distance(self, sizes: Mapping[str, int]) -> float:
-        """Return how far these sizes are from opt, for which an engine's kernels are chosen.
+        """Return how far these sizes are from opt, in doublings: opt is what kernels are tuned for.
 
-        It is the sum over symbols of the ratio of the two sizes, as a logarithm: half of opt is as
-        far as twice opt. Sizes below 1 count as 1.
+        It is the sum over symbols of |log2(size / opt)|: half of opt is as far as twice opt. Sizes
+        below 1 count as 1.
         """
         return sum(
-            abs(math.log(max(sizes.get(name, dim.opt), 1) / max(dim.opt, 1)))
+            abs(math.log2(max(sizes.get(name, dim.opt), 1) / max(dim.opt, 1)))
             for name, dim in self.dims.items()
         )
 

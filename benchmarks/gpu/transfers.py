@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -27,7 +28,9 @@ from pipeline import backends
 from pipeline.backends import cuda
 from pipeline.backends.base import Session, run_session
 from pipeline.backends.host_copies import address_of, chunks_of, copy_threads
+from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe
+from pipeline.errors import BackendUnavailable
 from pipeline.measurement.clock import (
     Samples,
     WarmUpOptions,
@@ -47,6 +50,10 @@ SLICE = {"start": 0, "end": 1, "axis": 1}
 
 def main(words: Sequence[str]) -> None:
     takes_no_arguments("transfers", __doc__, words)
+    try:
+        tensorrt_.probe()
+    except BackendUnavailable as error:
+        sys.exit(str(error))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         engine = idle_engine(Path(folder))
         loaded = stack.enter_context(closing(backends.load(engine)))
@@ -73,7 +80,7 @@ def idle_engine(folder: Path) -> Engine:
         model / "model.onnx",
     )
     profile = Profile(dims={"images": DimRange(min=1, opt=64, max=max(IMAGES))})
-    return backends.backend("tensorrt").build(
+    return tensorrt_.build(
         onnx_model(model, "model.onnx", Precision.FP32),
         Recipe(backend="tensorrt", precision=Precision.FP32),
         BuildOptions(profiles=(profile,)),

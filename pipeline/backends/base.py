@@ -5,8 +5,9 @@ A module with the names of `Backend` is a backend. There is no base class to inh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from pipeline.core import (
     BuildOptions,
@@ -22,6 +23,9 @@ from pipeline.core import (
 )
 from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.layer_table import LayerTable
+
+if TYPE_CHECKING:
+    from pipeline.backends.cuda import DeviceOutput
 
 
 class Timer(Protocol):
@@ -68,6 +72,15 @@ class GpuSession(Protocol):
 
     def gpu_memory(self) -> GpuCost:
         """Return the bytes of weights and activations. May load the weights once more."""
+        ...
+
+
+@runtime_checkable
+class SharesOutputs(Protocol):
+    """A session that can leave its outputs on the GPU."""
+
+    def device_outputs(self) -> Mapping[str, DeviceOutput]:
+        """Wait for the run, and return its outputs. The next `execute` overwrites them."""
         ...
 
 

@@ -169,6 +169,6 @@ def _lines(recording: Recording, sets: DataSets) -> Iterator[str]:
         )
     for note in recording.notes:
         yield f"note: {note}"
-    if any(sets.samples[role] < wanted for role, wanted in WANTED.items()):
+    if sum(sets.samples.values()) < sum(WANTED.values()):
         wanted = ", ".join(f"{role} {count}" for role, count in WANTED.items())
         yield f"warning: few samples prove little; recommended are {wanted} (docs/data.md)"

@@ -262,10 +262,9 @@ def _opts_by_runs(
 
 def _mean_distance(runs: Mapping[SymbolSizes, int], profiles: Sequence[Profile]) -> float:
     """Return the mean distance of a run from the opt of its profile, in doublings."""
-    total = 0.0
-    by_profile = _points_by_profile(runs, profiles)
-    for profile, points in zip(profiles, by_profile, strict=True):
-        if points:
-            opt = tuple(profile.sizes("opt").values())
-            total += float(np.array(list(points.values())) @ _distances(list(points), [opt])[:, 0])
+    total = sum(
+        count * profile.distance(dict(zip(profile.dims, point, strict=True)))
+        for profile, points in zip(profiles, _points_by_profile(runs, profiles), strict=True)
+        for point, count in points.items()
+    )
     return total / sum(runs.values())

@@ -268,9 +268,8 @@ class TrtSession:
 
         Host arrays are copied at once. Large arrays in page-locked memory, such as those of
         `backends.input_buffer`, are read by each `upload`, and must not change before its run is
-        finished.
-        Arrays on the GPU (DLPack, __cuda_array_interface__) are read by each `upload`, after the
-        work that their own stream has enqueued so far.
+        finished. Arrays on the GPU (DLPack, __cuda_array_interface__) are read by each `upload`,
+        after the work that their own stream has enqueued so far.
         """
         opened = self._opened or closed()
         if self._in_flight:

@@ -58,6 +58,18 @@ def source_of(
     return source.model_copy(update={"digest": digest_of_source(source)})
 
 
+def model_of(source: ModelSource, outputs: tuple[TensorSpec, ...], out: Path) -> OnnxModel:
+    """A graph with the interface of a source; there is no file."""
+    return OnnxModel(
+        root=out,
+        file="model.onnx",
+        digest="d",
+        opset=20,
+        inputs=raw_specs(source.inputs, source.preprocess),
+        outputs=outputs,
+    )
+
+
 def engine_of(
     source: ModelSource,
     outputs: tuple[TensorSpec, ...],
@@ -67,14 +79,7 @@ def engine_of(
     mode: CompileMode | None = None,
 ) -> Engine:
     """Build a baseline of one profile."""
-    model = OnnxModel(
-        root=out,
-        file="model.onnx",
-        digest="d",
-        opset=20,
-        inputs=raw_specs(source.inputs, source.preprocess),
-        outputs=outputs,
-    )
+    model = model_of(source, outputs, out)
     recipe = Recipe(backend="pytorch", precision=precision, variant=variant, mode=mode)
     return pytorch_.build_baseline(
         source, model, recipe, BuildOptions(profiles=(PROFILE,), threads=1), out

@@ -14,18 +14,18 @@ from pipeline.core import (
     BuildOptions,
     ImageResize,
     ModelSource,
-    OnnxModel,
     Precision,
     Preprocess,
     Recipe,
     TensorSpec,
 )
-from pipeline.preprocess import preprocessed, raw_specs
+from pipeline.preprocess import preprocessed
 from tests.pipeline.backends.pytorch.builders import (
     CLASSES,
     IMAGE,
     PROFILE,
     engine_of,
+    model_of,
     run,
     source_of,
 )
@@ -91,14 +91,7 @@ def test_a_baseline_takes_bytes_and_answers_as_behind_numpy(tmp_path: Path, vari
 
 def test_a_program_takes_bytes_without_the_code_of_the_steps(tmp_path: Path) -> None:
     source = raw_source(RESIZED)
-    model = OnnxModel(
-        root=tmp_path,
-        file="model.onnx",
-        digest="d",
-        opset=20,
-        inputs=raw_specs(source.inputs, source.preprocess),
-        outputs=(CLASSES,),
-    )
+    model = model_of(source, (CLASSES,), tmp_path)
     recipe = Recipe(backend="torch", precision=Precision.FP32, form="exported")
     options = BuildOptions(profiles=(PROFILE,), threads=1, source=source)
     engine = programs.build(model, recipe, options, tmp_path)
