@@ -99,8 +99,9 @@ def throughput_section(report: Report) -> Section:
     limit_s = measured[0][1].limit_s
     limit = "" if limit_s is None else f" whose p99 is within {time_text(limit_s)}"
     text = (
-        "Every session is an engine of its own in a thread, and runs one request of the batch after"
-        f" another. The best point has the highest throughput{limit}. Best points are compared in"
+        "Every session runs one request of the batch after another, in a thread of its own. On a"
+        " GPU the sessions share one engine, on a CPU each has its own."
+        f" The best point has the highest throughput{limit}. Best points are compared in"
         " several processes; speed-up is the ratio of throughputs to that of the baseline, with its"
         ' 95 % interval. "-" means not measured, or too few requests: p99 needs 1,000.',
     )
