@@ -5,7 +5,14 @@ from __future__ import annotations
 from pipeline.formatting import interval, state_label
 from pipeline.report.entries import entries
 from pipeline.report.tables import Section, Table, left, number_cell, right
-from pipeline.results.report import AblationRow, MetricResult, Report, SizeCheck, ValidationReport
+from pipeline.results.report import (
+    AblationRow,
+    MetricResult,
+    OutputError,
+    Report,
+    SizeCheck,
+    ValidationReport,
+)
 
 
 def size_section(report: Report) -> Section:
@@ -137,9 +144,11 @@ def _metric_text(metric: MetricResult) -> str:
 
 
 def _output_errors(validation: ValidationReport) -> Table:
+    has_indices = any(error.agreement is not None for error in validation.outputs)
     columns = (
         *left("output"),
         *right("max abs", "mean abs", "max rel", "min cosine", "SNR", "NaN", "Inf", "worst sample"),
+        *(right("agreement") if has_indices else ()),
         *left("passed"),
     )
     rows = tuple(
@@ -153,8 +162,13 @@ def _output_errors(validation: ValidationReport) -> Table:
             str(error.nan),
             str(error.inf),
             str(error.worst_sample),
+            *((_agreement(error),) if has_indices else ()),
             "yes" if error.passed else "no",
         )
         for error in validation.outputs
     )
     return Table(columns, rows)
+
+
+def _agreement(error: OutputError) -> str:
+    return "" if error.agreement is None else f"{error.agreement:.4f}"

@@ -174,10 +174,9 @@ def _point(
         drop, reference = selection.metric.interval, selection.metric.reference
         bar = (reference - drop.high, reference - drop.low)
         return _Point(x, selection.metric.candidate, entry.number, kind, bar)
-    if metric is not None or not selection.outputs:
+    if metric is not None or selection.cosine is None:
         return None
-    cosine = min(error.cosine for error in selection.outputs)
-    return _Point(x, cosine, entry.number, kind, None)
+    return _Point(x, selection.cosine, entry.number, kind, None)
 
 
 def _front(points: tuple[_Point, ...]) -> tuple[_Point, ...]:

@@ -110,7 +110,7 @@ def report_from_json(text: bytes, where: str, folder: Path) -> Report:
     except ValidationError as error:
         raise UserError(
             f"'{where}' does not fit the schema: {error}",
-            "compile again; docs/report.schema.json is the schema",
+            "compile again; docs/reference/report.schema.json is the schema",
         ) from error
 
 
@@ -134,7 +134,7 @@ def _set_roots(document: dict[str, Any], folder: Path) -> None:
 
 
 def schema() -> str:
-    """Return the JSON schema of report.json, as published in docs/report.schema.json."""
+    """Return the JSON schema of report.json, as published in docs/reference/report.schema.json."""
     return json.dumps(Report.model_json_schema(mode="serialization"), indent=1) + "\n"
 
 

@@ -1,10 +1,10 @@
-"""A report as one self-contained HTML file: no script, no network, figures inline.
+"""A report as one self-contained HTML file: no network, figures and the script of the graph inline.
 
-The content of its tables is in the `*_sections.py`.
+The content of its tables is in the `*_sections.py`. Without the script they are all there.
 
 Names in a model and texts in a report are untrusted. The template escapes everything except the
-figures, which matplotlib escapes. The content security policy of the page forbids scripts and
-loading.
+figures, which matplotlib escapes, and the data of the graph, which are escaped for a script. The
+content security policy of the page forbids loading, and every script but this one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from pipeline.formatting import date
 from pipeline.report.figures import Plot, plots
+from pipeline.report.graph.view import graph_json, graph_script, graph_style, script_source
 from pipeline.report.sections import headline, sections
 from pipeline.results.report import Report
 
@@ -45,5 +46,9 @@ def page(report: Report, svg_of: Callable[[Plot], str] = Plot.draw) -> str:
             sections=sections(report),
             figures=plots(report),
             svg_of=svg_of,
+            graph=graph_json(report),
+            graph_style=graph_style(),
+            script=graph_script(),
+            script_source=script_source(),
         )
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
 
 from pipeline.formatting import bytes_text, date, interval, number_text, shape_text, time_text
 from pipeline.report.entries import (
@@ -38,8 +40,10 @@ def latency_section(report: Report) -> Section:
             ", in an earlier run on this host with the same engines: these results come from the"
             " store"
         )
-    tables = tuple(_latency_table(report, sizes) for sizes in shapes(report))
-    paragraphs = (percentiles, f"{measured}.", *_gpu_text(report))
+    parts = [_without_repeats(_latency_table(report, sizes), sizes) for sizes in shapes(report)]
+    tables = tuple(table for table, _ in parts)
+    repeats = (text for _, text in parts if text)
+    paragraphs = (percentiles, f"{measured}.", *repeats, *_gpu_text(report))
     missing = _missing_gpu_figures(report)
     if missing.rows:
         tables = (*tables, missing)
@@ -71,6 +75,22 @@ def _latency_table(report: Report, sizes: dict[str, int]) -> Table:
     return Table(columns, rows, emphasised=winner_row(entry for entry, _ in measured))
 
 
+def _without_repeats(table: Table, sizes: dict[str, int]) -> tuple[Table, str]:
+    """Return the table without columns that are equal in all rows, and a text with their values."""
+    if len(table.rows) < 2:
+        return table, ""
+    is_repeated = [len(set(cells)) == 1 for cells in zip(*table.rows, strict=True)]
+    first = zip(table.headings, table.rows[0], is_repeated, strict=True)
+    repeats = ", ".join(f"{title} {cell}" for title, cell, repeated in first if repeated)
+    is_varied = [not repeated for repeated in is_repeated]
+    narrow = replace(
+        table,
+        columns=tuple(compress(table.columns, is_varied)),
+        rows=tuple(tuple(compress(row, is_varied)) for row in table.rows),
+    )
+    return narrow, f"In every row at {shape_text(sizes)}: {repeats}." if repeats else ""
+
+
 def _latency_cells(entry: Entry, row: LatencyRow) -> tuple[str, ...]:
     median, p90, p99 = percentile_cells(row.end_to_end)
     return (
@@ -88,6 +108,28 @@ def _latency_cells(entry: Entry, row: LatencyRow) -> tuple[str, ...]:
         str(len(row.end_to_end.values_s)),
         str(len(row.end_to_end.warmup_s)),
     )
+
+
+def width_section(report: Report) -> Section:
+    """Return what the width of the profiles costs, with one sentence of advice."""
+    key, title = "width", "What the width of the profile costs"
+    width = report.profile_width
+    if width is None:
+        return Section(key, title)
+    if not width.rows:
+        return Section(key, title, (width.advice,))
+    text = (
+        f"{report.title_of(width.label)} beside an engine of the same recipe that takes one shape"
+        " only, in one interleaved run. Cost is the median of the first over the median of the"
+        " second, with its 95 % interval: above 1, the width costs time. The answers of the second"
+        " were not checked."
+    )
+    rows = tuple(
+        (shape_text(row.sizes), interval(row.cost, 3) if row.cost else "-", row.missing)
+        for row in width.rows
+    )
+    columns = (*left("shape"), *right("cost"), *left("not measurable"))
+    return Section(key, title, (text, width.advice), tables=(Table(columns, rows),))
 
 
 def throughput_section(report: Report) -> Section:

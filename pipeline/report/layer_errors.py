@@ -12,6 +12,7 @@ from pipeline.results.report import NodeHarm, NodeRanking, Report, Rescue
 MAX_NODES = 10  # in the table of layer errors; report.json holds all
 MAX_ERROR = 10.0  # an error of 1 leaves nothing of a tensor; after an overflow it has no limit
 LAYER_ERRORS = "layer-errors"  # the key of that section
+LAYER_ERRORS_TITLE = "Which layers hurt"
 
 
 def layer_error_section(report: Report) -> Section:
@@ -25,7 +26,7 @@ def layer_error_section(report: Report) -> Section:
         layer_error_table(rescue.label, ranking, kept_patterns(report, rescue))
         for rescue, ranking in ranked_rescues(report)
     )
-    return Section(LAYER_ERRORS, "Which layers hurt", (text,) if tables else (), tables=tables)
+    return Section(LAYER_ERRORS, LAYER_ERRORS_TITLE, (text,) if tables else (), tables=tables)
 
 
 def layer_error_table(

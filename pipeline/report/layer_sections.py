@@ -1,15 +1,23 @@
-"""The section about what really ran: the time per precision, and the slowest layers."""
+"""The section about what really ran: the time per precision, and every layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from pipeline.core import Precision
+from pipeline.core import KeptNode, Precision
 from pipeline.formatting import shape_text, time_text
 from pipeline.report.entries import Entry, entries, winner_row
+from pipeline.report.layer_errors import (
+    LAYER_ERRORS_TITLE,
+    error_text,
+    is_kept,
+    ranked_rescues,
+)
 from pipeline.report.tables import Section, Table, left, right
 from pipeline.results.layer_table import Layer, LayerTable
 from pipeline.results.precision_audit import (
+    SILENT,
     forced_share,
     fusions,
     node_text,
@@ -18,56 +26,118 @@ from pipeline.results.precision_audit import (
     slowest,
     time_by_precision,
 )
-from pipeline.results.report import Report
+from pipeline.results.report import Candidate, Report
 
-MAX_LAYERS = 15  # in the table of the slowest layers
+MAX_LAYERS = 15  # of one engine in Markdown
 MAX_NODE_NAMES = 4  # of one layer
 
 
-def layer_section(report: Report) -> Section:
-    """Return the precisions that really ran, for engines with evidence of it.
+@dataclass(frozen=True, slots=True)
+class EngineLayers:
+    """The layers of one engine in one profile: those with a time first, from slow to fast."""
 
-    The slowest layers are listed for the winner and for mislabelled engines.
+    key: str  # of its table in HTML
+    entry: Entry
+    table: LayerTable
+    layers: tuple[Layer, ...]
+    errors: Mapping[str, float]  # own errors of the nodes that are low, as far as they are known
+
+    @property
+    def label(self) -> str:
+        profile = self.table.profile
+        return f"{self.entry.label}, profile {profile + 1}" if profile else self.entry.label
+
+    def error_of(self, layer: Layer) -> float | None:
+        """Return the largest own error of the nodes of a layer; None if it is not known."""
+        return max((self.errors[node] for node in layer.nodes if node in self.errors), default=None)
+
+
+def layers_of_engines(report: Report) -> tuple[EngineLayers, ...]:
+    """Return the layers of every engine and profile that has them, in the order of `entries`."""
+    found: list[EngineLayers] = []
+    for entry in entries(report):
+        candidate = entry.candidate
+        if candidate is None or candidate.layers is None:
+            continue
+        errors = _own_errors(report, candidate)
+        for table in (candidate.layers, *candidate.other_layers):
+            timed = slowest(table.layers, len(table.layers))
+            untimed = tuple(layer for layer in table.layers if layer.seconds is None)
+            key = f"layers-{len(found) + 1}"
+            found.append(EngineLayers(key, entry, table, (*timed, *untimed), errors))
+    return tuple(found)
+
+
+def _own_errors(report: Report, candidate: Candidate) -> dict[str, float]:
+    """Return the own error of each node that a rescue of this candidate has ranked.
+
+    Nodes that the candidate keeps in fp32 are left out: their errors are those of low precision.
     """
-    audits = _layer_audits(report)
-    fused: list[tuple[str, ...]] = []
-    for entry, table in audits:
-        if texts := fusions(table):
-            fused.append((str(entry.number), _label_of(entry, table), "; ".join(texts)))
-    slowest_layers = [
-        _layer_table(entry, table)
-        for entry, table in audits
-        if entry.state in ("winner", "mislabelled")
-    ]
-    text = tuple(
+    kept = {node.node for node in candidate.kept_fp32}
+    for rescue, ranking in ranked_rescues(report):
+        if candidate.label in (rescue.label, *(step.label for step in rescue.steps)):
+            return {
+                harm.node: harm.error
+                for harm in ranking.nodes
+                if harm.node not in kept and not is_kept(harm, candidate.recipe.keep_fp32)
+            }
+    return {}
+
+
+def layer_section(report: Report) -> Section:
+    """Return the precisions that really ran, and every layer, for engines with evidence of them.
+
+    Markdown has the slowest layers of the winner and of mislabelled engines only.
+    """
+    engines = layers_of_engines(report)
+    fused = tuple(
+        (str(engine.entry.number), engine.label, "; ".join(texts))
+        for engine in engines
+        if (texts := fusions(engine.table))
+    )
+    tables = (
+        _precision_table(engines),
+        Table(left("#", "engine", "fusions"), fused),
+        *(_layer_table(engine) for engine in engines),
+    )
+    return Section("layers", "What really ran", _paragraphs(report, engines), tables=tables)
+
+
+def _paragraphs(report: Report, engines: Sequence[EngineLayers]) -> tuple[str, ...]:
+    if not engines and not report.graph:
+        return ()
+    text = [
         f"Share of the time per precision at {sizes}, each layer timed by itself. The precision of"
         " a layer follows from its kernel's name (tactic), or else from the types that it reads and"
         " writes. Reformats are all layers that only move or convert data."
-        for sizes in dict.fromkeys(shape_text(table.sizes) for _, table in audits)
-    )
-    tables = (
-        _precision_table(audits),
-        Table(left("#", "engine", "fusions"), tuple(fused)),
-        *slowest_layers,
-    )
-    return Section("layers", "What really ran", text, tables=tables)
+        for sizes in dict.fromkeys(shape_text(engine.table.sizes) for engine in engines)
+    ]
+    with_layers = {engine.entry.number for engine in engines}
+    without = [
+        entry.label
+        for entry in entries(report)
+        if entry.benchmark and entry.number not in with_layers
+    ]
+    if without:
+        text.append(f"Layers were not timed for {', '.join(without)}.")
+    if engines and any(engine.errors for engine in engines):
+        text.append(
+            "The own error of a layer is the largest of its nodes, as under"
+            f' "{LAYER_ERRORS_TITLE}". "-" means not measured.'
+        )
+    elif engines:
+        text.append(
+            "Own errors of layers were not measured: only candidates that fail their accuracy have"
+            " them."
+        )
+    return tuple(text)
 
 
-def _layer_audits(report: Report) -> list[tuple[Entry, LayerTable]]:
-    """Return every table of layers with its entry. There is one table per profile."""
-    audits: list[tuple[Entry, LayerTable]] = []
-    for entry in entries(report):
-        if entry.candidate and entry.candidate.layers:
-            tables = (entry.candidate.layers, *entry.candidate.other_layers)
-            audits += [(entry, table) for table in tables]
-    return audits
-
-
-def _precision_table(audits: Sequence[tuple[Entry, LayerTable]]) -> Table:
+def _precision_table(engines: Sequence[EngineLayers]) -> Table:
     """Return the share of the time per precision, and of nodes left in fp32 if there are any."""
-    times = [time_by_precision(table) for _, table in audits]
+    times = [time_by_precision(engine.table) for engine in engines]
     names = [name for name in (*Precision, "integer") if any(name in time for time in times)]
-    has_kept_nodes = any(entry.candidate.kept_fp32 for entry, _ in audits if entry.candidate)
+    has_kept_nodes = any(_kept_nodes(engine) for engine in engines)
     columns = (
         *left("#", "engine"),
         *right(*names),
@@ -76,14 +146,10 @@ def _precision_table(audits: Sequence[tuple[Entry, LayerTable]]) -> Table:
     if has_kept_nodes:
         columns += right("nodes left in fp32")
     rows: list[tuple[str, ...]] = []
-    for entry, table in audits:
-        row = (str(entry.number), _label_of(entry, table), *_share_cells(table, names))
-        rows.append((*row, _kept_cell(entry, table)) if has_kept_nodes else row)
-    return Table(columns, tuple(rows), emphasised=winner_row(entry for entry, _ in audits))
-
-
-def _label_of(entry: Entry, table: LayerTable) -> str:
-    return f"{entry.label}, profile {table.profile + 1}" if table.profile else entry.label
+    for engine in engines:
+        row = (str(engine.entry.number), engine.label, *_share_cells(engine.table, names))
+        rows.append((*row, _kept_cell(engine)) if has_kept_nodes else row)
+    return Table(columns, tuple(rows), emphasised=winner_row(engine.entry for engine in engines))
 
 
 def _share_cells(table: LayerTable, names: list[str]) -> tuple[str, ...]:
@@ -95,31 +161,52 @@ def _share_cells(table: LayerTable, names: list[str]) -> tuple[str, ...]:
     return (*cells, str(len(table.layers)), str(reformats(table).count))
 
 
-def _kept_cell(entry: Entry, table: LayerTable) -> str:
+def _kept_nodes(engine: EngineLayers) -> tuple[KeptNode, ...]:
+    return engine.entry.candidate.kept_fp32 if engine.entry.candidate else ()
+
+
+def _kept_cell(engine: EngineLayers) -> str:
     """Return the number of nodes that the conversion left in fp32, and their share of the time."""
-    nodes = entry.candidate.kept_fp32 if entry.candidate else ()
-    return f"{len(nodes)}: {percent_text(forced_share(table, nodes))} of the time" if nodes else "-"
+    nodes = _kept_nodes(engine)
+    if not nodes:
+        return "-"
+    return f"{len(nodes)}: {percent_text(forced_share(engine.table, nodes))} of the time"
 
 
-def _layer_table(entry: Entry, table: LayerTable) -> Table:
-    total_s = sum(layer.seconds or 0.0 for layer in table.layers) or 1.0
-    columns = (
-        *right("time", "share"),
-        *left("precision", "known by", "ONNX nodes", "kind", "kernel"),
+def _layer_table(engine: EngineLayers) -> Table:
+    columns = (*left("layer", "operator"), *right("time", "share"), *left("precision", "known by"))
+    if engine.errors:
+        columns += right("own error")
+    columns += left("ONNX nodes", "kernel")
+    total_s = sum(layer.seconds or 0.0 for layer in engine.layers) or 1.0
+    in_text = engine.entry.state in ("winner", "mislabelled")
+    return Table(
+        columns,
+        tuple(_layer_cells(engine, layer, total_s) for layer in engine.layers),
+        f"The layers of {engine.label}, slowest first",
+        folded=engine.entry.state != "winner",
+        text_rows=MAX_LAYERS if in_text else 0,
+        key=engine.key,
     )
-    rows = tuple(_layer_cells(layer, total_s) for layer in slowest(table.layers, MAX_LAYERS))
-    title = f"The {len(rows)} slowest layers of {_label_of(entry, table)}"
-    return Table(columns, rows, title, folded=True)
 
 
-def _layer_cells(layer: Layer, total_s: float) -> tuple[str, ...]:
-    seconds = layer.seconds or 0.0
+def _layer_cells(engine: EngineLayers, layer: Layer, total_s: float) -> tuple[str, ...]:
+    error = engine.error_of(layer)
+    own_error = ("-" if error is None else error_text(error),) if engine.errors else ()
     return (
-        time_text(seconds),
-        percent_text(seconds / total_s),
+        layer.name,
+        operator_text(layer),
+        "-" if layer.seconds is None else time_text(layer.seconds),
+        "-" if layer.seconds is None else percent_text(layer.seconds / total_s),
         str(layer.precision),
         layer.evidence if layer.evidence != "none" else "-",
-        node_text(layer, MAX_NODE_NAMES),
-        layer.kind,
-        layer.tactic,
+        *own_error,
+        node_text(layer, MAX_NODE_NAMES) if layer.nodes else "-",
+        layer.tactic or layer.kind,
     )
+
+
+def operator_text(layer: Layer) -> str:
+    """Return the operators of a layer, as `Conv + Relu`, or the library's own word for it."""
+    operators = list(dict.fromkeys(name for name in layer.operators if name not in SILENT))
+    return " + ".join(operators or dict.fromkeys(filter(None, layer.operators)) or [layer.kind])

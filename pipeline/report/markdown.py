@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from dataclasses import replace
 
 from pipeline.report.sections import headline, sections
 from pipeline.report.tables import Section, Table
@@ -40,10 +41,17 @@ def _section_lines(section: Section) -> list[str]:
         lines += [f"    {line}" for line in section.code.splitlines()]
         lines.append("")
     for table in section.tables:
-        if table.rows and table.title:
-            lines += [f"{_escape(table.title)}:", ""]
-        lines += [*table_lines(table), ""]
+        lines += [*_titled_lines(table), ""]
     return lines
+
+
+def _titled_lines(table: Table) -> list[str]:
+    count = len(table.rows) if table.text_rows is None else min(table.text_rows, len(table.rows))
+    lines = table_lines(replace(table, rows=table.rows[:count]))
+    if not lines or not table.title:
+        return lines
+    part = f" (the first {count} of {len(table.rows)})" if count < len(table.rows) else ""
+    return [f"{_escape(table.title)}{part}:", "", *lines]
 
 
 def _list_lines(items: tuple[str, ...]) -> list[str]:

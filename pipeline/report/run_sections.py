@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from pipeline.core import Dim
 from pipeline.formatting import bytes_text, date, time_text
+from pipeline.postprocess import names_of
+from pipeline.postprocess import steps_in_words as postprocessing_in_words
 from pipeline.preprocess import steps_in_words
 from pipeline.report.tables import Bar, Section, Table, left, right
 from pipeline.results.report import OperatorTable, Report, Step
@@ -113,6 +115,39 @@ def preprocess_section(report: Report) -> Section:
     )
 
 
+def postprocess_section(report: Report) -> Section:
+    """Return the steps that engines do with their outputs."""
+    rows = tuple(
+        (name, postprocessing_in_words(step), ", ".join(names_of(name, step)))
+        for name, step in report.plan.postprocess.items()
+    )
+    text = (
+        "In the graph the steps compute the same as in numpy. The errors of indices are those of"
+        " the scores that the reference gives them, so equal scores may change places."
+    )
+    columns = left("output of the model", "steps inside the engine", "outputs of the engine")
+    return Section(
+        "postprocess",
+        "Postprocessing inside the engine",
+        (text,) if rows else (),
+        tables=(Table(columns, rows),),
+    )
+
+
+def packing_section(report: Report) -> Section:
+    """Return whether several sequences may share a row of the delivered engine, and why not."""
+    proof, text = report.packing, ""
+    if proof and proof.reason:
+        text = f"Packing is off, so each row holds one sequence: {proof.reason}."
+    elif proof and proof.largest_error is not None:
+        text = (
+            f"Packing is on: {proof.sequences} sequences of the selection set had the same answers"
+            f" in {proof.rows} rows as alone. The largest difference is {proof.largest_error:.2g}"
+            " of an output's largest value."
+        )
+    return Section("packing", "Several sequences in one row", (text,) if text else ())
+
+
 def _bytes_of_image(shape: Sequence[Dim], bytes_of_value: int) -> str:
     sizes = [dim for dim in shape if isinstance(dim, int)]
     return bytes_text(math.prod(sizes) * bytes_of_value) if len(sizes) == 3 else "-"
@@ -127,8 +162,7 @@ def operator_section(report: Report) -> Section:
         rows.append(("all nodes", *(str(sum(table.operators.values())) for table in tables)))
         rows.append(("file size", *(bytes_text(table.size_bytes) for table in tables)))
     columns = (*left("operator"), *right(*(table.stage for table in tables)))
-    title = "Every operator, and the file sizes"
-    table = Table(columns, tuple(rows), title, folded=True)
+    table = Table(columns, tuple(rows))
     return Section("operators", "Operators before and after", tables=(table,))
 
 

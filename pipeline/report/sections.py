@@ -22,6 +22,7 @@ from pipeline.report.latency_sections import (
     latency_section,
     limit_section,
     throughput_section,
+    width_section,
 )
 from pipeline.report.layer_errors import layer_error_section
 from pipeline.report.layer_sections import layer_section
@@ -29,6 +30,8 @@ from pipeline.report.run_sections import (
     environment_section,
     note_section,
     operator_section,
+    packing_section,
+    postprocess_section,
     preprocess_section,
     stage_section,
 )
@@ -45,13 +48,16 @@ def sections(report: Report) -> tuple[Section, ...]:
         Section("command", "Repeat it", code=report.command),
         _candidate_section(report),
         preprocess_section(report),
+        postprocess_section(report),
         size_section(report),
         rescue_section(report),
         layer_error_section(report),
         ablation_section(report),
         validation_section(report),
+        packing_section(report),
         throughput_section(report),
         latency_section(report),
+        width_section(report),
         limit_section(report),
         layer_section(report),
         stage_section(report),
@@ -152,9 +158,9 @@ def _candidate_row(entry: Entry, sizes: dict[str, int]) -> tuple[str, ...]:
 
 def cosine_text(selection: ValidationReport | None) -> str:
     """Return the smallest cosine of all outputs; "" if none was computed."""
-    if selection is None or not selection.outputs:
+    if selection is None or selection.cosine is None:
         return ""
-    return f"{min(error.cosine for error in selection.outputs):.5f}"
+    return f"{selection.cosine:.5f}"
 
 
 def _not_chosen(lines: Iterable[Entry]) -> Table:

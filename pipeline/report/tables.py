@@ -44,6 +44,8 @@ class Table:
     emphasised: int | None = None  # the index of the winner's row
     bars: tuple[Bar, ...] = ()  # one per row, for HTML
     folded: bool = False  # HTML shows the table closed, under its title
+    text_rows: int | None = None  # how many rows Markdown shows; None: all
+    key: str = ""  # its id in HTML, by which the script of the graph finds it
 
     @property
     def headings(self) -> tuple[str, ...]:

@@ -13,18 +13,19 @@ from pipeline.cli.terminal import (
     print_limits,
     verdict_lines,
 )
-from pipeline.core import Precision
+from pipeline.core import KeptNode, Precision
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse
 from pipeline.report.entries import entries
 from pipeline.report.figures import plots
 from pipeline.report.html import page
+from pipeline.report.layer_sections import layers_of_engines
 from pipeline.report.markdown import markdown
 from pipeline.report.run_sections import grouped_notes
 from pipeline.report.sections import headline, sections
 from pipeline.report.tables import left, right
 from pipeline.results.gpu_cost import GpuCost
-from pipeline.results.report import BenchmarkReport, Report
+from pipeline.results.report import BenchmarkReport, NodeHarm, NodeRanking, Report
 from tests.builders.report import proven_report, sample_report, throughput_report
 
 
@@ -83,6 +84,13 @@ def test_throughput_has_the_best_points_all_points_and_what_was_not_tried(
     assert ("limit, 20 ms" in drawing) == (limit_s is not None)
 
 
+def test_a_figure_that_repeats_in_every_row_stands_above_the_table(report: Report) -> None:
+    latency = next(section for section in sections(report) if section.key == "latency")
+    assert "In every row at batch 8: warm-up 10." in latency.paragraphs
+    assert [table.headings[-1] for table in latency.tables] == ["values", "values"]
+    assert all(len(row) == len(latency.tables[0].columns) for row in latency.tables[0].rows)
+
+
 def test_a_report_by_latency_has_no_throughput(report: Report) -> None:
     assert "throughput" not in {section.key for section in sections(report)}
     assert "throughput" not in {plot.name for plot in plots(report)}
@@ -90,7 +98,7 @@ def test_a_report_by_latency_has_no_throughput(report: Report) -> None:
 
 def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:
     section = next(section for section in sections(proven_report()) if section.key == "layers")
-    shares, fused, *slowest = section.tables
+    shares, fused, *layers = section.tables
     assert shares.columns == (
         *left("#", "engine"),
         *right("fp32", "fp16", "int8", "reformats", "not known", "layers", "of them reformats"),
@@ -102,19 +110,64 @@ def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:
     )
     assert shares.emphasised == 0
     assert fused.rows[1][2] == "Conv + Relu in one kernel: 9; Conv + Add + Relu in one kernel: 8"
-    assert all(table.folded for table in slowest)
-    assert [
-        table.title for table in slowest
-    ] == [  # of the winner, and of what is called by a wrong name
-        "The 15 slowest layers of tensorrt int8 implicit entropy",
-        "The 15 slowest layers of tensorrt rescued fp16 flags",
+    assert [(table.title, len(table.rows), table.folded) for table in layers] == [
+        ("The layers of tensorrt int8 implicit entropy, slowest first", 24, False),
+        ("The layers of tensorrt fp16 flags, slowest first", 27, True),
+        ("The layers of tensorrt rescued fp16 flags, slowest first", 24, True),
     ]
-    assert slowest[1].rows[0][1:5] == (
+    assert layers[2].headings == (
+        *("layer", "operator", "time", "share", "precision", "known by", "ONNX nodes", "kernel"),
+    )
+    assert layers[2].rows[0][1:7] == (
+        "Conv + Add + Relu",
+        "154 us",
         "12 %",
         "fp32",
         "tactic",
         "/layer4/layer4.1/conv2/Conv, /layer4/layer4.1/Add, /layer4/layer4.1/relu_1/Relu",
     )
+    assert section.paragraphs[1:] == (
+        "Layers were not timed for pytorch traced fp32, pytorch eager fp32.",
+        "Own errors of layers were not measured: only candidates that fail their accuracy have"
+        " them.",
+    )
+
+
+def test_markdown_has_the_slowest_layers_of_the_winner_and_of_a_wrong_precision() -> None:
+    lines = markdown(proven_report()).splitlines()
+    assert [line for line in lines if line.startswith("The layers of")] == [
+        "The layers of tensorrt int8 implicit entropy, slowest first (the first 15 of 24):",
+        "The layers of tensorrt rescued fp16 flags, slowest first (the first 15 of 24):",
+    ]
+
+
+def test_a_layer_has_the_largest_own_error_of_its_nodes_that_are_low() -> None:
+    report = proven_report()
+    fp16 = report.candidates[1]
+    conv, kept = "/layer4/layer4.1/conv2/Conv", "/layer4/layer4.1/Add"
+    harms = (
+        NodeHarm(node=conv, operator="Conv", largest=1.0, error=0.1),
+        NodeHarm(node=kept, operator="Add", largest=1.0, error=0.5),
+    )
+    rescue = report.rescues[0].model_copy(update={"ranking": NodeRanking(nodes=harms)})
+    left_out = KeptNode(node=kept, operator="Add", reason="large values")
+    changed = fp16.model_copy(update={"kept_fp32": (left_out,)})
+    for candidate, error in ((fp16, 0.5), (changed, 0.1)):
+        candidates = (report.candidates[0], candidate, *report.candidates[2:])
+        update = {"candidates": candidates, "rescues": (rescue,)}
+        _, engine, rescued = layers_of_engines(report.model_copy(update=update))
+        (layer,) = (layer for layer in engine.layers if conv in layer.nodes)
+        assert engine.error_of(layer) == error
+        assert rescued.errors  # a step of the same rescue
+    (of_layers,) = (
+        section
+        for section in sections(report.model_copy(update={"rescues": (rescue,)}))
+        if section.key == "layers"
+    )
+    rows = [row for row in of_layers.tables[3].rows if conv in row[7]]
+    assert [row[6] for row in rows] == ["0.5 (6 dB)"]
+    assert of_layers.tables[3].headings[6] == "own error"
+    assert 'as under "Which layers hurt"' in of_layers.paragraphs[-1]
 
 
 def test_a_mislabelled_candidate_says_what_it_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -252,7 +252,7 @@ def test_the_command_takes_what_compile_wrote(compiled: tuple[Path, Path], tmp_p
 def test_without_from_the_command_takes_what_was_promoted_in_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That it exports it, too, is in the test of docs/deploy.md, beside a server."""
+    """That it exports it, too, is in the test of the how-to pages, beside a server."""
     monkeypatch.setenv("CRUCIBLE_HOME", str(tmp_path / "home"))
     none = crucible_here("export", "--triton", "net/3", "models", cwd=tmp_path)
     assert (

@@ -1,0 +1,191 @@
+"""The graph and the layer tables in Chromium: no error, no violation of the page's policy."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipeline.report.html import page
+from pipeline.results.report import GraphNode, Report
+from tests.builders.report import EVIL, proven_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+WINNER = "#layers-1"
+POLICY = "Content Security Policy"  # in messages on violations, which are counted by themselves
+# Runs before the page's own script.
+WATCH = """
+window.violations = [];
+addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));
+"""
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, which is not on PATH")
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra dev")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser: "Browser", tmp_path: Path) -> "Iterator[Callable[..., Page]]":
+    """Opens the page of a report. At the end, no page may have met an error."""
+    errors: list[str] = []
+    pages: list[Page] = []
+
+    def show(report: Report, width: int = 1280, javascript: bool = True) -> "Page":
+        file = tmp_path / "report.html"
+        file.write_text(page(report, lambda plot: "<svg></svg>"))
+        opened = browser.new_page(
+            viewport={"width": width, "height": 800}, java_script_enabled=javascript
+        )
+        opened.on("console", lambda message: errors.append(message.text))
+        opened.on("pageerror", lambda error: errors.append(str(error)))
+        opened.on("dialog", lambda dialog: errors.append(f"a dialog: {dialog.message}"))
+        opened.add_init_script(WATCH)
+        opened.goto(file.as_uri())
+        if javascript:
+            pages.append(opened)
+        return opened
+
+    yield show
+    assert [error for error in errors if POLICY not in error] == []
+    assert [opened.evaluate("violations") for opened in pages] == [[] for _ in pages]
+
+
+def large_report(nodes: int, scope: Callable[[int], str]) -> Report:
+    """A graph with branches. `scope` gives the prefix of each node's name."""
+    graph = [GraphNode(name="x", operator="input")]
+    for index in range(1, nodes):
+        reads = (index - 1,) if index % 5 or index < 6 else (index - 5, index - 1)
+        graph.append(GraphNode(name=f"{scope(index)}node_{index}", operator="Add", reads=reads))
+    return proven_report().model_copy(update={"graph": tuple(graph)})
+
+
+def nodes_of(shown: "Page") -> "Locator":
+    return shown.locator(".model-graph g.node")
+
+
+def node_of(shown: "Page", name: str) -> "Locator":
+    title = shown.locator("title", has_text=re.compile(f"^{re.escape(name)}$"))
+    return nodes_of(shown).filter(has=title)
+
+
+def test_a_row_marks_its_nodes_and_a_node_marks_its_row(show: "Callable[..., Page]") -> None:
+    report = proven_report()
+    layers = report.candidates[0].layers
+    assert layers is not None
+    layer = next(layer for layer in layers.layers if len(layer.nodes) == 3)
+    shown = show(report)
+    assert nodes_of(shown).count() == len(report.graph)
+    shown.locator(WINNER).get_by_role("cell", name=layer.name, exact=True).click()
+    marked = shown.locator(".model-graph g.chosen title").all_text_contents()
+    assert set(marked) == set(layer.nodes)
+    node_of(shown, report.graph[1].name).click()
+    assert shown.locator(".model-graph g.chosen").count() == 1
+    chosen = shown.locator("table tr.chosen")
+    assert chosen.count() == 1
+    assert report.graph[1].name in str(chosen.text_content())
+    assert " of the time" in str(shown.locator(".graph-detail").text_content())
+
+
+def test_the_table_of_another_engine_colours_the_graph(show: "Callable[..., Page]") -> None:
+    shown = show(proven_report())
+    hottest = ".model-graph g.heat-6 title"
+    before = shown.locator(hottest).all_text_contents()
+    shown.get_by_label("Engine").select_option(label="tensorrt rescued fp16 flags")
+    assert shown.locator(hottest).all_text_contents() != before
+    assert shown.get_by_label("Colour").locator("option[value=error]").is_disabled()
+
+
+def test_rows_are_marked_without_a_graph_too(show: "Callable[..., Page]") -> None:
+    shown = show(proven_report().model_copy(update={"graph": ()}))
+    shown.locator(f"{WINNER} tbody tr").nth(2).click()
+    assert shown.locator("table tr.chosen").count() == 1
+    assert "holds no graph" in str(shown.locator(".model-graph").text_content())
+
+
+def test_a_click_on_a_heading_sorts_by_value(show: "Callable[..., Page]") -> None:
+    shown = show(proven_report())
+    times = shown.locator(f"{WINNER} tbody td:nth-child(3)")
+    slowest_first = times.all_text_contents()
+    head = shown.locator(f"{WINNER} th").nth(2)
+    head.get_by_role("button").click()
+    assert (head.get_attribute("aria-sort"), times.all_text_contents()) == (
+        "descending",
+        slowest_first,
+    )
+    head.get_by_role("button").click()
+    assert times.all_text_contents()[0] == slowest_first[-1]
+
+
+def test_a_large_graph_is_folded_by_the_names_of_its_nodes(show: "Callable[..., Page]") -> None:
+    shown = show(large_report(2000, lambda index: f"/encoder/layer.{index // 100}/"))
+    assert nodes_of(shown).count() == 21  # the input, and the layers
+    shown.locator(".model-graph g.node").nth(3).click()
+    assert nodes_of(shown).count() == 120
+    shown.keyboard.press("Backspace")
+    assert nodes_of(shown).count() == 21
+    shown.get_by_role("searchbox").fill("node_1234")
+    assert "1 of 2000 nodes" in str(shown.locator(".graph-detail").text_content())
+    shown.keyboard.press("Enter")
+    assert shown.locator(".model-graph g.chosen title").all_text_contents() == [
+        "/encoder/layer.12/node_1234"
+    ]
+    shown.get_by_role("button", name="Fold encoder/layer.12").click()
+    assert nodes_of(shown).count() == 21
+
+
+def test_a_large_graph_without_scopes_is_folded_too(show: "Callable[..., Page]") -> None:
+    shown = show(large_report(2000, lambda index: ""))
+    assert 20 < nodes_of(shown).count() <= 300
+
+
+def test_arrow_keys_follow_the_edges(show: "Callable[..., Page]") -> None:
+    report = proven_report()
+    shown = show(report)
+    nodes_of(shown).first.focus()
+    for node in report.graph[1:3]:
+        shown.keyboard.press("ArrowDown")
+        assert node.name in str(shown.locator("g.node:focus").get_attribute("aria-label"))
+    shown.keyboard.press("Enter")
+    assert shown.locator(".model-graph g.chosen title").all_text_contents() == [node.name]
+    shown.keyboard.press("ArrowUp")
+    label = shown.locator("g.node:focus").get_attribute("aria-label")
+    assert report.graph[1].name in str(label)
+
+
+def test_names_are_text_and_no_other_script_runs(show: "Callable[..., Page]") -> None:
+    report = proven_report(evil=EVIL)
+    shown = show(report)
+    assert node_of(shown, EVIL).count() == 1
+    shown.locator(f"{WINNER} tbody tr").first.click()  # its layer holds that node
+    shown.evaluate(
+        "const other = document.createElement('script'); other.textContent = 'window.ran = 1';"
+        "document.body.append(other)"
+    )
+    assert shown.evaluate("[window.ran, violations.splice(0)]") == [None, ["script-src-elem"]]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_makes_the_page_scroll_sideways(show: "Callable[..., Page]", width: int) -> None:
+    shown = show(proven_report(), width=width)
+    assert shown.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_without_a_script_every_layer_is_there(show: "Callable[..., Page]") -> None:
+    report = proven_report()
+    layers = report.candidates[0].layers
+    assert layers is not None
+    shown = show(report, javascript=False)
+    assert shown.locator(f"{WINNER} tbody tr").count() == len(layers.layers)
+    assert "tables below say the same" in str(shown.locator(".model-graph").text_content())
