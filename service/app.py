@@ -18,17 +18,33 @@ from starlette.types import Scope
 
 from pipeline import distribution
 from pipeline.errors import CrucibleError
+from service.auth import Caller, Source
+from service.bytes_in_flight import BytesInFlight
 from service.context import Probe, open_service, probe
-from service.errors import MethodNotAllowed
+from service.errors import Answer, MethodNotAllowed
 from service.http.access_log import AccessLog
 from service.http.error_responses import answer_error
-from service.http.guard import Guard
-from service.http.routers import docs, health, infer, jobs, models, oip, reports
+from service.http.guard import Guard, is_page
+from service.http.routers import (
+    docs,
+    documentation,
+    health,
+    infer,
+    jobs,
+    limits,
+    models,
+    oip,
+    reports,
+    shared_memory,
+)
+from service.http.routers.documentation import open_site
 from service.http.routers.inference_route import InferenceRoute, InferenceRoutes
 from service.inference import Serving
 from service.jobs.queue import WORKER
 from service.jobs.traces import JobSpans, provider_from, telemetry_of
 from service.observability.prometheus import Metrics
+from service.pages import PAGE_ROUTERS
+from service.pages.rendering import error_page
 from service.settings import Settings
 from service.storage.keys import Key
 from service.storage.layout import Folders
@@ -39,12 +55,16 @@ if TYPE_CHECKING:
 ROUTERS = (
     oip.router,
     oip.infer_router,
+    shared_memory.router,
     infer.router,
     jobs.router,
+    limits.router,
     reports.router,
     models.router,
     health.router,
     docs.router,
+    documentation.router,
+    *PAGE_ROUTERS,
 )
 ROUTES = tuple(chain.from_iterable(router.routes for router in ROUTERS))
 INFERENCE = tuple(route for route in ROUTES if isinstance(route, InferenceRoute))
@@ -65,26 +85,38 @@ def create_app(
     lifespan begins.
 
     A request passes AccessLog (one log line and one set of metrics, even after an error), then
-    Guard (key, host, size), then InferenceRoutes or its router.
+    Guard (key, host, size, bytes in flight), then InferenceRoutes or its router.
     """
     metrics, folders, traces = Metrics(), Folders(settings.home), traces or provider_from(settings)
+    bytes_in_flight = BytesInFlight(settings.bytes_in_flight, metrics.bytes_refused.inc)
+    metrics.bytes_in_flight.set_function(lambda: bytes_in_flight.held)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with open_service(settings, metrics, worker, probe, JobSpans(traces)) as service:
             app.state.service = service
+            app.state.site = open_site(settings.docs)
             service.serving = serving or service.models
+            service.bytes_in_flight = bytes_in_flight
             yield
         if traces is not None:
             await asyncio.to_thread(traces.shutdown)  # sends the remaining spans
 
-    async def verify(key: str) -> Key:
-        verified: Key = await app.state.service.verify(key)
+    async def verify(key: str, source: Source) -> Key:
+        verified: Key = await app.state.service.verify(key, source)
         return verified
 
+    async def session_key(token: str, source: Source) -> Key | None:
+        key: Key | None = await app.state.service.key_of_session(token, source)
+        return key
+
+    def refused(caller: Caller, request: str, status: int, error: Exception | None) -> None:
+        app.state.service.refusals.of_request(caller, request, status, error)
+
     async def answer(request: Request, error: Exception) -> Response:
+        request.state.refusal = error
         refusal = answer_error(error, request.state.request_id, folders)
-        return Response(refusal.json, refusal.status, refusal.headers, "application/json")
+        return refusal_response(request, refusal)
 
     async def answer_method(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -94,8 +126,14 @@ def create_app(
         return await answer(request, MethodNotAllowed(message, next_step, {"Allow": allowed}))
 
     middleware = [
-        Middleware(AccessLog, metrics=metrics, folders=folders),
-        Middleware(Guard, settings=settings, verify=verify),
+        Middleware(AccessLog, metrics=metrics, folders=folders, refused=refused),
+        Middleware(
+            Guard,
+            settings=settings,
+            verify=verify,
+            session_key=session_key,
+            bytes_in_flight=bytes_in_flight,
+        ),
     ]
     if traces is None:  # with traces, FastAPI's routing creates the spans
         middleware.append(Middleware(InferenceRoutes, routes=INFERENCE, answer=answer))
@@ -119,6 +157,13 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router)
     return app
+
+
+def refusal_response(request: Request, refusal: Answer) -> Response:
+    """Send a refusal as JSON, or as a page to a reader of pages."""
+    if is_page(request.url.path):
+        return error_page(request, refusal)
+    return Response(refusal.json, refusal.status, refusal.headers, "application/json")
 
 
 def methods_at(scope: Scope) -> set[str]:

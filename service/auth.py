@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from service.errors import Forbidden, Unauthorized
+from service.errors import Forbidden
 from service.settings import Settings
-from service.storage.keys import NEXT, SCOPES, Key, Scope
+from service.storage.audit import Actor
+from service.storage.keys import SCOPES, Key, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a request comes from."""
+
+    address: str = ""  # IP address of the connection's other end
+    request: str = ""  # id of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +26,25 @@ class Caller:
     owner: str
     scopes: tuple[Scope, ...]
     key: str = ""  # the key's prefix; empty if no key is required
+    source: Source = field(default=Source(), compare=False)
 
     @property
     def sees(self) -> str | None:
         """The owner of the jobs, reports and models that this caller may see; None: all owners."""
         return None if "admin" in self.scopes else self.owner
 
+    @property
+    def actor(self) -> Actor:
+        """The caller as the audit names it."""
+        return Actor(self.owner, self.key, self.source.address, self.source.request)
+
+    def may(self, scope: Scope) -> bool:
+        """Return whether the caller has this scope. The scope admin includes all others."""
+        return scope in self.scopes or "admin" in self.scopes
+
     def require(self, scope: Scope) -> None:
-        """Raise Forbidden without this scope. The scope admin includes all others."""
-        if scope not in self.scopes and "admin" not in self.scopes:
+        """Raise Forbidden without this scope."""
+        if not self.may(scope):
             raise Forbidden(
                 f"this key has no scope '{scope}', it has {', '.join(self.scopes) or 'none'}",
                 f"use a key that was created with `--scope {scope}`",
@@ -38,16 +57,34 @@ LOCAL = Caller("local", SCOPES)
 NOBODY = Caller("", ())
 
 
-Verify = Callable[[str], Awaitable[Key]]
-"""Return the key of a text; Unauthorized if it is not valid."""
+Verify = Callable[[str, Source], Awaitable[Key]]
+"""Return the key of a text, which is empty if there was none. Unauthorized if it is not valid;
+TooMany if too many were not, from this source.
+"""
 
 
-async def caller_from(authorization: str, settings: Settings, verify: Verify) -> Caller:
-    """Return the caller of a request. Unauthorized without a valid key, if keys are required."""
+SessionKey = Callable[[str, Source], Awaitable[Key | None]]
+"""Return the key of a browser's session; None if there is none. TooMany as for a key."""
+
+
+async def caller_from(
+    authorization: str, source: Source, settings: Settings, verify: Verify
+) -> Caller:
+    """Return the caller of a request. Unauthorized or TooMany without a valid key, if keys are
+    required.
+    """
     if not settings.needs_keys:
-        return LOCAL
+        return Caller(LOCAL.owner, LOCAL.scopes, source=source)
     kind, _, text = authorization.partition(" ")
-    if kind.lower() != "bearer" or not text:
-        raise Unauthorized("this service needs a key", NEXT)
-    key = await verify(text.strip())
-    return Caller(key.owner, key.scopes, key.prefix)
+    key = await verify(text.strip() if kind.lower() == "bearer" else "", source)
+    return Caller(key.owner, key.scopes, key.prefix, source)
+
+
+async def caller_from_session(
+    token: str, source: Source, settings: Settings, key_of: SessionKey
+) -> Caller:
+    """Return the caller of a web page's request; NOBODY without a session, if keys are required."""
+    if not settings.needs_keys:
+        return Caller(LOCAL.owner, LOCAL.scopes, source=source)
+    key = await key_of(token, source) if token else None
+    return Caller(key.owner, key.scopes, key.prefix, source) if key else NOBODY

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from pydantic import ValidationError
 from pipeline.core import Frozen, Tensors
 from pipeline.errors import CrucibleError, HostError, PlanError, UserError
 from pipeline.results.report import Report
-from service.http.schemas import FORMS, JobPage, JobView, RecompileView, Refusal
+from service.http.schemas import FORMS, JobPage, JobView, LimitsView, RecompileView, Refusal
 from service.jobs.state import FINAL, State
 from service.registry.models import (
     BenchmarkRequest,
@@ -90,6 +89,11 @@ class RemoteError(CrucibleError):
 
 
 class Unreachable(HostError):
+    """The client cannot reach the server.
+
+    Next: start the server, or correct its address in `CRUCIBLE_URL`.
+    """
+
     code = "service.unreachable"
 
 
@@ -215,6 +219,10 @@ class Client:
             Path(),
         )
 
+    def limits(self) -> LimitsView:
+        """Return the limits of this client's key and of its owner, and what is used of them."""
+        return self._parsed(LimitsView, self._ask("GET", "/limits"))
+
     def models(self) -> ModelPage:
         return self._parsed(ModelPage, self._ask("GET", "/models"))
 
@@ -310,8 +318,8 @@ class Client:
                 ) as answer,
             ):
                 file.writelines(answer.iter_bytes())
-            with tarfile.open(packed) as archive:
-                untar(archive, Path(work))
+            with packed.open("rb") as file:
+                untar(file, Path(work))
             deliver_engine(load_engine(Path(work) / "engine"), folder / "engine")
         return report
 

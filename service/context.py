@@ -14,45 +14,61 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
 from pipeline.errors import CrucibleError, StoreError
-from pipeline.execution.child_process import Child
+from pipeline.execution.child_process import Child, TimeLimit
 from service import logs
-from service.auth import LOCAL
+from service.auth import LOCAL, Source
+from service.bytes_in_flight import BytesInFlight
 from service.devices.leases import Leases, utc_now
 from service.devices.policy import Devices
-from service.errors import NotFound, Unavailable
+from service.errors import NotFound, StorageFull, Unauthorized, Unavailable
 from service.inference import Serving
 from service.jobs.messages import HostIdentity
 from service.jobs.queue import JobRunner
 from service.jobs.retention import DAILY_S, Collected, collect
 from service.jobs.store import DamagedRow, JobStore
 from service.jobs.traces import JobSpans
+from service.limits import KeyLimits
 from service.observability.deployed_models import Models
 from service.observability.prometheus import Metrics
 from service.offload.pool import Helpers
+from service.refusals import Refusals
+from service.regions import Regions
+from service.registry.promotion import prove
 from service.registry.repository import Repository
+from service.sandbox.layers import Sandbox
+from service.sandbox.proof import Proof
+from service.sandbox.proof import prove as prove_sandbox
 from service.serving.deployment import Deployment
 from service.serving.loader import LoaderContext
 from service.serving.manager import ModelManager
 from service.serving.stats import Figures
 from service.settings import Settings
 from service.storage.database import Database
-from service.storage.keys import Key, Keys
-from service.storage.layout import Folders
+from service.storage.drafts import Drafts
+from service.storage.keys import NEXT, Key, Keys
+from service.storage.layout import DRAFT, HOME_MODE, Folders, secure_home
+from service.storage.sessions import Sessions
 
-PROBE_S = 300.0  # to import every installed backend from a slow disk
+# to import every installed backend from a slow disk
+PROBE_LIMIT = TimeLimit(
+    300.0, "the probe of this host's devices", "see the server's log, and start the server again"
+)
 # concurrent unpackings: an archive may occupy a thread for a minute, and other requests need
 # threads, too
 UNPACKING = 2
+DRAFTS_S = 300.0  # between two looks for drafts that have ended
 HTTP_S = 4.0  # part of `shutdown_s`: for unfinished answers after all jobs have ended
 
 log = logs.get("service.service")
@@ -68,7 +84,7 @@ async def probe() -> HostIdentity:
 
     # the context manager ends the child, even after a cancellation
     with Child(probe_host, name="probe", conversation=False) as child:
-        host: HostIdentity = await asyncio.to_thread(child.result, PROBE_S)
+        host: HostIdentity = await asyncio.to_thread(child.result, PROBE_LIMIT)
     return host
 
 
@@ -76,6 +92,7 @@ class Service:
     """Everything that lives as long as the server. Runs in one event loop, on a locked home."""
 
     serving: Serving  # `models`, or a double in tests
+    bytes_in_flight: BytesInFlight  # of HTTP and gRPC
 
     def __init__(
         self,
@@ -89,11 +106,13 @@ class Service:
         self.folders = Folders(settings.home)
         self.database = Database(settings.database)
         self.keys, self.jobs = Keys(self.database), JobStore(self.database)
-        if settings.admin_key_file is not None:
-            self.keys.add_from_file(settings.admin_key_file)
+        self.sessions = Sessions(self.database)
+        self.drafts = Drafts(self.folders)
+        self.refusals = Refusals(self.database)
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders)
-        load = partial(Deployment.start, figures=Figures(metrics.registry))
+        self.sandbox = Sandbox(settings.home)
+        load = partial(Deployment.start, figures=Figures(metrics.of_models), sandbox=self.sandbox)
         loader_context = LoaderContext(
             self.repository,
             self.jobs,
@@ -102,18 +121,28 @@ class Service:
             settings.versions_kept,
             settings.load_timeout_s,
             load,
+            partial(prove, sandbox=self.sandbox),
         )
         self.models = self.serving = ModelManager(loader_context)
         self.runner = JobRunner(
-            settings, self.jobs, self._leases, worker, (metrics.observe_job, spans.observe)
+            settings,
+            self.jobs,
+            self._leases,
+            worker,
+            self.sandbox,
+            (metrics.observe_job, spans.observe),
         )
-        self.helpers = Helpers(max_unpacked_bytes=settings.max_infer_bytes)
+        self.helpers = Helpers(max_unpacked_bytes=settings.max_infer_bytes, sandbox=self.sandbox)
+        uploads = self.folders.home / "uploads"
+        self.upload_readers = Helpers(1, sandbox=self.sandbox, read=(uploads,))
+        self.regions, self.limits = Regions(settings), KeyLimits(settings)
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
         self._key_reader = ThreadPoolExecutor(1, "crucible-keys")
         self.unpacking = asyncio.Semaphore(UNPACKING)
         self.stopping = False
-        self._tidying: asyncio.Task[None] | None = None
+        self._tidying: tuple[asyncio.Task[None], ...] = ()
+        self._proof: asyncio.Task[Proof] | None = None
         self.started = asyncio.create_task(self._start())
 
     def host(self) -> HostIdentity:
@@ -126,9 +155,31 @@ class Service:
             )
         return self._host
 
+    def host_for_job(self) -> HostIdentity:
+        """Return this host's identity for a new job. Unavailable as for `host`, StorageFull if less
+        of the disk is free than the reserve.
+        """
+        host, reserve = self.host(), self.settings.disk_reserve_bytes
+        if not self.has_disk_reserve():
+            raise StorageFull(
+                f"the disk of the service is nearly full: no job is accepted with less than"
+                f" {reserve} bytes free (`disk_reserve_bytes`)",
+                "the operator can free space with `crucible gc`, or by hand",
+            )
+        return host
+
+    def has_disk_reserve(self) -> bool:
+        """Return True if the disk of the home has the free space that new jobs require."""
+        return shutil.disk_usage(self.settings.home).free >= self.settings.disk_reserve_bytes
+
+    @property
+    def devices(self) -> Devices:
+        """The devices of this host, who uses them, and who waits."""
+        return self._leases.devices
+
     def _startup_step(self) -> str:
         """Describe the current step of the startup, without model names, which would need a key."""
-        if not self._leases.devices.names:
+        if not self.devices.names:
             return "it probes the host's devices and tools"
         loading, models = self.models.starting()
         if loading:
@@ -139,16 +190,49 @@ class Service:
         """Query the database in a reader thread."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, call)
 
-    async def verify(self, text: str) -> Key:
-        """Return the key of this text. Unauthorized if it is not valid.
+    async def verify(self, text: str, source: Source) -> Key:
+        """Return the key of this text, and count its request. Unauthorized if it is not valid;
+        TooMany if that has happened too often at this address, or the key sends too many requests.
 
         A thread of its own queries the database, so that a locked database delays no other request.
         """
-        known = self.keys.known(text)
-        if known is not None:
-            return known
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._key_reader, self.keys.verify, text)
+        key = self.keys.known(text)
+        if key is None:
+            key = await self._look_up(text, source)
+        self.limits.take_request(key.prefix)
+        return key
+
+    async def key_of_session(self, token: str, source: Source) -> Key | None:
+        """Return the key of a browser's session, and count its request; None if it has ended."""
+        key = await self._in_key_reader(partial(self.sessions.key_of, token))
+        if key is not None:
+            self.limits.take_request(key.prefix)
+        return key
+
+    async def has_session(self, token: str) -> bool:
+        """Return whether a browser's session goes on; it always does where no key is needed."""
+        if not self.settings.needs_keys:
+            return True
+        return await self._in_key_reader(partial(self.sessions.key_of, token)) is not None
+
+    async def _look_up(self, text: str, source: Source) -> Key:
+        try:
+            if not text:
+                raise Unauthorized("this service needs a key", NEXT)
+            return await self._in_key_reader(partial(self.keys.verify, text))
+        except Unauthorized as error:
+            answer = self.refusals.of_authentication(error, text, source)
+            self.metrics.failed_authentications.labels(str(answer.status)).inc()
+            raise answer from None
+
+    async def add_admin_key(self) -> None:
+        """Add the admin key of the settings, if they name one."""
+        file = self.settings.admin_key_file
+        if file is not None:
+            await self._in_key_reader(partial(self.keys.add_from_file, file))
+
+    async def _in_key_reader(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._key_reader, call)
 
     async def stop(self, linger_s: float = 0.0) -> None:
         """Accept no more jobs, end streams, end children and queue their jobs again. Models answer
@@ -159,8 +243,8 @@ class Service:
         self.stopping = True
         self.started.cancel()
         await asyncio.wait([self.started])
-        if self._tidying:
-            self._tidying.cancel()
+        for task in self._tidying:
+            task.cancel()
         grace_s = max(1.0, self.settings.shutdown_s - HTTP_S)
         await asyncio.gather(self._stop_models(linger_s, grace_s), self.runner.stop(grace_s))
 
@@ -173,20 +257,35 @@ class Service:
         await self.stop()
         await self.models.close()
         await self.helpers.close()
+        await self.upload_readers.close()
+        await self.refusals.close()
         for reader in (self._reader, self._key_reader):
             await asyncio.get_running_loop().run_in_executor(reader, self.database.close)
             reader.shutdown()
         self.database.close()
 
     async def _start(self) -> None:
-        host = await self._probe()
+        host, _ = await asyncio.gather(self._probe(), self._find_sandbox())
         await self.read(self._sweep)
         self._leases.devices = Devices(tuple(host.devices))
         await self.models.start()  # before the jobs, whose measurements it would disturb
         await self.runner.start()
         self._host = host
-        self._tidying = asyncio.create_task(self._tidy())
+        self._tidying = tuple(map(asyncio.create_task, (self._tidy(), self._end_drafts())))
         log.info("service.ready", devices=host.devices)
+
+    async def _find_sandbox(self) -> None:
+        if self.settings.sandbox == "auto":
+            await asyncio.to_thread(self.sandbox.find)
+
+    def proof(self) -> asyncio.Task[Proof]:
+        """Return the proof of what the sandbox holds; the first call starts it. Await it only when
+        the server has started.
+        """
+        if self._proof is None:
+            find = partial(prove_sandbox, self.sandbox, self.settings.database)
+            self._proof = asyncio.create_task(asyncio.to_thread(find))
+        return self._proof
 
     async def _tidy(self) -> None:
         """Collect garbage once a day."""
@@ -197,6 +296,16 @@ class Service:
                 log.error("retention.failed", error=str(error))
             await asyncio.sleep(DAILY_S)
 
+    async def _end_drafts(self) -> None:
+        """Remove the drafts that have ended."""
+        while True:
+            try:
+                if ended := await asyncio.to_thread(self.drafts.remove_ended):
+                    log.info("drafts.removed", drafts=ended)
+            except OSError as error:  # tried again
+                log.warning("drafts.kept", error=str(error))
+            await asyncio.sleep(DRAFTS_S)
+
     def _collect(self) -> Collected:
         try:
             return collect(self.settings, self.jobs, utc_now, promoted=self.repository.jobs())
@@ -205,11 +314,13 @@ class Service:
 
     def _sweep(self) -> None:
         """Remove uploads without a job and folders without a version, which a killed server has
-        left.
+        left. Drafts remain until they end.
         """
         if swept := self.repository.sweep():
             log.info("versions.swept", folders=swept)
         for folder in self.folders.uploads("any").parent.glob("*"):
+            if (folder / DRAFT).is_file():
+                continue
             try:
                 self.jobs.get(folder.name)
             except NotFound:
@@ -224,7 +335,7 @@ async def open_service(
     settings: Settings, metrics: Metrics, worker: Sequence[str], probe: Probe, spans: JobSpans
 ) -> AsyncIterator[Service]:
     """Open the service on its home. StoreError if another server uses that home."""
-    settings.home.mkdir(parents=True, exist_ok=True)
+    _secure_home(settings.home)
     lock = FileLock(settings.home / "server.lock")
     try:
         lock.acquire(timeout=0)
@@ -236,11 +347,22 @@ async def open_service(
     try:
         service = Service(settings, metrics, worker, probe, spans)
         metrics.collect_jobs(service.jobs.counts)
-        metrics.registry.register(Models(lambda: service.serving.served(LOCAL)))
+        metrics.of_models.register(Models(lambda: service.serving.served(LOCAL)))
         metrics.collect_devices()
         try:
+            await service.add_admin_key()
             yield service
         finally:
             await service.close()
     finally:
         lock.release()
+
+
+def _secure_home(home: Path) -> None:
+    """Let only the service's user into the home. A log line says what changed."""
+    try:
+        if before := secure_home(home):
+            log.warning("home.secured", before=before, now=f"{HOME_MODE:04o}")
+    except PermissionError:  # a volume that belongs to root, such as one of Kubernetes
+        mode = f"{stat.S_IMODE(home.stat().st_mode):04o}"
+        log.warning("home.not_secured", mode=mode, next="give the home to the service's user")

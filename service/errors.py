@@ -7,8 +7,9 @@ CrucibleError (pipeline.errors)
 └── ServiceError
     ├── NoRequest 400     ├── MethodNotAllowed 405  ├── Unprocessable 422   ├── TimedOut 504
     ├── Unauthorized 401  ├── Conflict 409          ├── TooMany 429         └── StorageFull 507
-    ├── Forbidden 403     ├── TooLarge 413          ├── TooLargeHead 431
-    ├── NotFound 404      ├── WrongHost 421         ├── Unavailable 503     └── SlowHead 408
+    ├── Forbidden 403     ├── TooLarge 413          ├── TooLargeHead 431    ├── SlowHead 408
+    ├── NotFound 404      ├── WrongHost 421         ├── Unavailable 503     └── SlowBody 408
+    │   └── NotOwned
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from pipeline.errors import CrucibleError, DamagedError, DiskFull, HostError, Us
 
 
 class ServiceError(CrucibleError):
-    """A refused request. `status` is the HTTP status; `headers` are sent with the answer."""
+    """The service cannot do it; the other codes say more.
+
+    Next: do what `next` says.
+    """
+
+    # `status` is the HTTP status; `headers` are sent with the answer
 
     code = "service"
     status = 500
@@ -36,10 +42,20 @@ class ServiceError(CrucibleError):
 
 
 class NoRequest(ServiceError):
+    """The bytes are not an HTTP request, or it has several `Host` headers.
+
+    Next: correct the client.
+    """
+
     code, status = "service.no_request", 400
 
 
 class Unauthorized(ServiceError):
+    """There is no valid key.
+
+    Next: send `Authorization: Bearer KEY` with a key of `crucible keys create`.
+    """
+
     code, status = "service.unauthorized", 401
 
     def __init__(self, message: str, next_step: str = "") -> None:
@@ -47,59 +63,146 @@ class Unauthorized(ServiceError):
 
 
 class Forbidden(ServiceError):
+    """The key lacks the scope, a page of another site would change something, or shared memory is
+    off or not for this client.
+
+    Next: use a key with the scope that the message names.
+    """
+
     code, status = "service.forbidden", 403
 
 
 class NotFound(ServiceError):
+    """There is no such job, report, plan, model, region or path, or it belongs to another owner.
+
+    Next: list what there is: GET /jobs, GET /models, GET /docs.
+    """
+
     code, status = "service.not_found", 404
 
 
+class NotOwned(NotFound):
+    """It exists, and belongs to another owner. Clients cannot tell it from NotFound."""
+
+
 class MethodNotAllowed(ServiceError):
+    """The path does not take this method.
+
+    Next: use one of the methods in `Allow`.
+    """
+
     code, status = "service.method_not_allowed", 405
 
 
 class Conflict(ServiceError):
+    """The state of the object does not allow it: the job has ended, the report may not be
+    promoted, the Idempotency-Key was used with another request, or the model does not fit into
+    memory.
+
+    Next: do what `next` says; the same request fails again.
+    """
+
     code, status = "service.conflict", 409
 
 
 class TooLarge(ServiceError):
+    """The request is larger than a limit.
+
+    Next: send less, or ask the operator to raise the setting that the message names.
+    """
+
     code, status = "service.too_large", 413
 
 
 class WrongHost(ServiceError):
+    """The service does not answer to the name in `Host`.
+
+    Next: the operator adds the name to `CRUCIBLE_SERVICE_ALLOWED_HOSTS`.
+    """
+
     code, status = "service.wrong_host", 421
 
 
 class SlowHead(ServiceError):
+    """Path, query and headers were not complete after 30 s, or the connection sent nothing for so
+    long.
+
+    Next: send the request again on a new connection.
+    """
+
     code, status = "service.slow_head", 408
 
 
+class SlowBody(ServiceError):
+    """The body arrived more slowly than `min_body_bytes_per_s`.
+
+    Next: send it over a faster connection, or ask the operator to lower the setting.
+    """
+
+    code, status = "service.slow_body", 408
+
+
 class TooLargeHead(ServiceError):
+    """Path, query and headers are longer than 64 KiB.
+
+    Next: shorten them.
+    """
+
     code, status = "service.too_large_head", 431
 
 
 class Unprocessable(ServiceError):
+    """The upload, the plan or a parameter is invalid.
+
+    Next: correct what the message names.
+    """
+
     code, status = "service.unprocessable", 422
 
 
-class _RetryLater(ServiceError):
+class TooMany(ServiceError):
+    """A limit is used up: of jobs, bytes, requests or streams, of a model's queue, or of requests
+    without a valid key.
+
+    Next: wait for `Retry-After` if it is sent; GET /limits shows what is used.
+    """
+
+    code, status = "service.too_many", 429
+
+    def __init__(self, message: str, next_step: str = "", retry_after_s: int | None = None) -> None:
+        # without a time: time alone does not help
+        headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        super().__init__(message, next_step, headers)
+
+
+class Unavailable(ServiceError):
+    """The service starts or stops, a model is not ready, or there is no room for the body or the
+    connection.
+
+    Next: try again after `Retry-After`.
+    """
+
+    code, status = "service.unavailable", 503
+
     def __init__(self, message: str, next_step: str = "", retry_after_s: int = 5) -> None:
         super().__init__(message, next_step, {"Retry-After": str(retry_after_s)})
 
 
-class TooMany(_RetryLater):
-    code, status = "service.too_many", 429
-
-
-class Unavailable(_RetryLater):
-    code, status = "service.unavailable", 503
-
-
 class TimedOut(ServiceError):
+    """A model did not answer in time.
+
+    Next: send less at once, raise `timeout_s`, or load more instances.
+    """
+
     code, status = "service.timed_out", 504
 
 
 class StorageFull(ServiceError):
+    """The disk has less free space than `disk_reserve_bytes`.
+
+    Next: the operator frees space; `crucible gc` removes old jobs.
+    """
+
     code, status = "service.storage_full", 507
 
 
@@ -141,4 +244,5 @@ def _body(error: CrucibleError) -> dict[str, str]:
     body = {"error": error.message, "code": error.code}
     if error.next_step:
         body["next"] = error.next_step
-    return body
+    # half of a surrogate pair, from a name in a .tar, is no text that JSON can hold
+    return {name: text.encode("utf-8", "replace").decode() for name, text in body.items()}

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from pipeline.core import Tensors, TensorSpec
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service.auth import Caller
+from service.regions import Inputs
 
 ModelState = Literal["loading", "ready", "draining", "failed"]
 
@@ -25,7 +26,7 @@ class InferRequest:
 
     caller: Caller
     model: str | None  # None: the only one that is deployed
-    inputs: Tensors
+    inputs: Inputs
     version: int | None = None  # None: the current one
     outputs: tuple[str, ...] = ()  # empty: all
     timeout_s: float | None = None  # None: the deployment's

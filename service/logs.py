@@ -88,8 +88,12 @@ class _Lines:
 def without_keys(
     logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """Structlog processor that replaces keys in all values, including tracebacks."""
+    """Structlog processor that replaces keys in all values, including tracebacks, and in the
+    values of a mapping.
+    """
     for name, value in event.items():
         if isinstance(value, str) and "cru_" in value:
             event[name] = FORM.sub(HIDDEN, value)
+        elif isinstance(value, dict):
+            event[name] = without_keys(logger, method, dict(value))
     return event

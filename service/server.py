@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import math
+import resource
 import signal
 import socket
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-import uvicorn
 import uvloop
 from fastapi import FastAPI
 
@@ -26,29 +25,20 @@ from service import logs
 from service.app import create_app
 from service.context import HTTP_S, Probe, Service, probe
 from service.grpc.server import rpc_server
-from service.http.protocol import protocol
+from service.http.connection_limits import ConnectionLimits
+from service.http.guard import Application
+from service.http.processes.parent import HttpProcesses
+from service.http.protocol import Server, keep_memory, protocol, uvicorn_config
 from service.inference import Serving
 from service.jobs.queue import WORKER
-from service.settings import MIB, Settings
+from service.settings import Settings
 from service.tls import Tls, tls_from
 
 BACKLOG = 2048
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-TRIM_BYTES = 64 * MIB  # free memory that the process keeps
-MMAP_BYTES = 32 * MIB  # from this size on, blocks are returned at once; glibc's maximum
+log = logs.get("service.server")
 # time during which /readyz answers 503 and models still answer: a load balancer probes about every
 # second, and sends requests until then
 LINGER_S = 2.0
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would stop listening before a load balancer
-    notices the shutdown.
-    """
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def serve(
@@ -60,6 +50,8 @@ def serve(
     """Serve until SIGTERM or Ctrl-C. HostError if the address or the home is in use."""
     logs.configure(settings)
     keep_memory()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each large body has descriptors
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     tls = tls_from(settings)
     with (
         _listening(settings.host, settings.port) as listener,
@@ -68,49 +60,67 @@ def serve(
         runner.run(_serve(create_app(settings, worker, probe, serving), listener, tls))
 
 
-def keep_memory() -> bool:
-    """Keep the memory that large bodies free: glibc would return it after each request and fetch it
-    again, with 150 page faults for 602 KB. Returns False without glibc.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES) and mallopt(M_MMAP_THRESHOLD, MMAP_BYTES))
+def connections_of(
+    app: Application, listener: socket.socket, settings: Settings, limits: ConnectionLimits
+) -> _InThisProcess | HttpProcesses:
+    """Return what serves the HTTP connections of a listening socket."""
+    if settings.http_processes > 1:
+        return HttpProcesses(app, listener, settings, limits, HTTP_S)
+    return _InThisProcess(app, listener, settings, limits)
+
+
+class _InThisProcess:
+    """The HTTP connections of a server without HTTP processes."""
+
+    def __init__(
+        self,
+        app: Application,
+        listener: socket.socket,
+        settings: Settings,
+        limits: ConnectionLimits,
+    ) -> None:
+        http = protocol(settings, limits)
+        self._server = Server(uvicorn_config(app, settings, HTTP_S, http))
+        self.ended = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    async def start(self) -> None:
+        pass  # uvicorn accepts connections as soon as its task runs
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        await self.ended
 
 
 async def _serve(app: FastAPI, listener: socket.socket, tls: Tls | None) -> None:
-    config = uvicorn.Config(
-        app,
-        http=protocol(),
-        ws="none",
-        lifespan="off",  # started below, where its errors reach the caller of `serve`
-        log_config=None,
-        access_log=False,  # service.http.access_log writes a line per request
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=math.ceil(HTTP_S),
-        ssl_certfile=tls.certificate_file if tls else None,
-        ssl_keyfile=tls.key_file if tls else None,
-    )
-    server = _Server(config)
     async with app.router.lifespan_context(app), rpc_server(app.state.service, tls) as rpc:
         service: Service = app.state.service
         listener.listen(BACKLOG)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        limits = ConnectionLimits(service.settings, service.metrics.refuse_connection)
+        connections = connections_of(app, listener, service.settings, limits)
+        await connections.start()
+        proving = asyncio.create_task(_prove_sandbox(service))
         print(f"Crucible listens on {_address(listener, tls)}", flush=True)
         if rpc:
             print(f"gRPC listens on {rpc.address}", flush=True)
-        await _shutdown_request(service, serving)
+        await _shutdown_request(service, connections.ended)
+        proving.cancel()
         await service.stop(LINGER_S)
-        server.should_exit = True
-        if rpc:
-            await asyncio.gather(serving, rpc.stop())
-        await serving
+        await asyncio.gather(connections.stop(), *([rpc.stop()] if rpc else []))
         if not service.started.cancelled():
             await service.started  # raises the error of a failed startup
 
 
-async def _shutdown_request(service: Service, serving: asyncio.Task[None]) -> None:
+async def _prove_sandbox(service: Service) -> None:
+    """Write to the log what the sandbox holds on this host."""
+    if service.settings.sandbox == "off":
+        return
+    await service.started
+    proof = await service.proof()
+    write = log.warning if proof.succeeded else log.info
+    write("sandbox.proved", layers=service.sandbox.held, not_stopped=proof.succeeded)
+
+
+async def _shutdown_request(service: Service, serving: asyncio.Future[Any]) -> None:
     """Wait for a signal, a failed startup, or the end of the server."""
     loop, request = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,7 @@
 """Server settings: one frozen value, read once from CRUCIBLE_SERVICE_* variables and the command
 line.
 
-docs/service.md lists every setting.
+docs/reference/settings.md is generated from the descriptions here.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from pipeline.core import Frozen
 from pipeline.errors import PlanError
-from pipeline.plan.schema import home
+from pipeline.plan.files import home
 
 PREFIX = "CRUCIBLE_SERVICE_"
 MIB, GIB = 2**20, 2**30
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+# YAML reads `off` as false
+SandboxChoice = Annotated[
+    Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)
+]
 
 
 class Settings(Frozen):
@@ -30,44 +36,196 @@ class Settings(Frozen):
 
     # absolute, because jobs run in other working directories
     home: Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())] = Field(
-        default_factory=home, validate_default=True
+        default_factory=home,
+        validate_default=True,
+        description="Folder of all data. Default: `CRUCIBLE_HOME`, else the user's data folder.",
     )
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)  # 0: any free port
-    grpc: bool = True
-    # None: the port after `port`; 0: any free port
-    grpc_port: int | None = Field(default=None, ge=0, le=65535)
-    tls_certificate: Path | None = None  # PEM, with its chain; for HTTP and gRPC
-    tls_key: Path | None = None
-    # host names of the service, besides `host` and the names of loopback
-    allowed_hosts: tuple[str, ...] = ()
-    keys_required: bool | None = None  # None: unless bound to loopback
-    admin_key_file: Path | None = None  # holds the first admin key, for containers
-    configs: Path | None = None  # folder of plans that clients may name
-    # accept .pt2, which runs code of its sender; TorchScript and pickle are never accepted
-    allow_code: bool = False
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port of HTTP. 0: any free port.")
+    http_processes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description=(
+            "Processes that read and write HTTP connections. 1: the server's own process does it."
+            " More help where bodies are large and one core is the limit."
+        ),
+    )
+    grpc: bool = Field(default=True, description="Whether to serve gRPC too.")
+    grpc_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of gRPC. 0: any free port. Default: the port after `port`.",
+    )
+    tls_certificate: Path | None = Field(
+        default=None, description="PEM file of the certificate with its chain, for HTTP and gRPC."
+    )
+    tls_key: Path | None = Field(
+        default=None, description="PEM file of its key, without a passphrase."
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "Host names under which clients reach the service, besides `host` and those of"
+            " loopback."
+        ),
+    )
+    keys_required: bool | None = Field(
+        default=None, description="Whether API keys are needed. Default: unless `host` is loopback."
+    )
+    admin_key_file: Path | None = Field(
+        default=None, description="File with the first admin key, for containers."
+    )
+    configs: Path | None = Field(default=None, description="Folder of plans that clients may name.")
+    docs: Path | None = Field(
+        default=None,
+        description=(
+            "Folder of the built documentation, which `/help` then shows to everybody: `build/docs`"
+            " after `make docs`. It is read at the start."
+        ),
+    )
+    allow_code: bool = Field(
+        default=False,
+        description=(
+            "Accept .pt2, an exported program, which torch unpickles: that may run its sender's"
+            " code. TorchScript and pickles are never accepted. An upload is still refused unless"
+            " the sandbox stops all that such code must not do."
+        ),
+    )
+    sandbox: SandboxChoice = Field(
+        default="auto",
+        description=(
+            "`auto`: jobs, workers of models and decoders run in every layer of the sandbox that"
+            " this host can hold. `off`: in none."
+        ),
+    )
+    shared_memory: bool = Field(
+        default=False,
+        description=(
+            "Clients on this host may pass tensors in files of /dev/shm that belong to the user of"
+            " the server."
+        ),
+    )
 
-    max_upload_bytes: int = Field(default=4 * GIB, gt=0)  # of one request's files together
-    max_unpacked_bytes: int = Field(default=8 * GIB, gt=0)  # of an archive's members together
-    max_plan_bytes: int = Field(default=256 * 1024, gt=0)
-    # of one inference request, both compressed and unpacked
-    max_infer_bytes: int = Field(default=256 * MIB, gt=0)
-    max_body_bytes: int = Field(default=MIB, gt=0)  # of all other requests
-    max_queued: int = Field(default=1000, gt=0)  # waiting jobs of one owner
+    max_upload_bytes: int = Field(
+        default=4 * GIB, gt=0, description="Size of the files of one request together."
+    )
+    max_unpacked_bytes: int = Field(
+        default=8 * GIB, gt=0, description="Size of the files of an archive together."
+    )
+    max_plan_bytes: int = Field(
+        default=256 * 1024, gt=0, description="Size of a plan, and of a JSON body."
+    )
+    max_infer_bytes: int = Field(
+        default=256 * MIB,
+        gt=0,
+        description=(
+            "Size of one inference request, both compressed and unpacked. Also of its inputs in"
+            " shared memory."
+        ),
+    )
+    max_body_bytes: int = Field(default=MIB, gt=0, description="Size of all other requests.")
+    max_bytes_in_flight: int | None = Field(
+        default=None,
+        ge=MIB,
+        description=(
+            "Bytes of all unfinished requests together, at least those of the largest body."
+            " Default: 1 GiB, or four of the largest bodies if that is more."
+        ),
+    )
+    min_body_bytes_per_s: int = Field(
+        default=64 * 1024, gt=0, description="Bytes per second at which a body has to arrive."
+    )
+    max_connections: int = Field(
+        default=4096,
+        gt=0,
+        description="Connections of HTTP. Also connections of gRPC, and its calls.",
+    )
+    max_connections_per_address: int = Field(
+        default=1024, gt=0, description="Connections of HTTP from one address."
+    )
+    max_queued: int = Field(default=1000, gt=0, description="Waiting jobs of one owner.")
+    max_running: int | None = Field(
+        default=None,
+        gt=0,
+        description="Running jobs of one owner; its other jobs wait. Default: one on each device.",
+    )
+    max_stored_bytes: int = Field(
+        default=200 * GIB, gt=0, description="Size of all jobs of one owner."
+    )
+    max_upload_bytes_per_hour: int = Field(
+        default=100 * GIB, gt=0, description="Bytes that one key sends to `/compile` in an hour."
+    )
+    max_requests_per_s: int | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Requests of one key in a second, over HTTP and gRPC. Default: no limit, because only"
+            " your models and your machine tell a good number."
+        ),
+    )
+    max_streams: int = Field(
+        default=100,
+        gt=0,
+        description="Open streams of one key: events of jobs, and `ModelStreamInfer` of gRPC.",
+    )
+    disk_reserve_bytes: int = Field(
+        default=2 * GIB,
+        ge=0,
+        description=(
+            "Free space of the disk below which no new job is accepted. It leaves room for the"
+            " database, the logs and running jobs."
+        ),
+    )
 
-    # of a job and all its processes; None: 80 % of the machine's
-    job_memory_bytes: int | None = Field(default=None, gt=0)
-    job_disk_bytes: int = Field(default=50 * GIB, gt=0)  # of a job's work directory
-    job_timeout_s: float = Field(default=6 * 3600, gt=0)
-    shutdown_s: float = Field(default=20, gt=0)  # from SIGTERM to the forced end
-    retention_days: float = Field(default=30, gt=0)  # of finished jobs with their files
-    # to load an engine and run it once
-    load_timeout_s: float = Field(default=180, gt=0)
-    versions_kept: int = Field(default=5, ge=1)  # of each model, besides those in use
+    job_memory_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Memory of a job and all its processes. Default: 80 % of the memory of the machine, or"
+            " of the container."
+        ),
+    )
+    job_disk_bytes: int = Field(default=50 * GIB, gt=0, description="Size of a job's work folder.")
+    job_timeout_s: float = Field(
+        default=6 * 3600, gt=0, description="Time of one attempt of a job."
+    )
+    shutdown_s: float = Field(
+        default=20, gt=0, description="Time from SIGTERM until running work is stopped."
+    )
+    retention_days: float = Field(
+        default=30,
+        gt=0,
+        description="How long finished jobs with their files, and unused artifacts, are kept.",
+    )
+    audit_days: float = Field(
+        default=365, gt=0, description="How long entries of the audit are kept."
+    )
+    load_timeout_s: float = Field(
+        default=180,
+        gt=0,
+        description="Time until an engine is loaded and warm; also when a worker is started again.",
+    )
+    versions_kept: int = Field(
+        default=5,
+        ge=1,
+        description="How many of the newest versions of each model are kept, besides those in use.",
+    )
 
-    log_format: Literal["json", "text"] = "json"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    otel_endpoint: str | None = None  # OTLP over HTTP; None: no traces
+    log_format: Literal["json", "text"] = Field(
+        default="json", description="Format of the log's lines."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least level of the log's lines."
+    )
+    otel_endpoint: str | None = Field(
+        default=None,
+        description=(
+            "Address for traces, OTLP over HTTP: requests, with their job and its stages. Needs"
+            " the extra `otel`. Default: no traces."
+        ),
+    )
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
@@ -75,11 +233,27 @@ class Settings(Frozen):
             raise ValueError("no port comes after 65535, give grpc_port")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("expected tls_certificate and tls_key, got one of them")
+        for name in ("max_stored_bytes", "max_upload_bytes_per_hour"):
+            if getattr(self, name) < self.max_upload_bytes:
+                raise ValueError(f"{name} is below max_upload_bytes: raise it, or lower the other")
+        largest = max(self.max_infer_bytes, self.max_body_bytes)
+        if self.bytes_in_flight < largest:
+            raise ValueError(
+                f"expected max_bytes_in_flight to be at least the largest body, {largest}, got"
+                f" {self.max_bytes_in_flight}"
+            )
         return self
 
     @property
     def needs_keys(self) -> bool:
         return self.keys_required if self.keys_required is not None else not is_loopback(self.host)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """The limit of all unfinished requests together."""
+        if self.max_bytes_in_flight is not None:
+            return self.max_bytes_in_flight
+        return max(GIB, 4 * max(self.max_infer_bytes, self.max_body_bytes))
 
     @property
     def rpc_port(self) -> int:
@@ -126,7 +300,7 @@ def settings_from(environ: Mapping[str, str], **options: object) -> Settings:
                 f"no setting {variable}",
                 f"did you mean {PREFIX}{suggestions[0].upper()}?"
                 if suggestions
-                else "docs/service.md lists the settings",
+                else "docs/reference/settings.md lists the settings",
             )
         values[field] = _value(variable, environ[variable])
     values |= {name: value for name, value in options.items() if value is not None}
@@ -138,7 +312,7 @@ def settings_from(environ: Mapping[str, str], **options: object) -> Settings:
         )
         raise PlanError(
             f"the service cannot start with these settings: {faults}",
-            "docs/service.md lists the settings",
+            "docs/reference/settings.md lists the settings",
         ) from error
 
 

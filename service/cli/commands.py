@@ -10,6 +10,7 @@ import typer
 
 from pipeline.cli import terminal
 from service.cli import models as model_commands
+from service.cli.audit import audit
 from service.cli.gc import gc
 from service.cli.options import (
     HomeOption,
@@ -18,6 +19,7 @@ from service.cli.options import (
     UrlOption,
     WaitOption,
     connect,
+    operator,
 )
 from service.cli.progress import follow, print_job
 
@@ -35,6 +37,7 @@ keys = typer.Typer(
 )
 app.add_typer(keys, name="keys")
 app.command()(gc)
+app.command()(audit)
 app.add_typer(model_commands.app)
 
 
@@ -53,14 +56,23 @@ def serve(
         Path | None,
         typer.Option(help="Folder for models, jobs and reports. Default: $CRUCIBLE_HOME."),
     ] = None,
+    shared_memory: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-memory", help="Let clients on this host pass tensors in shared memory."
+        ),
+    ] = None,
 ) -> None:
     """Run the service: it takes models over HTTP, compiles them as jobs, and returns reports and
-    engines. docs/service.md lists all settings.
+    engines. docs/reference/settings.md lists all settings.
     """
     from service.server import serve
     from service.settings import settings_from
 
-    serve(settings_from(os.environ, host=host, port=port, home=home))
+    settings = settings_from(
+        os.environ, host=host, port=port, home=home, shared_memory=shared_memory
+    )
+    serve(settings)
 
 
 # -- keys --------------------------------------------------------------------
@@ -71,7 +83,7 @@ def create(
     name: Annotated[str, typer.Option(help="Purpose of the key, shown by `crucible keys list`.")],
     scopes: Annotated[
         list[str],
-        typer.Option("--scope", help="Permission: compile, infer or admin. Repeatable."),
+        typer.Option("--scope", help="Permission: compile, infer, metrics or admin. Repeatable."),
     ],
     owner: Annotated[
         str,
@@ -84,7 +96,7 @@ def create(
     """Create a key and print it once: the database stores only its digest."""
     from service.storage.keys import Keys
 
-    key, text = Keys(_database(home)).create(name, scopes, owner)
+    key, text = Keys(_database(home)).create(name, scopes, owner, operator())
     scopes_text = ", ".join(key.scopes)
     message = f"key {key.prefix} ({scopes_text}) of {key.owner}; keep it, it is not shown again"
     terminal.console(stderr=True).print(message, highlight=False, soft_wrap=True, markup=False)
@@ -121,15 +133,19 @@ def revoke(
     """Revoke a key. It is refused from the next request on."""
     from service.storage.keys import Keys
 
-    key = Keys(_database(home)).revoke(prefix)
+    key = Keys(_database(home)).revoke(prefix, operator())
     print(f"key {key.prefix} ('{key.name}') is revoked")
 
 
 def _database(home: Path | None) -> Database:
+    from service import logs
     from service.settings import settings_from
     from service.storage.database import Database
 
-    return Database(settings_from(os.environ, home=home).database)
+    settings = settings_from(os.environ, home=home)
+    # the lines of the audit are for the log of a server; a command has its own output
+    logs.configure(settings.model_copy(update={"log_level": "error"}))
+    return Database(settings.database)
 
 
 # -- jobs on a server --------------------------------------------------------
@@ -147,7 +163,8 @@ def submit(
     plan: Annotated[
         Path | None,
         typer.Option(
-            metavar="PLAN.yaml", help="Candidates and limits; docs/service.md lists the keys."
+            metavar="PLAN.yaml",
+            help="Candidates and limits; docs/reference/plan.md lists the keys.",
         ),
     ] = None,
     calibration: Annotated[
@@ -268,6 +285,29 @@ def jobs(
         terminal.plain_table(
             ("job", "name", "what", "state", "stage", "verdict", "winner"), map(_job_row, page.jobs)
         )
+    )
+
+
+@app.command()
+def limits(url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Show the limits of your key and its owner on a service, and what is used of them."""
+    with connect(url) as client:
+        view = client.limits()
+    if as_json:
+        print(view.model_dump_json())
+        return
+    rows = [
+        (
+            limit.setting,
+            limit.meaning,
+            limit.per,
+            f"{limit.used:,}",
+            "none" if limit.limit is None else f"{limit.limit:,}",
+        )
+        for limit in view.limits
+    ]
+    terminal.console().print(
+        terminal.plain_table(("setting", "meaning", "per", "used", "limit"), rows)
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pipeline.errors import PlanError
+from service.cli.options import operator
 
 
 def gc(
@@ -20,7 +21,8 @@ def gc(
     ] = False,
 ) -> None:
     """Remove old jobs with their files, uploads without a job, and unused artifacts.
-    CRUCIBLE_SERVICE_RETENTION_DAYS sets their age.
+    CRUCIBLE_SERVICE_RETENTION_DAYS sets their age, and CRUCIBLE_SERVICE_AUDIT_DAYS that of entries
+    of the audit, which are removed too.
 
     Safe beside a running server and beside `crucible compile`.
     """
@@ -47,6 +49,7 @@ def gc(
             utc_now,
             dry_run,
             Repository(database, Folders(settings.home)).jobs(),
+            operator(),
         )
     finally:
         database.close()
@@ -55,5 +58,6 @@ def gc(
     mib = removed.freed_bytes / 2**20
     print(
         f"{message}: {counts}, {removed.artifacts} artifacts; {mib:.1f} MiB, older than"
-        f" {settings.retention_days:g} days"
+        f" {settings.retention_days:g} days; {removed.audit_entries} entries of the audit, older"
+        f" than {settings.audit_days:g} days"
     )

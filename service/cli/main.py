@@ -12,6 +12,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -23,11 +24,12 @@ from typer.exceptions import TyperException
 from pipeline import distribution
 from pipeline.cli import commands as pipeline_commands
 from pipeline.cli import terminal
+from pipeline.cli.browser import open_page
 from pipeline.cli.commands import command_line, delivered_engine
 from pipeline.cli.options import JsonOption
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.execution.exit_causes import crucible_error
-from pipeline.plan import schema as config
+from pipeline.plan import files as config
 from service.cli import commands as service_commands
 from service.cli.options import UrlOption
 
@@ -44,6 +46,23 @@ results = typer.Typer()
 app.add_typer(pipeline_commands.app)
 app.add_typer(results)
 app.add_typer(service_commands.app)
+
+
+def _sandbox_lines() -> tuple[str, ...]:
+    """Try the sandbox on a home of its own."""
+    from service.sandbox.layers import Sandbox
+    from service.sandbox.proof import prove
+    from service.storage.database import Database
+
+    with tempfile.TemporaryDirectory(prefix="crucible-doctor-") as folder:
+        home = Path(folder)
+        Database(home / "crucible.db").close()
+        sandbox = Sandbox(home)
+        sandbox.find()
+        return prove(sandbox, home / "crucible.db").lines
+
+
+pipeline_commands.sandbox_lines = _sandbox_lines
 
 
 def _print_version(requested: bool) -> None:
@@ -75,6 +94,9 @@ def report(
         ),
     ],
     url: UrlOption = None,
+    show: Annotated[
+        bool, typer.Option("--open", help="Open the HTML form of a folder's report in a browser.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the report of a compile. For a folder, also write the Markdown and HTML forms again
@@ -88,16 +110,23 @@ def report(
 
     folder = Path(result)
     if not folder.exists() and is_remote(result):
+        if show:
+            raise PlanError(
+                f"--open needs a folder with a report, got the job '{result}'",
+                f"download it first: crucible download {result}",
+            )
         service_commands.print_report(result, url, as_json)
         return
     loaded = load_report(folder)
     files = write_report(loaded, folder if folder.is_dir() else folder.parent)
     if as_json:
         print(loaded.model_dump_json())
-        return
-    console = terminal.console()
-    console.print(Markdown(markdown(loaded)))
-    console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
+    else:
+        console = terminal.console()
+        console.print(Markdown(markdown(loaded)))
+        console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
+    if show:
+        open_page(files.html_file)
 
 
 @results.command()

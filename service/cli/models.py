@@ -97,7 +97,7 @@ def load(
     from pydantic import ValidationError
 
     from pipeline.errors import PlanError
-    from pipeline.plan.schema import explain
+    from pipeline.plan.files import explain
 
     try:
         options = DeploymentOptions(
@@ -248,7 +248,8 @@ def _print_shapes(name: str, view: ShapesView) -> None:
     )
     print(
         f"version {view.version} of '{name}' since {date(view.since)}: requests: {requests}, runs:"
-        f" {runs}, padding: {view.padding:.1%} of the input values"
+        f" {runs}, padding: {view.padding:.1%} of the input values; with each batch at the largest"
+        f" length: {view.padding_at_max:.1%}"
     )
     if len(view.shapes) > MOST_ROWS or len(view.batches) > MOST_ROWS:
         print(f"the tables show the {MOST_ROWS} most frequent shapes, --json shows more")

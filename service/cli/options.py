@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from service.client import Client
+    from service.storage.audit import Actor
 
 HomeOption = Annotated[
     Path | None, typer.Option(help="The service's home. Default: $CRUCIBLE_HOME.")
@@ -35,6 +36,19 @@ WaitOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print only the JSON document on stdout, without progress.")
 ]
+
+
+def operator() -> Actor:
+    """Whom the audit names for a command on this machine: the user who runs it."""
+    import getpass
+
+    from service.storage.audit import Actor
+
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in a container
+        name = str(os.getuid())
+    return Actor(f"user:{name}")
 
 
 def connect(url: str | None) -> Client:

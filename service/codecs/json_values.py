@@ -18,7 +18,8 @@ NOT_FINITE = re.compile(r"(?:NaN|Infinity)\b")
 def parsed_object(text: bytes | memoryview, what: str) -> dict[str, object]:
     """Parse a JSON object; `what` names it in messages."""
     try:
-        value = orjson.loads(text)
+        # a copy: a worker could change shared memory of a body after orjson has checked it
+        value = orjson.loads(bytes(text))
     except orjson.JSONDecodeError as error:
         not_finite = NOT_FINITE.match(error.doc, error.pos)
         if not_finite:

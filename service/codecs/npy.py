@@ -37,7 +37,7 @@ def array_from_npy(body: bytes | memoryview, name: str, specs: Iterable[TensorSp
     check_dtype(specs, name, kind)
     check_sizes(name, shape)
     begin, count = stream.tell(), math.prod(shape)
-    if any(size < 0 for size in shape) or len(body) - begin != count * dtype.itemsize:
+    if len(body) - begin != count * dtype.itemsize:
         message = (
             f"'{name}': {kind} {list(shape)} is {count * dtype.itemsize} bytes, got"
             f" {len(body) - begin}"

@@ -8,18 +8,20 @@ JSON header | bytes of tensor | bytes of tensor | ...        Inference-Header-Co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
 
 from pipeline.core import Tensors, TensorSpec
 from service.codecs.json_values import array_from_values, json_of, parsed_object
+from service.codecs.oip_shared_memory import parameters_of, place_from, shared_input
 from service.codecs.tensors import (
     Array,
     array_from,
     bytes_of,
     check_dtype,
+    datatype_of,
     datatype_of_array,
     dtype_of_datatype,
     shape_from,
@@ -27,6 +29,7 @@ from service.codecs.tensors import (
 )
 from service.errors import Unprocessable
 from service.inference import InferAnswer
+from service.regions import Place, SharedInput
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 REFUSED = (
@@ -34,7 +37,6 @@ REFUSED = (
     "sequence_start",
     "sequence_end",
     "priority",
-    "shared_memory_region",
     "classification",
 )
 """Parameters that would change the result, and that this server does not implement.
@@ -55,6 +57,8 @@ class OipRequest:
     timeout_s: float | None = None
     binary: bool = False  # for outputs that are not in `binary_of`
     binary_of: Mapping[str, bool] = field(default_factory=dict)
+    shared_inputs: Mapping[str, SharedInput] = field(default_factory=dict)
+    shared_outputs: Mapping[str, Place] = field(default_factory=dict)
 
     def wants_binary(self, output: str) -> bool:
         return self.binary_of.get(output, self.binary)
@@ -76,17 +80,25 @@ def parse_request(
             "expected `inputs`, a list of at least one tensor", "see GET /v2/models/NAME"
         )
     binary_of: dict[str, bool] = {}
+    shared_outputs: dict[str, Place] = {}
     for name, item in outputs.items():
-        is_binary = _flag(_parameters(item, name), "binary_data")
+        output_parameters = _parameters(item, name)
+        place = place_from(name, output_parameters)
+        if place is not None:
+            shared_outputs[name] = place
+        is_binary = _flag(output_parameters, "binary_data")
         if is_binary is not None:
             binary_of[name] = is_binary
+    tensors, shared_inputs = _tensors(inputs, view, tuple(specs))
     return OipRequest(
-        _tensors(inputs, view, tuple(specs)),
+        tensors,
         _text(document.get("id", ""), "id"),
         tuple(outputs),
         _timeout_s(parameters),
         _flag(parameters, "binary_data_output") or False,
         binary_of,
+        shared_inputs,
+        shared_outputs,
     )
 
 
@@ -103,10 +115,15 @@ def split(body: bytes | memoryview, header_length: int | None) -> tuple[memoryvi
     return view[length:], parsed_object(view[:length], what)
 
 
-def encode_answer(answer: InferAnswer, request: OipRequest) -> list[bytes | memoryview]:
-    """Encode the header and the tensors behind it: one part if no output is binary."""
+def encode_answer(
+    answer: InferAnswer, request: OipRequest, written: Sequence[Document] = ()
+) -> list[bytes | memoryview]:
+    """Encode the header and the tensors behind it: one part if no output is binary.
+
+    `written` describes further outputs, which are in shared memory.
+    """
     binary = {name: request.wants_binary(name) for name in answer.outputs}
-    outputs: list[dict[str, object]] = []
+    outputs: list[Document] = []
     for name, array in answer.outputs.items():
         output: dict[str, object] = {
             "name": name,
@@ -125,7 +142,7 @@ def encode_answer(answer: InferAnswer, request: OipRequest) -> list[bytes | memo
     if answer.id:
         header["id"] = answer.id
     header["parameters"] = timing_parameters(answer)
-    header["outputs"] = outputs
+    header["outputs"] = [*outputs, *written]
     parts = [bytes_of(array) for name, array in answer.outputs.items() if binary[name]]
     return [orjson.dumps(header), *parts]
 
@@ -146,9 +163,11 @@ def timing_parameters(answer: InferAnswer) -> dict[str, float | int | str]:
     }
 
 
-def binary_form(tensors: Tensors, rest: Document) -> tuple[int, list[bytes | memoryview]]:
+def binary_form(
+    tensors: Tensors, rest: Document, shared_inputs: Mapping[str, SharedInput] | None = None
+) -> tuple[int, list[bytes | memoryview]]:
     """Encode a request with binary tensors: the length of the header, and the parts."""
-    inputs = [
+    inputs: list[Document] = [
         {
             "name": name,
             "datatype": datatype_of_array(array),
@@ -157,19 +176,37 @@ def binary_form(tensors: Tensors, rest: Document) -> tuple[int, list[bytes | mem
         }
         for name, array in tensors.items()
     ]
+    for name, shared in (shared_inputs or {}).items():
+        datatype = datatype_of(shared.dtype.name)
+        parameters = parameters_of(shared.place)
+        inputs.append(
+            {"name": name, "datatype": datatype, "shape": shared.shape, "parameters": parameters}
+        )
     header = orjson.dumps({**rest, "inputs": inputs})
     return len(header), [header, *map(bytes_of, tensors.values())]
 
 
 def _tensors(
     items: Mapping[str, Document], view: memoryview, specs: tuple[TensorSpec, ...]
-) -> dict[str, Array]:
-    tensors, begin = {}, 0
+) -> tuple[dict[str, Array], dict[str, SharedInput]]:
+    tensors: dict[str, Array] = {}
+    shared: dict[str, SharedInput] = {}
+    begin = 0
     for name, item in items.items():
         dtype = dtype_of_datatype(name, item.get("datatype"))
         shape = shape_from(name, item.get("shape"))
         check_dtype(specs, name, dtype)
-        length = _parameters(item, name).get("binary_data_size")
+        parameters = _parameters(item, name)
+        length = parameters.get("binary_data_size")
+        place = place_from(name, parameters)
+        if place is not None:
+            if length is not None or "data" in item:
+                raise Unprocessable(
+                    f"'{name}' is in shared memory, and has `data` or `binary_data_size` too",
+                    "send it in one of them",
+                )
+            shared[name] = shared_input(name, dtype, shape, place)
+            continue
         if length is None:
             if "data" not in item:
                 raise Unprocessable(
@@ -192,7 +229,7 @@ def _tensors(
             f"{len(view) - begin} bytes are left behind the last tensor",
             f"check `binary_data_size` and {HEADER_LENGTH}",
         )
-    return tensors
+    return tensors, shared
 
 
 def _items(document: Document, key: str) -> dict[str, Document]:

@@ -13,13 +13,16 @@ from service.codecs.tensors import datatype_of
 from service.inference import Served, Statistics, Total
 
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
+SHARED_MEMORY = "system_shared_memory"
 STATES = {"loading": "LOADING", "ready": "READY", "draining": "UNLOADING", "failed": "UNAVAILABLE"}
 
 Document = dict[str, Any]
 
 
-def server_metadata(version: str) -> Document:
-    return {"name": "crucible", "version": version, "extensions": list(EXTENSIONS)}
+def server_metadata(version: str, shared_memory: bool) -> Document:
+    """Describe the server, with the extension for shared memory if that is switched on."""
+    extensions = [*EXTENSIONS, *([SHARED_MEMORY] if shared_memory else [])]
+    return {"name": "crucible", "version": version, "extensions": extensions}
 
 
 def model_metadata(served: Served, versions: Iterable[int]) -> Document:

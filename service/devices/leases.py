@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import time
 from collections.abc import Callable
 
 from service.devices.policy import Devices, Lease, Use
@@ -17,10 +18,15 @@ def utc_now() -> dt.datetime:
     return dt.datetime.now(dt.UTC)
 
 
+def steady_now() -> dt.datetime:
+    """A time that no change of the host's clock moves: only its differences mean something."""
+    return dt.datetime.fromtimestamp(time.monotonic(), dt.UTC)
+
+
 class Leases:
     """All leases of one host. Lives in one event loop."""
 
-    def __init__(self, devices: Devices, clock: Clock = utc_now) -> None:
+    def __init__(self, devices: Devices, clock: Clock = steady_now) -> None:
         self.devices = devices
         self._clock = clock
         self._waiting: dict[tuple[str, str, Use], asyncio.Future[Lease]] = {}

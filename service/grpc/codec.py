@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from service.auth import Caller
 from service.codecs.oip import REFUSED, timing_parameters
+from service.codecs.oip_shared_memory import REGION, parameters_of, place_from, shared_input
 from service.codecs.tensors import (
     Array,
     array_from,
@@ -30,6 +32,7 @@ from service.grpc.grpc_service_pb2 import (
     ModelInferResponse,
 )
 from service.inference import InferAnswer, InferRequest
+from service.regions import Place, SharedInput
 
 _Kind = type[np.generic]
 ParsedMessage = TypeVar("ParsedMessage", bound=Message)
@@ -85,8 +88,11 @@ def parsed(kind: type[ParsedMessage], data: bytes) -> ParsedMessage:
     return message
 
 
-def message_from(answer: InferAnswer) -> ModelInferResponse:
-    """Convert an answer: the outputs as raw bytes, the times as parameters."""
+def message_from(answer: InferAnswer, places: Mapping[str, Place]) -> ModelInferResponse:
+    """Convert an answer: the outputs as raw bytes, the times as parameters.
+
+    Outputs with a place were written there, and have no raw bytes.
+    """
     return ModelInferResponse(
         model_name=answer.model,
         model_version=str(answer.version),
@@ -94,11 +100,16 @@ def message_from(answer: InferAnswer) -> ModelInferResponse:
         parameters={name: _parameter(value) for name, value in timing_parameters(answer).items()},
         outputs=[
             ModelInferResponse.InferOutputTensor(
-                name=name, datatype=datatype_of(array.dtype.name), shape=array.shape
+                name=name,
+                datatype=datatype_of(array.dtype.name),
+                shape=array.shape,
+                parameters=_place_parameters(places.get(name), array.nbytes),
             )
             for name, array in answer.outputs.items()
         ],
-        raw_output_contents=[array.tobytes() for array in answer.outputs.values()],
+        raw_output_contents=[
+            b"" if name in places else array.tobytes() for name, array in answer.outputs.items()
+        ],
     )
 
 
@@ -113,8 +124,9 @@ def version_from(text: str) -> int | None:
 
 
 def inputs_from(message: ModelInferRequest) -> dict[str, Array]:
-    """Read the tensors of a request, by name."""
-    inputs, raw = message.inputs, message.raw_input_contents
+    """Read the tensors of a request that it holds itself, by name."""
+    inputs = [tensor for tensor in message.inputs if REGION not in tensor.parameters]
+    raw = message.raw_input_contents
     if raw and len(raw) != len(inputs):
         raise Unprocessable(
             f"expected raw_input_contents of all {len(inputs)} inputs, got {len(raw)}",
@@ -128,6 +140,47 @@ def inputs_from(message: ModelInferRequest) -> dict[str, Array]:
             raise Unprocessable(f"input '{name}' comes twice", "send each input once")
         arrays[name] = _array_from_raw(tensor, raw[index]) if raw else _array_from_contents(tensor)
     return arrays
+
+
+def shared_inputs_from(message: ModelInferRequest) -> dict[str, SharedInput]:
+    """The inputs in shared memory, by name."""
+    shared: dict[str, SharedInput] = {}
+    names = {tensor.name for tensor in message.inputs if REGION not in tensor.parameters}
+    for tensor in message.inputs:
+        name = tensor.name
+        place = _place_from(name, tensor.parameters)
+        if place is None:
+            continue
+        _check_parameters(tensor.parameters, name)
+        if name in names or name in shared:
+            raise Unprocessable(f"input '{name}' comes twice", "send each input once")
+        if _filled(tensor.contents):
+            raise Unprocessable(
+                f"input '{name}' comes in `contents` and in shared memory", "send it in one of them"
+            )
+        dtype = dtype_of_datatype(name, tensor.datatype)
+        shape = shape_from(name, tuple(tensor.shape))
+        shared[name] = shared_input(name, dtype, shape, place)
+    return shared
+
+
+def places_from(message: ModelInferRequest) -> dict[str, Place]:
+    """The places of the outputs that belong into shared memory, by name."""
+    places = (
+        (output.name, _place_from(output.name, output.parameters)) for output in message.outputs
+    )
+    return {name: place for name, place in places if place is not None}
+
+
+def _place_from(name: str, parameters: _Parameters) -> Place | None:
+    return place_from(name, {key: _value(parameters[key]) for key in parameters})
+
+
+def _place_parameters(place: Place | None, byte_size: int) -> dict[str, InferParameter]:
+    if place is None:
+        return {}
+    parameters = parameters_of(replace(place, byte_size=byte_size))
+    return {name: _parameter(value) for name, value in parameters.items()}
 
 
 def _array_from_raw(tensor: _Input, buffer: bytes) -> Array:

@@ -9,10 +9,10 @@ all calls, also the refused ones. Unlike for HTTP, Host and Origin are not check
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,14 +20,15 @@ from google.protobuf.message import Message
 from grpc.aio import ServicerContext
 
 from service import logs
-from service.auth import NOBODY, Caller, caller_from
+from service.auth import Caller, Source, caller_from
+from service.bytes_in_flight import Share
 from service.context import Service
-from service.errors import MethodNotAllowed, Unprocessable
+from service.errors import Answer, MethodNotAllowed, SlowBody, Unavailable, Unprocessable
 from service.grpc import grpc_service_pb2 as pb
 from service.grpc.codec import parsed
 from service.grpc.descriptors import HEALTH, SERVICE
 from service.grpc.health import watch
-from service.grpc.methods import METHODS, Call, Method, infer
+from service.grpc.methods import METHODS, Call, Method, address_of, infer
 from service.grpc.offload_worker import raw_form
 from service.grpc.statuses import details_of, metadata_of, status_of
 from service.grpc.stream import answer_each
@@ -35,6 +36,7 @@ from service.grpc.wire_scan import typed_bytes, without_tensors
 from service.http.access_log import NO_ROUTE
 from service.http.error_responses import answer_error
 from service.http.guard import request_id_from
+from service.http.slow_bodies import FREE_S, SLACK_S
 from service.offload.pool import HELP_FROM_BYTES, Helpers
 
 Context = ServicerContext[bytes, bytes]
@@ -52,8 +54,8 @@ class _CallRecord:
     """The data of a call for its log line."""
 
     begin: float
-    request_id: str
-    caller: Caller = NOBODY
+    source: Source
+    caller: Caller
     status: grpc.StatusCode = grpc.StatusCode.OK
     sent_bytes: int = 0
 
@@ -63,7 +65,7 @@ class Edge(grpc.GenericRpcHandler):
 
     def __init__(self, service: Service) -> None:
         self._service, self.stopping = service, asyncio.Event()
-        self._helpers = Helpers(module="service.grpc.offload_worker")
+        self._helpers = Helpers(module="service.grpc.offload_worker", sandbox=service.sandbox)
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
@@ -71,7 +73,7 @@ class Edge(grpc.GenericRpcHandler):
         """Return the handler of a call. gRPC defines the name of this method."""
         metadata: _Metadata = handler_call_details.invocation_metadata
         return grpc.stream_stream_rpc_method_handler(
-            functools.partial(self._handle, handler_call_details.method, metadata)
+            partial(self._handle, handler_call_details.method, metadata)
         )
 
     async def _handle(
@@ -79,8 +81,9 @@ class Edge(grpc.GenericRpcHandler):
     ) -> None:
         headers = {name: value for name, value in metadata if isinstance(value, str)}
         request_id = request_id_from(headers.get("x-request-id", ""))
-        record = _CallRecord(time.perf_counter(), request_id)
-        context.set_trailing_metadata((("x-request-id", record.request_id),))
+        source = Source(address_of(context.peer()), request_id)
+        record = _CallRecord(time.perf_counter(), source, Caller("", (), source=source))
+        context.set_trailing_metadata((("x-request-id", request_id),))
         try:
             await self._answer(path, headers, requests, context, record)
         except asyncio.CancelledError:
@@ -91,11 +94,9 @@ class Edge(grpc.GenericRpcHandler):
             )
             raise
         except Exception as error:  # noqa: BLE001  the edge of a call: others go on
-            answer = answer_error(error, record.request_id, self._service.folders)
+            answer = self._refusal(path, record, error)
             record.status = status_of(answer)
-            context.set_trailing_metadata(
-                (("x-request-id", record.request_id), *metadata_of(answer))
-            )
+            context.set_trailing_metadata((("x-request-id", request_id), *metadata_of(answer)))
             context.set_details(details_of(answer))
             context.set_code(record.status)
         finally:
@@ -111,44 +112,93 @@ class Edge(grpc.GenericRpcHandler):
     ) -> None:
         name = _name(path)
         method = _method(name)
-        record.caller = await self._caller(method, headers)  # before a message is read
+        await self._authorise(method, headers, record)  # before a message is read
 
         async def write(answer: Message) -> None:
             data: bytes = answer.SerializeToString()
             record.sent_bytes += len(data)
             await context.write(data)
 
+        def call_of(caller: Caller) -> Call:
+            return Call(
+                self._service, caller, _remaining_s(context), context.peer(), headers.keys()
+            )
+
         async def new_call() -> Call:
-            caller = await self._caller(method, headers)
-            return Call(self._service, caller, _remaining_s(context))
+            await self._authorise(method, headers, record)
+            return call_of(record.caller)
 
         async def answer_one(request: bytes) -> Message:
-            return await self._stream_answer(new_call, request, record.request_id)
+            with self._service.bytes_in_flight.share() as share:
+                refusal = partial(self._refusal, path, record)
+                return await self._stream_answer(new_call, request, share, refusal)
 
         if name == STREAM:
-            await answer_each(requests, answer_one, write, self.stopping)
+            with self._service.limits.stream(record.caller.key):
+                await answer_each(requests, answer_one, write, self.stopping)
             return
-        async for request in requests:
-            message = await self._read(method, request)
+        with self._service.bytes_in_flight.share() as share:
+            message = await self._read(method, await self._receive(method, requests, share))
             if name == WATCH:
                 await watch(self._service, message, write, self.stopping)
             else:
-                call = Call(self._service, record.caller, _remaining_s(context))
-                await write(await method.does(call, message))
-            return
-        limit = self._service.settings.max_infer_bytes
-        raise Unprocessable(
-            "the call had no readable message", f"send one message of at most {limit} bytes"
-        )
+                await write(await method.does(call_of(record.caller), message))
 
-    async def _caller(self, method: Method, headers: Mapping[str, str]) -> Caller:
+    async def _authorise(
+        self, method: Method, headers: Mapping[str, str], record: _CallRecord
+    ) -> None:
+        """Add the caller to the record. ServiceError if the call is refused."""
         if method.may == "anybody":
-            return NOBODY
-        authorization = headers.get("authorization", "")
-        caller = await caller_from(authorization, self._service.settings, self._service.verify)
+            return
+        service, authorization = self._service, headers.get("authorization", "")
+        record.caller = await caller_from(
+            authorization, record.source, service.settings, service.verify
+        )
         if method.may != "any key":
-            caller.require(method.may)
-        return caller
+            record.caller.require(method.may)
+
+    def _refusal(self, path: str, record: _CallRecord, error: Exception) -> Answer:
+        """Convert an error to an answer, and record a refusal."""
+        answer = answer_error(error, record.source.request, self._service.folders)
+        self._service.refusals.of_request(record.caller, path, answer.status, error)
+        return answer
+
+    async def _receive(self, method: Method, requests: AsyncIterable[bytes], share: Share) -> bytes:
+        """Receive the message of a call, and count it.
+
+        gRPC does not tell how long an incomplete message is, nor how much of it has come. So
+        tensors that take long count as the largest message, and SlowBody ends what takes too long.
+        """
+        loop, largest = asyncio.get_running_loop(), self._service.settings.max_infer_bytes
+        has_tensors = method.takes is pb.ModelInferRequest
+        limit_s = SLACK_S if has_tensors else FREE_S
+        refusal: Unavailable | None = None
+
+        def count_as_largest() -> None:
+            nonlocal refusal
+            try:
+                share.grow(largest)
+            except Unavailable as error:
+                refusal = error
+                timeout.reschedule(loop.time())
+
+        timer = loop.call_later(FREE_S, count_as_largest) if has_tensors else None
+        try:
+            async with asyncio.timeout(limit_s) as timeout:
+                async for request in requests:
+                    share.grow(max(0, len(request) - share.count))
+                    return request
+        except TimeoutError:
+            raise refusal or SlowBody(
+                f"a message that is not complete after {limit_s:g} s",
+                "send it over a faster connection, in parts, or over HTTP",
+            ) from None
+        finally:
+            if timer:
+                timer.cancel()
+        raise Unprocessable(
+            "the call had no readable message", f"send one message of at most {largest} bytes"
+        )
 
     async def _read(self, method: Method, request: bytes) -> Any:
         """Parse a message. A helper reads long lists of numbers: they would block other calls."""
@@ -168,7 +218,8 @@ class Edge(grpc.GenericRpcHandler):
         self,
         call: Callable[[], Awaitable[Call]],
         request: bytes,
-        request_id: str,
+        share: Share,
+        refusal: Callable[[Exception], Answer],
     ) -> pb.ModelStreamInferResponse:
         """Answer one request of a stream.
 
@@ -176,6 +227,7 @@ class Edge(grpc.GenericRpcHandler):
         of a request, as in Triton.
         """
         try:
+            share.grow(len(request))
             message = await self._read(METHODS[STREAM], request)
             answer = await infer(await call(), message)
             error_message = ""
@@ -184,8 +236,7 @@ class Edge(grpc.GenericRpcHandler):
             answer = pb.ModelInferResponse(
                 id=header.id, model_name=header.model_name, model_version=header.model_version
             )
-            refusal = answer_error(error, request_id, self._service.folders)
-            error_message = details_of(refusal)
+            error_message = details_of(refusal(error))
         answer.parameters["triton_final_response"].bool_param = True
         return pb.ModelStreamInferResponse(error_message=error_message, infer_response=answer)
 
@@ -201,7 +252,7 @@ class Edge(grpc.GenericRpcHandler):
             status=record.status.name,
             seconds=round(seconds, 4),
             bytes=record.sent_bytes,
-            request=record.request_id,
+            request=record.source.request,
             key=record.caller.key or None,
         )
 

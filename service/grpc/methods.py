@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
@@ -12,12 +13,20 @@ from google.protobuf.message import Message
 from pipeline import distribution
 from service.auth import Caller
 from service.codecs import oip_metadata as oip_documents
+from service.codecs.oip_shared_memory import write_outputs
 from service.context import Service
 from service.errors import NotFound, Unavailable, Unprocessable
 from service.grpc import grpc_service_pb2 as pb
 from service.grpc import health
-from service.grpc.codec import message_from, request_from, version_from
+from service.grpc.codec import (
+    message_from,
+    places_from,
+    request_from,
+    shared_inputs_from,
+    version_from,
+)
 from service.grpc.health_pb2 import HealthCheckRequest
+from service.regions import OwnRegions, Region
 from service.storage.keys import Scope
 
 
@@ -28,6 +37,12 @@ class Call:
     service: Service
     caller: Caller
     deadline_s: float | None  # time until the client's deadline; None: it has none
+    peer: str  # in gRPC's form: `ipv4:127.0.0.1:50051`
+    headers: Collection[str]  # names of the call's metadata
+
+    def regions(self) -> OwnRegions:
+        """The regions of the caller; Forbidden if this call may use none."""
+        return self.service.regions.of(self.caller.key, address_of(self.peer), self.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +52,12 @@ class Method:
     may: Scope | Literal["anybody", "any key"]
     takes: type[Message]
     does: Callable[[Call, Any], Awaitable[Message]]
+
+
+def address_of(peer: str) -> str:
+    """The IP address in gRPC's form of a peer, such as `ipv6:%5B::1%5D:50051`; else empty."""
+    kind, _, rest = unquote(peer).partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
 
 async def server_live(call: Call, message: pb.ServerLiveRequest) -> Message:
@@ -52,9 +73,10 @@ async def server_ready(call: Call, message: pb.ServerReadyRequest) -> Message:
 
 
 async def server_metadata(call: Call, message: pb.ServerMetadataRequest) -> Message:
-    return ParseDict(
-        oip_documents.server_metadata(distribution.version()), pb.ServerMetadataResponse()
+    document = oip_documents.server_metadata(
+        distribution.version(), call.service.settings.shared_memory
     )
+    return ParseDict(document, pb.ServerMetadataResponse())
 
 
 async def model_ready(call: Call, message: pb.ModelReadyRequest) -> Message:
@@ -120,10 +142,34 @@ async def unload(call: Call, message: pb.RepositoryModelUnloadRequest) -> Messag
     return pb.RepositoryModelUnloadResponse()
 
 
+async def region_status(call: Call, message: pb.SystemSharedMemoryStatusRequest) -> Message:
+    regions = call.regions().status(message.name)
+    documents = {region.name: asdict(region) for region in regions}
+    return ParseDict({"regions": documents}, pb.SystemSharedMemoryStatusResponse())
+
+
+async def region_register(call: Call, message: pb.SystemSharedMemoryRegisterRequest) -> Message:
+    region = Region(message.name, message.key, message.offset, message.byte_size)
+    call.regions().register(region)
+    return pb.SystemSharedMemoryRegisterResponse()
+
+
+async def region_unregister(call: Call, message: pb.SystemSharedMemoryUnregisterRequest) -> Message:
+    call.regions().unregister(message.name)
+    return pb.SystemSharedMemoryUnregisterResponse()
+
+
 async def infer(call: Call, message: pb.ModelInferRequest) -> pb.ModelInferResponse:
-    return message_from(
-        await call.service.serving.infer(request_from(message, call.caller, call.deadline_s))
-    )
+    request = request_from(message, call.caller, call.deadline_s)
+    inputs, places = shared_inputs_from(message), places_from(message)
+    regions: Mapping[str, Region] = {}
+    if inputs or places:
+        own = call.regions()
+        request = replace(request, inputs={**request.inputs, **own.inputs(inputs)})
+        regions = own.outputs(places)
+    answer = await call.service.serving.infer(request)
+    write_outputs(answer.outputs, regions)
+    return message_from(answer, places)
 
 
 async def check(call: Call, message: HealthCheckRequest) -> Message:
@@ -141,11 +187,18 @@ METHODS: Mapping[str, Method] = {
     "RepositoryIndex": Method("any key", pb.RepositoryIndexRequest, repository_index),
     "RepositoryModelLoad": Method("admin", pb.RepositoryModelLoadRequest, load),
     "RepositoryModelUnload": Method("admin", pb.RepositoryModelUnloadRequest, unload),
+    "SystemSharedMemoryStatus": Method("infer", pb.SystemSharedMemoryStatusRequest, region_status),
+    "SystemSharedMemoryRegister": Method(
+        "infer", pb.SystemSharedMemoryRegisterRequest, region_register
+    ),
+    "SystemSharedMemoryUnregister": Method(
+        "infer", pb.SystemSharedMemoryUnregisterRequest, region_unregister
+    ),
     "ModelInfer": Method("infer", pb.ModelInferRequest, infer),
     "ModelStreamInfer": Method("infer", pb.ModelInferRequest, infer),  # for each request
     "Check": Method("anybody", HealthCheckRequest, check),
     "Watch": Method("anybody", HealthCheckRequest, check),  # repeatedly
 }
-"""The methods of this server. Shared memory, and the client's control of traces and logs, are not
-implemented: those methods are UNIMPLEMENTED.
+"""The methods of this server. Shared memory of CUDA, and the client's control of traces and logs,
+are not implemented: those methods are UNIMPLEMENTED.
 """

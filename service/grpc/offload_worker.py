@@ -16,8 +16,9 @@ def raw_form(body: bytes) -> tuple[int, Parts]:
     message = parsed(ModelInferRequest, body)
     arrays = inputs_from(message)
     for tensor in message.inputs:
-        tensor.ClearField("contents")
-    message.raw_input_contents[:] = [arrays[tensor.name].tobytes() for tensor in message.inputs]
+        if tensor.name in arrays:  # not those in shared memory
+            tensor.ClearField("contents")
+    message.raw_input_contents[:] = [array.tobytes() for array in arrays.values()]
     return 0, [message.SerializeToString()]
 
 

@@ -23,7 +23,9 @@ class RpcServer:
         self._edge = Edge(service)
         self._server = grpc.aio.server(
             handlers=[self._edge],
+            maximum_concurrent_rpcs=settings.max_connections,
             options=[
+                ("grpc.max_allowed_incoming_connections", settings.max_connections),
                 # after decompression
                 ("grpc.max_receive_message_length", min(settings.max_infer_bytes, _MAX_BYTES)),
                 ("grpc.max_send_message_length", -1),

@@ -5,12 +5,13 @@ unhandled errors.
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 
 from service import logs
+from service.auth import Caller
 from service.http.error_responses import answer_error
 from service.http.guard import Application, Message, Receive, Send, send_answer
 from service.observability.prometheus import Metrics
@@ -21,12 +22,18 @@ log = logs.get("service.requests")
 # label of requests without a route: a label per unknown path would let strangers fill the memory
 NO_ROUTE = "none"
 
+Refused = Callable[[Caller, str, int, Exception | None], None]
+"""Take a refused request: its caller, its method and path, the status, and the error."""
+
 
 class AccessLog:
     """Middleware that logs and measures the application's requests."""
 
-    def __init__(self, app: Application, metrics: Metrics, folders: Folders) -> None:
+    def __init__(
+        self, app: Application, metrics: Metrics, folders: Folders, refused: Refused
+    ) -> None:
         self._application, self._metrics, self._folders = app, metrics, folders
+        self._refused = refused
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,6 +70,10 @@ class AccessLog:
         self._metrics.request_seconds.labels(method, route).observe(seconds)
         state = scope.get("state", {})
         caller = state.get("caller")
+        if 400 <= status < 500:
+            who = caller or Caller("", (), source=state["source"])
+            request = f"{scope['method']} {scope['path']}"
+            self._refused(who, request, status, state.get("refusal"))
         log.info(
             "request",
             method=scope["method"],

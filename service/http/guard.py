@@ -1,5 +1,5 @@
-"""The gate in front of the application. It checks Host, Origin, key and size before it reads the
-first byte of a body.
+"""The gate in front of the application. It checks Host, Origin, key, size and the bytes of all
+unfinished requests before it reads the first byte of a body.
 
 It is pure ASGI, because a framework's hooks may run after a body was read. A request that is
 answered before its body has arrived, here or in the application, is answered with `Connection:
@@ -14,8 +14,25 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from service.auth import NOBODY, Caller, Verify, caller_from
-from service.errors import Answer, Forbidden, ServiceError, TooLarge, WrongHost, answer_to
+from service.auth import (
+    NOBODY,
+    Caller,
+    SessionKey,
+    Source,
+    Verify,
+    caller_from,
+    caller_from_session,
+)
+from service.bytes_in_flight import BytesInFlight, Share
+from service.errors import (
+    Answer,
+    Forbidden,
+    NoRequest,
+    ServiceError,
+    TooLarge,
+    WrongHost,
+    answer_to,
+)
 from service.settings import Settings
 
 Message = MutableMapping[str, Any]
@@ -26,11 +43,26 @@ Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 # paths without data that a key protects
 PUBLIC = frozenset(
-    {"/healthz", "/readyz", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"}
+    {
+        "/healthz",
+        "/readyz",
+        "/docs",
+        "/help",
+        "/openapi.json",
+        "/v2/health/live",
+        "/v2/health/ready",
+    }
 )
-UPLOADS = frozenset({"/compile"})
+HELP = "/help/"  # beginning of every path of the documentation
+UPLOADS = frozenset({"/compile", "/ui/drafts"})
+# Web pages take a session's cookie, and nothing else does: a browser sends it by itself.
+PAGES = "/ui/"
+SESSION_COOKIE = "crucible_session"
 INFER = "/infer"  # end of every path that takes tensors
+TRY = "/try"  # end of the page with a form of tensors
 MAX_DIGITS = 18  # of a Content-Length
+# of an upload, which goes to the disk: the piece that is written, and those that wait
+UPLOAD_MEMORY_BYTES = 1 << 20
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -44,9 +76,17 @@ class Guard:
     refuses it.
     """
 
-    def __init__(self, app: Application, settings: Settings, verify: Verify) -> None:
+    def __init__(
+        self,
+        app: Application,
+        settings: Settings,
+        verify: Verify,
+        session_key: SessionKey,
+        bytes_in_flight: BytesInFlight,
+    ) -> None:
         self._application, self._settings = app, settings
-        self._verify, self._hosts = verify, settings.hosts
+        self._verify, self._session_key, self._hosts = verify, session_key, settings.hosts
+        self._bytes_in_flight = bytes_in_flight
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,23 +95,34 @@ class Guard:
         headers = _headers(scope["headers"])
         request_id = request_id_from(headers.get("x-request-id", ""))
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id  # for the log, even of a refused request
-        try:
-            state["caller"] = await self._check(scope["method"], scope["path"], headers)
-        except ServiceError as error:
-            await send_answer(send, answer_to(error), request_id)
-            return
-        body = _CountedBody(receive, send, self._limit(scope["path"]), request_id)
-        is_empty = headers.get("content-length", "0") == "0"
-        body.complete = is_empty and "transfer-encoding" not in headers
-        await self._application(scope, body.receive, body.send)
+        # for the log, even of a refused request
+        state["request_id"] = request_id
+        state["source"] = Source((scope.get("client") or ("",))[0], request_id)
+        with self._bytes_in_flight.share() as share:
+            try:
+                _check_one_host(scope["headers"])
+                await self._check(scope["method"], scope["path"], headers, state)
+                share.grow(_memory_bytes(scope["path"], headers))
+            except ServiceError as error:
+                state["refusal"] = error
+                await send_answer(send, answer_to(error), request_id)
+                return
+            state["share"] = share
+            body = _CountedBody(receive, send, self._limit(scope["path"]), request_id)
+            is_empty = headers.get("content-length", "0") == "0"
+            body.complete = is_empty and "transfer-encoding" not in headers
+            if "content-length" not in headers and scope["path"] not in UPLOADS:
+                body.share = share
+            await self._application(scope, body.receive, body.send)
 
-    async def _check(self, method: str, path: str, headers: dict[str, str]) -> Caller:
-        """Return the caller of a request. ServiceError if the request is refused."""
+    async def _check(
+        self, method: str, path: str, headers: dict[str, str], state: dict[str, Any]
+    ) -> None:
+        """Add the caller of a request to its state. ServiceError if the request is refused."""
         self._check_host(headers.get("host", ""))
         if method not in SAFE:
             self._check_origin(headers)
-        caller = await self._caller(path, headers)
+        state["caller"] = await self._caller(path, headers, state["source"])
         length, limit = headers.get("content-length", "0"), self._limit(path)
         is_number = length.isascii() and length.isdigit() and len(length) <= MAX_DIGITS
         if not is_number or int(length) > limit:
@@ -79,7 +130,6 @@ class Guard:
                 f"a body of {length[:MAX_DIGITS]} bytes, expected at most {limit}",
                 "send less, or ask the operator to raise the limit",
             )
-        return caller
 
     def _check_host(self, host: str) -> None:
         name = re.sub(r":\d+$", "", host).lower()
@@ -94,27 +144,53 @@ class Guard:
         origin = headers.get("origin")
         if origin is None and headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
             return
-        name = urlsplit(origin or "").netloc.rpartition("@")[2]
+        name = _host_of(origin or "")
         if not name or name.lower() != headers.get("host", "").lower():
             raise Forbidden(
                 f"a request from another site ('{origin or 'not named'}') may change nothing here",
                 "send it from a program, or from this site",
             )
 
-    async def _caller(self, path: str, headers: dict[str, str]) -> Caller:
-        if path in PUBLIC:
+    async def _caller(self, path: str, headers: dict[str, str], source: Source) -> Caller:
+        if path in PUBLIC or path.startswith(HELP):
             return NOBODY
-        return await caller_from(headers.get("authorization", ""), self._settings, self._verify)
+        if is_page(path):
+            token = session_token(headers.get("cookie", ""))
+            return await caller_from_session(token, source, self._settings, self._session_key)
+        authorization = headers.get("authorization", "")
+        return await caller_from(authorization, source, self._settings, self._verify)
 
     def _limit(self, path: str) -> int:
-        if path.endswith(INFER):
+        if path.endswith(INFER) or (is_page(path) and path.endswith(TRY)):
             return self._settings.max_infer_bytes
         return self._settings.max_upload_bytes if path in UPLOADS else self._settings.max_body_bytes
 
 
+def is_page(path: str) -> bool:
+    """Whether a path belongs to the web pages."""
+    return path == "/" or path.startswith(PAGES)
+
+
+def session_token(cookies: str) -> str:
+    """Return the token of a session from the header Cookie. Empty if it has none; or two, of which
+    another site of this domain may have set one.
+    """
+    pairs = (pair.strip().partition("=") for pair in cookies.split(";"))
+    found = [value for name, _, value in pairs if name == SESSION_COOKIE]
+    return found[0] if len(found) == 1 else ""
+
+
+def _memory_bytes(path: str, headers: dict[str, str]) -> int:
+    """Return how many bytes of a body are in memory at a time, as far as its head tells."""
+    length = headers.get("content-length")
+    if path in UPLOADS:
+        return min(int(length or UPLOAD_MEMORY_BYTES), UPLOAD_MEMORY_BYTES)
+    return int(length or 0)
+
+
 class _CountedBody:
-    """Counts a body while it arrives. If it exceeds the limit, whatever its headers say, the
-    request ends with 413.
+    """Counts a body while it arrives. If it exceeds a limit, whatever its headers say, the request
+    is refused.
     """
 
     def __init__(self, receive: Receive, send: Send, limit: int, request_id: str) -> None:
@@ -122,16 +198,28 @@ class _CountedBody:
         self._count = 0
         self._started = self._over = False
         self.complete = False  # no more of the body will arrive
+        self.share: Share | None = None  # it grows with a body of unknown length
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
-            self._count += len(message.get("body", b""))
             self.complete = not message.get("more_body", False)
-            if self._count > self._limit:
-                await self._refuse()
+            try:
+                self._add(len(message.get("body", b"")))
+            except ServiceError as error:
+                await self._refuse(error)
                 return {"type": "http.disconnect"}
         return message
+
+    def _add(self, count: int) -> None:
+        self._count += count
+        if self._count > self._limit:
+            raise TooLarge(
+                f"a body of more than {self._limit} bytes",
+                "send less, or ask the operator to raise the limit",
+            )
+        if self.share is not None:
+            self.share.grow(count)
 
     async def send(self, message: Message) -> None:
         if self._over:  # already refused
@@ -145,14 +233,25 @@ class _CountedBody:
             message["headers"] = headers
         await self._send(message)
 
-    async def _refuse(self) -> None:
+    async def _refuse(self, error: ServiceError) -> None:
         if not self._started and not self._over:
-            error = TooLarge(
-                f"a body of more than {self._limit} bytes",
-                "send less, or ask the operator to raise the limit",
-            )
             await send_answer(self._send, answer_to(error), self._request_id)
         self._over = True
+
+
+def _check_one_host(raw: Iterable[tuple[bytes, bytes]]) -> None:
+    """Refuse several Host headers: a proxy in front may have decided by another one than we do."""
+    count = sum(name.lower() == b"host" for name, _ in raw)
+    if count > 1:
+        raise NoRequest(f"{count} Host headers, expected one", "send the header Host once")
+
+
+def _host_of(origin: str) -> str:
+    """The host and port of an origin; empty if it has none, or is no URL, such as `http://[`."""
+    try:
+        return urlsplit(origin).netloc.rpartition("@")[2]
+    except ValueError:
+        return ""
 
 
 def _headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

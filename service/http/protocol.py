@@ -1,5 +1,5 @@
-"""HTTP/1.1 connections: they refuse endless headers, and read tensors directly into their final
-buffer.
+"""HTTP/1.1 connections: they refuse endless headers and slow bodies, and read tensors directly into
+their final buffer.
 
 uvicorn's protocol receives a body in pieces and stops reading until the application has taken each
 one, which costs five copies. For tensors only the piece with the headers takes that way: the kernel
@@ -9,16 +9,32 @@ writes the rest into one buffer, which is passed on when it is full.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import math
+from collections.abc import Iterator
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import httptools
-import numpy as np
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.errors import NoRequest, ServiceError, SlowHead, TooLargeHead, answer_to
+from service.errors import (
+    NoRequest,
+    ServiceError,
+    SlowBody,
+    SlowHead,
+    TooLargeHead,
+    Unavailable,
+    answer_to,
+)
+from service.http.connection_limits import ConnectionLimits
 from service.http.guard import INFER, MAX_DIGITS
+from service.http.slow_bodies import OpenBodies
+from service.serving.shared_memory import BodyPool
+from service.settings import Settings
 
 HEAD_S = 30.0  # from a connection's start, or a request's first byte, to the end of its headers
 # of a request's path, query and headers, without the piece in which they began
@@ -27,14 +43,67 @@ MAX_HEAD_BYTES = 65536
 # connection's reset would overtake the answer
 PIECE_BYTES = 256_000
 FLUSH_FROM_BYTES = 65536  # from this size on, the transport pauses whoever writes
+HEADER_LENGTH = b"inference-header-content-length"  # the bytes of JSON before the tensors
 TENSORS_FROM_BYTES = 65536  # from this size on, uvicorn stops reading until a piece is taken
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+TRIM_BYTES = 64 << 20  # free memory that the process keeps
+MMAP_BYTES = 32 << 20  # from this size on, blocks are returned at once; glibc's maximum
 
 
-def protocol() -> Any:
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers, which would stop listening before a load balancer
+    notices the shutdown.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def uvicorn_config(
+    app: Any, settings: Settings, grace_s: float, http: Any = "httptools"
+) -> uvicorn.Config:
+    """Return uvicorn's configuration for an application, whose unfinished answers get `grace_s` at
+    the end. `http` is the factory of connections that uvicorn accepts itself.
+    """
+    return uvicorn.Config(
+        app,
+        http=http,
+        interface="asgi3",
+        ws="none",
+        lifespan="off",  # its errors reach the caller of `serve` in another way
+        log_config=None,
+        access_log=False,  # service.http.access_log writes a line per request
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=math.ceil(grace_s),
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+    )
+
+
+def protocol(settings: Settings, limits: ConnectionLimits) -> Any:
     """Return the factory of one server's connections, for uvicorn's option `http`."""
-    # shared by all connections: each read is consumed before the next one starts
-    piece = memoryview(bytearray(PIECE_BYTES))
-    return lambda *arguments, **options: Connection(piece, Http(*arguments, **options))
+    piece, bodies = piece_buffer(), BodyPool()
+    open_bodies = OpenBodies(settings.min_body_bytes_per_s)
+    return lambda *arguments, **options: Connection(
+        piece, LimitedHttp(limits, bodies, open_bodies, *arguments, **options)
+    )
+
+
+def piece_buffer() -> memoryview:
+    """Return a buffer for all connections: each read is consumed before the next one starts."""
+    return memoryview(bytearray(PIECE_BYTES))
+
+
+def keep_memory() -> bool:
+    """Keep the memory that large bodies free: glibc would return it after each request and fetch it
+    again, with 150 page faults for 602 KB. Returns False without glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES) and mallopt(M_MMAP_THRESHOLD, MMAP_BYTES))
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -108,10 +177,15 @@ class GatheringTransport:
 
 class Http(HttpToolsProtocol):
     """Answers invalid requests in the service's form, and refuses headers that are too long or too
-    slow, for which uvicorn would wait without limit.
+    slow, and slow bodies, for which uvicorn would wait without limit.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self, bodies: BodyPool, open_bodies: OpenBodies, *arguments: Any, **options: Any
+    ) -> None:
+        self._bodies, self._open_bodies = bodies, open_bodies
+        self.body_length: int | None = None  # None: not known
+        self.body_received = 0
         # unfilled part of the tensor buffer; None: the parser gets the next bytes
         self.rest: memoryview | None = None
         # tensor buffer that has not been passed on
@@ -128,6 +202,7 @@ class Http(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
+        self._open_bodies.discard(self)
         if self.cycle is not None:
             # breaks the reference cycle between the request cycle and its `receive`
             vars(self.cycle).pop("receive", None)
@@ -167,6 +242,10 @@ class Http(HttpToolsProtocol):
             )
             return
         super().on_headers_complete()
+        if has_body:
+            is_known = b"content-length" in headers and len(length) <= MAX_DIGITS
+            self.body_length, self.body_received = int(length) if is_known else None, 0
+            self._open_bodies.add(self)
         # pipelined requests, other paths and invalid lengths take uvicorn's way
         if self.pipeline or not self.scope["path"].endswith(INFER) or len(length) > MAX_DIGITS:
             return
@@ -177,6 +256,14 @@ class Http(HttpToolsProtocol):
             receive = partial(self._receive_tensors, self.cycle, int(length))
             self.cycle.receive = receive  # type: ignore[method-assign]
 
+    def on_body(self, body: bytes) -> None:
+        self.body_received += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._open_bodies.discard(self)
+        super().on_message_complete()
+
     async def _receive_tensors(self, cycle: RequestResponseCycle, length: int) -> Any:
         """The application's ASGI `receive`: returns the complete body first, then the disconnect.
         May be cancelled and called again.
@@ -185,7 +272,7 @@ class Http(HttpToolsProtocol):
         vars(cycle).pop("receive", None)
         # else the body came with the headers, is being read, or has been passed on
         if self._body is None and cycle.more_body:
-            self._body = np.empty(length, np.uint8).data
+            self._body = self.memory_for(length)
             self._body[: len(cycle.body)] = cycle.body
             self.rest = self._body[len(cycle.body) :]
             cycle.body = bytearray()
@@ -196,9 +283,19 @@ class Http(HttpToolsProtocol):
         body, self._body = self._body, None
         return {**message, "body": body}
 
+    def memory_for(self, length: int) -> memoryview:
+        """Return memory for the body of the request, which only requests like it use again."""
+        path, headers = self.scope["path"], dict(self.headers)
+        # INFER alone is the only deployed model, which may be another one tomorrow
+        key = None if path == INFER else (path, headers.get(b"authorization"))
+        head = headers.get(HEADER_LENGTH, b"0")
+        is_number = head.isdigit() and len(head) <= MAX_DIGITS
+        return self._bodies.take(length, key, int(head) if is_number else 0)
+
     def rest_received(self, count: int) -> None:
         """Handle `count` new bytes in `rest`."""
         assert self.rest is not None
+        self.body_received += count
         self.rest = self.rest[count:]
         if not self.rest:
             self.rest = None
@@ -206,6 +303,17 @@ class Http(HttpToolsProtocol):
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
             self.on_message_complete()
+
+    def refuse_body(self, error: SlowBody) -> None:
+        """Close the connection, after a refusal unless the answer has begun."""
+        if self.cycle.response_started:
+            self.transport.close()
+        else:
+            self._refuse(error)
+
+    def is_reading(self) -> bool:
+        """Return False while the application reads no more, or answers an earlier request."""
+        return not self.flow.read_paused and not self.pipeline
 
     def _expect_head(self) -> None:
         self._forget_deadline()
@@ -234,13 +342,46 @@ class Http(HttpToolsProtocol):
     def _refuse(self, error: ServiceError) -> None:
         if self.transport.is_closing():
             return
-        answer = answer_to(error)
-        head = (
-            f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type:"
-            f" application/json\r\ncontent-length: {len(answer.json)}"
-        )
-        self.transport.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + answer.json)
+        self.transport.write(refusal(error))
         self.transport.close()
+
+
+class LimitedHttp(Http):
+    """A connection that counts against the limits of connections."""
+
+    def __init__(self, limits: ConnectionLimits, *arguments: Any, **options: Any) -> None:
+        self._limits = limits
+        self._address: str | None = None  # under which it counts
+        super().__init__(*arguments, **options)
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        address = self.client[0] if self.client else ""
+        try:
+            self._limits.admit(address)
+        except Unavailable as error:
+            self._refuse(error)
+        else:
+            self._address = address
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._address is not None:
+            self._limits.release(self._address)
+
+
+def refusal(error: ServiceError) -> bytes:
+    """Return the answer that refuses a request, or a connection, and ends the connection."""
+    answer = answer_to(error)
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(answer.json)),
+        "connection": "close",
+        **answer.headers,
+    }
+    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + answer.json
 
 
 def _too_large() -> TooLargeHead:

@@ -110,6 +110,9 @@ class JobView(Frozen):
     created: str
     started: str | None
     finished: str | None
+    sandbox: tuple[str, ...] = Field(
+        default=(), description="Layers of the sandbox that held during its last attempt"
+    )
     attempt: int = Field(
         description="Number of starts: more than one if the server was restarted meanwhile"
     )
@@ -149,8 +152,35 @@ class RecompileView(Frozen):
     job: JobView | None = Field(description="The new job; null for a dry run")
 
 
+class LimitView(Frozen):
+    """A limit, and what is used of it now."""
+
+    model_config = _example(
+        setting="max_queued", meaning="waiting jobs", per="owner", used=3, limit=1000
+    )
+
+    setting: str = Field(description="The setting of the service that raises it")
+    meaning: str
+    per: Literal["key", "owner"]
+    used: int
+    limit: int | None = Field(description="null: no limit")
+
+
+class LimitsView(Frozen):
+    """The limits of a caller."""
+
+    owner: str
+    key: str | None = Field(description="The key's prefix; null without a key")
+    limits: tuple[LimitView, ...]
+
+
 class Health(Frozen):
-    status: Literal["ok", "ready"]
+    status: Literal["ok"]
+
+
+class Readiness(Frozen):
+    status: Literal["ready"]
+    jobs: str = Field(description="`ready`, or why no job is accepted", examples=["ready"])
 
 
 def view_of_job(job: Job, now: dt.datetime) -> JobView:

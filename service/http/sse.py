@@ -11,11 +11,14 @@ reconnects.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import orjson
+from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
+from starlette.types import Receive, Scope, Send
 
 from service.context import Service
 from service.errors import NotFound
@@ -25,6 +28,26 @@ from service.jobs.store import JobStore, StoredEvent
 HEARTBEAT_S = 15.0  # proxies cut connections that are silent for a minute
 HEARTBEAT = format_sse_event(comment="heartbeat")
 RESTARTING = format_sse_event(event="server-restarting", data_str="{}", retry=2000)
+
+
+class EventStream(StreamingResponse):
+    """An answer of server-sent events. `slot` is entered for as long as it is sent, and may refuse
+    it before its first byte.
+    """
+
+    def __init__(
+        self, events: AsyncIterator[bytes], slot: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._slot = slot
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._slot():
+            await super().__call__(scope, receive, send)
 
 
 async def stream(

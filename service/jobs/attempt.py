@@ -16,12 +16,13 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.errors import CrucibleError, HostError
+from pipeline.errors import CrucibleError, DiskFull, HostError
 from pipeline.execution.exit_causes import crucible_error
+from pipeline.plan.schema import Plan
 from service import logs
 from service.devices.leases import Leases
 from service.devices.policy import Lease
@@ -49,11 +50,13 @@ from service.jobs.state import (
 )
 from service.jobs.worker_client import Child, environment_for
 from service.sandbox.framing import BadMessage, Failed
+from service.sandbox.layers import Box, Sandbox, named_files, shared_files
 from service.storage.layout import Folders
 
 PATIENCE_S = 60.0  # how long a measurement waits for engines to stop serving on the device
 # delay per message of a child that sends too many, so that the server has time for others
 SLOWED_S = 0.005
+DISK_CODES = ("job.disk", DiskFull.code)
 RETRY_S = 2.0  # between attempts to store how a job ended, where the disk is full
 
 log = logs.get("service.attempt")
@@ -73,6 +76,7 @@ class AttemptContext:
     worker: Sequence[str]
     limits: watchdog.Limits
     timeout_s: float
+    sandbox: Sandbox
 
 
 class Attempt:
@@ -111,17 +115,42 @@ class Attempt:
         environment = environment_for(self.job.id, self.job.device, work, os.environ)
         # twice the disk limit, so that the watchdog acts before the limit of one file
         file_bytes = 2 * context.limits.disk_bytes
-        child = await Child.start(context.worker, self.job.id, work, file_bytes, environment)
+        box = await asyncio.to_thread(self._enter, plan)
         try:
-            await context.record(self.job.id, Started(child.pid, child.started))
-            log.info("job.started", job=self.job.id, pid=child.pid, device=self.job.device)
-            await child.send(self._start(plan.name))
-            ending = await self._first_ending(child)
+            ending = await self._run_in(box, plan.name, file_bytes, environment)
         finally:
-            await child.end()
+            await asyncio.to_thread(box.close)
             # a job that has filled the disk leaves no space to store its last event
             await asyncio.to_thread(work.clear_temporary)
         return await asyncio.to_thread(self._publish) if ending is None else ending
+
+    def _enter(self, plan: Plan) -> Box:
+        """Make the sandbox of this job's child."""
+        context, home = self._context, self._context.folders.home
+        return context.sandbox.enter(
+            self.job.id,
+            self._work,
+            self.job.device,
+            read=(context.folders.uploads(self.job.id), *named_files(plan, home)),
+            shared=shared_files(home),
+            memory_bytes=context.limits.memory_bytes,
+            cpu_s=context.timeout_s,
+        )
+
+    async def _run_in(
+        self, box: Box, name: str, file_bytes: int, environment: Mapping[str, str]
+    ) -> JobEvent | None:
+        """Run the child. Returns None if it has finished its report."""
+        context, work = self._context, self._work
+        child = await Child.start(context.worker, self.job.id, work, file_bytes, environment, box)
+        try:
+            started = Started(child.pid, child.started, context.sandbox.held)
+            await context.record(self.job.id, started)
+            log.info("job.started", job=self.job.id, pid=child.pid, device=self.job.device)
+            await child.send(self._start(name))
+            return await self._first_ending(child, box)
+        finally:
+            await child.end()
 
     def _start(self, name: str) -> Start:
         folders, job = self._context.folders, self.job
@@ -154,9 +183,9 @@ class Attempt:
         finally:
             await _cancel_all(request)
 
-    async def _first_ending(self, child: Child) -> JobEvent | None:
+    async def _first_ending(self, child: Child, box: Box) -> JobEvent | None:
         """Return the event that ends the child first; None if the child has finished its report."""
-        listening = asyncio.ensure_future(self._listen(child))
+        listening = asyncio.ensure_future(self._listen(child, box))
         watching = asyncio.ensure_future(self._watch(child))
         try:
             done, _ = await asyncio.wait(
@@ -183,7 +212,7 @@ class Attempt:
             )
         )
 
-    async def _listen(self, child: Child) -> JobEvent | None:
+    async def _listen(self, child: Child, box: Box) -> JobEvent | None:
         """Handle the child's messages until the last one. Returns None for Finished, else the job's
         event.
         """
@@ -210,7 +239,10 @@ class Attempt:
                     raise BadMessage(f"more than {MAX_MESSAGES} messages")
         except EOFError:
             usage = await self._usage(child)  # a limit may have killed it between two checks
-            return Died(watchdog.verdict(usage, self._context.limits) or await child.death())
+            limits = self._context.limits
+            if box.ran_out_of_memory:
+                usage = replace(usage, memory_bytes=limits.memory_bytes + 1)
+            return Died(watchdog.verdict(usage, limits) or await child.death())
         except BadMessage as error:
             failure = Failure(
                 code="job.protocol",
@@ -256,8 +288,10 @@ class Attempt:
 
     async def _conclude(self, ending: JobEvent) -> None:
         """Store the job's last event. Retries until that succeeds, because the server must not lose
-        it.
+        it. A job that has filled the disk keeps only its log, so that there is space for the event.
         """
+        if isinstance(ending, Died) and ending.failure.code in DISK_CODES:
+            await asyncio.to_thread(self._work.empty)
         while True:
             try:
                 job = await self._context.record(self.job.id, ending)
@@ -279,12 +313,10 @@ class Attempt:
         await asyncio.to_thread(self._tidy, job)
 
     def _tidy(self, job: Job) -> None:
-        """Delete what a retry does not need. A job that exceeded its disk limit keeps only its
-        log.
-        """
+        """Delete what a retry does not need."""
         with contextlib.suppress(OSError):
             self._work.shorten_log()
-        if job.state == "succeeded" or (job.failure and job.failure.code == "job.disk"):
+        if job.state == "succeeded":
             self._work.empty()
         if job.state != "succeeded":
             shutil.rmtree(self._context.folders.report(job.id), ignore_errors=True)

@@ -33,6 +33,8 @@ class HostIdentity(Frozen):
     devices: dict[str, str]  # "cpu", "gpu:0", ... with the name of each
     # of devices, targets and tool versions: an equal request on another digest makes a new job
     digest: str
+    # every `backend precision`, with why this host refuses it; empty if it does not
+    candidates: dict[str, str] = Field(default_factory=dict)
 
 
 class Start(Frozen):

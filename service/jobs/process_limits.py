@@ -1,4 +1,5 @@
-"""Limits on a job's memory and disk. `verdict` is pure; `sample` measures.
+"""Limits on a job's memory and disk, and on how full the disk may be. `verdict` is pure; `sample`
+measures.
 
 Memory is the sum over all processes of the job. Resident pages (RSS) are cheap to read. Only if
 their sum is over the limit are shared pages counted once (PSS): reading PSS stops the process for a
@@ -8,16 +9,19 @@ moment, which would disturb a measurement.
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from pipeline.errors import DiskFull
 from service.jobs.state import Failure
 from service.settings import Settings
 
 EVERY_S = 0.5
 SHARE = 0.8  # of the machine's memory, where the settings name no limit
+FULL_SHARE = 10  # running jobs may use the disk reserve up to a tenth of it
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -28,14 +32,16 @@ class Limits:
 
     memory_bytes: int
     disk_bytes: int
+    min_free_bytes: int  # on the disk of the home
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Memory and disk that they use now."""
+    """Memory and disk that they use now, and what is left on the disk of the home."""
 
     memory_bytes: int
     disk_bytes: int
+    free_bytes: int
 
 
 def verdict(sample: Sample, limits: Limits) -> Failure | None:
@@ -60,12 +66,26 @@ def verdict(sample: Sample, limits: Limits) -> Failure | None:
                 message=message,
                 next_step=f"{advice}; or raise the service's setting job_{resource}_bytes",
             )
+    if sample.free_bytes <= limits.min_free_bytes:
+        message = (
+            f"the disk of the service is full: {sample.free_bytes} bytes are free, and a job needs"
+            f" more than {limits.min_free_bytes}, a tenth of disk_reserve_bytes; it was stopped"
+        )
+        return Failure(
+            code=DiskFull.code,
+            message=message,
+            next_step="free space on the disk of the service's home, then retry the job",
+        )
     return None
 
 
 def limits_from(settings: Settings, machine_bytes: int) -> Limits:
     """Return the limits of each job."""
-    return Limits(settings.job_memory_bytes or int(SHARE * machine_bytes), settings.job_disk_bytes)
+    return Limits(
+        settings.job_memory_bytes or int(SHARE * machine_bytes),
+        settings.job_disk_bytes,
+        settings.disk_reserve_bytes // FULL_SHARE,
+    )
 
 
 def machine_memory(cgroup: Path = CGROUP) -> int:
@@ -79,7 +99,9 @@ def machine_memory(cgroup: Path = CGROUP) -> int:
 
 
 def sample(pid: int, work: Path, limits: Limits) -> Sample:
-    """Measure the memory of a process and its descendants, and the size of its work directory."""
+    """Measure the memory of a process and its descendants, the size of its work directory, and the
+    free space beside that directory.
+    """
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -90,7 +112,7 @@ def sample(pid: int, work: Path, limits: Limits) -> Sample:
         if resident <= limits.memory_bytes
         else sum(_proportional(process) for process in processes)
     )
-    return Sample(memory, disk_use(work))
+    return Sample(memory, disk_use(work), shutil.disk_usage(work.parent).free)
 
 
 def _resident(process: psutil.Process) -> int:

@@ -113,8 +113,10 @@ def _check_engine(out: Path, report: Report) -> None:
     none, there must be none.
     """
     known = {candidate.label for candidate in report.candidates}
-    if report.verdict == "keep" and report.baseline:
+    if report.baseline and report.verdict == "keep":
         known = {report.baseline.label}
+    elif report.baseline and report.verdict == "unproven":  # `keep`, if nothing had disturbed it
+        known.add(report.baseline.label)
     if report.winner is not None and report.winner not in known:
         raise ValueError("its winner is not among its candidates")
     if report.verdict == "accepted" and report.winner is None:

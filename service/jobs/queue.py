@@ -1,5 +1,5 @@
-"""Runs the jobs: one queue per device and one child at a time on each. Stores their events and
-wakes the clients that wait for them.
+"""Runs the jobs: one queue per device and one child at a time on each. The owners of the waiting
+jobs take turns. Stores the events of the jobs and wakes the clients that wait for them.
 
     runner = JobRunner(settings, job_store, leases)
     await runner.start()                             kills children that an earlier server left and
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -46,6 +47,7 @@ from service.jobs.state import (
     JobEvent,
     Requeued,
     StaleEvent,
+    Started,
     after_a_crash,
     new_id,
     next_of,
@@ -53,7 +55,9 @@ from service.jobs.state import (
 from service.jobs.store import JobStore, Once
 from service.jobs.traces import current_trace
 from service.sandbox import process_tree as processes
+from service.sandbox.layers import Sandbox
 from service.settings import Settings
+from service.storage.audit import SERVICE, Actor, Details, Entry
 from service.storage.layout import Folders
 
 WORKER = (sys.executable, "-m", "service.jobs.worker")
@@ -75,6 +79,7 @@ class JobRunner:
         jobs: JobStore,
         leases: Leases,
         worker: Sequence[str] = WORKER,
+        sandbox: Sandbox | None = None,
         observers: Sequence[Callable[[Job, JobEvent], None]] = (),
         clock: Clock = utc_now,
         most_interruptions: int = MAX_INTERRUPTIONS,
@@ -85,9 +90,16 @@ class JobRunner:
         self._most_interruptions = most_interruptions
         limits = limits_from(settings, machine_memory())
         self._context = AttemptContext(
-            self.folders, leases, self._record, worker, limits, settings.job_timeout_s
+            self.folders,
+            leases,
+            self._record,
+            worker,
+            limits,
+            settings.job_timeout_s,
+            sandbox or Sandbox(settings.home),
         )
         self._queued: dict[str, Job] = {}
+        self._last_starts: dict[tuple[str, str], str] = {}  # UTC, by device and owner
         self._attempts: dict[str, Attempt] = {}  # by device
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
@@ -97,6 +109,7 @@ class JobRunner:
     async def start(self) -> None:
         """Kill children that an earlier server left, queue its jobs again, and start the queues."""
         unfinished = await self._in_thread(self._jobs.unfinished)
+        self._last_starts = await self._in_thread(self._jobs.last_starts)
         await asyncio.to_thread(_kill_leftovers, unfinished)
         for job in unfinished:
             current = (
@@ -128,21 +141,23 @@ class JobRunner:
         await self._in_thread(self._jobs.close)
         self._thread.shutdown()
 
-    async def submit(self, job: Job, once: Once | None = None) -> tuple[Job, bool]:
+    async def submit(
+        self, job: Job, once: Once | None = None, actor: Actor = SERVICE
+    ) -> tuple[Job, bool]:
         """Add a job, or return the job of an earlier equal request: see `JobStore.add`."""
-        return await self._finish(self._submit(job, once))
+        return await self._finish(self._submit(job, once, actor))
 
-    async def cancel(self, job_id: str, owner: str | None = None) -> Job:
+    async def cancel(self, job_id: str, owner: str | None = None, actor: Actor = SERVICE) -> Job:
         """Cancel a job. Conflict if it has ended. A running job stays `cancelling` until its
         processes are gone.
         """
-        return await self._finish(self._cancel(job_id, owner))
+        return await self._finish(self._cancel(job_id, owner, actor))
 
-    async def retry(self, job_id: str, owner: str | None = None) -> Job:
+    async def retry(self, job_id: str, owner: str | None = None, actor: Actor = SERVICE) -> Job:
         """Add a new job for one that failed or was cancelled. It continues from the stored
         artifacts. Conflict for a job in any other state.
         """
-        return await self._finish(self._retry(job_id, owner))
+        return await self._finish(self._retry(job_id, owner, actor))
 
     def changed(self, job_id: str) -> asyncio.Event:
         """Return an event that is set at the job's next event, or when the runner stops. It fires
@@ -155,19 +170,21 @@ class JobRunner:
 
     # -- their implementation ------------------------------------------------------------
 
-    async def _submit(self, job: Job, once: Once | None) -> tuple[Job, bool]:
+    async def _submit(self, job: Job, once: Once | None, actor: Actor) -> tuple[Job, bool]:
         self._check_open()
+        entry = Entry(actor, "job.submitted", f"job/{job.id}", {"name": job.name})
         added, is_new = await self._in_thread(
-            partial(self._jobs.add, job, self._clock(), once, self._settings.max_queued)
+            partial(self._jobs.add, job, self._clock(), once, self._settings.max_queued, entry)
         )
         if is_new:
             self._enqueue(added)
         return added, is_new
 
-    async def _cancel(self, job_id: str, owner: str | None) -> Job:
-        await self._in_thread(partial(self._jobs.get, job_id, owner))
+    async def _cancel(self, job_id: str, owner: str | None, actor: Actor) -> Job:
+        before = await self._in_thread(partial(self._jobs.get, job_id, owner))
+        entry = Entry(actor, "job.cancelled", f"job/{job_id}", {"owner": before.owner})
         try:
-            job = await self._record(job_id, CancelAsked())
+            job = await self._record(job_id, CancelAsked(), entry)
         except StaleEvent:
             raise Conflict(
                 f"job {job_id} has ended", f"GET /jobs/{job_id} shows its state"
@@ -178,7 +195,7 @@ class JobRunner:
                 attempt.stop(CANCELLED)
         return job
 
-    async def _retry(self, job_id: str, owner: str | None) -> Job:
+    async def _retry(self, job_id: str, owner: str | None, actor: Actor) -> Job:
         self._check_open()
         old = await self._in_thread(partial(self._jobs.get, job_id, owner))
         if old.state not in ("failed", "cancelled"):
@@ -200,8 +217,10 @@ class JobRunner:
             estimate_s=old.estimate_s,
             trace=current_trace(),
         )
+        details: Details = {"retries": old.id, "owner": old.owner}
+        entry = Entry(actor, "job.retried", f"job/{new.id}", details)
         added, is_new = await self._in_thread(
-            partial(self._jobs.add, new, now, None, self._settings.max_queued)
+            partial(self._jobs.add, new, now, None, self._settings.max_queued, entry)
         )
         if is_new:
             try:
@@ -229,15 +248,25 @@ class JobRunner:
         self._pump()
 
     def _pump(self) -> None:
-        """Start the next job of each device that runs none. Fail jobs for devices that this host
-        does not have.
+        """Start the next job of each device that runs none. Owners that run as many jobs as they
+        may are left out. Fail jobs for devices that this host does not have.
         """
         if self._stopping:
             return
         devices = self._leases.devices.names
+        running = Counter(attempt.job.owner for attempt in self._attempts.values())
+        most = self._settings.max_running or len(devices)
         for device in devices:
-            job = next_of(job for job in self._queued.values() if job.device == device)
-            if job is not None and device not in self._attempts:
+            if device in self._attempts:
+                continue
+            waiting = (
+                job
+                for job in self._queued.values()
+                if job.device == device and running[job.owner] < most
+            )
+            job = next_of(waiting, self._last_starts)
+            if job is not None:
+                running[job.owner] += 1
                 del self._queued[job.id]
                 self._attempts[device] = attempt = Attempt(job, self._context)
                 self._keep(asyncio.create_task(self._run(device, attempt)))
@@ -256,11 +285,14 @@ class JobRunner:
             del self._attempts[device]
             self._pump()
 
-    async def _record(self, job_id: str, event: JobEvent) -> Job:
+    async def _record(self, job_id: str, event: JobEvent, entry: Entry | None = None) -> Job:
         """Store an event with the host's paths removed, and wake the clients that wait for it."""
+        scrubbed = scrubbed_event(event, self.folders)
         job, _ = await self._in_thread(
-            partial(self._jobs.append, job_id, scrubbed_event(event, self.folders), self._clock())
+            partial(self._jobs.append, job_id, scrubbed, self._clock(), entry)
         )
+        if isinstance(event, Started) and job.started is not None:
+            self._last_starts[job.device, job.owner] = job.started
         self._wake(job_id)
         for observe in self._observers:
             observe(job, event)

@@ -5,6 +5,7 @@
     folders      uploads without a job, a day after the last write; work and reports without a job,
                  after `retention_days`
                  except reports that prove a version of a model
+    audit        entries older than `audit_days`
     artifacts    of the store: unused for `retention_days` plus the job timeout, so that no running
                  job loses an artifact
 
@@ -29,6 +30,7 @@ from service.jobs.process_limits import disk_use
 from service.jobs.state import Job
 from service.jobs.store import JobStore
 from service.settings import Settings
+from service.storage.audit import SERVICE, Actor
 from service.storage.layout import Folders
 
 ORPHAN_AFTER = dt.timedelta(days=1)  # since the last write: an unfinished upload has no job yet
@@ -74,6 +76,7 @@ class Collected:
     folders: int
     artifacts: int
     freed_bytes: int
+    audit_entries: int = 0
 
 
 def expired(contents: Contents, now: dt.datetime, settings: Settings) -> Expired:
@@ -123,19 +126,21 @@ def collect(
     clock: Callable[[], dt.datetime],
     dry_run: bool = False,
     promoted: frozenset[str] = frozenset(),
+    actor: Actor = SERVICE,
 ) -> Collected:
     """Remove the expired items, or only count them if `dry_run`. Each job's row is removed before
     its files, so that an interrupted removal leaves only folders without a job.
     """
     home, folders, store = settings.home, Folders(settings.home), Store(settings.home)
-    items = expired(look(home, jobs, promoted), clock(), settings)
+    now = clock()
+    items = expired(look(home, jobs, promoted), now, settings)
     freed, artifacts = 0, 0
     for job_id in items.jobs:
         paths = (folders.uploads(job_id), folders.work(job_id).root, folders.report(job_id))
         freed += sum(map(disk_use, paths))
         if not dry_run:
             with contextlib.suppress(NotFound):  # another process was first
-                jobs.remove(job_id)
+                jobs.remove(job_id, actor)
             folders.remove(job_id)
             log.info("job.removed", job=job_id)
     for folder in items.folders:
@@ -147,7 +152,8 @@ def collect(
         size = disk_use(item.path)
         if dry_run or store.remove(item.path, item.used.timestamp()):
             freed, artifacts = freed + size, artifacts + 1
-    return Collected(len(items.jobs), len(items.folders), artifacts, freed)
+    entries = jobs.audit.expire(now - dt.timedelta(days=settings.audit_days), dry_run)
+    return Collected(len(items.jobs), len(items.folders), artifacts, freed, entries)
 
 
 def _items(parent: Path) -> Iterator[Item]:

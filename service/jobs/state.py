@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime as dt
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +68,7 @@ class Job(Frozen):
     # process id of the running child, with its start time, because the system reuses ids
     pid: int | None = None
     pid_started: float | None = None
+    sandbox: tuple[str, ...] = ()  # layers that held during its last attempt
     # W3C `traceparent` of the request that made the job; None: traces are off
     trace: str | None = None
 
@@ -91,6 +92,7 @@ class Started:
 
     pid: int
     pid_started: float
+    layers: tuple[str, ...] = ()  # as Job.sandbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
                 "attempt": job.attempt + 1,
                 "pid": event.pid,
                 "pid_started": event.pid_started,
+                "sandbox": event.layers,
             }
             return job.model_copy(update=start)
         case StageEvent(), "running" | "cancelling":
@@ -197,6 +200,14 @@ def after_a_crash(job: Job, most: int) -> JobEvent:
     )
 
 
-def next_of(queued: Iterable[Job]) -> Job | None:
-    """Choose the next job of one device's queue: interrupted jobs first, then the oldest."""
-    return min(queued, key=lambda job: (job.attempt == 0, job.created, job.id), default=None)
+def next_of(queued: Iterable[Job], last_starts: Mapping[tuple[str, str], str]) -> Job | None:
+    """Choose the next job of one device's queue: interrupted jobs first, then the oldest job of the
+    owner whose last job on this device started longest ago, or never. `last_starts` is that of
+    `JobStore.last_starts`.
+    """
+
+    def turn(job: Job) -> tuple[bool, str, str, str]:
+        last_start = last_starts.get((job.device, job.owner), "")  # never: before all others
+        return job.attempt == 0, last_start, job.created, job.id
+
+    return min(queued, key=turn, default=None)

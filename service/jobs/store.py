@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from pipeline.execution.stage_event import StageEvent
 from service import logs
-from service.errors import Conflict, NotFound, ServiceError, TooMany
+from service.errors import Conflict, NotFound, NotOwned, ServiceError, TooMany
 from service.jobs.state import (
     FINAL,
     CancelAsked,
@@ -39,6 +39,8 @@ from service.jobs.state import (
     Succeeded,
     step,
 )
+from service.limits import raised_by
+from service.storage.audit import SERVICE, Actor, Audit, Details, Entry
 from service.storage.database import Database
 
 ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
@@ -51,7 +53,10 @@ log = logs.get("service.job_store")
 
 
 class DamagedRow(ServiceError):
-    """The database row of a job cannot be read."""
+    """The database row of a job cannot be read.
+
+    Next: the operator restores `crucible.db` from a backup, or removes the job.
+    """
 
     code = "service.damaged_row"
 
@@ -86,12 +91,18 @@ class JobStore:
     """All jobs of one home. Safe for threads."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self._database, self.audit = database, Audit(database)
 
     def add(
-        self, job: Job, now: dt.datetime, once: Once | None = None, most_queued: int | None = None
+        self,
+        job: Job,
+        now: dt.datetime,
+        once: Once | None = None,
+        most_queued: int | None = None,
+        entry: Entry | None = None,
     ) -> tuple[Job, bool]:
-        """Add a queued job. Returns it and True, or the job of an earlier equal request and False.
+        """Add a queued job, and `entry` to the audit. Returns it and True, or the job of an earlier
+        equal request and False.
 
         Conflict if the Idempotency-Key came with another request within 24 h; TooMany if the owner
         has `most_queued` jobs waiting.
@@ -106,8 +117,9 @@ class JobStore:
                 ).fetchone()[0]
                 if most_queued is not None and queued >= most_queued:
                     raise TooMany(
-                        f"{queued} of your jobs are waiting, expected at most {most_queued}",
-                        "wait for some, or cancel them",
+                        f"{queued} of your jobs are waiting, expected at most {most_queued}"
+                        " (`max_queued`)",
+                        f"wait for some, or cancel them; {raised_by('max_queued')}",
                         60,
                     )
                 values = (
@@ -124,6 +136,8 @@ class JobStore:
                     values,
                 )
                 _insert_event(rows, job.id, job.created, "queued", {})
+                if entry is not None:
+                    self.audit.add(rows, entry)
             chosen = known or job
             if once is not None:
                 rows.execute(
@@ -185,9 +199,11 @@ class JobStore:
             matches[limit - 1]["id"] if len(matches) > limit else None,
         )
 
-    def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
-        """Store an event and the resulting job, both or neither. StaleEvent if the event does not
-        fit the job's state.
+    def append(
+        self, job_id: str, event: JobEvent, now: dt.datetime, entry: Entry | None = None
+    ) -> tuple[Job, int]:
+        """Store an event, the resulting job, and `entry` in the audit, all or none. StaleEvent if
+        the event does not fit the job's state.
         """
         with self._database.write() as rows:
             before = _job(_row(rows, job_id, None))
@@ -197,6 +213,8 @@ class JobStore:
                 (job.state, job.model_dump_json(), job_id),
             )
             kind, data = client_event(event, job)
+            if entry is not None:
+                self.audit.add(rows, entry)
             return job, _insert_event(rows, job_id, _text(now), kind, data)
 
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> tuple[StoredEvent, ...]:
@@ -208,6 +226,22 @@ class JobStore:
             ).fetchall()
         return tuple(_events(matches))
 
+    def newest_of_stages(self, job_id: str) -> tuple[StoredEvent, ...]:
+        """Return the newest event of each stage and subject of the last attempt, in the order in
+        which they began.
+        """
+        with self._database.read() as rows:
+            matches = rows.execute(
+                "SELECT events.* FROM events JOIN (SELECT min(seq) AS first, max(seq) AS last FROM"
+                " events WHERE job_id = ?1 AND kind = 'stage' AND json_valid(data)"
+                " AND seq > coalesce((SELECT max(seq)"
+                " FROM events WHERE job_id = ?1 AND kind = 'running'), 0) GROUP BY"
+                " json_extract(data, '$.stage'), json_extract(data, '$.subject')) ON seq = last"
+                " ORDER BY first",
+                (job_id,),
+            ).fetchall()
+        return tuple(_events(matches))
+
     def unfinished(self) -> tuple[Job, ...]:
         """Return all jobs that have not ended, oldest first."""
         with self._database.read() as rows:
@@ -216,10 +250,23 @@ class JobStore:
             ).fetchall()
         return tuple(_readable(matches))
 
-    def counts(self) -> dict[str, int]:
-        """Return the number of jobs in each state."""
+    def last_starts(self) -> dict[tuple[str, str], str]:
+        """Return when the last job of each device and owner started, in UTC. Pairs without a job
+        that has started are left out.
+        """
+        query = (
+            "SELECT json_extract(job, '$.device') AS device, owner,"
+            " max(json_extract(job, '$.started')) AS started"
+            " FROM jobs WHERE json_valid(job) GROUP BY 1, 2 HAVING started IS NOT NULL"
+        )
         with self._database.read() as rows:
-            return dict(rows.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall())
+            return {(device, owner): started for device, owner, started in rows.execute(query)}
+
+    def counts(self, owner: str | None = None) -> dict[str, int]:
+        """Return the number of jobs in each state. `owner` None: of all owners."""
+        query = "SELECT state, count(*) FROM jobs WHERE ?1 IS NULL OR owner = ?1 GROUP BY state"
+        with self._database.read() as rows:
+            return dict(rows.execute(query, (owner,)).fetchall())
 
     def ended(self) -> tuple[Job, ...]:
         """Return all jobs that have ended, oldest first."""
@@ -229,17 +276,23 @@ class JobStore:
             ).fetchall()
         return tuple(_readable(matches))
 
-    def ids(self) -> frozenset[str]:
-        """Return the ids of all jobs, including those with damaged rows."""
+    def ids(self, owner: str | None = None) -> frozenset[str]:
+        """Return the ids of all jobs, including those with damaged rows. `owner` None: of all
+        owners.
+        """
+        query = "SELECT id FROM jobs WHERE ?1 IS NULL OR owner = ?1"
         with self._database.read() as rows:
-            return frozenset(row["id"] for row in rows.execute("SELECT id FROM jobs"))
+            return frozenset(row["id"] for row in rows.execute(query, (owner,)))
 
-    def remove(self, job_id: str) -> None:
+    def remove(self, job_id: str, actor: Actor = SERVICE) -> None:
         """Delete a job that has ended, with its events. Conflict if it has not ended."""
         with self._database.write() as rows:
-            if _row(rows, job_id, None)["state"] not in FINAL:
+            row = _row(rows, job_id, None)
+            if row["state"] not in FINAL:
                 raise Conflict(f"job {job_id} has not ended", "cancel it first")
             rows.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+            details: Details = {"owner": row["owner"]}
+            self.audit.add(rows, Entry(actor, "job.removed", f"job/{job_id}", details))
 
     def close(self) -> None:
         """Close the calling thread's connection."""
@@ -297,11 +350,10 @@ def client_event(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
 
 
 def _row(rows: sqlite3.Connection, job_id: str, owner: str | None) -> sqlite3.Row:
-    row: sqlite3.Row | None = rows.execute(
-        "SELECT * FROM jobs WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", (job_id, owner)
-    ).fetchone()
-    if row is None:
-        raise NotFound(f"no job '{job_id}'", "GET /jobs lists yours")
+    row: sqlite3.Row | None = rows.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    if row is None or owner not in (None, row["owner"]):
+        refusal = NotFound if row is None else NotOwned
+        raise refusal(f"no job '{job_id}'", "GET /jobs lists yours")
     return row
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import distribution
-from pipeline.core import Note, NoteCode, Progress, silent
-from pipeline.errors import BackendUnavailable, InternalError
+from pipeline.core import Note, NoteCode, Precision, Progress, Target, TensorSpec, silent
+from pipeline.errors import BackendUnavailable, InternalError, PlanError, UnsupportedError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Runner, installed
@@ -69,7 +69,7 @@ CHOSEN_CONTENDED = Note(
     ),
     code=NoteCode.CHOSEN_CONTENDED,
 )
-MEASURING = ("benchmark", "throughput")  # stages whose figures other work falsifies
+MEASURING = ("benchmark", "throughput", "width")  # stages whose figures other work falsifies
 DOUBTS = (NoteCode.CONTENDED, NoteCode.CHOSEN_CONTENDED)
 
 
@@ -219,11 +219,16 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     from pipeline.host.gpu import find_gpus
 
     targets = {}
+    candidates: dict[str, str] = {}
     for name in BACKENDS:
         try:
-            targets[name] = backend(name).probe().model_dump(mode="json")
+            target = backend(name).probe()
         except BackendUnavailable as error:
             targets[name] = {"absent": error.message}
+            candidates |= {f"{name} {precision}": error.message for precision in Precision}
+            continue
+        targets[name] = target.model_dump(mode="json")
+        candidates |= {f"{name} {each}": _refusal(name, each, target) for each in Precision}
     stages = (*compile.STAGES, *candidate_stages.STAGES)
     versions = [(stage.name, stage.tools, stage.version) for stage in stages]
     tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {
@@ -234,7 +239,28 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
         **{f"gpu:{number}": gpu.name for number, gpu in enumerate(find_gpus().devices)},
     }
     facts = json.dumps([devices, targets, versions, tools], sort_keys=True)
-    return HostIdentity(devices=devices, digest=hashlib.sha256(facts.encode()).hexdigest())
+    digest = hashlib.sha256(facts.encode()).hexdigest()
+    return HostIdentity(devices=devices, digest=digest, candidates=candidates)
+
+
+def _refusal(name: str, precision: Precision, target: Target) -> str:
+    """Return why a backend refuses a precision on this host, whatever the model is; "" if it does
+    not.
+    """
+    from pipeline.backends import backend
+    from pipeline.plan.recipes import recipes_from_candidate
+    from pipeline.plan.schema import CandidateConfig, ModelConfig, Plan
+
+    suffix = "pt2" if name == "torch" else "onnx"
+    inputs = (TensorSpec(name="x", dtype="float32", shape=(1,)),)
+    plan = Plan(model=ModelConfig(path=Path(f"model.{suffix}"), inputs=inputs))
+    candidate = CandidateConfig(backend=name, precision=precision)
+    try:
+        for recipe in recipes_from_candidate(candidate, target, plan, calibrated=True):
+            backend(name).check_recipe(recipe, target)
+    except (PlanError, UnsupportedError) as error:
+        return error.message
+    return ""
 
 
 # -- the process -------------------------------------------------------------

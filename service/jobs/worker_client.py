@@ -19,6 +19,7 @@ from service.jobs.messages import FROM_CHILD, FROM_SERVER, FromChild, FromServer
 from service.jobs.state import Failure
 from service.sandbox import process_tree as processes
 from service.sandbox.framing import decode, frame, receive_frame
+from service.sandbox.layers import Box
 from service.storage.layout import Work
 
 GRACE_S = 2.0  # for the guardian to kill all processes; then the server kills them
@@ -36,6 +37,7 @@ INHERITED = (
 )
 INHERITED_PREFIXES = ("LC_", "NVIDIA_")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+USER = "crucible"  # libraries ask for it, and the user of a child has no entry in /etc/passwd
 
 
 def environment_for(
@@ -50,7 +52,7 @@ def environment_for(
         if name in INHERITED or name.startswith(INHERITED_PREFIXES)
     }
     folders = {
-        "HOME": work.home,
+        "HOME": work.home,  # libraries keep their caches below it, or in TMPDIR
         "TMPDIR": work.temporary,
         "CRUCIBLE_HOME": work.home,
         "XDG_CACHE_HOME": work.home / "cache",
@@ -63,6 +65,7 @@ def environment_for(
         "PYTHONUNBUFFERED": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         VISIBLE: visible(device, server.get(VISIBLE)),
+        "USER": USER,
         processes.MARK: job_id,
     }
 
@@ -83,17 +86,17 @@ async def start_guarded(
     work: Work,
     file_bytes: int,
     environment: Mapping[str, str],
+    box: Box,
 ) -> asyncio.subprocess.Process:
-    """Start `command` below a guardian, in its own session, with the number of its `end` of a
-    socket as last argument. Closes `end`.
+    """Start `command` in a box, below a guardian, in its own session, with the number of its `end`
+    of a socket as last argument. Closes `end`.
     """
     guardian = (sys.executable, "-m", "service.sandbox.guardian", str(os.getpid()), str(file_bytes))
     try:
         with end, work.log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *guardian,
-                *command,
-                str(end.fileno()),
+                *box.command((*command, str(end.fileno()))),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -152,12 +155,13 @@ class Child:
         work: Work,
         file_bytes: int,
         environment: Mapping[str, str],
+        box: Box,
     ) -> Child:
         """Start `command` as `start_guarded` does."""
         before = memory_kills()
         ours, theirs = socket.socketpair()
         try:
-            process = await start_guarded(command, theirs, work, file_bytes, environment)
+            process = await start_guarded(command, theirs, work, file_bytes, environment, box)
             reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()

@@ -1,5 +1,5 @@
-"""The Prometheus metrics at /metrics. docs/service.md lists their names and labels; a test checks
-the dashboard's queries against it.
+"""The Prometheus metrics at /metrics. docs/reference/metrics.md lists their names and labels; a
+test checks the dashboard's queries against it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ STAGES = frozenset(
         "convert",
         "build",
         "preprocess",
+        "postprocess",
         "prove",
         "validate",
         "rank",
         "throughput",
+        "width",
         "benchmark",
+        "packing",
     )
 )
 STAGE_SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
@@ -41,13 +44,15 @@ STAGE_SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 class Metrics:
     """The metrics of one application, in their own registry, so that two applications in a process
     stay apart.
+
+    `of_models` holds what names models, and with them their owners' affairs.
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry, self.of_models = CollectorRegistry(), CollectorRegistry()
         self.requests = Counter(
             "crucible_http_requests_total",
-            "Requests",
+            "Requests of HTTP",
             ("method", "route", "status"),
             registry=self.registry,
         )
@@ -60,7 +65,7 @@ class Metrics:
         )
         self.calls = Counter(
             "crucible_grpc_requests_total",
-            "gRPC calls",
+            "gRPC calls; a stream is one",
             ("method", "status"),
             registry=self.registry,
         )
@@ -69,6 +74,28 @@ class Metrics:
             "Time to the end of a gRPC call",
             ("method",),
             buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.failed_authentications = Counter(
+            "crucible_failed_authentications_total",
+            "Requests and gRPC calls without a valid key: 401, or 429 after too many",
+            ("status",),
+            registry=self.registry,
+        )
+        self.bytes_in_flight = Gauge(
+            "crucible_bytes_in_flight",
+            "Bytes of the bodies of unfinished requests, of HTTP and gRPC",
+            registry=self.registry,
+        )
+        self.bytes_refused = Counter(
+            "crucible_bytes_in_flight_refused_total",
+            "Requests that did not fit beside the unfinished ones",
+            registry=self.registry,
+        )
+        self.connections_refused = Counter(
+            "crucible_http_connections_refused_total",
+            "HTTP connections beyond a limit: all, or address",
+            ("limit",),
             registry=self.registry,
         )
         self.jobs_ended = Counter(
@@ -87,6 +114,10 @@ class Metrics:
         self.event_streams = Gauge(
             "crucible_event_streams", "Clients that follow a job's events", registry=self.registry
         )
+
+    def refuse_connection(self, limit: str) -> None:
+        """Count an HTTP connection beyond a limit."""
+        self.connections_refused.labels(limit).inc()
 
     def observe_job(self, job: Job, event: JobEvent) -> None:
         """Count an event of a job. Unknown stage names count as `other`, so that a child cannot
@@ -110,9 +141,10 @@ class Metrics:
         """
         self.registry.register(_Devices(nvml))
 
-    def text(self) -> bytes:
+    def text(self, with_models: bool = True) -> bytes:
         """Return the metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        text = generate_latest(self.registry)
+        return text + generate_latest(self.of_models) if with_models else text
 
 
 class _Jobs(Collector):

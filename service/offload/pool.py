@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import orjson
 
@@ -17,6 +18,7 @@ from service import logs
 from service.errors import TooLarge, Unavailable, Unprocessable
 from service.offload.worker import FROM_HELPER, FromHelper
 from service.sandbox.framing import BadMessage, Failed, Parts, decode, frame, receive_frame
+from service.sandbox.layers import Sandbox
 
 HELPERS = 2
 # From this size on, numbers as text or one by one are read and written by a helper.
@@ -40,8 +42,11 @@ class Helpers:
         count: int = HELPERS,
         module: str = "service.offload.worker",
         max_unpacked_bytes: int = 0,
+        sandbox: Sandbox | None = None,
+        read: Sequence[Path] = (),
     ) -> None:
         self._limit, self._module = asyncio.Semaphore(count), module
+        self._sandbox, self._read = sandbox or Sandbox(Path()), read
         self._max_unpacked_bytes = max_unpacked_bytes  # of an archive
         self._idle: list[asyncio.subprocess.Process] = []
 
@@ -54,7 +59,7 @@ class Helpers:
         An error of the module is raised here.
         """
         async with self._limit:
-            process = self._take_idle() or await _start(self._module)
+            process = self._take_idle() or await self._start()
             try:
                 async with asyncio.timeout(WORK_S):
                     answer, body = await self._exchange(
@@ -68,6 +73,7 @@ class Helpers:
                 raise Unavailable(
                     "the process that read or wrote this body ended",
                     "send the request again, or use a binary form",
+                    1,
                 ) from None
             self._idle.append(process)
         if isinstance(answer, Failed):
@@ -89,6 +95,17 @@ class Helpers:
         answer_head, body = await receive_frame(answers, max_bytes)
         return decode(FROM_HELPER, answer_head), body
 
+    async def _start(self) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(
+            *self._sandbox.of_helper(self._read).command((sys.executable, "-m", self._module)),
+            stdin=pipe,
+            stdout=pipe,
+            limit=READ_BYTES,
+            env=environment(),
+            start_new_session=True,
+        )
+
     def _take_idle(self) -> asyncio.subprocess.Process | None:
         """Take an idle helper that still runs: the host may have killed one, such as for memory."""
         while self._idle:
@@ -103,20 +120,10 @@ class Helpers:
             await _end(self._idle.pop())
 
 
-async def _start(module: str) -> asyncio.subprocess.Process:
+def environment() -> dict[str, str]:
+    """Return the environment variables of a process that imports the same modules as this one."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    environment = {**inherited, "PYTHONPATH": IMPORT_PATH, "PYTHONSAFEPATH": "1"}
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        stdin=pipe,
-        stdout=pipe,
-        limit=READ_BYTES,
-        env=environment,
-        start_new_session=True,
-    )
+    return {**inherited, "PYTHONPATH": IMPORT_PATH, "PYTHONSAFEPATH": "1"}
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -25,6 +25,7 @@ from service.codecs.npy import arrays_from_npz
 from service.codecs.oip import OipRequest, binary_form, encode_answer, parse_request, split
 from service.errors import ServiceError
 from service.inference import InferAnswer, Timing
+from service.offload.model_files import check_model, read_interface
 from service.sandbox.framing import Failed, Parts, failed_from_error, frame, read_frame
 
 Fields = dict[str, Any]
@@ -46,7 +47,8 @@ FROM_HELPER: TypeAdapter[FromHelper] = TypeAdapter(FromHelper)
 def decode_oip(body: bytes, header_length: int | None) -> tuple[int, Parts]:
     """Convert any request of the protocol to one with binary tensors."""
     rest = {key: value for key, value in split(body, header_length)[1].items() if key != "inputs"}
-    return binary_form(parse_request(body, header_length).inputs, rest)
+    request = parse_request(body, header_length)
+    return binary_form(request.inputs, rest, request.shared_inputs)
 
 
 def decode_json(body: bytes, dtypes: dict[str, str]) -> tuple[int, Parts]:
@@ -75,6 +77,7 @@ def encode(
     timing: Fields,
     plain: bool,
     binary: dict[str, bool],
+    written: list[Fields],
 ) -> tuple[int, Parts]:
     """Encode an answer as JSON; it comes in the form of a binary request."""
     tensors = parse_request(body, header_length).inputs
@@ -83,12 +86,21 @@ def encode(
     if plain:
         parts = [encode_json(full_answer)]
     else:
-        parts = encode_answer(full_answer, OipRequest({}, binary_of=binary))
+        parts = encode_answer(full_answer, OipRequest({}, binary_of=binary), written)
     return len(parts[0]), parts
 
 
 WORK: Mapping[str, Work] = {
-    work.__name__: work for work in (decode_oip, decode_json, decode_npz, decode_image, encode)
+    work.__name__: work
+    for work in (
+        decode_oip,
+        decode_json,
+        decode_npz,
+        decode_image,
+        encode,
+        check_model,
+        read_interface,
+    )
 }
 
 

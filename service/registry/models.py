@@ -66,8 +66,9 @@ class DeploymentOptions(Frozen):
         if isinstance(options, dict) and "overlap" in options:
             overlap = options["overlap"]
             options = {name: value for name, value in options.items() if name != "overlap"}
-            if overlap is True:
-                options["instances"] = 2 * (options.get("instances") or 1)
+            instances = options.get("instances") or 1
+            if overlap is True and isinstance(instances, int):
+                options["instances"] = 2 * instances
         return options
 
     version: int | None = Field(

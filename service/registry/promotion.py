@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import CrucibleError
-from pipeline.execution.child_process import Child
+from pipeline.execution.child_process import Child, TimeLimit
 from pipeline.execution.store import Manifest, read_manifest
-from pipeline.results.report import Report
-from pipeline.serving_inputs import BatchSpec, Padding
+from pipeline.results.report import PackingProof, Report
+from pipeline.serving_inputs import BatchSpec, Packing, Padding, client_inputs
 from service.errors import Conflict, NotFound
 from service.jobs.publish import published_engine, published_report
 from service.jobs.state import Job
 from service.jobs.store import JobStore
-from service.jobs.worker_client import VISIBLE, visible
+from service.jobs.worker_client import environment_for
 from service.registry.models import Version
-from service.storage.layout import Folders
+from service.sandbox.layers import Sandbox
+from service.storage.layout import Folders, Work
 
 PROOF_S = 900.0  # time for loading and about twenty runs at the largest sizes
 
@@ -115,13 +119,29 @@ def version_of(
         on_gpu=on_gpu,
         size_bytes=engine.size_bytes,
         peak_bytes=0 if on_gpu else peak_of(report),
-        inputs=engine.inputs,
+        inputs=client_inputs(engine.inputs, report.plan.serving.packing),
         outputs=engine.outputs,
         profiles=engine.profiles,
-        batch=batch,
+        batch=with_packing(batch, report.plan.serving.packing, report.packing),
         best_point=report.best_point,
         image=report.plan.serving.image,
         labels=report.plan.serving.labels,
+    )
+
+
+def with_packing(
+    batch: BatchSpec, packing: Packing | None, proof: PackingProof | None
+) -> BatchSpec:
+    """Add what the plan declares about packing, and what the compile found out."""
+    if packing is None:
+        return batch
+    why = proof.reason if proof else "the report has no proof of it"
+    return batch.model_copy(
+        update={
+            "packing": packing,
+            "packs": batch.proved and not why,
+            "reason": batch.reason or (why and f"packing is off: {why}"),
+        }
     )
 
 
@@ -133,18 +153,32 @@ def peak_of(report: Report) -> int:
     return max((row.peak_memory_bytes for row in benchmark.rows), default=0)
 
 
-async def prove(engine: Engine, padding: tuple[Padding, ...], device: str) -> BatchSpec:
-    """Prove in a child that sees one device; Conflict if the engine does not run there."""
+async def prove(
+    engine: Engine, padding: tuple[Padding, ...], device: str, sandbox: Sandbox
+) -> BatchSpec:
+    """Prove in a child in the sandbox, which sees one device; Conflict if the engine does not run
+    there.
+    """
     from pipeline.benchmark.batch_invariance import prove_batch
 
-    environment = {VISIBLE: visible(device, os.environ.get(VISIBLE))}
-    with Child(
-        prove_batch, engine, padding, name="batch proof", env=environment, conversation=False
-    ) as child:
-        try:
-            batch: BatchSpec = await asyncio.to_thread(child.result, PROOF_S)
-        except CrucibleError as error:
-            raise Conflict(
-                f"the engine does not run here: {error.message}", error.next_step
-            ) from error
+    mark = f"proof-{secrets.token_hex(4)}"
+    work = Work(Folders(sandbox.home).serving / mark)
+    work.prepare()
+    environment = environment_for(mark, device, work, os.environ)
+    box = sandbox.enter(mark, work, device, shared=(engine.root.absolute(),))
+    try:
+        with Child(
+            prove_batch,
+            engine,
+            padding,
+            name="batch proof",
+            conversation=False,
+            command=partial(box.command, environment=environment),
+        ) as child:
+            batch: BatchSpec = await asyncio.to_thread(child.result, TimeLimit(PROOF_S))
+    except CrucibleError as error:
+        raise Conflict(f"the engine does not run here: {error.message}", error.next_step) from error
+    finally:
+        box.close()
+        shutil.rmtree(work.root, ignore_errors=True)
     return batch

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -25,10 +25,11 @@ from pipeline.host.replace_folder import replace_folder
 from pipeline.report.bundle import ENGINE_FILE, check_engine, read_engine
 from pipeline.report.files import JSON_NAME
 from service import logs
-from service.errors import Conflict, NotFound
+from service.errors import Conflict, NotFound, NotOwned
 from service.jobs.publish import ENGINE, check_form, published_engine
 from service.jobs.store import DamagedRow
 from service.registry.models import DeploymentOptions, Version, prunable, version_name
+from service.storage.audit import SERVICE, Audit, Entry
 from service.storage.database import Database
 from service.storage.layout import Folders
 
@@ -66,7 +67,7 @@ class Repository:
     """All models of one home. Thread-safe."""
 
     def __init__(self, database: Database, folders: Folders) -> None:
-        self._database, self._folders = database, folders
+        self._database, self._folders, self._audit = database, folders, Audit(database)
 
     def list(self, owner: str | None = None) -> tuple[Model, ...]:
         """The models by name; None: of all owners. Damaged models are logged and left out."""
@@ -172,8 +173,11 @@ class Repository:
             raise DamagedError(f"{_name(version)} is damaged: {reason}", advice) from error
         shutil.copytree(self.engine_folder(version), folder / ENGINE)
 
-    def add(self, version: Version, engine: Path, current: bool) -> Version:
-        """Add a new version. The repository assigns its number and ignores `version.version`.
+    def add(
+        self, version: Version, engine: Path, current: bool, entry: Entry | None = None
+    ) -> Version:
+        """Add a new version, and `entry` to the audit, with its number. The repository assigns that
+        and ignores `version.version`.
 
         Conflict if the name belongs to another owner.
         """
@@ -185,14 +189,22 @@ class Repository:
             staged.rename(folder)
             sync(folder.parent)
             _insert(rows, added, current)
+            if entry is not None:
+                numbered = {**entry.details, "version": added.version}
+                self._audit.add(rows, replace(entry, details=numbered))
         return added
 
-    def set_current(self, name: str, version: int) -> None:
+    def set_current(self, name: str, version: int, entry: Entry | None = None) -> None:
+        """Make a version current, and add `entry` to the audit."""
         with self._database.write() as rows:
             rows.execute("UPDATE models SET current = ? WHERE name = ?", (version, name))
+            if entry is not None:
+                self._audit.add(rows, entry)
 
-    def set_deployed(self, name: str, options: DeploymentOptions | None) -> None:
-        """Store that the model is deployed with these options.
+    def set_deployed(
+        self, name: str, options: DeploymentOptions | None, entry: Entry | None = None
+    ) -> None:
+        """Store that the model is deployed with these options, and add `entry` to the audit.
 
         None: it is not deployed any more; its last options are kept.
         """
@@ -204,6 +216,8 @@ class Repository:
                     "UPDATE models SET deployed = 1, deployment = ? WHERE name = ?",
                     (options.model_dump_json(), name),
                 )
+            if entry is not None:
+                self._audit.add(rows, entry)
 
     def set_memory(self, version: Version, memory_bytes: int) -> None:
         """Store the memory of one instance after loading, if it is the lowest so far; 0: unknown.
@@ -238,6 +252,8 @@ class Repository:
                 rows.execute(
                     "DELETE FROM versions WHERE model = ? AND version = ?", (name, version)
                 )
+                entry = Entry(SERVICE, "version.removed", f"model/{name}", {"version": version})
+                self._audit.add(rows, entry)
         for version in removed:
             shutil.rmtree(self._folders.version(name, version), ignore_errors=True)
             log.info("version.removed", model=name, version=version)
@@ -339,10 +355,11 @@ def _insert(rows: sqlite3.Connection, version: Version, current: bool) -> None:
 
 def _row(rows: sqlite3.Connection, name: str, owner: str | None) -> sqlite3.Row:
     row: sqlite3.Row | None = rows.execute(
-        "SELECT * FROM models WHERE name = ?1 AND (?2 IS NULL OR owner = ?2)", (name, owner)
+        "SELECT * FROM models WHERE name = ?", (name,)
     ).fetchone()
-    if row is None:
-        raise NotFound(f"no model '{name}'", "GET /models lists yours")
+    if row is None or owner not in (None, row["owner"]):
+        refusal = NotFound if row is None else NotOwned
+        raise refusal(f"no model '{name}'", "GET /models lists yours")
     return row
 
 

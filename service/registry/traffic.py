@@ -75,6 +75,9 @@ class ShapesView(Frozen):
     other_runs: int = Field(description=f"Runs of other shapes, after {MAX_SHAPES}")
     answered: int = Field(description="Requests in all runs")
     padding: float = Field(description="Share of all input values that was padding")
+    padding_at_max: float = Field(
+        description="The same share if padded axes always had their largest length"
+    )
     suggestion: Suggestion | None = Field(
         description="Null without a run, and if the model has no profiles"
     )

@@ -14,7 +14,6 @@ It imports nothing of the pipeline, so that it starts in milliseconds and stays 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -23,9 +22,10 @@ from collections.abc import Sequence
 
 import psutil
 
+from service.sandbox.launch import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, limit, prctl
 from service.sandbox.process_tree import kill_all
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 MAX_FILES = 4096
 WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     restrict(int(file_bytes))
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     _die_with(int(parent), signal.SIGTERM)
     guardian = os.getpid()
     worker = os.fork()
@@ -54,12 +54,10 @@ def restrict(file_bytes: int) -> None:
     """Forbid new privileges, core files, many open files, and files larger than `file_bytes`.
     Address space is not limited, because CUDA reserves terabytes of it.
     """
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for kind, limit in ((resource.RLIMIT_NOFILE, MAX_FILES), (resource.RLIMIT_FSIZE, file_bytes)):
-        hard = resource.getrlimit(kind)[1]
-        effective = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (effective, effective))
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_NOFILE, MAX_FILES)
+    limit(resource.RLIMIT_FSIZE, file_bytes)
 
 
 def _execute(command: list[str], guardian: int) -> None:
@@ -110,15 +108,9 @@ def _end_as(status: int | None) -> None:
 
 def _die_with(parent: int, number: signal.Signals) -> None:
     """Request this signal for the death of the parent."""
-    _prctl(PR_SET_PDEATHSIG, number)
+    prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the request
         os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl {option}")
 
 
 if __name__ == "__main__":

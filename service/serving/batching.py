@@ -11,6 +11,10 @@ Requests of one kind run together, in the order of their arrival. A batch is clo
 rows fit, when its first request has waited `max_delay_s`, or at once if a worker is idle. If
 several batches could be closed, the one with the oldest request goes first: a kind that always
 fills its batches does not starve the others.
+
+Where requests may share rows, each goes to the first row with room, in the order of arrival. A
+request that does not fit waits, and later ones may still fill the batch. It is not starved: the
+oldest request is always in the next batch.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ class Kind:
     sizes: tuple[Sizes, ...] = ()
     # to which the declared axes are padded; empty: to the longest request of a batch
     lengths: tuple[int, ...] = ()
+    room: int = 0  # tokens of a row that several requests may share; 0: no row is shared
+    shortest: int = 0  # a row with fewer tokens is padded to so many
 
     @property
     def most(self) -> int:
@@ -59,6 +65,7 @@ class WaitingRequest:
     rows: int
     since: float
     kind: Kind
+    length: int = 0  # tokens of each row, where rows are shared
     alone: bool = False  # its inputs made a batch fail: no other request runs with it
 
 
@@ -81,12 +88,54 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a request in a batch: its first row, and the first of its tokens there."""
+
+    row: int
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Requests that run together."""
 
     requests: tuple[WaitingRequest, ...]
     rows: int
     size: int  # rows with padding
+    places: tuple[Place, ...] = ()  # of the requests
+
+
+class Rows:
+    """The rows of a batch of one kind, as requests are placed in them.
+
+    A request of one row goes to the first row with room for it. Any other request gets new rows,
+    and leaves the rest of them to others.
+    """
+
+    def __init__(self, room: int, most: int) -> None:
+        self._room, self._most = room, most
+        self._used: list[int] = []  # tokens of each row
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    @property
+    def is_full(self) -> bool:
+        """True if nothing more can be placed."""
+        return len(self._used) >= self._most and all(used >= self._room for used in self._used)
+
+    def place(self, request: WaitingRequest) -> Place | None:
+        """Place a request; None if it does not fit."""
+        if self._room and request.rows == 1:
+            for row, used in enumerate(self._used):
+                if used + request.length <= self._room:
+                    self._used[row] += request.length
+                    return Place(row, used)
+        row = len(self._used)
+        if row and row + request.rows > self._most:
+            return None
+        self._used += [request.length] * request.rows
+        return Place(row)
 
 
 def offer(queue: Queue, request: WaitingRequest) -> Queue:
@@ -102,9 +151,8 @@ def drop(queue: Queue, number: int) -> Queue:
 
 
 def put_back(queue: Queue, requests: Iterable[WaitingRequest]) -> Queue:
-    """Return the queue with the requests of a failed batch in front, each to run alone."""
-    retries = (replace(request, alone=True) for request in requests)
-    return replace(queue, waiting=(*retries, *queue.waiting))
+    """Return the queue with the requests of a batch in front."""
+    return replace(queue, waiting=(*requests, *queue.waiting))
 
 
 def deadline(queue: Queue) -> float | None:
@@ -138,31 +186,32 @@ def _together(queue: Queue, first: int) -> tuple[list[WaitingRequest], bool]:
     """The requests that run with the one at index `first`, and whether the batch is full."""
     head = queue.waiting[first]
     most = min(queue.rules.maximum, head.kind.most)
-    requests, rows = [head], head.rows
-    if rows >= most:
-        return requests, True
+    requests, rows, all_fit = [head], Rows(head.kind.room, most), True
+    rows.place(head)
     for request in queue.waiting[first + 1 :]:
+        if rows.is_full or not (all_fit or head.kind.room):
+            break
         if request.kind is not head.kind or request.alone:
             continue
-        if rows + request.rows > most:
-            return requests, True
-        requests.append(request)
-        rows += request.rows
-        if rows == most:
-            return requests, True
-    return requests, False
+        if rows.place(request) is None:
+            all_fit = False  # a shorter request may still fit into a shared row
+        else:
+            requests.append(request)
+    return requests, rows.is_full or not all_fit
 
 
 def _closed(queue: Queue, requests: list[WaitingRequest]) -> tuple[Queue, Batch]:
     """Take these requests out of the queue as one batch."""
     numbers = {request.number for request in requests}
     remaining = tuple(request for request in queue.waiting if request.number not in numbers)
-    rows = sum(request.rows for request in requests)
     kind = requests[0].kind
+    filled = Rows(kind.room, sum(request.rows for request in requests))
+    places = tuple(place for request in requests if (place := filled.place(request)))
+    rows = len(filled)
     if not kind.sizes:
-        return replace(queue, waiting=remaining), Batch(tuple(requests), rows, rows)
+        return replace(queue, waiting=remaining), Batch(tuple(requests), rows, rows, places)
     sizes, calm = _profile_for(kind, rows, queue)
-    batch = Batch(tuple(requests), rows, sizes.holding(rows))
+    batch = Batch(tuple(requests), rows, sizes.holding(rows), places)
     return Queue(queue.rules, remaining, sizes.profile, calm), batch
 
 

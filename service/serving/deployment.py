@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,13 @@ from pipeline.core import Engine
 from pipeline.errors import CrucibleError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.environment import usable_cores
+from pipeline.serving_inputs import with_made_inputs
 from service import logs
 from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unprocessable
 from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing
+from service.regions import Inputs
 from service.registry.models import DeploymentOptions, Version, version_name
+from service.sandbox.layers import Sandbox
 from service.serving.batch_assembly import Array, BatchAssembler, BatchPart, JoinedBatch
 from service.serving.batching import (
     Batch,
@@ -43,8 +46,8 @@ from service.serving.batching import (
 )
 from service.serving.replica import Instance
 from service.serving.request_shapes import MatchedShapes, ShapeMatcher, captures
-from service.serving.stats import Figures, Tally, Traffic
-from service.serving.worker_client import BatchResult, Order, Task, worker_for
+from service.serving.stats import Figures, InputValues, Tally, Traffic
+from service.serving.worker_client import BatchResult, NotStarted, Order, Task, worker_for
 from service.storage.layout import Work
 
 RUNS_TO_CAPTURE = 3  # of a shape: plain, captured, launched
@@ -93,6 +96,7 @@ class _PendingRequest:
     """A request without an answer yet."""
 
     request: InferRequest
+    inputs: Inputs
     shapes: MatchedShapes
     selection: frozenset[str] | None  # outputs; None: all
     since: float
@@ -103,7 +107,12 @@ class Deployment:
     """One loaded version. Belongs to one event loop; a request needs only its own task."""
 
     def __init__(
-        self, spec: DeploymentSpec, work: Path, figures: Figures, worker: Sequence[str]
+        self,
+        spec: DeploymentSpec,
+        work: Path,
+        figures: Figures,
+        worker: Sequence[str],
+        sandbox: Sandbox,
     ) -> None:
         self.spec = spec
         version, options = spec.version, spec.options
@@ -139,6 +148,7 @@ class Deployment:
             sessions=spec.sessions,
             stuck_s=max(MIN_STUCK_S, STUCK_TIMEOUTS * options.timeout_s),
             command=worker,
+            sandbox=sandbox,
         )
         load = next(LOADS)
         self._instances = [
@@ -159,12 +169,15 @@ class Deployment:
         work: Path,
         figures: Figures,
         worker: Sequence[str] = (),
+        sandbox: Sandbox | None = None,
     ) -> Deployment:
         """Load and warm up, with logs and temporary files below `work`.
 
         If a worker does not become ready, its error is raised and everything is cleaned up.
         """
-        deployment = cls(spec, work, figures, worker or worker_for(spec.engine))
+        deployment = cls(
+            spec, work, figures, worker or worker_for(spec.engine), sandbox or Sandbox(work)
+        )
         tasks = [asyncio.ensure_future(instance.start()) for instance in deployment._instances]
         try:
             await asyncio.gather(*tasks)
@@ -180,22 +193,26 @@ class Deployment:
     async def infer(self, request: InferRequest) -> InferAnswer:
         """Run one request; see `Serving.infer`."""
         self._admit()
-        shapes = self._matcher.match(request.inputs)
+        inputs = self._matcher.settled(request.inputs)
+        shapes = self._matcher.match(inputs)
         selection = self._selection(request.outputs)
         options = self.spec.options
         if len(self._queue.waiting) >= options.queue_limit:
             self._tally.failed("refused", 0.0)
             raise TooMany(
-                f"{options.queue_limit} requests already wait for '{self.model}', its queue limit",
-                "send the request again later",
+                f"{options.queue_limit} requests already wait for '{self.model}', its queue limit"
+                " (`queue_limit`)",
+                "send the request again later, or raise `queue_limit` of its deployment",
                 self._retry_after_s(),
             )
         number, since = next(self._numbers), monotonic()
         answer = self._loop.create_future()
-        pending = _PendingRequest(request, shapes, selection, since, answer)
+        pending = _PendingRequest(request, inputs, shapes, selection, since, answer)
         self._pending[number] = pending
         self.traffic.requested(shapes.sizes)
-        self._queue = offer(self._queue, WaitingRequest(number, shapes.rows, since, shapes.kind))
+        length = shapes.lengths[0] if shapes.kind.room else 0
+        waiting = WaitingRequest(number, shapes.rows, since, shapes.kind, length)
+        self._queue = offer(self._queue, waiting)
         self._schedule()
         timeout_s = options.timeout_s
         if request.timeout_s is not None:
@@ -275,19 +292,27 @@ class Deployment:
 
     def _admit(self) -> None:
         """Refuse the request with Unavailable unless a worker is ready."""
-        if self._draining or not any(instance.state == "ready" for instance in self._instances):
-            served = self.served()
-            reason = f": {served.reason}" if served.reason else ""
-            next_step = (
-                "read the service's log, and deploy the model again"
-                if served.state == "failed"
-                else "send the request again"
-            )
-            raise Unavailable(
-                f"'{served.model}' is {served.state}{reason}",
-                next_step,
-                60 if served.state == "failed" else 1,
-            )
+        if self._draining or not self._has_ready_instance:
+            raise self._not_ready()
+
+    @property
+    def _has_ready_instance(self) -> bool:
+        return any(instance.state == "ready" for instance in self._instances)
+
+    def _not_ready(self) -> Unavailable:
+        """The refusal of a deployment that is not ready, with the reason."""
+        served = self.served()
+        reason = f": {served.reason}" if served.reason else ""
+        next_step = (
+            "read the service's log, and deploy the model again"
+            if served.state == "failed"
+            else "send the request again"
+        )
+        return Unavailable(
+            f"'{served.model}' is {served.state}{reason}",
+            next_step,
+            60 if served.state == "failed" else 1,
+        )
 
     def _selection(self, outputs: tuple[str, ...]) -> frozenset[str] | None:
         unknown = [name for name in outputs if name not in self._outputs]
@@ -305,7 +330,9 @@ class Deployment:
         return max(1, math.ceil(batches * self._tally.seconds_per_batch))
 
     def _time_out(self, number: int, timeout_s: float) -> None:
-        self._remove_waiting(number)
+        if self._remove_waiting(number) and not self._has_ready_instance:
+            self._fail(number, self._not_ready())
+            return
         message = f"'{self.model}' did not answer within {timeout_s:g} s"
         self._fail(
             number, TimedOut(message, "allow more time, or send fewer requests"), "timed_out"
@@ -333,13 +360,14 @@ class Deployment:
     # -- batches -----------------------------------------------------------------
 
     def _changed(self) -> None:
-        """React to a worker that became ready or was lost."""
+        """React to a worker that became ready, was lost or was given up.
+
+        Requests wait for the replacement of a lost worker.
+        """
         if self._closed:
             return
-        if not any(instance.state == "ready" for instance in self._instances):
-            self._fail_waiting(
-                Unavailable(f"the worker of '{self.model}' was lost", "send the request again", 1)
-            )
+        if all(instance.state == "failed" for instance in self._instances):
+            self._fail_waiting(self._not_ready())
         self._schedule()
 
     def _schedule(self) -> None:
@@ -379,9 +407,13 @@ class Deployment:
     def _run(self, instance: Instance, batch: Batch) -> None:
         requests = [self._pending[request.number] for request in batch.requests]
         try:
-            parts = [BatchPart(pending.request.inputs, pending.shapes) for pending in requests]
+            parts = [
+                BatchPart(self._engine_inputs(pending.inputs), pending.shapes, place)
+                for pending, place in zip(requests, batch.places, strict=True)
+            ]
             joined = self._rows.join(batch.requests[0].kind, parts, batch.size)
             output_bytes = self._rows.output_bytes(joined.shapes)
+            inputs = self._rows.unchanged(joined)
         except Exception as error:  # noqa: BLE001  the edge of a batch
             self._fail_batch(batch, error)
             return
@@ -397,22 +429,30 @@ class Deployment:
             if isinstance(result, BatchResult):
                 self._answer(batch, requests, joined, result, filled - began)
             elif isinstance(result, Unprocessable) and len(batch.requests) > 1:
-                self._retry_alone(batch, requests)
+                # One of the requests has bad inputs.
+                self._put_back(replace(each, alone=True) for each in batch.requests)
+            elif isinstance(result, NotStarted) and not self._closed:
+                self._put_back(batch.requests)
             else:
                 for request in batch.requests:
                     self._fail(request.number, result)
             self._schedule()
 
-        instance.run(Task(joined.shapes, output_bytes, fill, then))
+        instance.run(Task(joined.shapes, output_bytes, fill, then, inputs))
 
-    def _retry_alone(self, batch: Batch, requests: Sequence[_PendingRequest]) -> None:
-        """Queue the requests of a refused batch again, each alone: one of them has bad inputs."""
-        retries = [
-            waiting
-            for waiting, pending in zip(batch.requests, requests, strict=True)
-            if not pending.answer.done()
+    def _engine_inputs(self, inputs: Inputs) -> Inputs:
+        """Add the inputs that clients do not send."""
+        spec = self.spec
+        return with_made_inputs(inputs, spec.engine.inputs, spec.version.batch.packing)
+
+    def _put_back(self, requests: Iterable[WaitingRequest]) -> None:
+        """Queue the requests of a batch again, but for those that are answered."""
+        waiting = [
+            request
+            for request in requests
+            if (pending := self._pending.get(request.number)) and not pending.answer.done()
         ]
-        self._queue = put_back(self._queue, retries)
+        self._queue = put_back(self._queue, waiting)
 
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """Fail the requests of a batch after a bug of ours, and log the traceback."""
@@ -442,7 +482,13 @@ class Deployment:
             self._fail_batch(batch, error)
             return
         now = monotonic()
-        values = sum(math.prod(shape) for shape in joined.shapes)
+        values = InputValues(
+            sent=joined.values,
+            run=sum(math.prod(shape) for shape in joined.sent_shapes),
+            at_max=self._matcher.values_at_max(
+                joined.sent_shapes, sum(pending.shapes.rows for pending in requests)
+            ),
+        )
         of_batch = Timing(
             queue_s=0.0,
             copy_in_s=result.copy_in_s + filling_s,
@@ -451,9 +497,8 @@ class Deployment:
             batch_size=batch.rows,
         )
         working_s = of_batch.copy_in_s + of_batch.compute_s + of_batch.copy_out_s
-        padded = values - joined.values
-        self._tally.ran(len(requests), of_batch, values, padded)
-        self.traffic.ran(joined.sizes, len(requests), values, padded)
+        self._tally.ran(len(requests), of_batch, values)
+        self.traffic.ran(joined.sizes, len(requests), values)
         for pending, waits, own_outputs in zip(requests, is_open, outputs, strict=True):
             if waits:
                 total_s = now - pending.since

@@ -18,7 +18,7 @@ from service.devices.leases import Leases
 from service.errors import Unprocessable
 from service.jobs.store import JobStore
 from service.registry.models import DeploymentOptions, Version
-from service.registry.promotion import Prove, check_own, prove
+from service.registry.promotion import Prove, check_own
 from service.registry.repository import Repository
 from service.serving.deployed_model import LeasedDeployment, Start
 from service.serving.deployment import DeploymentSpec
@@ -43,7 +43,7 @@ class LoaderContext:
     versions_kept: int
     load_s: float  # time-out for an engine to become ready
     start: Start
-    prove: Prove = prove
+    prove: Prove
     free: Callable[[str], int | None] = free_bytes
     waits_s: tuple[float, ...] = WAITS_S
 

@@ -30,7 +30,7 @@ from pipeline.errors import CrucibleError, DamagedError
 from service import logs
 from service.auth import Caller
 from service.devices.leases import utc_now
-from service.errors import Conflict, NotFound, TimedOut, Unavailable, Unprocessable
+from service.errors import Conflict, NotFound, NotOwned, TimedOut, Unavailable, Unprocessable
 from service.inference import InferAnswer, InferRequest, Served, Statistics
 from service.jobs.redact import scrubbed
 from service.registry.models import (
@@ -48,8 +48,10 @@ from service.registry.traffic import ShapesView
 from service.serving.deployed_model import DeployedModel, LeasedDeployment
 from service.serving.loader import Loader, LoaderContext, device_for
 from service.serving.stats import Traffic
+from service.storage.audit import Details, Entry
 
 CHECK_S = 0.5  # between two checks for idle models
+SOON_S, LATER_S = 1, 5  # `Retry-After` of what changes by itself within seconds, and of the rest
 
 log = logs.get("service.deployments")
 T = TypeVar("T")
@@ -85,6 +87,7 @@ class ModelManager:
             raise Unavailable(
                 f"model '{entry.version.model}' is {entry.state}{reason}",
                 "GET /models/NAME shows its state",
+                SOON_S if entry.state == "loading" else LATER_S,
             )
         return await entry.loaded.infer(request)
 
@@ -168,10 +171,13 @@ class ModelManager:
                 reason = version.batch.reason or f"its profiles hold {most}"
                 raise Unprocessable(
                     f"max_batch is {options.max_batch}, version {version.version} of '{name}' takes"
-                    f" at most {most}: {reason}"
+                    f" at most {most}: {reason}",
+                    "give a smaller `max_batch`, or leave it out",
                 )
+            details: Details = {"version": version.version, "owner": version.owner}
+            entry = Entry(caller.actor, "model.deployed", f"model/{name}", details)
             await self._switch(
-                version, options, lambda: self._repository.set_deployed(name, options)
+                version, options, lambda: self._repository.set_deployed(name, options, entry)
             )
             log.info(
                 "model.deployed",
@@ -184,7 +190,9 @@ class ModelManager:
     async def _unload(self, caller: Caller, name: str) -> None:
         async with self._locks[name]:
             entry = self._find(caller, name, None)
-            await self._in_thread(lambda: self._repository.set_deployed(name, None))
+            details: Details = {"owner": entry.version.owner}
+            unloaded = Entry(caller.actor, "model.unloaded", f"model/{name}", details)
+            await self._in_thread(lambda: self._repository.set_deployed(name, None, unloaded))
             entry.state = "draining"
             self._unloading[name] = self._entries.pop(name)
             try:
@@ -220,13 +228,17 @@ class ModelManager:
                 utc_now().isoformat(timespec="milliseconds"),
             )
             follows = existing is not None and self._follows(existing)
+            entry = _promotion(caller, version)
             version = await self._in_thread(
-                lambda: self._repository.add(version, candidate.engine.root, current=not follows)
+                lambda: self._repository.add(
+                    version, candidate.engine.root, not follows, None if follows else entry
+                )
             )
             if existing is not None and follows:
                 await self._become_current(
                     existing,
                     version,
+                    _promotion(caller, version),
                     on_failure=lambda: self._repository.remove(name, [version.version]),
                 )
             if version.override:
@@ -266,16 +278,18 @@ class ModelManager:
                     f"version {model.current} of '{name}' was the first: no earlier version exists",
                     "promote another report",
                 )
-            await self._become_current(model, model.version(before), on_failure=lambda: None)
+            details: Details = {"version": before, "owner": model.owner}
+            entry = Entry(caller.actor, "model.rolled_back", f"model/{name}", details)
+            await self._become_current(model, model.version(before), entry, on_failure=lambda: None)
             log.info("model.rolled_back", model=name, version=before, key=caller.key)
 
     async def _become_current(
-        self, model: Model, version: Version, on_failure: Callable[[], None]
+        self, model: Model, version: Version, entry: Entry, on_failure: Callable[[], None]
     ) -> None:
         """Make a version current. If the deployment follows, load the version first."""
 
         def commit() -> None:
-            self._repository.set_current(model.name, version.version)
+            self._repository.set_current(model.name, version.version, entry)
 
         try:
             if self._follows(model) and model.options is not None:
@@ -496,7 +510,8 @@ class ModelManager:
             model = only(tuple(self._visible(caller)))
         entry = self._entries.get(model)
         if entry is None or caller.sees not in (None, entry.version.owner):
-            raise NotFound(
+            refusal = NotFound if entry is None else NotOwned
+            raise refusal(
                 f"no model '{model}' is deployed",
                 "GET /models lists yours; PUT /models/NAME/deployment loads one",
             )
@@ -548,7 +563,9 @@ class ModelManager:
         return "" if self._started else "starting"
 
     def _unavailable(self) -> Unavailable:
-        return Unavailable(f"the server is {self._closed_state}", "try again in a moment")
+        state = self._closed_state
+        retry_after_s = SOON_S if state == "starting" else LATER_S
+        return Unavailable(f"the server is {state}", "try again in a moment", retry_after_s)
 
     def _failure_message(self, error: BaseException) -> str:
         """The message of an error for clients."""
@@ -558,6 +575,17 @@ class ModelManager:
         if isinstance(error, DamagedError):
             message = f"{message}; {error.next_step}"
         return scrubbed(message, self._context.folders)
+
+
+def _promotion(caller: Caller, version: Version) -> Entry:
+    """The audit's entry of a promotion."""
+    details: Details = {
+        "version": version.version,
+        "job": version.job,
+        "owner": version.owner,
+        "override": version.override,
+    }
+    return Entry(caller.actor, "model.promoted", f"model/{version.model}", details)
 
 
 def only(names: tuple[str, ...]) -> str:

@@ -1,7 +1,7 @@
 """One instance of a deployment: it runs batches in a worker, and restarts the worker after a crash.
 
 Each crash in a row without an answered batch doubles the pause before the next start. After
-MAX_CRASHES the instance is `failed` and stays so. A crash loses only the batches of its worker.
+MAX_CRASHES the instance is `failed` and stays so. A crash loses only what its worker ran.
 """
 
 from __future__ import annotations

@@ -9,15 +9,17 @@ dtypes and shapes: further requests of the same kind cost about a microsecond.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Dim, DimRange, Engine, Profile, Tensors, dtype_of, sizes_from_shapes
-from pipeline.serving_inputs import BatchSpec
+from pipeline.core import Dim, DimRange, Engine, Profile, dtype_of, sizes_from_shapes
+from pipeline.serving_inputs import BatchSpec, Packing, client_inputs
 from service.errors import Unprocessable
+from service.regions import Inputs, RegionTensor, array_of
 from service.serving.batching import MAX_CAPTURED, Kind, Sizes, captured_sizes
 
 CAPTURING = frozenset({"tensorrt", "tensorrt_rtx"})
@@ -62,6 +64,7 @@ class Axes:
     batch: Mapping[str, int | None]  # by input and output; empty: requests run alone
     padded: tuple[str, ...]  # symbols whose sizes may differ within a batch
     values: Mapping[tuple[str, int], float]  # the padding value of an input along an axis
+    packing: Packing | None = None  # its axis is padded only if requests may share a row
 
     @classmethod
     def of(cls, engine: Engine, batch: BatchSpec) -> Axes:
@@ -72,23 +75,36 @@ class Axes:
         if not batch.proved or not any(
             batch.axes.get(spec.name) is not None for spec in engine.inputs
         ):
-            return cls({}, (), {})
+            return cls({}, (), {}, batch.packing)
         values = {(padding.input, padding.axis): padding.value for padding in batch.padding}
+        if batch.packing and batch.packs:
+            values = {
+                (spec.name, axis): 0.0
+                for spec in engine.inputs
+                for axis, dim in enumerate(spec.shape)
+                if dim == batch.packing.axis
+            }
         declarations: dict[str, list[bool]] = {}
         for spec in engine.inputs:
             for axis, dim in enumerate(spec.shape):
                 if isinstance(dim, str) and axis != batch.axes.get(spec.name):
                     declarations.setdefault(dim, []).append((spec.name, axis) in values)
         padded = tuple(symbol for symbol, declared in declarations.items() if all(declared))
-        return cls(batch.axes, padded, values)
+        return cls(batch.axes, padded, values, batch.packing)
+
+    @property
+    def packed(self) -> str | None:
+        """The symbol along which requests share rows; None: each has rows of its own."""
+        return self.packing.axis if self.packing and self.packing.axis in self.padded else None
 
 
 class ShapeMatcher:
     """Match requests to the profiles of one engine."""
 
     def __init__(self, engine: Engine, batch: BatchSpec, max_batch: int | None = None) -> None:
-        self._engine = engine
         self.axes = Axes.of(engine, batch)
+        sent = client_inputs(engine.inputs, batch.packing)
+        engine = self._engine = engine.model_copy(update={"inputs": sent})
         self.maximum = min(batch.maximum, max_batch or batch.maximum) if self.axes.batch else 1
         self._profiles = engine.profiles or (Profile(),)
         self._captures = captures(engine)
@@ -102,8 +118,23 @@ class ShapeMatcher:
         self._by_content = tuple(name for name in self._names if name in valued | shared)
         self._known: dict[object, MatchedShapes] = {}
         self._kinds: dict[object, Kind] = {}
+        self._padded_ranges: dict[Dim, list[DimRange]] = {
+            symbol: [each.dims[symbol] for each in self._profiles if symbol in each.dims]
+            for symbol in self.axes.padded
+        }
 
-    def match(self, inputs: Tensors) -> MatchedShapes:
+    def settled(self, inputs: Inputs) -> Inputs:
+        """Read the inputs in regions whose values decide how a request runs: their client could
+        change these values after the match.
+        """
+        deciding = {
+            name: tensor.read()
+            for name in self._by_content
+            if isinstance(tensor := inputs.get(name), RegionTensor)
+        }
+        return {**inputs, **deciding} if deciding else inputs
+
+    def match(self, inputs: Inputs) -> MatchedShapes:
         """Match the names, dtypes, shapes and deciding values of the inputs to a profile.
 
         Unprocessable if no profile takes them.
@@ -113,12 +144,16 @@ class ShapeMatcher:
         except KeyError:
             arrays = []
         if len(arrays) != len(self._names) or len(inputs) != len(self._names):
-            raise Unprocessable(
-                f"expected inputs {_listed(self._names)}, got {_listed(inputs)}", SEE_METADATA
-            )
+            message = f"expected inputs {_listed(self._names)}, got {_listed(inputs)}"
+            if packing := self.axes.packing:
+                message += (
+                    f"; the server makes {_listed(packing.made)} itself, so send each sequence in"
+                    " its own length, without padding"
+                )
+            raise Unprocessable(message, SEE_METADATA)
         key: tuple[object, ...] = tuple([(array.dtype, array.shape) for array in arrays])
         if self._by_content:
-            key += tuple([_content(inputs[name]) for name in self._by_content])
+            key += tuple([_content(array_of(inputs[name])) for name in self._by_content])
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MAX_KNOWN:
@@ -126,6 +161,23 @@ class ShapeMatcher:
                 self._kinds.clear()
             known = self._known[key] = self._new(inputs)
         return known
+
+    def values_at_max(self, shapes: Sequence[tuple[int, ...]], rows: int) -> int:
+        """The number of input values if the padded axes of these shapes had their largest length.
+
+        That is the largest length of all profiles. `rows` counts the rows of the requests: where
+        some share a row of the engine, each would have one of its own.
+        """
+        total = 0
+        for spec, shape in zip(self._engine.inputs, shapes, strict=True):
+            sizes = list(shape)
+            for axis, dim in enumerate(spec.shape):
+                if axis == self.axes.batch.get(spec.name):
+                    sizes[axis] = max(sizes[axis], rows)
+                elif ranges := self._padded_ranges.get(dim):
+                    sizes[axis] = max(each.max for each in ranges)
+            total += math.prod(sizes)
+        return total
 
     def warm_sizes(self) -> tuple[dict[str, int], ...]:
         """The sizes of the symbols to run before the first request.
@@ -147,7 +199,7 @@ class ShapeMatcher:
             return [usual | dict.fromkeys(symbols, size) for size in captured]
         return [profile.sizes("min"), profile.sizes("opt"), profile.sizes("max")]
 
-    def _new(self, inputs: Tensors) -> MatchedShapes:
+    def _new(self, inputs: Inputs) -> MatchedShapes:
         """Match a request of a new kind."""
         for name, dtype in self._dtypes.items():
             if inputs[name].dtype != dtype:
@@ -176,13 +228,13 @@ class ShapeMatcher:
             )
         return MatchedShapes(max(rows, 1), Kind(), tuple(sorted(sizes.items())))
 
-    def _deciding_values(self, inputs: Tensors) -> dict[str, list[int]]:
+    def _deciding_values(self, inputs: Inputs) -> dict[str, list[int]]:
         """The values of the inputs whose values decide a shape."""
         values: dict[str, list[int]] = {}
         for profile in self._profiles:
             for name in profile.values:
                 if name in self._dtypes:
-                    values[name] = inputs[name].ravel().tolist()
+                    values[name] = array_of(inputs[name]).ravel().tolist()
         return values
 
     def _rows(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -200,7 +252,7 @@ class ShapeMatcher:
         return rows.pop() if rows else 0
 
     def _batched(
-        self, rows: int, sizes: Mapping[str, int], values: Mapping[str, list[int]], inputs: Tensors
+        self, rows: int, sizes: Mapping[str, int], values: Mapping[str, list[int]], inputs: Inputs
     ) -> MatchedShapes | None:
         """Match a request to the profiles that batch it; None if no profile takes its shapes."""
         shapes = self._padded_shapes(sizes)
@@ -218,22 +270,40 @@ class ShapeMatcher:
     def _padded_shapes(self, sizes: Mapping[str, int]) -> PaddedShapes:
         """The shapes of a request without its rows, padded to their buckets."""
         lengths = tuple(sizes[symbol] for symbol in self.axes.padded)
-        buckets = tuple(self._bucket(symbol, sizes[symbol]) for symbol in self.axes.padded)
+        buckets = tuple(
+            self._room(symbol, sizes[symbol])
+            if symbol == self.axes.packed
+            else self._bucket(symbol, sizes[symbol])
+            for symbol in self.axes.padded
+        )
         batch_symbols = self._batch_symbols()
         padded = {symbol: size for symbol, size in sizes.items() if symbol not in batch_symbols}
         padded.update(zip(self.axes.padded, buckets, strict=True))
         return PaddedShapes(lengths, buckets, padded)
 
-    def _kind(self, shapes: PaddedShapes, batches: tuple[Sizes, ...], inputs: Tensors) -> Kind:
+    def _kind(self, shapes: PaddedShapes, batches: tuple[Sizes, ...], inputs: Inputs) -> Kind:
         """Return the kind that all requests with these shapes, profiles and contents share."""
         key = (
             tuple(sorted(shapes.sizes.items())),
-            tuple(_content(inputs[name]) for name in self._by_content),
+            tuple(_content(array_of(inputs[name])) for name in self._by_content),
             tuple(sizes.profile for sizes in batches),
         )
         if key not in self._kinds:
-            self._kinds[key] = Kind(batches, shapes.buckets if self._captures else ())
+            lengths = shapes.buckets if self._captures else ()
+            room = shortest = 0
+            if packed := self.axes.packed:
+                room = shapes.sizes[packed]
+                shortest = max(self._profiles[each.profile].dims[packed].min for each in batches)
+            self._kinds[key] = Kind(batches, lengths, room, shortest)
         return self._kinds[key]
+
+    def _room(self, symbol: str, size: int) -> int:
+        """The tokens that a shared row holds: the largest number of any profile.
+
+        A sequence that is empty or longer keeps its size, which no profile holds.
+        """
+        most = max(each.dims[symbol].max for each in self._profiles if symbol in each.dims)
+        return most if 0 < size <= most else size
 
     def _batch_dims(self) -> list[Dim]:
         """The dimensions of the inputs along the batch axis."""
@@ -270,14 +340,15 @@ class ShapeMatcher:
         return Sizes(number, low, high, captured_sizes(low, usual, largest, count))
 
     def _bucket(self, symbol: str, size: int) -> int:
-        """The length to which a size is padded: the next power of two within the profiles.
+        """The length to which a size is padded.
 
-        This keeps the number of lengths small, and short inputs do not wait for long ones.
+        It is the next opt or max of a profile, or the next power of two if that is nearer. So short
+        inputs do not wait for long ones, and lengths land where the engine is tuned.
         """
-        dims = [profile.dims[symbol] for profile in self._profiles if symbol in profile.dims]
-        limit = max((dim.max for dim in dims if dim.min <= size <= dim.max), default=size)
+        ranges = [dim for dim in self._padded_ranges[symbol] if dim.min <= size <= dim.max]
         next_power = 1 << max(size - 1, 0).bit_length()
-        return min(next_power, limit)
+        tuned = [bound for dim in ranges for bound in (dim.opt, dim.max) if bound >= size]
+        return min(next_power, *tuned) if tuned else size
 
 
 def _content(array: NDArray[np.generic]) -> bytes:
@@ -286,5 +357,5 @@ def _content(array: NDArray[np.generic]) -> bytes:
     return data if len(data) <= 64 else hashlib.sha256(data).digest()
 
 
-def _listed(names: Mapping[str, NDArray[np.generic]] | tuple[str, ...]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "none"

@@ -1,8 +1,8 @@
 """Statistics of deployments: the Prometheus metrics of all, and the totals and shapes of one since
 its load.
 
-docs/service.md lists the metrics. A request that ran is `executed`, even if its client had left. A
-request is `dropped` if its client left before it ran.
+docs/reference/metrics.md lists the metrics. A request that ran is `executed`, even if its client
+had left. A request is `dropped` if its client left before it ran.
 """
 
 from __future__ import annotations
@@ -35,19 +35,43 @@ STAGES = ("queue", "copy_in", "compute", "copy_out")
 LABELS = ("model", "version")
 
 
+@dataclass(frozen=True, slots=True)
+class InputValues:
+    """Numbers of input values in batches that ran."""
+
+    sent: int = 0  # by clients
+    run: int = 0  # by the engine, with padding
+    at_max: int = 0  # if the padded axes had their largest length, with the same rows
+
+    def __add__(self, other: InputValues) -> InputValues:
+        return InputValues(self.sent + other.sent, self.run + other.run, self.at_max + other.at_max)
+
+    @property
+    def padding(self) -> float:
+        """The share of padding in what the engine ran; 0 without a batch."""
+        return (self.run - self.sent) / max(self.run, 1)
+
+    @property
+    def padding_at_max(self) -> float:
+        """The same share at the largest length."""
+        return (self.at_max - self.sent) / max(self.at_max, 1)
+
+
 class Figures:
     """The Prometheus metrics of all deployments of one server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "crucible_inference_requests_total",
-            "Requests by result",
+            "Requests by result: executed, also if the client had gone by then; dropped, if the"
+            " client went before; timed_out; refused, if the queue was full; failed",
             (*LABELS, "state"),
             registry=registry,
         )
         self.stages = Histogram(
             "crucible_inference_stage_seconds",
-            "Time of each answered request in the queue, and of each batch after it",
+            "Time of each answered request in the queue; of each batch in copy_in, compute (by the"
+            " device's clock) and copy_out",
             (*LABELS, "stage"),
             buckets=STAGE_SECONDS,
             registry=registry,
@@ -62,6 +86,24 @@ class Figures:
         self.padding = Gauge(
             "crucible_inference_padding_ratio",
             "Share of all input values so far that was padding",
+            LABELS,
+            registry=registry,
+        )
+        self.values_sent = Counter(
+            "crucible_inference_values_sent_total",
+            "Input values of the requests in all batches that ran; shared ones count once",
+            LABELS,
+            registry=registry,
+        )
+        self.values_run = Counter(
+            "crucible_inference_values_run_total",
+            "Input values that the engine ran, with padding",
+            LABELS,
+            registry=registry,
+        )
+        self.values_at_max = Counter(
+            "crucible_inference_values_at_max_total",
+            "Input values of the same batches if padded axes had the largest length of a profile",
             LABELS,
             registry=registry,
         )
@@ -82,11 +124,15 @@ class Tally:
         labels = (model, str(version))
         self._requests = {state: figures.requests.labels(*labels, state) for state in STATES}
         self._stages = tuple(figures.stages.labels(*labels, stage) for stage in STAGES)
+        self._sent = figures.values_sent.labels(*labels)
+        self._run = figures.values_run.labels(*labels)
+        self._at_max = figures.values_at_max.labels(*labels)
         self._rows, self._waiting = figures.rows.labels(*labels), waiting
         self._succeeded, self._failed = _Sum(), _Sum()
         self._sums = tuple(_Sum() for _ in STAGES)
         self._batches: dict[int, _Sum] = {}
-        self._dropped = self._values = self._padded = self._last_ms = 0
+        self._values = InputValues()
+        self._dropped = self._last_ms = 0
 
     def show(self) -> None:
         """Show the queue and the padding of this deployment in the metrics.
@@ -98,8 +144,8 @@ class Tally:
         self._figures.padding.labels(*labels).set(0)
         self._figures.newest[labels] = self
 
-    def ran(self, requests: int, timing: Timing, values: int, padded: int) -> None:
-        """Count a batch; `padded` of the `values` of its inputs were padding."""
+    def ran(self, requests: int, timing: Timing, values: InputValues) -> None:
+        """Count a batch, with the values of its inputs."""
         self._requests["executed"].inc(requests)
         self._rows.observe(timing.batch_size)
         times_s = (timing.copy_in_s, timing.compute_s, timing.copy_out_s)
@@ -107,11 +153,10 @@ class Tally:
             histogram.observe(seconds)
         self._batches.setdefault(timing.batch_size, _Sum()).add(timing.compute_s)
         self._values += values
-        self._padded += padded
-        if self._values:
-            self._figures.padding.labels(self._model, str(self._version)).set(
-                self._padded / self._values
-            )
+        self._sent.inc(values.sent)
+        self._run.inc(values.run)
+        self._at_max.inc(values.at_max)
+        self._figures.padding.labels(self._model, str(self._version)).set(self._values.padding)
 
     def answered(self, timing: Timing, total_s: float) -> None:
         """Count an answered request."""
@@ -174,14 +219,12 @@ class _Runs:
 
     runs: int = 0
     requests: int = 0
-    values: int = 0
-    padded: int = 0  # of the values
+    values: InputValues = InputValues()
 
-    def add(self, requests: int, values: int, padded: int) -> None:
+    def add(self, requests: int, values: InputValues) -> None:
         self.runs += 1
         self.requests += requests
         self.values += values
-        self.padded += padded
 
 
 class Traffic:
@@ -204,11 +247,11 @@ class Traffic:
         else:
             self._other_requests += 1
 
-    def ran(self, shape: SymbolSizes, requests: int, values: int, padded: int) -> None:
-        """Count a batch by its sizes without padding; `padded` of its input values were padding."""
-        self._all.add(requests, values, padded)
+    def ran(self, shape: SymbolSizes, requests: int, values: InputValues) -> None:
+        """Count a batch by its sizes without padding, with the values of its inputs."""
+        self._all.add(requests, values)
         if shape in self._batches or len(self._batches) < MAX_SHAPES:
-            self._batches.setdefault(shape, _Runs()).add(requests, values, padded)
+            self._batches.setdefault(shape, _Runs()).add(requests, values)
 
     def view(self, version: Version) -> ShapesView:
         """Return the counts, and the profiles that they suggest. It may run in another thread."""
@@ -225,13 +268,14 @@ class Traffic:
                     sizes=dict(shape),
                     runs=batch.runs,
                     requests=batch.requests,
-                    padding=batch.padded / max(batch.values, 1),
+                    padding=batch.values.padding,
                 )
                 for shape, batch in batches
             ),
             other_runs=self._all.runs - sum(runs.values()),
             answered=self._all.requests,
-            padding=self._all.padded / max(self._all.values, 1),
+            padding=self._all.values.padding,
+            padding_at_max=self._all.values.padding_at_max,
             suggestion=suggestion_from_runs(runs, version.profiles),
         )
 

@@ -18,7 +18,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
@@ -34,7 +33,7 @@ from pipeline.host.gpu import VISIBLE, open_nvml
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.report.bundle import check_engine
 from service.sandbox.framing import MAX_HEAD_BYTES, cut, decode, failed_from_error
-from service.serving.shared_memory import Buffer, layout
+from service.serving.shared_memory import ALIGNMENT, MIN_ALIGNMENT, Buffer, layout
 from service.serving.worker_messages import (
     FROM_SERVER,
     FROM_WORKER,
@@ -51,7 +50,7 @@ from service.serving.worker_messages import (
 if TYPE_CHECKING:
     from pipeline.backends.base import Loaded, Session, Timer
 
-MAX_DESCRIPTORS = 2  # of one packet
+MAX_DESCRIPTORS = 3  # of one packet
 LAYOUTS = 256  # output layouts that are remembered
 
 
@@ -135,44 +134,59 @@ PageLock = Callable[[NDArray[np.uint8]], Callable[[], object]]
 """`backends.page_lock` of an engine."""
 
 
-class SlotBuffers:
-    """The worker's view of the buffers of one slot.
+class InputBuffer:
+    """A buffer that the server writes. A GPU reads it directly, if the host can lock its memory."""
 
-    A GPU reads the inputs where the server wrote them, if the host can lock that memory.
-    """
-
-    def __init__(self, page_lock: PageLock) -> None:
-        self.inputs: Buffer | None = None
-        self.outputs: Buffer | None = None
-        self._page_lock = page_lock
-        self._unlock: Callable[[], object] = lambda: None
-
-    def take(self, names: Sequence[str], descriptors: Sequence[int]) -> None:
-        """Replace buffers of the slot by new ones."""
-        for name, descriptor in zip(names, descriptors, strict=True):
-            new = Buffer.attach(descriptor)
-            if name == "inputs":
-                self._unlock()  # before the old memory is unmapped
-                self._unlock = self._locked(new)
-            setattr(self, name, new)
-
-    def _locked(self, buffer: Buffer) -> Callable[[], object]:
+    def __init__(self, descriptor: int, page_lock: PageLock) -> None:
+        self.buffer = Buffer.attach(descriptor)
+        self.unlock: Callable[[], object] = lambda: None
         try:
-            return self._page_lock(buffer.memory)
+            self.unlock = page_lock(self.buffer.memory)
         except HostError as error:  # sessions copy from it instead
             with contextlib.suppress(OSError):  # the log's disk may be full
                 print(error, file=sys.stderr)
-            return lambda: None
 
 
-Slots = defaultdict[int, SlotBuffers]
+class Buffers:
+    """The worker's view of the buffers of all slots, and of the bodies that it reads in place."""
+
+    def __init__(self, page_lock: PageLock) -> None:
+        self._page_lock = page_lock
+        self._inputs: dict[int, InputBuffer] = {}
+        self._outputs: dict[int, Buffer] = {}
+        self._bodies: dict[int, InputBuffer] = {}
+
+    def take(self, message: Run, descriptors: Sequence[int]) -> tuple[Buffer, Buffer]:
+        """Map what is new. Return the buffers that hold the inputs and take the outputs."""
+        for number in message.freed:
+            _forget(self._bodies, number)
+        for part, descriptor in zip(message.new, descriptors, strict=True):
+            if part == "outputs":
+                self._outputs[message.slot] = Buffer.attach(descriptor)
+            elif part == "inputs":
+                _forget(self._inputs, message.slot)  # before the old memory is unmapped
+                self._inputs[message.slot] = InputBuffer(descriptor, self._page_lock)
+            else:
+                assert message.body is not None
+                self._bodies[message.body] = InputBuffer(descriptor, self._page_lock)
+        inputs = self._inputs[message.slot] if message.body is None else self._bodies[message.body]
+        return inputs.buffer, self._outputs[message.slot]
+
+
+def _forget(buffers: dict[int, InputBuffer], number: int) -> None:
+    known = buffers.pop(number, None)
+    if known is not None:
+        known.unlock()
 
 
 class Runner:
     """Run batches on one session."""
 
     def __init__(self, engine: Engine, session: Session) -> None:
+        from pipeline.backends.base import LendsOutputs
+
         self._session = session
+        self._results = session.lent_outputs if isinstance(session, LendsOutputs) else session.fetch
         self._inputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.inputs)
         self._outputs = tuple((spec.name, dtype_of(spec.dtype)) for spec in engine.outputs)
         dtypes = tuple(dtype for _, dtype in self._outputs)
@@ -183,13 +197,13 @@ class Runner:
             session.timer(),
         )
 
-    def run(self, message: Run, slot: SlotBuffers) -> FromWorker:
-        """Run one batch: read the inputs in the slot, copy the outputs into the slot."""
+    def run(self, message: Run, inputs: Buffer, outputs: Buffer) -> FromWorker:
+        """Run one batch: read the inputs where they are, copy the outputs into their buffer."""
         began = perf_counter()
         session, (uploading, computing, downloading) = self._session, self._timers
-        assert slot.inputs is not None
+        alignment = ALIGNMENT if message.body is None else MIN_ALIGNMENT
         feeds = {
-            name: slot.inputs.array(dtype, placed)
+            name: inputs.array(dtype, placed, alignment)
             for (name, dtype), placed in zip(self._inputs, message.inputs, strict=True)
         }
         session.bind(feeds)
@@ -199,25 +213,24 @@ class Runner:
         _timed(downloading, session.download)
         session.synchronize()
         finished = perf_counter()
-        placed, needed = self._copy_out(session.fetch(), slot)
+        placed, needed = self._copy_out(self._results(), outputs)
         if needed:
             return Short(message.number, needed)
         copy_in_s = bound - began + uploading.elapsed_s()
         copy_out_s = perf_counter() - finished + downloading.elapsed_s()
         return Done(message.number, placed, copy_in_s, computing.elapsed_s(), copy_out_s)
 
-    def _copy_out(self, results: Tensors, slot: SlotBuffers) -> tuple[Any, int]:
+    def _copy_out(self, results: Tensors, buffer: Buffer) -> tuple[Any, int]:
         """Copy the outputs; return their places, or the bytes they need if there is no room."""
         arrays: list[NDArray[np.generic]] = [results[name] for name, _ in self._outputs]
         for (name, dtype), array in zip(self._outputs, arrays, strict=True):
             if array.dtype != dtype:
                 raise InternalError(f"output '{name}' has dtype {array.dtype}, expected {dtype}")
         placed, size = self._layout(tuple([array.shape for array in arrays]))
-        assert slot.outputs is not None
-        if size > slot.outputs.size:
+        if size > buffer.size:
             return (), size
         for array, where in zip(arrays, placed, strict=True):
-            np.copyto(slot.outputs.array(array.dtype, where), array)
+            np.copyto(buffer.array(array.dtype, where), array)
         return placed, 0
 
 
@@ -232,26 +245,26 @@ def serve(runners: Sequence[Runner], server: Server, page_lock: PageLock) -> Non
 
     The first runner works in this thread, each other one in its own.
     """
-    slots: Slots = defaultdict(partial(SlotBuffers, page_lock))
+    buffers = Buffers(page_lock)
     receiving = threading.Lock()
     for runner in runners[1:]:
         threading.Thread(
-            target=until_the_end, args=(server, partial(run_all, runner, server, slots, receiving))
+            target=until_the_end,
+            args=(server, partial(run_all, runner, server, buffers, receiving)),
         ).start()
-    run_all(runners[0], server, slots, receiving)
+    run_all(runners[0], server, buffers, receiving)
 
 
-def run_all(runner: Runner, server: Server, slots: Slots, receiving: threading.Lock) -> None:
+def run_all(runner: Runner, server: Server, buffers: Buffers, receiving: threading.Lock) -> None:
     """Run batch after batch. Bad inputs refuse their batch, and the worker goes on."""
     while True:
         with receiving:
             message, descriptors = server.receive()
             if not isinstance(message, Run):
                 raise InternalError(f"expected the message `run`, got `{message.kind}`")
-            slot = slots[message.slot]
-            slot.take(message.new, descriptors)
+            inputs, outputs = buffers.take(message, descriptors)
         try:
-            answer = runner.run(message, slot)
+            answer = runner.run(message, inputs, outputs)
         except UserError as error:
             answer = Refused(message.number, cut(error.message), cut(error.next_step))
         server.send(answer)

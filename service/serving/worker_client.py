@@ -3,7 +3,8 @@
     worker = await Worker.start(order)      the engine is loaded and warm on return
     worker.run(task)                        calls `task.then` with the result, exactly once
     await worker.broken()                   waits until the worker is broken; its batches have
-                                            failed by then
+                                            failed by then: those that had not begun with
+                                            NotStarted
     await worker.end()                      kills the process
 
 The server trusts no reply of a worker. A slot is used again only after the worker has answered for
@@ -20,9 +21,12 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +38,8 @@ from service import logs
 from service.errors import TimedOut, Unavailable, Unprocessable
 from service.jobs.worker_client import end_guarded, environment_for, how_it_ended, start_guarded
 from service.sandbox.framing import MAX_HEAD_BYTES, BadMessage, Failed, decode
-from service.serving.shared_memory import MAX_BYTES, Buffer, Slot, layout
+from service.sandbox.layers import Box, Sandbox
+from service.serving.shared_memory import MAX_BYTES, Buffer, Slot, in_place, layout
 from service.serving.worker_messages import (
     FROM_SERVER,
     FROM_WORKER,
@@ -52,11 +57,16 @@ from service.storage.layout import Work
 WORKER = (sys.executable, "-m", "service.serving.worker")
 TORCH_WORKER = (sys.executable, "-m", "service.serving.torch_worker")
 FILE_BYTES = 1 << 30  # limit for a file that a worker writes: its log
+NOTHING_NEW: Mapping[Part, Buffer] = {}
 LAYOUTS = 256  # input layouts that are remembered
 PRINTED_BYTES = 2000  # of a worker's log, copied to the server's log
 
 log = logs.get("service.worker")
 Array = NDArray[np.generic]
+
+
+class NotStarted(Unavailable):
+    """The worker was lost before it began to run this batch: another worker may run it."""
 
 
 def worker_for(engine: Engine) -> Sequence[str]:
@@ -79,6 +89,7 @@ class Order:
     stuck_s: float  # a worker without an answer to a batch for so long hangs
     sessions: int = 1  # of the engine: batches that run at the same time
     command: Sequence[str] = WORKER
+    sandbox: Sandbox = field(default_factory=lambda: Sandbox(Path()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +113,7 @@ class Task:
     output_bytes: int  # of the outputs of known size
     fill: Callable[[Sequence[Array]], None]  # writes the inputs
     then: Callable[[BatchResult | CrucibleError], None]
+    inputs: Sequence[object] = ()  # of its only request, if `fill` would write them unchanged
 
 
 @dataclass(slots=True)
@@ -116,11 +128,17 @@ class Worker:
     """A running worker. The caller of `start` must call `end`."""
 
     def __init__(
-        self, order: Order, process: asyncio.subprocess.Process, end: socket.socket, mark: str
+        self,
+        order: Order,
+        process: asyncio.subprocess.Process,
+        end: socket.socket,
+        mark: str,
+        box: Box,
     ) -> None:
         self.memory_bytes = 0
         self.has_answered = False  # at least one batch
         self._order, self._process, self._socket, self._mark = order, process, end, mark
+        self._box = box
         self._loop = asyncio.get_running_loop()
         self._kills = memory_kills()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -128,7 +146,9 @@ class Worker:
         self._failed: Failed | None = None  # its last message
         # A batch runs in each session, and one is ready to run.
         self._free = [Slot(number) for number in range(order.sessions + 1)]
-        self._sent: dict[int, _PendingBatch] = {}
+        self._sent: dict[int, _PendingBatch] = {}  # in the order in which the worker takes them
+        self._mapped: set[int] = set()  # buffers of bodies that the worker has mapped
+        self._freed: deque[int] = deque()  # those of them that are gone here
         self._numbers = itertools.count()
         self._dtypes = tuple(dtype_of(spec.dtype) for spec in order.engine.inputs)
         self._layout = lru_cache(LAYOUTS)(partial(layout, dtypes=self._dtypes))
@@ -149,6 +169,10 @@ class Worker:
         engine = {**order.engine.model_dump(mode="json"), "root": str(order.engine.root.absolute())}
         file.write_text(json.dumps(engine), encoding="utf-8")
         environment = environment_for(mark, order.device, order.work, os.environ)
+        root = order.engine.root.absolute()
+        box = await asyncio.to_thread(
+            order.sandbox.enter, mark, order.work, order.device, shared=(root,)
+        )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
@@ -159,11 +183,13 @@ class Worker:
                 order.work,
                 file_bytes,
                 environment,
+                box,
             )
         except BaseException:
             ours.close()
+            await asyncio.to_thread(box.close)
             raise
-        worker = cls(order, process, ours, mark)
+        worker = cls(order, process, ours, mark, box)
         try:
             load = Load(file, order.warm, order.runs, order.engine_name, order.sessions)
             worker._send(load)
@@ -219,21 +245,23 @@ class Worker:
     def run(self, task: Task) -> None:
         """Send a batch to the worker, which must have room."""
         slot = self._free.pop()
-        new: Mapping[Part, Buffer] = {}
+        new: dict[Part, Buffer] = {}
         try:
-            placed, size = self._layout(task.shapes)
+            body = in_place(task.inputs, self._dtypes) if task.inputs else None
+            placed, size = (body.placed, 0) if body else self._layout(task.shapes)
             if size > MAX_BYTES:
                 raise Unprocessable(
                     f"the inputs of the batch have {size} bytes, expected at most {MAX_BYTES}",
                     "send smaller inputs",
                 )
             new = slot.reserve(size, task.output_bytes)
-            assert slot.inputs is not None
-            targets = [
-                slot.inputs.array(dtype, tensor)
-                for dtype, tensor in zip(self._dtypes, placed, strict=True)
-            ]
-            task.fill(targets)
+            if body is None:
+                assert slot.inputs is not None
+                targets = [
+                    slot.inputs.array(dtype, tensor)
+                    for dtype, tensor in zip(self._dtypes, placed, strict=True)
+                ]
+                task.fill(targets)
         except Exception as error:  # the edge of a batch: its error costs no slot
             # A CrucibleError is no bug: there is no memory, or the inputs are too large.
             if not isinstance(error, CrucibleError):
@@ -243,12 +271,21 @@ class Worker:
             self._free.append(Slot(slot.number) if new else slot)
             task.then(crucible_error(error))
             return
-        message = Run(next(self._numbers), slot.number, placed, tuple(new))
+        number = None
+        if body is not None:
+            number = body.buffer.number
+            if number not in self._mapped:
+                self._mapped.add(number)
+                weakref.finalize(body.buffer, self._freed.append, number).atexit = False
+                new["body"] = body.buffer
+        freed = tuple(self._freed.popleft() for _ in range(len(self._freed)))
+        self._mapped.difference_update(freed)
+        message = Run(next(self._numbers), slot.number, placed, tuple(new), number, freed)
         stuck = self._loop.call_later(
             self._order.stuck_s, self._break, "did not answer any more and was stopped"
         )
         self._sent[message.number] = _PendingBatch(task, slot, message, stuck)
-        self._send(message, new.values())
+        self._send(message, new)
 
     async def death(self) -> str:
         """Describe how the worker ended. Call it only for a broken worker."""
@@ -276,26 +313,41 @@ class Worker:
         except asyncio.CancelledError:  # wait anyway: no process may stay behind
             await asyncio.wait([ending])
             raise
+        await asyncio.to_thread(self._box.close)
         await asyncio.to_thread(self._order.work.clear_temporary)
 
     # -- messages --------------------------------------------------------
 
-    def _send(self, message: Load | Run, buffers: Collection[Buffer] = ()) -> None:
+    def _send(self, message: Load | Run, new: Mapping[Part, Buffer] = NOTHING_NEW) -> None:
         try:
             packet = FROM_SERVER.dump_json(message)
-            socket.send_fds(self._socket, [packet], [buffer.descriptor for buffer in buffers])
-        except OSError as error:  # the worker is gone, or does not read its messages
-            self._break(
-                "" if isinstance(error, ConnectionError) else f"did not accept a message: {error}"
-            )
-        for buffer in buffers:
-            buffer.give_descriptor()
+            descriptors = [buffer.descriptor for buffer in new.values()]
+            socket.send_fds(self._socket, [packet], descriptors)
+        except ConnectionError:
+            pass  # The worker is gone: `_readable` takes its last answers and breaks it.
+        except OSError as error:  # the worker does not read its messages
+            self._break(f"did not accept a message: {error}")
+        for part, buffer in new.items():
+            if part != "body":  # another worker may need that one
+                buffer.give_descriptor()
 
     def _readable(self) -> None:
+        try:
+            self._receive()
+        except ConnectionError:
+            # A worker that left messages unread has ended. The kernel reports this once, before
+            # the answers that the worker sent, and uvloop does not call again.
+            while not self.is_broken:
+                self._receive()
+
+    def _receive(self) -> None:
+        """Take one message, or the end; ConnectionError if the worker reset the connection."""
         try:
             packet = self._socket.recv(MAX_HEAD_BYTES + 1)
         except BlockingIOError:
             return
+        except ConnectionError:
+            raise
         except OSError:
             packet = b""
         if not packet:
@@ -357,7 +409,9 @@ class Worker:
         except HostError as error:
             self._finish(sent.message.number, error)
             return
-        self._send(replace(sent.message, new=tuple(new)), new.values())
+        # The worker runs it after the batches that it already has.
+        self._sent[sent.message.number] = self._sent.pop(sent.message.number)
+        self._send(replace(sent.message, new=tuple(new), freed=()), new)
 
     def _finish(self, number: int, result: BatchResult | CrucibleError) -> None:
         sent = self._pending(number)
@@ -372,6 +426,8 @@ class Worker:
         """Mark the worker as broken and fail its batches.
 
         An empty reason means that the worker closed the connection: its exit tells the cause.
+        Each session takes the next batch, so the first `sessions` batches may have begun, and one
+        of them may be the cause.
         """
         if self._broken.done():
             return
@@ -382,9 +438,8 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
         self._free.clear()
-        lost, self._sent = self._sent, {}
-        for sent in lost.values():
+        lost, self._sent = tuple(self._sent.values()), {}
+        for place, sent in enumerate(lost):
             sent.stuck.cancel()
-            sent.task.then(
-                Unavailable("the worker of this request was lost", "send the request again", 1)
-            )
+            kind = Unavailable if place < self._order.sessions else NotStarted
+            sent.task.then(kind("the worker of this request was lost", "send the request again", 1))

@@ -23,8 +23,8 @@ MAX_DIMS = 64
 MAX_TENSORS = 1000
 
 Count = Annotated[int, Field(ge=0, le=2**48)]
-Part = Literal["inputs", "outputs"]
-"""The two buffers of a slot."""
+Part = Literal["inputs", "outputs", "body"]
+"""The two buffers of a slot, and that of a request's body."""
 CONFIG = ConfigDict(extra="forbid", strict=True)
 
 
@@ -50,7 +50,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class Run:
-    """One batch. Its inputs are in the slot.
+    """One batch. Its inputs are in the slot, or in the body of its only request.
 
     The descriptors of the `new` buffers come with the packet, in this order.
     """
@@ -59,6 +59,8 @@ class Run:
     slot: Count
     inputs: Annotated[tuple[Placed, ...], Field(max_length=MAX_TENSORS)]
     new: tuple[Part, ...] = ()
+    body: Count | None = None  # the buffer that holds the inputs, if it is not the slot's
+    freed: tuple[Count, ...] = ()  # buffers of bodies that come no more
     kind: Literal["run"] = "run"
 
 

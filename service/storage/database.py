@@ -4,6 +4,9 @@
                                                           it returns, or rolled back
     with database.read() as rows: rows.execute(...)
 
+Only the user of the service may read the file: it holds the digests of all keys. SQLite gives the
+files beside it (-wal, -shm) the same mode.
+
 Times are stored as UTC in ISO 8601. `MIGRATIONS[n]` migrates version n to n + 1; the version is in
 `PRAGMA user_version`.
 """
@@ -12,12 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pipeline.errors import DiskFull, StoreError
+from service.storage.layout import HOME_MODE
 
+FILE_MODE = 0o600
 BUSY_S = 10.0  # how long a write waits for another process, such as `crucible keys`
 
 MIGRATIONS: tuple[str, ...] = (
@@ -55,6 +61,32 @@ MIGRATIONS: tuple[str, ...] = (
     ) STRICT;
     """,
     "ALTER TABLE versions ADD COLUMN memory_bytes INTEGER",
+    # An entry is never changed. It is deleted only after an entry `audit.expired` has announced, as
+    # its object, the time before which entries are deleted. So every deletion leaves an entry.
+    """
+    CREATE TABLE audit (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, action TEXT NOT NULL,
+        object TEXT NOT NULL, key TEXT NOT NULL, owner TEXT NOT NULL, address TEXT NOT NULL,
+        request TEXT NOT NULL, details TEXT NOT NULL,
+        CHECK (action != 'audit.expired' OR object < at)
+    ) STRICT;
+    CREATE INDEX audit_by_action ON audit (action, object);
+    CREATE TRIGGER audit_replace BEFORE INSERT ON audit
+        WHEN EXISTS (SELECT 1 FROM audit WHERE seq = NEW.seq)
+        BEGIN SELECT RAISE(ABORT, 'an audit entry cannot be changed'); END;
+    CREATE TRIGGER audit_update BEFORE UPDATE ON audit
+        BEGIN SELECT RAISE(ABORT, 'an audit entry cannot be changed'); END;
+    CREATE TRIGGER audit_delete BEFORE DELETE ON audit
+        WHEN OLD.at >= coalesce(
+            (SELECT max(object) FROM audit WHERE action = 'audit.expired'), ''
+        )
+        BEGIN SELECT RAISE(ABORT, 'an audit entry has not expired'); END;
+    """,
+    """
+    CREATE TABLE sessions (
+        sha256 TEXT PRIMARY KEY, key TEXT NOT NULL REFERENCES keys (prefix), expires TEXT NOT NULL
+    ) STRICT;
+    """,
 )
 
 
@@ -65,7 +97,8 @@ class Database:
         self.path = path
         self._local = threading.local()
         self._writer = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=HOME_MODE, parents=True, exist_ok=True)
+        self._secure_files()
         with self._translated_errors(), contextlib.closing(self._open()) as rows:
             self._migrate(rows, migrations)
 
@@ -73,6 +106,7 @@ class Database:
     def write(self) -> Iterator[sqlite3.Connection]:
         """One transaction, committed at the end, rolled back on any exception."""
         rows = self._connection()
+        self._local.after_commit = []
         with self._writer, self._translated_errors():
             rows.execute("BEGIN IMMEDIATE")
             try:
@@ -82,12 +116,23 @@ class Database:
                 if rows.in_transaction:  # a full disk has ended it already
                     rows.execute("ROLLBACK")
                 raise
+        for call in self._local.after_commit:
+            call()
+
+    def after_commit(self, call: Callable[[], None]) -> None:
+        """Call a function once the transaction of this thread is committed, not if it fails."""
+        self._local.after_commit.append(call)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection for queries."""
         with self._translated_errors():
             yield self._connection()
+
+    @property
+    def is_open_here(self) -> bool:
+        """Whether the calling thread has used the database, and not closed its connection."""
+        return hasattr(self._local, "rows")
 
     def close(self) -> None:
         """Close this thread's connection."""
@@ -97,10 +142,26 @@ class Database:
             del self._local.rows
 
     def _connection(self) -> sqlite3.Connection:
-        if not hasattr(self._local, "rows"):
+        if not self.is_open_here:
             self._local.rows = self._open()
         rows: sqlite3.Connection = self._local.rows
         return rows
+
+    def _secure_files(self) -> None:
+        """Create the file for its user alone, or remove the rights of others from existing files.
+        StoreError if they belong to another user.
+        """
+        try:
+            self.path.touch(FILE_MODE)
+            for suffix in ("", "-wal", "-shm"):
+                file = self.path.with_name(f"{self.path.name}{suffix}")
+                if file.exists() and stat.S_IMODE(file.stat().st_mode) & ~FILE_MODE:
+                    file.chmod(FILE_MODE)
+        except OSError as error:
+            raise StoreError(
+                f"cannot use '{self.path}': {error.strerror}",
+                "run this command as the user to whom the service's home belongs",
+            ) from error
 
     def _open(self) -> sqlite3.Connection:
         rows = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)

@@ -23,9 +23,10 @@ from typing import Literal, get_args
 from pipeline.core import Frozen
 from pipeline.errors import PlanError, UserError
 from service.errors import NotFound, Unauthorized
-from service.storage.database import Database
+from service.storage.audit import SERVICE, Actor, Audit, Details, Entry
+from service.storage.database import FILE_MODE, Database
 
-Scope = Literal["compile", "infer", "admin"]
+Scope = Literal["compile", "infer", "metrics", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 FORM = re.compile(r"cru_([0-9a-f]{10})_([A-Za-z0-9_-]{43})")
 SECRET_BYTES = 32
@@ -60,17 +61,27 @@ class Keys:
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
         self._database, self._clock = database, clock
+        self._audit = Audit(database)
         self._revoked = database.path.with_name(f"{database.path.name}-revoked")
         self._known: dict[str, _CachedKey] = {}  # by digest
 
-    def create(self, name: str, scopes: Iterable[str], owner: str = "") -> tuple[Key, str]:
+    def create(
+        self, name: str, scopes: Iterable[str], owner: str = "", actor: Actor = SERVICE
+    ) -> tuple[Key, str]:
         """Create a key. Returns it with its text, which is not stored and cannot be recovered. The
         owner is the key itself unless `owner` names another.
         """
         text = f"cru_{secrets.token_hex(5)}_{secrets.token_urlsafe(SECRET_BYTES)}"
-        return self.add(text, name, scopes, owner), text
+        return self.add(text, name, scopes, owner, actor), text
 
-    def add(self, text: str, name: str, scopes: Iterable[str], owner: str = "") -> Key:
+    def add(
+        self,
+        text: str,
+        name: str,
+        scopes: Iterable[str],
+        owner: str = "",
+        actor: Actor = SERVICE,
+    ) -> Key:
         """Add a key that was created elsewhere, such as the first admin key of a container."""
         match = FORM.fullmatch(text)
         if match is None:
@@ -95,6 +106,8 @@ class Keys:
                 " ?, ?, ?)",
                 row,
             )
+            details: Details = {"name": name, "owner": key.owner, "scopes": " ".join(key.scopes)}
+            self._audit.add(rows, Entry(actor, "key.created", f"key/{key.prefix}", details))
         return key
 
     def add_from_file(self, file: Path) -> Key | None:
@@ -130,7 +143,7 @@ class Keys:
         same = hmac.compare_digest(_digest(text), row["sha256"] if row else _digest(""))
         if row is None or not same or row["revoked"]:
             raise Unauthorized(REFUSED, NEXT)
-        key = _key(row)
+        key = key_from_row(row)
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[_digest(text)] = _CachedKey(key, self._clock() + KNOWN_FOR_S, revocations)
@@ -139,20 +152,25 @@ class Keys:
     def list(self) -> tuple[Key, ...]:
         """Return all keys, oldest first, including revoked ones."""
         with self._database.read() as rows:
-            return tuple(map(_key, rows.execute("SELECT * FROM keys ORDER BY created, prefix")))
+            return tuple(
+                map(key_from_row, rows.execute("SELECT * FROM keys ORDER BY created, prefix"))
+            )
 
-    def revoke(self, prefix: str) -> Key:
+    def revoke(self, prefix: str, actor: Actor = SERVICE) -> Key:
         """Revoke a key from now on. NotFound if there is no valid key with this prefix."""
         with self._database.write() as rows:
             changed = rows.execute(
                 "UPDATE keys SET revoked = ? WHERE prefix = ? AND revoked IS NULL", (_now(), prefix)
             ).rowcount
+            if changed:
+                self._audit.add(rows, Entry(actor, "key.revoked", f"key/{prefix}"))
+        self._revoked.touch(FILE_MODE)
         with self._revoked.open("a", encoding="ascii") as file:
             file.write(f"{prefix}\n")
         row = self._row(prefix)
         if row is None or not changed:
             raise NotFound(f"no valid key '{prefix}'", "`crucible keys list` names them by prefix")
-        return _key(row)
+        return key_from_row(row)
 
     def _count_revocations(self) -> int:
         """Return a number that each revocation raises: the size of the file."""
@@ -169,7 +187,7 @@ class Keys:
         return row
 
 
-def _key(row: sqlite3.Row) -> Key:
+def key_from_row(row: sqlite3.Row) -> Key:
     columns = ("prefix", "name", "owner", "created", "revoked")
     values = {name: row[name] for name in columns}
     return Key.model_validate(values | {"scopes": tuple(row["scopes"].split())})

@@ -2,6 +2,7 @@
 
 home/uploads/<job>/     the client's files, and plan.json: the plan over those files. Written by the
                         server before the job is added
+home/uploads/<draft>/   of the web pages: files that wait for their plan, and draft.json
 home/uploads/<job>/compiled/    of a benchmark: the report and the engine to measure again
 home/jobs/<job>/        the child's work: log, home/ (its CRUCIBLE_HOME), tmp/, out/ (the report
                         before it is verified)
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,23 @@ from pydantic import ValidationError
 from pipeline.errors import StoreError
 from pipeline.plan.schema import Plan
 
+# The only place that decides it: a process under another uid needs more, such as 0o711.
+HOME_MODE = 0o700
 PLAN = "plan.json"
+DRAFT = "draft.json"
 MAX_LOG_BYTES = 2**20  # of a log that clients can read; the rest is cut when the job has ended
+
+
+def secure_home(home: Path) -> str:
+    """Create the home, or give an existing one HOME_MODE. Returns its earlier mode in octal; empty
+    if nothing had to change. PermissionError if it belongs to another user.
+    """
+    home.mkdir(mode=HOME_MODE, parents=True, exist_ok=True)
+    mode = stat.S_IMODE(home.stat().st_mode)
+    if not mode & ~HOME_MODE:
+        return ""
+    home.chmod(HOME_MODE)
+    return f"{mode:04o}"
 
 
 @dataclass(frozen=True, slots=True)

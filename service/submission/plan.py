@@ -22,13 +22,16 @@ from pipeline.core import (
     DimRange,
     Frozen,
     ImageResize,
+    Postprocess,
     Preprocess,
     Profile,
     TensorRTOptions,
     TensorSpec,
     ValueRange,
 )
+from pipeline.plan.files import PlanLoader, explain, old_name_warnings
 from pipeline.plan.schema import (
+    STAGE_TIMEOUT_S,
     AccuracyConfig,
     BenchmarkConfig,
     CalibrationConfig,
@@ -41,14 +44,12 @@ from pipeline.plan.schema import (
     Objective,
     PlacementConfig,
     Plan,
-    PlanLoader,
     Profiles,
     SimplifyConfig,
+    StageTimeout,
     Thresholds,
-    explain,
-    old_name_warnings,
 )
-from pipeline.serving_inputs import InputRecipe, Padding, ServingConfig
+from pipeline.serving_inputs import InputRecipe, Packing, Padding, ServingConfig
 from service.architectures import check_metric, entrypoint_of
 from service.errors import Unprocessable
 from service.settings import Settings
@@ -58,8 +59,10 @@ MAX_DEPTH = 12  # levels of a plan; our schema needs 6
 MAX_ITEMS = 10_000  # scalars, lists and mappings of a plan together
 MAX_NAME = 100
 NAME = rf"^([A-Za-z0-9_-][A-Za-z0-9_.-]{{0,{MAX_NAME - 1}}})?$"
-SEE = "docs/service.md lists the keys of a submitted plan"
+SEE = "docs/reference/plan.md lists the keys of a submitted plan"
 SAFETENSORS = ".safetensors"
+CODE = ".pt2"
+UNPACKED = "unpacked"
 PICKLES = (".pt", ".pth", ".pt2", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib")
 
 
@@ -72,7 +75,10 @@ class NamedConfig(Frozen):
 
 
 class SubmittedPlan(Frozen):
-    """The plan in a client's request. Keys have the same meaning as in a plan (docs/plan.md)."""
+    """The plan in a client's request.
+
+    Keys have the same meaning as in a plan (docs/reference/plan.md).
+    """
 
     name: str = Field(default="", pattern=NAME)
     architecture: str | None = None  # for safetensors weights
@@ -81,9 +87,11 @@ class SubmittedPlan(Frozen):
     outputs: tuple[str, ...] = ()
     profiles: Profiles = ()
     preprocess: dict[str, Preprocess] = Field(default_factory=dict)
+    postprocess: dict[str, Postprocess] = Field(default_factory=dict)
     data: DataConfig = DataConfig()
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = Field(default=(), max_length=64)
+    measure_profile_width: bool = False
     fallback: Fallback = True
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
@@ -92,6 +100,7 @@ class SubmittedPlan(Frozen):
     benchmark: BenchmarkConfig = BenchmarkConfig()
     objective: Objective = "latency"
     serving: ServingConfig = ServingConfig()
+    stage_timeout_s: StageTimeout = STAGE_TIMEOUT_S
 
     @model_validator(mode="after")
     def _allowed_only(self) -> SubmittedPlan:
@@ -107,11 +116,12 @@ ALLOWED: dict[type[BaseModel], str] = {
     DimRange: "min opt max",
     ValueRange: "min opt max",
     Preprocess: "scale mean std layout resize",
+    Postprocess: "top_k argmax axis softmax",
     ImageResize: "source target filter",
     DataConfig: "calibration selection",
     GeneratedData: "generate samples because seed",
     AccuracyConfig: "metric output max_drop thresholds per_output",
-    Thresholds: "max_abs mean_abs min_cosine min_snr_db",
+    Thresholds: "max_abs mean_abs min_cosine min_snr_db min_agreement",
     CandidateConfig: (
         "backend precision method activation weight_bits precision_from quantizer weight_only"
         " block_size smooth_quant placement keep_fp32 compute_capability hardware_compatible"
@@ -125,8 +135,9 @@ ALLOWED: dict[type[BaseModel], str] = {
     CalibrationConfig: "samples batch percentile language_model",
     TensorRTOptions: "workspace_mib optimization_level timing_iterations",
     BenchmarkConfig: "sizes duration_s budget_s warmup_s warmup_runs threads baselines",
-    ServingConfig: "padding image labels",
+    ServingConfig: "padding packing image labels",
     Padding: "input axis value",
+    Packing: "axis mask positions",
     LatencyLimit: "max_latency_ms",
     InputRecipe: "input size resize colour layout scale mean std",
 }
@@ -168,6 +179,17 @@ def _refusals(value: object, location: tuple[int | str, ...] = ()) -> Iterator[I
 
 def parse(text: bytes) -> SubmittedPlan:
     """Parse YAML or JSON. Unprocessable names the invalid key or line."""
+    document = document_from(text)
+    try:
+        plan = SubmittedPlan.model_validate(document)
+    except ValidationError as error:
+        raise Unprocessable(explain(error, SubmittedPlan, allowed_keys), SEE) from error
+    check_metric(plan.accuracy.metric)
+    return plan
+
+
+def document_from(text: bytes) -> dict[Any, Any]:
+    """Read the keys of a plan as YAML or JSON. Unprocessable names the invalid line."""
     try:
         _check_form(text.decode("utf-8"))
         document = yaml.load(text, PlanLoader) or {}
@@ -177,12 +199,7 @@ def parse(text: bytes) -> SubmittedPlan:
         raise Unprocessable(
             f"expected a plan of `key: value` lines, got {type(document).__name__}", SEE
         )
-    try:
-        plan = SubmittedPlan.model_validate(document)
-    except ValidationError as error:
-        raise Unprocessable(explain(error, SubmittedPlan, allowed_keys), SEE) from error
-    check_metric(plan.accuracy.metric)
-    return plan
+    return document
 
 
 def warnings_of(text: bytes) -> tuple[str, ...]:
@@ -222,7 +239,7 @@ def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Set
     """Convert to a plan over the uploaded files. An archive is unpacked beside them."""
     sections = {key: value for key, value in submitted if key in Plan.model_fields}
     sections |= {
-        "name": submitted.name or _name_of(parts["model"].filename),
+        "name": submitted.name or name_of(parts["model"].filename),
         "model": _model(submitted, parts["model"], settings),
         "data": {role: _data(role, submitted, parts) for role in DataConfig.model_fields},
     }
@@ -232,7 +249,12 @@ def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Set
         raise Unprocessable(explain(error, Plan), SEE) from error
 
 
-def _name_of(filename: str) -> str:
+def is_code(part: Part) -> bool:
+    """Return True for a model that runs code of its sender when it is read."""
+    return part.filename.lower().endswith(CODE)
+
+
+def name_of(filename: str) -> str:
     """Derive a name from the file's name: `resnet50` of `resnet50.onnx` or `resnet50.tar.gz`."""
     stem = Path(filename).stem.removesuffix(".tar")
     return re.sub(r"[^A-Za-z0-9_.-]", "-", stem).lstrip(".")[:MAX_NAME] or "model"
@@ -253,15 +275,7 @@ def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str
     """
     shape = {"inputs": submitted.inputs, "outputs": submitted.outputs}
     name = part.filename.lower()
-    if name.endswith(PICKLES):
-        if name.endswith(".pt2") and settings.allow_code:
-            return {"path": str(_named(part, ".pt2")), **shape}
-        message = (
-            f"'{part.filename}' is a pickle: loading it would run code of its author, and this"
-            " service does not"
-        )
-        raise Unprocessable(message, "send ONNX, or safetensors weights with `architecture`")
-    if submitted.architecture is not None:
+    if not name.endswith(PICKLES) and submitted.architecture is not None:
         return {
             "entrypoint": entrypoint_of(submitted.architecture, submitted.classes),
             "weights": str(_named(part, SAFETENSORS)),
@@ -272,10 +286,28 @@ def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str
             "safetensors are weights without a model",
             "name its `architecture` in the plan, or send ONNX",
         )
+    return {"path": str(model_file(part, settings)), **shape}
+
+
+def model_file(part: Part, settings: Settings) -> Path:
+    """Return the file of an uploaded model, with the suffix of its format. An archive is unpacked
+    into the folder `unpacked` beside it. Unprocessable for a pickle.
+    """
+    name = part.filename.lower()
+    if name.endswith(PICKLES):
+        if is_code(part) and settings.allow_code:
+            return _named(part, CODE)
+        message = (
+            f"'{part.filename}' is a pickle: loading it would run code of its author, and this"
+            " service does not"
+        )
+        raise Unprocessable(message, "send ONNX, or safetensors weights with `architecture`")
+    if name.endswith(SAFETENSORS):
+        return _named(part, SAFETENSORS)
     if not is_archive(name):
-        return {"path": str(_named(part, ".onnx")), **shape}
+        return _named(part, ".onnx")
     limits = Limits(settings.max_upload_bytes, settings.max_plan_bytes, settings.max_unpacked_bytes)
-    return {"path": str(unpack(part, part.path.with_name("unpacked"), limits)), **shape}
+    return unpack(part, part.path.with_name(UNPACKED), limits)
 
 
 def _named(part: Part, suffix: str) -> Path:

@@ -44,7 +44,7 @@ async def submit_recompile(
     Each request adds a new job. Conflict if there is too little traffic, nothing to change, or
     nothing to compile from.
     """
-    host = service.host()
+    host = service.host() if dry_run else service.host_for_job()
     version = _loaded_version(await service.models.view(caller, name))
     suggestion = _suggestion(version, await service.models.shapes(caller, name))
     plan = await asyncio.to_thread(_plan_of, version, suggestion, service.folders)
@@ -64,7 +64,7 @@ async def submit_recompile(
         recompiles = ModelVersion(model=name, version=version.version)
         return JobSpec(plan.name, device, job_id, digest, recompiles=recompiles)
 
-    job = await add_job(service, version.owner, key, prepare)
+    job = await add_job(service, caller, version.owner, key, prepare)
     log.info("model.recompiled", model=name, version=version.version, job=job.id, key=caller.key)
     return Recompile(version, suggestion, job)
 

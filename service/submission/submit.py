@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.errors import HostError, PlanError
-from pipeline.plan.schema import CandidateConfig, Plan, load_plan
+from pipeline.plan.files import load_plan
+from pipeline.plan.schema import CandidateConfig, Plan
 from pipeline.plan.source import code_digest, source_from_config
 from service import logs
 from service.auth import Caller
@@ -26,15 +28,18 @@ from service.context import Service
 from service.devices.leases import utc_now
 from service.errors import NotFound, TooLarge, Unprocessable
 from service.jobs.messages import HostIdentity
+from service.jobs.process_limits import disk_use
 from service.jobs.publish import REPORT_FILES, check_form, published_engine, published_report
 from service.jobs.state import Job, ModelVersion, new_id
 from service.jobs.store import Once
 from service.jobs.traces import current_trace
 from service.registry.models import BenchmarkRequest
+from service.sandbox.proof import Proof
 from service.settings import Settings
 from service.submission import plan as submitted
 from service.submission import uploads
 from service.submission.plan import NamedConfig
+from service.submission.stored_bytes import make_room
 
 log = logs.get("service.submission")
 GPU_BACKENDS = ("tensorrt", "tensorrt_rtx", "torch")
@@ -63,33 +68,58 @@ class JobSpec:
     digest: str
     measures: ModelVersion | None = None
     recompiles: ModelVersion | None = None
+    counted_bytes: int = 0  # of the upload, which count already: those of a draft
 
 
 Prepare = Callable[[str], Awaitable[JobSpec]]
 """Write the upload of the job with this id, and describe the job."""
 
 
-async def submit(
-    service: Service, owner: str, content_type: str, stream: AsyncIterator[bytes], key: str | None
-) -> Job:
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The body of a request that arrives."""
+
+    content_type: str
+    length: int  # as announced; 0: unknown
+    stream: AsyncIterator[bytes]
+
+    async def counted(self, service: Service, caller: Caller) -> AsyncIterator[bytes]:
+        """Yield the body. TooMany where it exceeds the uploads of the caller's key."""
+        async for chunk in self.stream:
+            service.limits.take_upload(caller.key, len(chunk))
+            yield chunk
+
+
+async def submit(service: Service, caller: Caller, body: Body, key: str | None) -> Job:
     """Add a job for a request's body, or return the job of an earlier equal request."""
-    host = service.host()
+    host, owner = service.host_for_job(), caller.owner
+    service.limits.check_upload(caller.key, body.length)
+    content_type, stream = body.content_type, body.counted(service, caller)
 
     async def prepare(job_id: str) -> JobSpec:
+        await make_room(service, owner, body.length)
         if content_type.partition(";")[0].strip().lower() == "application/json":
-            body = await _read_short(stream, service.settings.max_plan_bytes)
-            request = await _config_request(body, service.settings, owner, host)
+            text = await _read_short(stream, service.settings.max_plan_bytes)
+            request = await _config_request(text, service.settings, owner, host)
         else:
-            folder = service.folders.uploads(job_id)
-            request = await _upload_request(stream, content_type, folder, service, owner, host)
-        lengths = await service.read(lambda: queue_lengths(service))
-        device = device_for(request.plan, tuple(host.devices), lengths)
-        await asyncio.to_thread(service.folders.save_plan, job_id, request.plan)
-        if request.warnings:  # before the job's child can put a link in the place of its log
-            await asyncio.to_thread(service.folders.work(job_id).start_log, request.warnings)
-        return JobSpec(request.plan.name, device, request.identity, request.digest)
+            folder, limits = service.folders.uploads(job_id), limits_of(service.settings)
+            parts = await uploads.receive(stream, content_type, folder, limits)
+            request = await request_of_parts(service, parts, owner, host)
+        return await spec_of(service, job_id, request, host)
 
-    return await add_job(service, owner, key, prepare)
+    return await add_job(service, caller, owner, key, prepare)
+
+
+async def spec_of(
+    service: Service, job_id: str, request: CompileRequest, host: HostIdentity
+) -> JobSpec:
+    """Write the plan of a new job beside its upload, and describe the job."""
+    lengths = await service.read(lambda: queue_lengths(service))
+    device = device_for(request.plan, tuple(host.devices), lengths)
+    await asyncio.to_thread(service.folders.save_plan, job_id, request.plan)
+    if request.warnings:  # before the job's child can put a link in the place of its log
+        await asyncio.to_thread(service.folders.work(job_id).start_log, request.warnings)
+    return JobSpec(request.plan.name, device, request.identity, request.digest)
 
 
 async def submit_benchmark(
@@ -98,7 +128,7 @@ async def submit_benchmark(
     """Add a job that measures a model's version again. Each request adds a new job, because no two
     measurements are equal.
     """
-    service.host()
+    service.host_for_job()
 
     async def prepare(job_id: str) -> JobSpec:
         version, device = await service.models.lend(caller, name, options.version, job_id)
@@ -110,11 +140,15 @@ async def submit_benchmark(
             plan.name, device, job_id, digest, ModelVersion(model=name, version=version.version)
         )
 
-    return await add_job(service, caller.owner, key, prepare)
+    return await add_job(service, caller, caller.owner, key, prepare)
 
 
-async def add_job(service: Service, owner: str, key: str | None, prepare: Prepare) -> Job:
-    """Add the job that `prepare` describes, or return the job of an earlier equal request."""
+async def add_job(
+    service: Service, caller: Caller, owner: str, key: str | None, prepare: Prepare
+) -> Job:
+    """Add the job that `prepare` describes for this owner, or return the job of an earlier equal
+    request.
+    """
     if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
         raise Unprocessable(
             f"an Idempotency-Key of {len(key)} characters, expected 1 to {MAX_KEY_CHARACTERS}",
@@ -124,6 +158,8 @@ async def add_job(service: Service, owner: str, key: str | None, prepare: Prepar
     job_id = new_id(now)
     try:
         spec = await prepare(job_id)
+        size = await asyncio.to_thread(disk_use, service.folders.uploads(job_id))
+        await make_room(service, owner, size - spec.counted_bytes)
         job = Job(
             id=job_id,
             owner=owner,
@@ -145,7 +181,8 @@ async def add_job(service: Service, owner: str, key: str | None, prepare: Prepar
         raise
     await _forget_damaged(service, owner, spec.identity)
     try:
-        added, _ = await service.runner.submit(job, Once(key, spec.digest) if key else None)
+        once = Once(key, spec.digest) if key else None
+        added, _ = await service.runner.submit(job, once, caller.actor)
     except Exception:  # not CancelledError: the runner then adds the job anyway
         await asyncio.to_thread(service.folders.remove, job_id)
         raise
@@ -202,24 +239,44 @@ def queue_lengths(service: Service) -> Counter[str]:
 # -- uploads ---------------------------------------------------------------
 
 
-async def _upload_request(
-    stream: AsyncIterator[bytes],
-    content_type: str,
-    folder: Path,
-    service: Service,
-    owner: str,
-    host: HostIdentity,
-) -> CompileRequest:
-    settings = service.settings
-    limits = uploads.Limits(
+def limits_of(settings: Settings) -> uploads.Limits:
+    """Return the limits of an upload."""
+    return uploads.Limits(
         settings.max_upload_bytes, settings.max_plan_bytes, settings.max_unpacked_bytes
     )
-    parts = await uploads.receive(stream, content_type, folder, limits)
+
+
+async def request_of_parts(
+    service: Service, parts: Mapping[str, uploads.Part], owner: str, host: HostIdentity
+) -> CompileRequest:
+    """Check the files of an upload, and convert its plan. Unprocessable if one is refused."""
+    settings = service.settings
     async with service.unpacking:
-        return await asyncio.to_thread(_request_of_parts, parts, settings, owner, host)
+        request = await asyncio.to_thread(_converted, parts, settings, owner, host)
+    model = request.plan.model.path or request.plan.model.weights
+    assert model is not None  # plan_from sets one of the two
+    await check_model(service, parts["model"], model)
+    return request
 
 
-def _request_of_parts(
+async def check_model(service: Service, part: uploads.Part, model: Path) -> None:
+    """Raise Unprocessable unless a file has the form of a model, and this service may run it."""
+    await service.upload_readers.ask("check_model", [os.fsencode(model)])
+    if service.settings.allow_code and submitted.is_code(part):
+        check_sandbox(await service.proof())
+
+
+def check_sandbox(proof: Proof) -> None:
+    """Raise Unprocessable unless the sandbox stops all that a job's code must not do."""
+    if proof.succeeded:
+        reason = proof.fault or f"code in it could {', '.join(proof.succeeded)}"
+        raise Unprocessable(
+            f"this service runs no code from uploads, because its sandbox does not hold: {reason}",
+            "send ONNX; `crucible doctor` tells the operator which layer is missing",
+        )
+
+
+def _converted(
     parts: Mapping[str, uploads.Part], settings: Settings, owner: str, host: HostIdentity
 ) -> CompileRequest:
     text = parts["plan"].path.read_bytes() if "plan" in parts else b""

@@ -8,12 +8,21 @@ import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from pipeline.errors import HostError
 
 CHUNK_BYTES = 2**20
 BLOCK_BYTES = tarfile.BLOCKSIZE
 END = b"\0" * (2 * BLOCK_BYTES)
+# ValueError: a number in a header; the others: a file in the place of a folder, and the reverse
+_DAMAGED = (
+    tarfile.TarError,
+    ValueError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
 
 
 def tar(folder: Path) -> Iterator[bytes]:
@@ -36,26 +45,36 @@ def size_of_tar(folder: Path) -> int:
     ) + len(END)
 
 
-def untar(archive: tarfile.TarFile, folder: Path) -> None:
-    """Extract the archive's files below `folder`. HostError for links, devices and paths outside.
-    (Python has a filter for this from 3.11.4 on; Debian 12 has 3.11.2.)
+def untar(packed: IO[bytes], folder: Path) -> None:
+    """Extract a tar's files below `folder`. HostError for links, devices, paths outside and a
+    damaged archive. (Python has a filter for this from 3.11.4 on; Debian 12 has 3.11.2.)
     """
-    for member in archive:
-        path = PurePosixPath(member.name)
-        content = (
-            archive.extractfile(member)
-            if member.isreg() and not path.is_absolute() and ".." not in path.parts
-            else None
+    try:
+        with tarfile.open(fileobj=packed, mode="r:") as archive:
+            for member in archive:
+                _extract(archive, member, folder)
+    except _DAMAGED as error:
+        raise HostError(
+            f"the archive is damaged: {error}", "report this to the operator of the service"
+        ) from error
+
+
+def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    path = PurePosixPath(member.name)
+    content = (
+        archive.extractfile(member)
+        if member.isreg() and not path.is_absolute() and ".." not in path.parts
+        else None
+    )
+    if content is not None:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        with content, (folder / path).open("wb") as file:
+            shutil.copyfileobj(content, file)
+    elif not member.isdir():
+        raise HostError(
+            f"the archive holds '{member.name}', expected a file inside its folder",
+            "report this to the operator of the service",
         )
-        if content is not None:
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            with content, (folder / path).open("wb") as file:
-                shutil.copyfileobj(content, file)
-        elif not member.isdir():
-            raise HostError(
-                f"the archive holds '{member.name}', expected a file inside its folder",
-                "report this to the operator of the service",
-            )
 
 
 def _members(folder: Path) -> Iterator[tuple[Path, bytes]]:

@@ -36,6 +36,8 @@ MAX_DIRECTORY_BYTES = 4 * 2**20  # of a .zip: about 400 bytes for each of MAX_ME
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_DEPTH = 16  # levels of folders
 CHUNK_BYTES = 2**20
+TOKEN = "csrf"  # field of a browser's form
+MAX_FIELD_BYTES = 1024
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 FIELDS = (
     "send multipart/form-data with `model`, `plan` and, as far as there are any,"
@@ -77,11 +79,22 @@ class Part:
 # -- multipart ---------------------------------------------------------------
 
 
+CheckToken = Callable[[str], None]
+"""Forbidden unless the text is the token of a browser's session."""
+
+
 async def receive(
-    stream: AsyncIterator[bytes], content_type: str, folder: Path, limits: Limits
+    stream: AsyncIterator[bytes],
+    content_type: str,
+    folder: Path,
+    limits: Limits,
+    check_token: CheckToken | None = None,
 ) -> dict[str, Part]:
     """Write each part to the new folder `folder`. It is removed again if anything fails, even if
     the client disconnects.
+
+    With `check_token`, the body is the form of a browser: its token comes before its files, and a
+    file that was not chosen has an empty name.
 
     A thread writes to the disk, which may be slow, so that other requests are answered meanwhile.
     """
@@ -97,7 +110,7 @@ async def receive(
         )
     folder.mkdir(parents=True)
     try:
-        with _Receiver(folder, limits) as receiver:
+        with _Receiver(folder, limits, check_token) as receiver:
             parser = MultipartParser(options[b"boundary"], receiver.callbacks())
             async for chunk in stream:
                 await asyncio.to_thread(parser.write, chunk)
@@ -113,8 +126,10 @@ async def receive(
 class _Receiver:
     """Handles the multipart parser's callbacks. One part is open at a time."""
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
-        self._folder, self._limits = folder, limits
+    def __init__(self, folder: Path, limits: Limits, check_token: CheckToken | None) -> None:
+        self._folder, self._limits, self._check_token = folder, limits, check_token
+        self._is_checked = check_token is None
+        self._field_text: bytes | None = None  # of a field, which is no part
         self._parts: dict[str, Part] = {}
         self._header: dict[str, bytes] = {}
         self._field = self._value = b""
@@ -169,6 +184,10 @@ class _Receiver:
     def _open(self) -> None:
         _, options = parse_options_header(self._header.get("content-disposition", b""))
         name = options.get(b"name", b"").decode("utf-8", "replace")
+        unchosen = name in PARTS and options.get(b"filename") == b""
+        if self._check_token is not None and (name == TOKEN or unchosen):
+            self._name, self._field_text = name, b""
+            return
         if name not in PARTS:
             raise Unprocessable(f"a part named '{name}' is not known", FIELDS)
         if name in self._parts:
@@ -179,11 +198,20 @@ class _Receiver:
                 f"the part '{name}' has no file name, expected a file",
                 f"curl sends one with -F {name}=@FILE",
             )
+        if not self._is_checked:
+            self._check("")
         self._digest, self._size = hashlib.sha256(), 0
         self._file = (self._folder / name).open("wb")
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]
+        if self._field_text is not None:
+            self._field_text += piece
+            if len(self._field_text) > MAX_FIELD_BYTES:
+                raise Unprocessable(
+                    f"the field '{self._name}' has more than {MAX_FIELD_BYTES} bytes", FIELDS
+                )
+            return
         self._size += len(piece)
         self._total += len(piece)
         if self._total > self._limits.upload_bytes:
@@ -200,7 +228,17 @@ class _Receiver:
         self._digest.update(piece)
         self._file.write(piece)
 
+    def _check(self, token: str) -> None:
+        assert self._check_token is not None
+        self._check_token(token)
+        self._is_checked = True
+
     def _close(self) -> None:
+        if self._field_text is not None:
+            if self._name == TOKEN:
+                self._check(self._field_text.decode("utf-8", "replace"))
+            self._field_text = None
+            return
         assert self._file is not None
         self._file.close()
         self._file = None

@@ -6,6 +6,7 @@ import asyncio
 import html
 import json
 import re
+import stat
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from structlog.testing import capture_logs
 
 from pipeline.errors import StoreError
 from service.app import create_app
@@ -26,6 +28,7 @@ from service.jobs.state import new_id
 from service.settings import Settings
 from service.storage.database import Database
 from service.storage.keys import Key, Keys
+from service.storage.layout import HOME_MODE
 from service.submission.plan import parse
 from tests.service.builders.app import HOST, URL, Desk, at_desk, known_host, opened_desk
 from tests.service.builders.jobs import WITHIN_S, WORKER
@@ -210,7 +213,9 @@ def test_it_is_ready_only_between_its_start_and_its_end(tmp_path: Path) -> None:
             assert (await client.get("/jobs")).status_code == 200
             known.set()
             await app.state.service.started
-            assert (await client.get("/readyz")).json() == {"status": "ready"}
+            for path in ("/readyz", "/readyz?for=jobs"):
+                ready = {"status": "ready", "jobs": "ready"}
+                assert (await client.get(path)).json() == ready
             await app.state.service.stop()
             assert (await client.get("/readyz")).status_code == 503
             assert (await client.post("/compile")).json()["error"] == "the server is stopping"
@@ -229,6 +234,19 @@ def test_a_second_server_on_one_home_is_refused(tmp_path: Path) -> None:
             pass
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("before", "events"), [(0o755, ["home.secured"]), (0o700, [])])
+def test_the_home_is_closed_to_others_at_the_start(
+    tmp_path: Path, before: int, events: list[str]
+) -> None:
+    async def story(desk: Desk) -> None:
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == HOME_MODE
+
+    tmp_path.chmod(before)
+    with capture_logs() as lines:
+        at_desk(tmp_path, story)
+    assert [line["event"] for line in lines if line["event"].startswith("home")] == events
 
 
 def test_the_first_admin_key_comes_from_a_file(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from service.client import (
 )
 from service.storage.database import Database
 from service.storage.keys import Keys
+from tests.service.builders.app import MODEL
 from tests.service.builders.jobs import WITHIN_S
 from tests.service.integration.test_server import serving, until
 
@@ -38,7 +39,7 @@ JOB = "01931f3a5b2c07d1e9a44c6f2"
 
 def upload(folder: Path, name: str) -> Upload:
     """For the double of the worker, which does what the plan's name says."""
-    (folder / "model.onnx").write_bytes(b"onnx")
+    (folder / "model.onnx").write_bytes(MODEL)
     (folder / f"{name}.yaml").write_text(f"name: {name}")
     return Upload(folder / "model.onnx", folder / f"{name}.yaml")
 

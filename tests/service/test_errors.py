@@ -24,6 +24,13 @@ def test_each_error_has_its_status_and_one_form(error: Exception, status: int, c
     assert answer.body["error"] == error.args[0]
 
 
+def test_a_name_that_is_no_text_is_replaced_in_an_answer() -> None:
+    """tarfile gives such names: half of a surrogate pair stands for a byte that is not UTF-8."""
+    answer = answer_to(PlanError("'\udcff' is a link", "send \udcff"))
+    assert (answer.body["error"], answer.body["next"]) == ("'?' is a link", "send ?")
+    assert answer.json
+
+
 def test_headers_say_what_to_do() -> None:
     assert answer_to(TooMany("full", retry_after_s=7)).headers == {"Retry-After": "7"}
     assert answer_to(Unauthorized("no")).headers == {"WWW-Authenticate": "Bearer"}

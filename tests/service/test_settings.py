@@ -5,18 +5,22 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import PlanError
-from service.settings import Settings, is_loopback, settings_from
+from service.settings import GIB, MIB, Settings, is_loopback, settings_from
 
 SETTINGS = (
-    "home host port grpc grpc_port tls_certificate tls_key allowed_hosts keys_required"
-    " admin_key_file configs allow_code max_upload_bytes max_unpacked_bytes max_plan_bytes"
-    " max_infer_bytes max_body_bytes max_queued job_memory_bytes job_disk_bytes job_timeout_s"
-    " shutdown_s retention_days load_timeout_s versions_kept log_format log_level otel_endpoint"
+    "home host port http_processes grpc grpc_port tls_certificate tls_key allowed_hosts"
+    " keys_required admin_key_file configs docs allow_code sandbox shared_memory max_upload_bytes"
+    " max_unpacked_bytes max_plan_bytes max_infer_bytes max_body_bytes"
+    " max_bytes_in_flight min_body_bytes_per_s max_connections max_connections_per_address"
+    " max_queued max_running"
+    " max_stored_bytes max_upload_bytes_per_hour max_requests_per_s max_streams disk_reserve_bytes"
+    " job_memory_bytes job_disk_bytes job_timeout_s shutdown_s retention_days audit_days"
+    " load_timeout_s versions_kept log_format log_level otel_endpoint"
 )
 
 
 def test_the_list_of_settings_is_this() -> None:
-    """A new one edits this list and docs/service.md."""
+    """A new one edits this list."""
     assert list(Settings.model_fields) == SETTINGS.split()
 
 
@@ -42,7 +46,17 @@ def test_variables_are_yaml_and_flags_overrule_them() -> None:
         ("CRUCIBLE_SERVICE_PORT", "high", "port: Input should be a valid integer"),
         ("CRUCIBLE_SERVICE_PORT", "[", "not a YAML value"),
         ("CRUCIBLE_SERVICE_MAX_UPLOAD_BYTES", "0", "greater than 0"),
+        (
+            "CRUCIBLE_SERVICE_MAX_BYTES_IN_FLIGHT",
+            "2000000",
+            "at least the largest body, 268435456, got 2000000",
+        ),
         ("CRUCIBLE_SERVICE_PORT", "65535", "no port comes after 65535, give grpc_port"),
+        (
+            "CRUCIBLE_SERVICE_MAX_STORED_BYTES",
+            "1000",
+            "max_stored_bytes is below max_upload_bytes: raise it, or lower the other",
+        ),
         (
             "CRUCIBLE_SERVICE_TLS_KEY",
             "key.pem",
@@ -80,6 +94,12 @@ def test_the_names_that_are_answered_to() -> None:
     assert not is_loopback("example.org")
 
 
+def test_four_of_the_largest_bodies_fit_beside_each_other() -> None:
+    for largest, expected in ((10, GIB), (256 * MIB, GIB), (GIB, 4 * GIB)):
+        assert Settings(home=Path("/h"), max_infer_bytes=largest).bytes_in_flight == expected
+    assert Settings(home=Path("/h"), max_bytes_in_flight=GIB + 1).bytes_in_flight == GIB + 1
+
+
 def test_grpc_has_the_port_after_https_or_its_own() -> None:
     for port, grpc_port, expected in (
         (8000, None, 8001),
@@ -90,3 +110,10 @@ def test_grpc_has_the_port_after_https_or_its_own() -> None:
     ):
         assert Settings(home=Path("/h"), port=port, grpc_port=grpc_port).rpc_port == expected
     assert settings_from({"CRUCIBLE_SERVICE_GRPC": "off"}).grpc is False
+
+
+def test_the_sandbox_is_switched_off_by_the_word() -> None:
+    """YAML reads it as false."""
+    assert settings_from({"CRUCIBLE_SERVICE_SANDBOX": "off"}).sandbox == "off"
+    with pytest.raises(PlanError, match="'auto' or 'off'"):
+        settings_from({"CRUCIBLE_SERVICE_SANDBOX": "on"})

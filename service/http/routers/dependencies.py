@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 
 from service.auth import Caller
 from service.context import Service
+from service.regions import OwnRegions
 
 
 def caller_of(request: Request) -> Caller:
@@ -18,6 +19,13 @@ def caller_of(request: Request) -> Caller:
 def service_of(request: Request) -> Service:
     service: Service = request.scope["app"].state.service
     return service
+
+
+def regions_of(request: Request) -> OwnRegions:
+    """The regions of the caller; Forbidden if this request may use none."""
+    address = request.client.host if request.client else ""
+    key = caller_of(request).key
+    return service_of(request).regions.of(key, address, request.headers.keys())
 
 
 # Async, because FastAPI runs other functions in a thread, which costs more than these calls.

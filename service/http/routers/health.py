@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from typing import Annotated, Literal
 
-from service.http.routers.dependencies import REFUSALS, CurrentService
-from service.http.schemas import Health, Refusal
+from fastapi import APIRouter, Query, Response
+
+from service.errors import Unavailable
+from service.http.routers.dependencies import REFUSALS, CurrentCaller, CurrentService
+from service.http.schemas import Health, Readiness, Refusal
 
 router = APIRouter(tags=["operations"], responses=REFUSALS)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+DISK_SHORT = "less of the disk is free than disk_reserve_bytes"
 
 
 @router.get("/healthz")
@@ -19,12 +23,29 @@ async def healthz() -> Health:
 
 @router.get(
     "/readyz",
-    responses={503: {"model": Refusal, "description": "The server is starting or stopping"}},
+    responses={
+        503: {
+            "model": Refusal,
+            "description": "The server is starting or stopping, or accepts no job",
+        }
+    },
 )
-async def readyz(service: CurrentService) -> Health:
-    """The server accepts jobs. 503 while it starts or stops."""
+async def readyz(
+    service: CurrentService,
+    purpose: Annotated[
+        Literal["jobs"] | None,
+        Query(alias="for", description="503 also while no job is accepted"),
+    ] = None,
+) -> Readiness:
+    """The server answers requests. 503 while it starts or stops. `jobs` says whether it accepts
+    jobs too: a full disk ends that, and deployed models still answer.
+    """
     service.host()  # raises Unavailable
-    return Health(status="ready")
+    if service.has_disk_reserve():
+        return Readiness(status="ready", jobs="ready")
+    if purpose == "jobs":
+        raise Unavailable(DISK_SHORT, "the operator can free space", 60)
+    return Readiness(status="ready", jobs=f"not ready: {DISK_SHORT}")
 
 
 @router.get(
@@ -32,6 +53,9 @@ async def readyz(service: CurrentService) -> Health:
     response_class=Response,
     responses={200: {"content": {"text/plain": {}}, "description": "In Prometheus' text format"}},
 )
-async def metrics(service: CurrentService) -> Response:
-    """Metrics for Prometheus."""
-    return Response(await service.read(service.metrics.text), media_type=PROMETHEUS)
+async def metrics(caller: CurrentCaller, service: CurrentService) -> Response:
+    """Metrics for Prometheus. Those of models, which name the models of all owners, need the scope
+    `metrics` or `admin`.
+    """
+    text = await service.read(lambda: service.metrics.text(with_models=caller.may("metrics")))
+    return Response(text, media_type=PROMETHEUS)

@@ -153,7 +153,7 @@ async def _answer(request: Request, model: str | None, options: QueryOptions) ->
     served = service.serving.find(caller, model, options.version)
     kind = request.headers.get("content-type", RAW).partition(";")[0].strip().lower() or RAW
     body = await read_body(request, service.settings.max_infer_bytes)
-    content = await _parsed(service, served, kind, body, options)
+    content = await parse_body(service, served, kind, body, options.shape)
     inference = InferRequest(
         caller,
         served.model,
@@ -183,15 +183,19 @@ def _query_options(
     )
 
 
-async def _parsed(
-    service: Service, served: Served, kind: str, body: bytes | memoryview, options: QueryOptions
+async def parse_body(
+    service: Service,
+    served: Served,
+    kind: str,
+    body: bytes | memoryview,
+    shape: tuple[int, ...] | None = None,
 ) -> PlainRequest:
-    """Decode a body to tensors, by its Content-Type."""
+    """Decode a body to tensors, by its Content-Type. `shape` is that of raw bytes, if given."""
     dtypes = {spec.name: spec.dtype for spec in served.inputs}
     if kind == RAW:
         spec = _only(served, "raw bytes")
-        shape = options.shape or shape_of(spec, len(body))
-        return PlainRequest({spec.name: array_from(spec.name, spec.dtype, shape, body)})
+        sizes = shape or shape_of(spec, len(body))
+        return PlainRequest({spec.name: array_from(spec.name, spec.dtype, sizes, body)})
     if kind == NPY:
         spec = _only(served, "a .npy file")
         return PlainRequest({spec.name: array_from_npy(body, spec.name, served.inputs)})

@@ -47,7 +47,8 @@ class Parts(Response):
 
 async def read_body(request: Request, limit: int) -> bytes | memoryview:
     """Read the complete body, and unpack it if it is compressed. TooLarge if the unpacked body
-    exceeds `limit`; Guard has checked the received size.
+    exceeds `limit`, Unavailable if it does not fit beside the others; Guard has checked the
+    received size.
     """
     chunks = []
     while True:
@@ -62,7 +63,7 @@ async def read_body(request: Request, limit: int) -> bytes | memoryview:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding == "identity":
         return body
-    return await asyncio.to_thread(unpacked, body, encoding, limit)
+    return await asyncio.to_thread(unpacked, body, encoding, limit, request.state.share.grow)
 
 
 async def infer_while_connected(
@@ -107,10 +108,14 @@ async def respond(
 
 
 async def encode_in_helper(
-    service: Service, answer: InferAnswer, plain: bool, binary: Mapping[str, bool] | None = None
+    service: Service,
+    answer: InferAnswer,
+    plain: bool,
+    binary: Mapping[str, bool] | None = None,
+    written: Sequence[Mapping[str, object]] = (),
 ) -> tuple[int, bytes]:
     """Encode a long answer in a helper process. Returns the length of its JSON, and the complete
-    body. `binary` names the outputs that are not JSON.
+    body. `binary` names the outputs that are not JSON; `written` describes those in shared memory.
     """
     length, parts = binary_form(answer.outputs, {})
     return await service.helpers.ask(
@@ -119,6 +124,7 @@ async def encode_in_helper(
         header_length=length,
         plain=plain,
         binary=binary or {},
+        written=list(written),
         **answer_head(answer),
     )
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
+from service.context import Service
 from service.devices.leases import utc_now
 from service.http.routers.dependencies import REFUSALS, CurrentCaller, CurrentService
 from service.http.schemas import JobPage, JobView, view_of_job
-from service.http.sse import stream
+from service.http.sse import EventStream, stream
 from service.jobs.redact import scrubbed
 from service.jobs.state import Job, State
 from service.storage.layout import MAX_LOG_BYTES
 from service.submission.plan import NamedConfig, SubmittedPlan
-from service.submission.submit import submit
+from service.submission.submit import Body, submit
 from service.submission.uploads import PARTS
 
 router = APIRouter(tags=["jobs"], responses=REFUSALS)
@@ -80,14 +84,12 @@ async def compile_model(
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> JobView:
     caller.require("compile")
-    job = await submit(
-        service,
-        caller.owner,
+    body = Body(
         request.headers.get("content-type", ""),
+        int(request.headers.get("content-length", 0)),  # the guard has checked its form
         request.stream(),
-        idempotency_key,
     )
-    return accepted(job, response)
+    return accepted(await submit(service, caller, body, idempotency_key), response)
 
 
 @router.get("/jobs")
@@ -141,11 +143,7 @@ async def follow_job(
     """
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
     events = stream(service, job_id, after if last_event_id is None else last_event_id)
-    return StreamingResponse(
-        events,
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-    )
+    return EventStream(events, partial(service.limits.stream, caller.key))
 
 
 @router.get("/jobs/{job_id}/log", response_class=PlainTextResponse)
@@ -159,9 +157,7 @@ async def tail_log(
 ) -> PlainTextResponse:
     """Return the end of the output of the job's processes."""
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
-    text = await asyncio.to_thread(
-        lambda: scrubbed(_tail(service.folders.work(job_id).log, bytes_), service.folders)
-    )
+    text = await log_of(service, job_id, bytes_)
     return PlainTextResponse(text, headers={"X-Content-Type-Options": "nosniff"})
 
 
@@ -169,7 +165,7 @@ async def tail_log(
 async def cancel_job(job_id: str, caller: CurrentCaller, service: CurrentService) -> JobView:
     """Cancel a job. All its processes end within 5 s. Refused if it has ended."""
     caller.require("compile")
-    return view_of_job(await service.runner.cancel(job_id, caller.sees), utc_now())
+    return view_of_job(await service.runner.cancel(job_id, caller.sees, caller.actor), utc_now())
 
 
 @router.post("/jobs/{job_id}/retry", status_code=202, response_model=JobView)
@@ -180,8 +176,15 @@ async def retry_job(
     one.
     """
     caller.require("compile")
-    service.host()  # raises Unavailable
-    return accepted(await service.runner.retry(job_id, caller.sees), response)
+    service.host_for_job()  # raises Unavailable or StorageFull
+    return accepted(await service.runner.retry(job_id, caller.sees, caller.actor), response)
+
+
+async def log_of(service: Service, job_id: str, most: int) -> str:
+    """Return the last `most` bytes of a job's log, without paths of this host."""
+    return await asyncio.to_thread(
+        lambda: scrubbed(_tail(service.folders.work(job_id).log, most), service.folders)
+    )
 
 
 def accepted(job: Job, response: Response) -> JobView:
@@ -191,10 +194,19 @@ def accepted(job: Job, response: Response) -> JobView:
     return view_of_job(job, utc_now())
 
 
+def _open_plain(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
 def _tail(file: Path, most: int) -> str:
     try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - most))
+        # A job's code may put a link in the place of its log.
+        with open(file, "rb", opener=_open_plain) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - most))
             return stream.read(most).decode("utf-8", "replace")
     except FileNotFoundError:  # the job has not started
         return ""
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return ""
+        raise

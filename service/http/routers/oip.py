@@ -4,6 +4,7 @@ clients.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,6 +14,7 @@ from service.auth import Caller
 from service.codecs import oip_metadata as documents
 from service.codecs.json_values import parsed_object
 from service.codecs.oip import HEADER_LENGTH, OipRequest, encode_answer, parse_request
+from service.codecs.oip_shared_memory import without_outputs, write_outputs, written_outputs
 from service.context import Service
 from service.errors import Unavailable, Unprocessable
 from service.http.routers.dependencies import (
@@ -20,6 +22,7 @@ from service.http.routers.dependencies import (
     CurrentCaller,
     CurrentService,
     caller_of,
+    regions_of,
     service_of,
 )
 from service.http.routers.inference_io import (
@@ -34,6 +37,7 @@ from service.http.routers.inference_io import (
 from service.http.routers.inference_route import InferenceRoute
 from service.inference import InferAnswer, InferRequest, Served
 from service.offload.pool import HELP_FROM_BYTES
+from service.regions import Inputs, Region
 
 _ROUTER: dict[str, Any] = {
     "prefix": "/v2",
@@ -50,7 +54,9 @@ _TENSOR = {
         "name": {"type": "string"},
         "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
         "datatype": {"type": "string"},
-        "data": {"description": "Nested or flat; absent if the tensor's bytes follow the header"},
+        "data": {
+            "description": "Nested or flat; absent for bytes behind the header or in shared memory"
+        },
         "parameters": {"type": "object"},
     },
 }
@@ -99,9 +105,9 @@ _OPTIONS: dict[str, Any] = {
 
 
 @router.get("")
-async def server_metadata() -> documents.Document:
+async def server_metadata(service: CurrentService) -> documents.Document:
     """Return the server's name, version and extensions."""
-    return documents.server_metadata(distribution.version())
+    return documents.server_metadata(distribution.version(), service.settings.shared_memory)
 
 
 @router.get("/health/live")
@@ -234,30 +240,41 @@ async def infer(name: str, request: Request, version: str = "") -> Response:
             "decode_oip", [body], header_length=header_length
         )
     content = parse_request(body, header_length, served.inputs)
+    inputs: Inputs = content.inputs
+    regions: Mapping[str, Region] = {}
+    if content.shared_inputs or content.shared_outputs:
+        own = regions_of(request)
+        inputs = {**inputs, **own.inputs(content.shared_inputs)}
+        regions = own.outputs(content.shared_outputs)
     version_number = served.version if version else None
     inference = InferRequest(
         caller,
         served.model,
-        content.inputs,
+        inputs,
         version_number,
         content.outputs,
         content.timeout_s,
         content.id,
     )
     result = await infer_while_connected(service, inference, request.receive)
+    write_outputs(result.outputs, regions)
     return await _response(request, service, result, content)
 
 
 async def _response(
-    request: Request, service: Service, answer: InferAnswer, content: OipRequest
+    request: Request, service: Service, result: InferAnswer, content: OipRequest
 ) -> Response:
+    written = written_outputs(result.outputs, content.shared_outputs)
+    answer = without_outputs(result, content.shared_outputs)
     binary = {name: content.wants_binary(name) for name in answer.outputs}
     headers = headers_of(answer)
     if is_long(array.size for name, array in answer.outputs.items() if not binary[name]):
-        length, body = await encode_in_helper(service, answer, plain=False, binary=binary)
+        length, body = await encode_in_helper(
+            service, answer, plain=False, binary=binary, written=written
+        )
         parts: list[bytes | memoryview] = [body]
     else:
-        parts = encode_answer(answer, content)
+        parts = encode_answer(answer, content, written)
         length = len(parts[0])
     if not any(binary.values()):
         return await respond(request, parts, "application/json", headers)

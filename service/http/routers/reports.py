@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -12,6 +13,7 @@ import orjson
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
+from pipeline.report.graph.view import script_source
 from pipeline.results.report import Report
 from service.auth import Caller
 from service.context import Service
@@ -26,15 +28,17 @@ from service.http.schemas import (
     samples_of_report,
 )
 from service.jobs.publish import ENGINE, check_form, published_engine, published_report
+from service.storage.audit import Entry
 from service.submission.tar import size_of_tar, tar
 
 router = APIRouter(prefix="/reports/{job_id}", tags=["reports"], responses=REFUSALS)
 T = TypeVar("T")
 
-# The job of an untrusted model wrote the page: it gets its own origin, and loads nothing.
+# The job of an untrusted model wrote the page: it gets its own origin, loads nothing, and runs
+# only the script that this version writes.
 PAGE_POLICY = (
     "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; img-src data:;"
-    " script-src 'unsafe-inline'"
+    f" script-src {script_source()}"
 )
 SAFELY = {
     "Content-Security-Policy": PAGE_POLICY,
@@ -57,10 +61,10 @@ async def get_report(
     service: CurrentService,
     accept: Annotated[str, Header()] = "*/*",
 ) -> FileResponse:
-    """Return the report as `application/json` (schema: docs/report.schema.json), `text/markdown` or
-    `text/html`, by Accept.
+    """Return the report as `application/json` (schema: docs/reference/report.schema.json),
+    `text/markdown` or `text/html`, by Accept.
     """
-    folder = await _folder(job_id, caller, service)
+    folder = await report_folder(job_id, caller, service)
     form = preferred(accept, tuple(FORMS))
     await asyncio.to_thread(check_form, folder, FORMS[form])
     return FileResponse(folder / FORMS[form], media_type=form, headers=SAFELY)
@@ -107,7 +111,7 @@ async def get_engine(
     job_id: str, caller: CurrentCaller, service: CurrentService
 ) -> StreamingResponse:
     """Return the winning engine with its manifest."""
-    folder = await _folder(job_id, caller, service)
+    folder = await report_folder(job_id, caller, service)
     engine = folder / ENGINE
     has_engine = engine.is_dir() or await _part(
         lambda report: report.has_engine, job_id, caller, service
@@ -136,12 +140,15 @@ def preferred(accept: str, offered: tuple[str, ...]) -> str:
     return max(offered, key=weight)
 
 
-async def _folder(job_id: str, caller: Caller, service: Service) -> Path:
+async def report_folder(job_id: str, caller: Caller, service: Service) -> Path:
     """Return the folder of the report. NotFound if there is none, or if this caller may not see
     it.
     """
     job = await service.read(lambda: service.jobs.get(job_id, caller.sees))
     folder = service.folders.report(job.id)
+    if job.owner != caller.owner:  # an administrator reads it: stored before the answer
+        entry = Entry(caller.actor, "report.read", f"job/{job.id}", {"owner": job.owner})
+        await service.read(partial(service.jobs.audit.record, entry))
     if job.state != "succeeded":
         raise NotFound(
             f"job {job_id} is {job.state}: there is no report",
@@ -151,7 +158,7 @@ async def _folder(job_id: str, caller: Caller, service: Service) -> Path:
 
 
 async def _part(view: Callable[[Report], T], job_id: str, caller: Caller, service: Service) -> T:
-    folder = await _folder(job_id, caller, service)
+    folder = await report_folder(job_id, caller, service)
     return await asyncio.to_thread(lambda: view(published_report(folder)))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from onnx import helper
 
 from service.app import create_app
 from service.context import Service
@@ -21,7 +22,8 @@ from service.settings import Settings
 from tests.service.builders.jobs import WITHIN_S, WORKER, write_out
 
 URL = "http://localhost:8000"
-HOST = HostIdentity(devices={"cpu": "a CPU"}, digest="h")
+CANDIDATES = {"onnxruntime fp32": "", "onnxruntime int8": "", "tensorrt fp16": "no GPU is here"}
+HOST = HostIdentity(devices={"cpu": "a CPU"}, digest="h", candidates=CANDIDATES)
 
 
 async def known_host() -> HostIdentity:
@@ -29,7 +31,16 @@ async def known_host() -> HostIdentity:
     return HOST
 
 
-def parts(name: str, model: bytes = b"onnx", **more: bytes) -> dict[str, tuple[str, bytes]]:
+def model_bytes(graph: str) -> bytes:
+    """The smallest ONNX file with a graph of this name."""
+    proto: bytes = helper.make_model(helper.make_graph([], graph, [], [])).SerializeToString()
+    return proto
+
+
+MODEL = model_bytes("g")
+
+
+def parts(name: str, model: bytes = MODEL, **more: bytes) -> dict[str, tuple[str, bytes]]:
     """An upload for the double, which does what the job's name says."""
     return {
         "model": ("model.onnx", model),
@@ -46,7 +57,7 @@ class Desk:
         self.service: Service = app.state.service
 
     async def compile(
-        self, name: str, headers: dict[str, str] | None = None, model: bytes = b"onnx"
+        self, name: str, headers: dict[str, str] | None = None, model: bytes = MODEL
     ) -> httpx.Response:
         return await self.client.post("/compile", files=parts(name, model), headers=headers)
 
@@ -75,6 +86,8 @@ async def opened_desk(
     """Run the application in this process, with a client."""
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
+    # the double of a worker copies its report from the home, which the sandbox hides
+    settings.setdefault("sandbox", "off" if worker is WORKER else "auto")
     app = create_app(Settings(home=home, **settings), worker, known_host, traces=traces)
     transport = httpx.ASGITransport(app)
     async with (

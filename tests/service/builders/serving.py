@@ -32,6 +32,7 @@ from service.inference import (
     Timing,
     Total,
 )
+from service.regions import array_of
 from tests.service.integration.test_server import Server, serving
 
 DTYPES = (
@@ -220,8 +221,9 @@ class DoubleServing:
             served.model, min(request.timeout_s or model.timeout_s, model.timeout_s)
         ):
             _log(served.model, "computes")
-            await asyncio.sleep(model.seconds(request.inputs))
-            outputs = model.compute(request.inputs)
+            inputs = {name: array_of(tensor) for name, tensor in request.inputs.items()}
+            await asyncio.sleep(model.seconds(inputs))
+            outputs = model.compute(inputs)
         rows = next(iter(request.inputs.values())).shape[0] if served.batch.axes else 1
         self._count(served.model, succeeded=1, executions=1, rows=rows)
         selection = {name: outputs[name] for name in request.outputs or outputs}

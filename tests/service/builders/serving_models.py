@@ -15,7 +15,7 @@ from tests.service.builders.serving import MODELS, UNLOADED, DoubleServing
 
 if __name__ == "__main__":
     home, *words = sys.argv[1:]
-    options = {"port": 0, **dict(word.split("=") for word in words)}
+    options = {"port": 0, "sandbox": "off", **dict(word.split("=") for word in words)}
     names = str(options.pop("models", "")).split(",")
     models = {name: model for name, model in MODELS.items() if name in names or names == [""]}
     serve(

@@ -19,6 +19,7 @@ from service.cli.progress import stage_of
 from service.client import Client, Event, RemoteError, Upload
 from service.storage.layout import Folders
 from tests.builders.cli import Result, crucible
+from tests.service.builders.app import MODEL
 from tests.service.builders.jobs import write_out
 from tests.service.builders.serving import serving_models
 from tests.service.integration.test_server import Server, serving
@@ -126,6 +127,11 @@ def test_a_model_is_sent_followed_and_its_report_read(tmp_path: Path) -> None:
         written = json.loads((tmp_path / "template" / JSON_NAME).read_text())
         assert at(server, "report", str(job["id"]), "--json").summary["winner"] == written["winner"]
         assert "succeed" in at(server, "jobs", "--state", "succeeded").out
+        shown = at(server, "limits", "--json").summary
+        limits = {row["setting"]: (row["used"], row["limit"]) for row in shown["limits"]}
+        assert limits["max_queued"] == (0, 1000)
+        assert limits["max_stored_bytes"][0] > 0
+        assert "max_requests_per_s" in at(server, "limits").out
 
 
 def test_what_fails_or_is_cancelled_ends_with_1(tmp_path: Path) -> None:
@@ -164,7 +170,7 @@ def test_a_failed_job_is_tried_again_and_a_model_alone_is_sent_with_its_range(
             "failed",
             True,
         )
-        (tmp_path / "succeed.onnx").write_bytes(b"onnx")
+        (tmp_path / "succeed.onnx").write_bytes(MODEL)
         sent = at(
             server,
             "submit",

@@ -21,11 +21,12 @@ from hypothesis import strategies as some
 
 from pipeline.core import TensorSpec
 from service.codecs.content_encoding import accepted_encoding, packed, unpacked
+from service.codecs.json_values import parsed_object
 from service.codecs.native_json import encode_json, parse_json
 from service.codecs.npy import array_from_npy, arrays_from_npz, npy_from_array, npz_from_arrays
 from service.codecs.oip import OipRequest, binary_form, encode_answer, parse_request
 from service.codecs.tensors import array_from, bytes_of, dtype_of
-from service.errors import TooLarge, Unprocessable
+from service.errors import TooLarge, Unavailable, Unprocessable
 from service.inference import InferAnswer, Timing
 from tests.service.builders.serving import DTYPES, some_arrays
 
@@ -126,17 +127,33 @@ def test_json_of_our_own() -> None:
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_compression(encoding: str) -> None:
     body = packed([b"abc", memoryview(b"d" * 1000)], encoding)
-    assert unpacked(body, encoding, 1003) == b"abc" + b"d" * 1000
+    pieces: list[int] = []
+    assert unpacked(body, encoding, 1003, pieces.append) == b"abc" + b"d" * 1000
+    assert pieces == [1003]
     with pytest.raises(TooLarge, match="more than 1002 bytes"):
-        unpacked(body, encoding, 1002)
+        unpacked(body, encoding, 1002, pieces.append)
     for bad in (body[:-5], body + b"x", b"abc", b""):
         with pytest.raises(Unprocessable, match=encoding):
-            unpacked(bad, encoding, 10**4)
+            unpacked(bad, encoding, 10**4, pieces.append)
 
 
 def test_a_bomb_is_found_before_it_is_unpacked() -> None:
+    bomb, pieces = zlib.compress(b"\0" * 10**8), list[int]()
     with pytest.raises(TooLarge):
-        unpacked(zlib.compress(b"\0" * 10**8), "deflate", 1000)
+        unpacked(bomb, "deflate", 1000, pieces.append)
+    assert sum(pieces) == 1001
+
+    def refuse(count: int) -> None:
+        raise Unavailable("the server is full")
+
+    with pytest.raises(Unavailable, match="full"):
+        unpacked(bomb, "deflate", 10**9, refuse)
+
+
+def test_a_long_body_is_unpacked_in_pieces() -> None:
+    body, pieces = bytes(range(256)) * 10**5, list[int]()
+    assert unpacked(zlib.compress(body), "deflate", len(body), pieces.append) == body
+    assert sum(pieces) == len(body) > max(pieces)
 
 
 def test_only_who_names_one_encoding_gets_it() -> None:
@@ -159,6 +176,11 @@ def without(name: str) -> dict[str, Any]:
 
 def binary(size: object, **fields: Any) -> dict[str, Any]:
     return {**without("data"), "parameters": {"binary_data_size": size}, **fields}
+
+
+def shared(**parameters: object) -> dict[str, Any]:
+    place = {"shared_memory_region": "a", "shared_memory_byte_size": 8}
+    return {**without("data"), "parameters": {**place, **parameters}}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +227,13 @@ def binary(size: object, **fields: Any) -> dict[str, Any]:
         ({"inputs": [item(datatype="FP16", data=[1, 1e5])]}, "too large"),
         ({"inputs": [item(datatype="BF16", data=[1, 3.4e38])]}, "too large"),
         ({"inputs": [item(parameters=7)]}, "expected `parameters` to be an object"),
-        ({"inputs": [item(parameters={"shared_memory_region": "a"})]}, "no `shared_memory_region`"),
+        ({"inputs": [item(parameters={"shared_memory_region": "a"})]}, "has `data` or"),
+        ({"inputs": [shared(shared_memory_region=7)]}, "`shared_memory_region` to be a text"),
+        ({"inputs": [shared(shared_memory_byte_size=4)]}, "`shared_memory_byte_size` says 4"),
+        ({"inputs": [shared(shared_memory_byte_size=True)]}, "number of bytes, got True"),
+        ({"inputs": [shared(shared_memory_offset=-1)]}, "number of bytes, got -1"),
+        ({"inputs": [shared(shared_memory_offset="0")]}, "number of bytes, got '0'"),
+        ({"inputs": [{**shared(), "datatype": "BYTES"}]}, "engines take no strings"),
         ({"inputs": [binary(8)]}, "8 bytes, got 0"),
         ({"inputs": [binary(4)]}, "`binary_data_size` says 4"),
         ({"inputs": [binary("8")]}, "`binary_data_size` says 8"),
@@ -302,7 +330,10 @@ def headed(header: str, data: bytes = b"") -> bytes:
             headed("{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,)}"),
             "4398046511104 bytes, got 0",
         ),
-        (headed("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, -1)}", b"four"), "got 4"),
+        (
+            headed("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, -1)}", b"four"),
+            "a negative size",
+        ),
         (headed("{'descr': '<f4', 'fortran_order': False, 'shape': 7}"), "is not a .npy file"),
         (
             headed("{'descr': [], 'fortran_order': False, 'shape': ()}"),
@@ -318,6 +349,19 @@ def headed(header: str, data: bytes = b"") -> bytes:
 def test_npy_that_is_not_right(body: bytes, message: str) -> None:
     with pytest.raises(Unprocessable, match=message):
         array_from_npy(body, "x")
+
+
+def test_json_is_not_parsed_where_a_worker_could_change_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = bytearray(b'{"a": 1}')
+
+    def parsed_late(text: bytes | memoryview) -> object:
+        body[:] = b" " * len(body)  # what a worker may do at any time
+        return json.loads(bytes(text))
+
+    monkeypatch.setattr(orjson, "loads", parsed_late)
+    assert parsed_object(memoryview(body), "it") == {"a": 1}
 
 
 def zipped(compress: int = zipfile.ZIP_DEFLATED, **members: bytes) -> bytes:

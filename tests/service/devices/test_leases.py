@@ -5,7 +5,9 @@ patience.
 import asyncio
 import datetime as dt
 
-from service.devices.leases import Leases
+import pytest
+
+from service.devices.leases import Leases, steady_now
 from service.devices.policy import Devices, Lease
 
 BUILD, MEASURE = Lease("cpu", "build", "a"), Lease("cpu", "measure", "b")
@@ -91,3 +93,14 @@ def test_serving_that_begins_under_a_measurement_is_told_in_the_end() -> None:
         assert leases.devices.held == ()
 
     asyncio.run(story())
+
+
+def test_a_jump_of_the_clock_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that asked while the host's clock was 400 days ahead waited for those 400 days."""
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    monkeypatch.setattr("time.monotonic", lambda: 5.0)
+    before = steady_now()
+    monkeypatch.setattr("time.time", lambda: 2e9)
+    assert steady_now() == before
+    monkeypatch.setattr("time.monotonic", lambda: 7.5)
+    assert (steady_now() - before).total_seconds() == 2.5

@@ -7,13 +7,23 @@ import numpy as np
 import pytest
 
 from service.auth import LOCAL
+from service.codecs.protobuf import MAX_FIELDS
 from service.codecs.tensors import DATATYPES
 from service.errors import Unprocessable
 from service.grpc import grpc_service_pb2 as pb
-from service.grpc.codec import CONTENTS, message_from, request_from, version_from
+from service.grpc.codec import (
+    CONTENTS,
+    inputs_from,
+    message_from,
+    places_from,
+    request_from,
+    shared_inputs_from,
+    version_from,
+)
 from service.grpc.offload_worker import raw_form
-from service.grpc.wire_scan import MAX_FIELDS, typed_bytes, without_tensors
+from service.grpc.wire_scan import typed_bytes, without_tensors
 from service.inference import InferAnswer, Timing
+from service.regions import Place, SharedInput
 from tests.service.builders.serving import some_arrays
 
 Input = pb.ModelInferRequest.InferInputTensor
@@ -32,11 +42,9 @@ def typed(datatype: str, values: list[float], shape: tuple[int, ...], field: str
 @pytest.mark.parametrize("datatype", CONTENTS)
 def test_typed_contents_of_every_datatype_that_has_a_field(datatype: str) -> None:
     for array in some_arrays(DATATYPES[datatype]):
-        result = request_from(
-            request(typed(datatype, array.ravel().tolist(), array.shape)), LOCAL, None
-        )
-        assert result.inputs["x"].dtype == array.dtype
-        assert np.array_equal(result.inputs["x"], array)
+        x = inputs_from(request(typed(datatype, array.ravel().tolist(), array.shape)))["x"]
+        assert x.dtype == array.dtype
+        assert np.array_equal(x, array)
 
 
 @pytest.mark.parametrize("datatype", CONTENTS)
@@ -50,7 +58,7 @@ def test_a_helper_makes_raw_bytes_of_typed_contents_and_leaves_the_rest(datatype
     message.parameters["timeout"].int64_param = 9
     _, (body,) = raw_form(message.SerializeToString())
     raw = pb.ModelInferRequest.FromString(bytes(body))
-    assert (request_from(raw, LOCAL, None).inputs["x"].tobytes(), len(raw.raw_input_contents)) == (
+    assert (inputs_from(raw)["x"].tobytes(), len(raw.raw_input_contents)) == (
         array.tobytes(),
         2,
     )
@@ -100,13 +108,11 @@ def test_what_no_client_sends_is_left_to_a_helper(data: bytes) -> None:
 def test_raw_bytes_of_every_datatype_also_0d_and_empty(datatype: str) -> None:
     for shape in ((3, 5), (), (0, 4)):
         array = next(some_arrays(DATATYPES[datatype], shape))
-        result = request_from(
-            request(Input(name="x", datatype=datatype, shape=shape), raw=(array.tobytes(),)),
-            LOCAL,
-            None,
-        )
-        assert (result.inputs["x"].dtype, result.inputs["x"].shape) == (array.dtype, shape)
-        assert result.inputs["x"].tobytes() == array.tobytes()
+        x = inputs_from(
+            request(Input(name="x", datatype=datatype, shape=shape), raw=(array.tobytes(),))
+        )["x"]
+        assert (x.dtype, x.shape) == (array.dtype, shape)
+        assert x.tobytes() == array.tobytes()
 
 
 def test_an_empty_tensor_needs_no_contents() -> None:
@@ -159,10 +165,58 @@ def test_what_does_not_fit_is_named(message: pb.ModelInferRequest, text: str) ->
         request_from(message, LOCAL, None)
 
 
+def at_place(tensor: Any, **parameters: str | int) -> Any:
+    """The tensor, in a region of shared memory."""
+    for name, value in {"byte_size": 8, "region": "r", **parameters}.items():
+        kind = "string_param" if isinstance(value, str) else "int64_param"
+        setattr(tensor.parameters[f"shared_memory_{name}"], kind, value)
+    return tensor
+
+
+def test_tensors_in_shared_memory_stand_beside_others() -> None:
+    inputs = (
+        at_place(Input(name="a", datatype="FP32", shape=(2,)), offset=16),
+        Input(name="b", datatype="INT8", shape=(2,)),
+    )
+    output = at_place(pb.ModelInferRequest.InferRequestedOutputTensor(name="y"))
+    message = request(*inputs, raw=(b"12",), outputs=[output])
+    assert shared_inputs_from(message) == {
+        "a": SharedInput(Place("r", 8, 16), np.dtype(np.float32), (2,))
+    }
+    assert (list(inputs_from(message)), places_from(message)) == (["b"], {"y": Place("r", 8)})
+    outputs = {"x": np.zeros(1, bool), "y": np.ones(1, np.int16), "z": np.zeros(1, np.int8)}
+    timing = Timing(0.5, 0.001, 0.002, 0.003, 7)
+    answer = message_from(InferAnswer("m", 3, "cpu", outputs, timing), places_from(message))
+    assert list(answer.raw_output_contents) == [b"\0", b"", b"\0"]
+    assert [len(each.parameters) for each in answer.outputs] == [0, 3, 0]
+    assert answer.outputs[1].parameters["shared_memory_byte_size"].int64_param == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (request(at_place(Input(name="x", datatype="BYTES", shape=(1,)))), "take no strings"),
+        (request(at_place(Input(name="x", datatype="FP32", shape=(1,)))), "is 4 bytes, .* says 8"),
+        (request(at_place(typed("FP64", [1.0], (1,)))), "in `contents` and in shared memory"),
+        (request(at_place(typed("FP64", [], (1,)), region=7)), "to be a text, got 7"),
+        (request(at_place(typed("FP64", [], (1,)), offset=-1)), "number of bytes, got -1"),
+        (
+            request(at_place(typed("FP64", [], (1,))), typed("FP64", [1.0], (1,))),
+            "input 'x' comes twice",
+        ),
+        (
+            request(at_place(typed("FP64", [], (1,))), at_place(typed("FP64", [], (1,)))),
+            "input 'x' comes twice",
+        ),
+    ],
+)
+def test_shared_inputs_that_do_not_fit(message: pb.ModelInferRequest, text: str) -> None:
+    with pytest.raises(Unprocessable, match=text):
+        shared_inputs_from(message)
+
+
 def test_nan_and_infinity_pass_as_typed_contents() -> None:
-    values = request_from(
-        request(typed("FP32", [float("nan"), float("-inf")], (2,))), LOCAL, None
-    ).inputs["x"]
+    values = inputs_from(request(typed("FP32", [float("nan"), float("-inf")], (2,))))["x"]
     assert np.isnan(values[0])
     assert values[1] == -np.inf
 
@@ -212,7 +266,7 @@ def test_answers_hold_the_bytes_in_order_and_the_times() -> None:
         "c": np.zeros((0, 2), bool),
     }
     message = message_from(
-        InferAnswer("m", 3, "gpu:0", outputs, Timing(0.5, 0.001, 0.002, 0.003, 7), "id")
+        InferAnswer("m", 3, "gpu:0", outputs, Timing(0.5, 0.001, 0.002, 0.003, 7), "id"), {}
     )
     assert [(output.name, output.datatype, list(output.shape)) for output in message.outputs] == [
         ("a", "FP32", [3, 2]),

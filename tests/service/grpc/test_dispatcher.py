@@ -6,7 +6,7 @@ import asyncio
 import re
 import ssl
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,13 +25,13 @@ from cryptography.hazmat.primitives.serialization import (
 
 from pipeline.errors import HostError, UserError
 from service.errors import Answer, ServiceError, TooMany, Unauthorized, answer_to
-from service.grpc import generate, health_pb2
+from service.grpc import dispatcher, generate, health_pb2
 from service.grpc import grpc_service_pb2 as pb
 from service.grpc.descriptors import HEALTH, SERVICE
 from service.grpc.methods import METHODS
 from service.grpc.server import RpcServer, rpc_server
 from service.grpc.statuses import STATUSES, details_of, metadata_of, status_of
-from service.settings import Settings
+from service.settings import MIB, Settings
 from service.tls import tls_from
 from tests.service.builders.app import Desk, at_desk
 from tests.service.builders.jobs import WITHIN_S
@@ -179,6 +179,117 @@ def test_our_own_fault_is_told_without_its_trace_and_the_server_lives(tmp_path: 
         assert 'crucible_grpc_request_seconds_count{method="ModelInfer"} 3.0' in text
 
     at_desk(tmp_path, story, port=0)
+
+
+def test_one_key_cannot_open_all_streams_nor_send_all_requests(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        desk.service.serving = Faulty()
+        data = message_of(Request("same_float32", [[1.0]])).SerializeToString()
+        metadata = (("authorization", desk.key("infer")["Authorization"]),)
+        async with rpc_server(desk.service, None) as rpc:
+            assert rpc is not None
+            async with grpc.aio.insecure_channel(rpc.address) as channel:
+                streaming: Any = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")
+                stream = streaming(metadata=metadata)  # the first request of the key
+                await stream.write(data)  # the second
+                await stream.read()
+                with pytest.raises(grpc.aio.AioRpcError, match="max_streams") as error:
+                    await streaming(iter([data]), metadata=metadata).read()
+                assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                desk.service.limits._clock_ns = lambda: 0  # no time passes
+                answers = []
+                for _ in range(4):
+                    await stream.write(data)
+                    answer = pb.ModelStreamInferResponse.FromString(await stream.read())
+                    answers.append("max_requests_per_s" in answer.error_message)
+                assert answers[-1]  # and the stream goes on
+                await stream.done_writing()
+                assert await stream.read() is grpc.aio.EOF
+        assert sum(desk.service.limits._streams.values()) == 0
+
+    at_desk(tmp_path, story, port=0, keys_required=True, max_streams=1, max_requests_per_s=3)
+
+
+def test_messages_count_until_their_answers(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        desk.service.serving = DoubleServing()
+        data = message_of(Request("same_float32", [[1.0] * 1000])).SerializeToString()
+        budget = desk.service.bytes_in_flight
+        async with rpc_server(desk.service, None) as rpc:
+            assert rpc is not None
+            async with grpc.aio.insecure_channel(rpc.address) as channel:
+                infer: Any = channel.unary_unary(f"/{SERVICE.full_name}/ModelInfer")
+                stream: Any = channel.stream_stream(f"/{SERVICE.full_name}/ModelStreamInfer")()
+                with budget.share() as others:
+                    others.grow(MIB - len(data) + 1)
+                    with pytest.raises(grpc.aio.AioRpcError, match="more than 1048576") as error:
+                        await infer(data)
+                    await stream.write(data)
+                    refusal = pb.ModelStreamInferResponse.FromString(await stream.read())
+                    assert "more than 1048576 bytes together" in refusal.error_message
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert error.value.trailing_metadata()["retry-after"] == "5"
+                await stream.write(data)
+                answer = pb.ModelStreamInferResponse.FromString(await stream.read())
+                assert not answer.error_message
+                assert await infer(data)
+                await stream.done_writing()
+                assert await stream.read() is grpc.aio.EOF
+        assert budget.held == 0
+
+    at_desk(tmp_path, story, port=0, max_infer_bytes=MIB, max_bytes_in_flight=MIB)
+
+
+def test_a_message_that_does_not_come_counts_as_the_largest_and_has_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "FREE_S", 0.1)
+    monkeypatch.setattr(dispatcher, "SLACK_S", 3.0)
+
+    async def story(desk: Desk) -> None:
+        budget = desk.service.bytes_in_flight
+        async with rpc_server(desk.service, None) as rpc:
+            assert rpc is not None
+            async with grpc.aio.insecure_channel(rpc.address) as channel:
+                infer: Any = channel.stream_unary(f"/{SERVICE.full_name}/ModelInfer")
+                first = infer()
+                await until_true(lambda: budget.held == MIB)
+                second = infer()
+                assert await second.code() is grpc.StatusCode.UNAVAILABLE
+                assert "more than 1048576 bytes together" in await second.details()
+                check: Any = channel.stream_unary("/grpc.health.v1.Health/Check")
+                assert await check().code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                assert await first.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                assert "not complete after 3 s" in await first.details()
+        assert budget.held == 0
+
+    at_desk(tmp_path, story, port=0, max_infer_bytes=MIB, max_bytes_in_flight=MIB)
+
+
+async def until_true(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not reached():
+            await asyncio.sleep(0.01)
+
+
+def test_calls_and_connections_beyond_the_limit_are_refused(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        async with rpc_server(desk.service, None) as rpc:
+            assert rpc is not None
+            async with grpc.aio.insecure_channel(rpc.address) as channel:
+                check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+                watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+                watched = watch(b"")
+                assert await watched.read()
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await check(b"")
+                assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                reader, writer = await asyncio.open_connection(*rpc.address.split(":"))
+                assert await asyncio.wait_for(reader.read(1), WITHIN_S) == b""
+                writer.close()
+                watched.cancel()
+
+    at_desk(tmp_path, story, port=0, max_connections=1)
 
 
 def test_long_lists_of_numbers_are_read_by_a_helper_and_nobody_waits_for_them(

@@ -53,7 +53,7 @@ def ask(metrics: Metrics, path: str, route: str | None, status: int = 200) -> No
         return None
 
     asyncio.run(
-        AccessLog(inside, metrics, Folders(Path("/h")))(
+        AccessLog(inside, metrics, Folders(Path("/h")), lambda *_: None)(
             {"type": "http", "method": "GET", "path": path}, nothing, nothing
         )
     )

@@ -9,18 +9,25 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import trustme
-import uvicorn
 
+from service.auth import Source
+from service.bytes_in_flight import BytesInFlight
+from service.errors import Unauthorized
 from service.http import protocol as connection
-from service.http.guard import Message, Receive, Send
+from service.http.guard import Guard, Message, Receive, Send
+from service.serving.shared_memory import in_place
+from service.settings import Settings
+from service.storage.keys import Key
+from tests.service.builders.connections import listening
 
 WITHIN_S = 60.0
 MB = 10**6
@@ -33,12 +40,13 @@ class Application:
     address: tuple[str, int] = ("", 0)
     pieces: list[list[int]] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
+    readable: list[bool] = field(default_factory=list)  # by a worker, in place
     lost: int = 0
     patience_s: float = WITHIN_S  # of one `receive`, which is then called again
     refuses: bool = False
     may_read: threading.Event = field(default_factory=threading.Event)
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         await asyncio.to_thread(self.may_read.wait, WITHIN_S)
         if self.refuses:
             await send(
@@ -63,6 +71,8 @@ class Application:
             chunks.append(message.get("body", b""))
         self.pieces.append([len(piece) for piece in chunks])
         self.bodies.append(b"".join(chunks))
+        arrays = [np.frombuffer(chunk, np.uint8) for chunk in chunks]
+        self.readable.append(in_place(arrays, [np.dtype(np.uint8)] * len(arrays)) is not None)
         await send(
             {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
         )
@@ -70,33 +80,18 @@ class Application:
 
 
 @contextmanager
-def running(**options: Any) -> Iterator[Application]:
+def running(processes: int, **settings: Any) -> Iterator[Application]:
     """An application behind the service's own connections."""
     app = Application()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(
-            app,
-            http=connection.protocol(),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            loop="uvloop",
-            **options,
-        )
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        app.address = listener.getsockname()
+    with listening(app, processes, **settings) as address:
+        app.address = address
         yield app
         app.may_read.set()
-        server.should_exit = True
-        thread.join(WITHIN_S)
-    assert not thread.is_alive()
 
 
-@pytest.fixture
-def application() -> Iterator[Application]:
-    with running() as app:
+@pytest.fixture(params=[1, 2], ids=["this process", "two processes"])
+def application(request: pytest.FixtureRequest) -> Iterator[Application]:
+    with running(request.param) as app:
         app.may_read.set()
         yield app
 
@@ -176,6 +171,13 @@ def test_a_client_that_goes_amid_its_tensors_is_told_of(application: Application
     assert application.bodies == []
 
 
+def test_only_bodies_for_a_path_with_a_model_are_read_in_place(application: Application) -> None:
+    with socket.create_connection(application.address, timeout=WITHIN_S) as line:
+        for path in ("/infer", "/models/m/infer"):
+            ask(line, request(path, b"1" * MB))
+    assert application.readable == [False, True]
+
+
 def test_tensors_survive_that_waiting_for_them_is_cancelled(application: Application) -> None:
     application.patience_s = 0.05
     bodies = [b"1" * MB, b"2" * 100_000]
@@ -185,31 +187,33 @@ def test_tensors_survive_that_waiting_for_them_is_cancelled(application: Applica
     assert application.bodies == bodies
 
 
-def test_tensors_that_are_refused_leave_nothing_behind(application: Application) -> None:
+def test_tensors_that_are_refused_leave_nothing_behind() -> None:
     def living() -> int:
         return sum(
             type(each) is connection.Http for each in gc.get_objects()
         )  # isinstance would ask objects of other libraries, which may warn
 
-    application.refuses = True
-    gc.collect()
-    before = living()
-    gc.disable()
-    try:
-        for _ in range(20):
-            with (
-                socket.create_connection(application.address, timeout=WITHIN_S) as line,
-                contextlib.suppress(ConnectionError),
-            ):
-                line.sendall(request("/infer", b"1" * MB))
-                while line.recv(65536):
-                    pass
-        until = time.monotonic() + WITHIN_S
-        while (left := living() - before) > 2 and time.monotonic() < until:
-            time.sleep(0.05)
-    finally:
-        gc.enable()
-    assert left <= 2
+    with running(1) as application:
+        application.refuses = True
+        application.may_read.set()
+        gc.collect()
+        before = living()
+        gc.disable()
+        try:
+            for _ in range(20):
+                with (
+                    socket.create_connection(application.address, timeout=WITHIN_S) as line,
+                    contextlib.suppress(ConnectionError),
+                ):
+                    line.sendall(request("/infer", b"1" * MB))
+                    while line.recv(65536):
+                        pass
+            until = time.monotonic() + WITHIN_S
+            while (left := living() - before) > 2 and time.monotonic() < until:
+                time.sleep(0.05)
+        finally:
+            gc.enable()
+        assert left <= 2
 
 
 def test_a_body_behind_an_upgrade_is_refused_and_is_no_request(application: Application) -> None:
@@ -229,12 +233,14 @@ def test_a_body_behind_an_upgrade_is_refused_and_is_no_request(application: Appl
     assert application.bodies == []
 
 
-def test_tensors_come_through_tls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_tensors_come_through_tls(tmp_path: Path, processes: int) -> None:
     authority, context = trustme.CA(), ssl.create_default_context()
     authority.configure_trust(context)
     certificate = authority.issue_cert("127.0.0.1")
-    certificate.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
-    with running(ssl_certfile=str(tmp_path / "both.pem")) as app:
+    both = tmp_path / "both.pem"
+    certificate.private_key_and_cert_chain_pem.write_to_path(both)
+    with running(processes, tls_certificate=both, tls_key=both) as app:
         app.may_read.set()
         with (
             socket.create_connection(app.address, timeout=WITHIN_S) as plain,
@@ -244,3 +250,38 @@ def test_tensors_come_through_tls(tmp_path: Path) -> None:
                 ask(line, request("/infer", body), pause_at=len(body) // 2)
                 assert app.bodies[-1] == body
         assert app.pieces == [[3 * MB], [70_000]]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_body_that_does_not_fit_beside_unfinished_ones_is_refused_until_they_end(
+    processes: int,
+) -> None:
+    async def verify(key: str, source: Source) -> Key:
+        raise Unauthorized("there are no keys")
+
+    async def no_session(token: str, source: Source) -> Key | None:
+        return None
+
+    def until_held(count: int) -> None:
+        until = time.monotonic() + WITHIN_S
+        while budget.held != count:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    budget, application = BytesInFlight(3 * MB), Application()
+    application.may_read.set()
+    guarded = Guard(application, Settings(), verify, no_session, budget)
+    sent = request("/models/m/infer", b"1" * 2 * MB).replace(b"Host: x", b"Host: localhost")
+    with listening(guarded, processes) as address:
+        with socket.create_connection(address, timeout=WITHIN_S) as unfinished:
+            unfinished.sendall(sent[:-1])
+            until_held(2 * MB)
+            with socket.create_connection(address, timeout=WITHIN_S) as refused:
+                refused.sendall(sent[:1000])
+                assert refused.recv(65536).startswith(b"HTTP/1.1 503 ")
+            assert budget.held == 2 * MB
+        until_held(0)
+        with socket.create_connection(address, timeout=WITHIN_S) as line:
+            ask(line, sent)
+        until_held(0)
+    assert application.bodies == [b"1" * 2 * MB]

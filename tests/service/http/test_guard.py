@@ -8,10 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
-from service.auth import LOCAL, Caller, Verify
+from service.auth import LOCAL, Caller, Source, Verify
+from service.bytes_in_flight import BytesInFlight
 from service.errors import Forbidden
-from service.http.guard import Guard, Receive, Send
-from service.settings import Settings
+from service.http.guard import UPLOAD_MEMORY_BYTES, Application, Guard, Receive, Send
+from service.settings import GIB, Settings
 from service.storage.database import Database
 from service.storage.keys import Key, Keys
 
@@ -89,14 +90,22 @@ def inside() -> Inside:
 
 
 def verifier(keys: Keys) -> Verify:
-    async def verify(text: str) -> Key:
+    async def verify(text: str, source: Source) -> Key:
         return keys.verify(text)
 
     return verify
 
 
-def open_guard(inside: Inside, keys: Keys, **settings: Any) -> Guard:
-    return Guard(inside, Settings(home=Path("/nowhere"), **settings), verifier(keys))
+async def no_session(token: str, source: Source) -> Key | None:
+    return None
+
+
+def open_guard(
+    inside: Application, keys: Keys, budget: BytesInFlight | None = None, **settings: Any
+) -> Guard:
+    options = Settings(home=Path("/nowhere"), **settings)
+    share = budget or BytesInFlight(GIB)
+    return Guard(inside, options, verifier(keys), no_session, share)
 
 
 def test_on_loopback_everyone_is_the_local_user(inside: Inside, keys: Keys) -> None:
@@ -179,6 +188,13 @@ def test_another_name_is_not_answered_to(inside: Inside, keys: Keys, host: str) 
     assert (exchange.status, inside.callers) == (421, [])
 
 
+@pytest.mark.parametrize("path", ["/jobs", "/healthz"])
+def test_several_hosts_are_refused(inside: Inside, keys: Keys, path: str) -> None:
+    exchange = Exchange(open_guard(inside, keys), path=path, Host="localhost:8000")
+    assert (exchange.status, exchange.error) == (400, "2 Host headers, expected one")
+    assert inside.callers == []
+
+
 def test_a_name_of_the_list_is_answered_to(inside: Inside, keys: Keys) -> None:
     assert (
         Exchange(
@@ -195,6 +211,7 @@ def test_a_name_of_the_list_is_answered_to(inside: Inside, keys: Keys) -> None:
         ({"origin": "http://localhost:8000"}, 200),
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403),
         ({"origin": "http://localhost:9999"}, 403),
         ({"sec_fetch_site": "cross-site"}, 403),
         ({"sec_fetch_site": "same-origin"}, 200),
@@ -237,7 +254,7 @@ def test_what_is_answered_before_its_body_has_come_closes_the_connection(keys: K
         await send({"type": "http.response.start", "status": 422, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    guard = Guard(hasty, Settings(home=Path("/nowhere")), verifier(keys))
+    guard = open_guard(hasty, keys)
     for reads, headers, closed in (
         (0, {"content_length": "12"}, True),
         (1, {"content_length": "12"}, True),
@@ -262,3 +279,49 @@ def test_tensors_have_a_limit_of_their_own(inside: Inside, keys: Keys, path: str
     guard = open_guard(inside, keys, max_body_bytes=10, max_infer_bytes=100)
     assert Exchange(guard, "POST", path, (b"x" * 50,), content_length="50").status == 200
     assert Exchange(guard, "POST", path, (b"x" * 60, b"x" * 60)).status == 413
+
+
+def test_a_body_that_does_not_fit_beside_the_others_is_not_read(inside: Inside, keys: Keys) -> None:
+    budget = BytesInFlight(100)
+    guard = open_guard(inside, keys, budget)
+    with budget.share() as others:
+        others.grow(60)
+        exchange = Exchange(guard, "POST", "/infer", (b"x" * 41,), content_length="41")
+        assert (exchange.status, exchange.read, inside.bodies) == (503, 0, [])
+        assert exchange.headers["retry-after"] == "5"
+        assert exchange.headers["connection"] == "close"
+        assert Exchange(guard, path="/healthz").status == 200
+        assert Exchange(guard, "POST", "/infer", (b"x" * 40,), content_length="40").status == 200
+        assert budget.held == 60
+    assert Exchange(guard, "POST", "/infer", (b"x" * 41,), content_length="41").status == 200
+    assert budget.held == 0
+
+
+def test_a_body_of_unknown_length_is_cut_when_it_does_not_fit(inside: Inside, keys: Keys) -> None:
+    budget = BytesInFlight(100)
+    guard = open_guard(inside, keys, budget)
+    pieces = (b"x" * 60, b"x" * 60, b"x" * 60)
+    exchange = Exchange(guard, "POST", "/infer", pieces, transfer_encoding="chunked")
+    assert (exchange.status, exchange.read, len(exchange.sent)) == (503, 2, 2)
+    assert "more than 100 bytes together" in exchange.error
+    assert budget.held == 0
+
+
+@pytest.mark.parametrize(
+    "headers", [{"content_length": str(GIB)}, {"transfer_encoding": "chunked"}]
+)
+def test_an_upload_counts_only_what_is_in_memory(keys: Keys, headers: dict[str, Any]) -> None:
+    held: list[int] = []
+
+    async def look(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        for _ in range(2):
+            await receive()
+            held.append(budget.held)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    budget = BytesInFlight(UPLOAD_MEMORY_BYTES)
+    guard = open_guard(look, keys, budget)
+    pieces = (b"x" * UPLOAD_MEMORY_BYTES,) * 2
+    assert Exchange(guard, "POST", "/compile", pieces, **headers).status == 200
+    assert held == [UPLOAD_MEMORY_BYTES] * 2
+    assert budget.held == 0

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from service.app import create_app
 from service.jobs.traces import tracing_to
-from service.settings import Settings
+from service.settings import MIB, Settings
 from tests.service.builders.app import URL, Desk, known_host
 from tests.service.builders.jobs import WITHIN_S, WORKER
 from tests.service.builders.serving import MODELS, DoubleServing, serving_models, statistics_of
@@ -253,6 +253,25 @@ def test_what_is_too_large_before_and_after_it_is_unpacked(tmp_path: Path) -> No
         assert (await send(desk, "wide", b"", RAW, Content_Encoding="br")).status_code == 422
 
     at_models(tmp_path, story, ("wide",), max_infer_bytes=100_000)
+
+
+def test_a_body_counts_packed_and_unpacked_until_its_answer(tmp_path: Path) -> None:
+    import gzip
+
+    async def story(desk: Desk, _: DoubleServing) -> None:
+        zeros = np.zeros((1, 3, 224, 224), np.float32).tobytes()
+        budget = desk.service.bytes_in_flight
+        with budget.share() as others:
+            others.grow(MIB - len(zeros))
+            answer = await send(desk, "wide", gzip.compress(zeros), RAW, Content_Encoding="gzip")
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        answer = await send(desk, "wide", gzip.compress(zeros), RAW, Content_Encoding="gzip")
+        assert (answer.status_code, budget.held) == (200, 0)
+        metrics = (await desk.client.get("/metrics")).text
+        assert "\ncrucible_bytes_in_flight 0.0\n" in metrics
+        assert "\ncrucible_bytes_in_flight_refused_total 1.0\n" in metrics
+
+    at_models(tmp_path, story, ("wide",), max_infer_bytes=MIB, max_bytes_in_flight=MIB)
 
 
 def test_large_json_is_read_and_written_elsewhere(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Jobs over HTTP: sent, found again, listed, followed, cancelled and tried again."""
 
 import asyncio
+import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from pipeline.errors import DiskFull
 from pipeline.plan.schema import ModelConfig, Plan
 from service.http.sse import HEARTBEAT, RESTARTING, stream
 from service.submission.submit import device_for
-from tests.service.builders.app import Desk, at_desk
+from tests.service.builders.app import MODEL, Desk, at_desk, model_bytes
 from tests.service.builders.jobs import new_job
 
 
@@ -26,6 +28,15 @@ def events_of(text: str) -> list[tuple[int, str, dict[str, Any]]]:
         if "id" in fields:
             parsed.append((int(fields["id"]), fields["event"], json.loads(fields["data"])))
     return parsed
+
+
+def tar_of(name: str, content: bytes) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return data.getvalue()
 
 
 def uploads(home: Path) -> list[str]:
@@ -75,7 +86,9 @@ def test_an_equal_request_gets_the_same_job_unless_that_failed(tmp_path: Path) -
             job_id,
             "succeeded",
         )
-        assert (await desk.compile("succeed-0.5", model=b"other")).json()["id"] != job_id
+        assert (await desk.compile("succeed-0.5", model=model_bytes("other"))).json()[
+            "id"
+        ] != job_id
         failed = await desk.end_of("fail")
         anew = await desk.compile("fail")
         assert (anew.status_code, anew.json()["id"] == failed["id"]) == (202, False)
@@ -159,7 +172,7 @@ def test_what_is_no_request_to_compile_leaves_nothing(
 def test_a_plan_that_reaches_beyond_its_upload_is_422(tmp_path: Path, plan: str) -> None:
     async def story(desk: Desk) -> None:
         answer = await desk.client.post(
-            "/compile", files={"model": ("m.onnx", b"onnx"), "plan": ("p", plan.encode())}
+            "/compile", files={"model": ("m.onnx", MODEL), "plan": ("p", plan.encode())}
         )
         assert (answer.status_code, answer.json()["code"]) == (422, "service.unprocessable")
         assert "root:" not in answer.text
@@ -168,10 +181,37 @@ def test_a_plan_that_reaches_beyond_its_upload_is_422(tmp_path: Path, plan: str)
     at_desk(tmp_path, story)
 
 
+@pytest.mark.parametrize(
+    ("filename", "content", "message"),
+    [
+        ("README.md", b"# Crucible", "begins with '# Crucible' and is no ONNX model"),
+        ("m.onnx", MODEL[:-1], "the model is cut off"),
+        ("m.tar", tar_of("m.onnx", b"# Crucible"), "begins with '# Crucible'"),
+        ("m.pt2", MODEL, "is no .pt2 file"),
+        ("m.onnx", bytes(10_000_000), "is no ONNX model"),
+        ("m.onnx", b"", "an empty file"),
+    ],
+    ids=["text", "cut", "in-archive", "pt2", "zeros", "empty"],
+)
+def test_what_is_no_model_is_422_and_makes_no_job(
+    tmp_path: Path, filename: str, content: bytes, message: str
+) -> None:
+    async def story(desk: Desk) -> None:
+        plan = b"inputs: [{name: x, dtype: float32, shape: [1]}]"  # .pt2 needs it
+        files = {"model": (filename, content), "plan": ("p", plan)}
+        answer = await desk.client.post("/compile", files=files)
+        assert (answer.status_code, uploads(tmp_path)) == (422, []), answer.text
+        assert message in answer.json()["error"]
+        assert (await desk.client.get("/jobs")).json()["jobs"] == []
+        assert str(tmp_path) not in answer.text
+
+    at_desk(tmp_path, story, allow_code=True)
+
+
 def test_the_log_of_a_job_begins_with_the_warnings_about_its_plan(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         plan = b"name: succeed\nrescue: false"
-        files = {"model": ("m.onnx", b"onnx"), "plan": ("p", plan)}
+        files = {"model": ("m.onnx", MODEL), "plan": ("p", plan)}
         job = (await desk.client.post("/compile", files=files)).json()
         await desk.until(job["id"], "succeeded")
         log = (await desk.client.get(f"/jobs/{job['id']}/log")).text
@@ -351,7 +391,7 @@ def test_a_job_tells_how_long_its_plan_takes_here_and_no_path_of_the_host(tmp_pa
     async def story(desk: Desk) -> None:
         assert (await desk.compile("succeed-0.2")).json()["estimate_s"] is None
         first = await desk.end_of("succeed-0.3")
-        again = (await desk.compile("succeed-0.3", model=b"other")).json()
+        again = (await desk.compile("succeed-0.3", model=model_bytes("other"))).json()
         assert again["estimate_s"] == first["elapsed_s"] > 0
         left = await desk.end_of("leave")
         desk.service.folders.work(left["id"]).log.write_text(

@@ -90,7 +90,9 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
         told_by = [await json_of(await web.get("/v2/models/m/config"))]
         told_by.append(
             MessageToDict(
-                await model_config(Call(desk.service, LOCAL, None), ModelConfigRequest(name="m"))
+                await model_config(
+                    Call(desk.service, LOCAL, None, "", ()), ModelConfigRequest(name="m")
+                )
             )["config"]
         )
         assert [config.get("max_batch_size", config.get("maxBatchSize")) for config in told_by] == [

@@ -13,6 +13,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.http import protocol as connection
+from service.http.connection_limits import ConnectionLimits
+from service.settings import Settings
 
 WITHIN_S = 60.0
 PATIENCE_S = 2.0
@@ -39,10 +41,10 @@ def listening(monkeypatch: pytest.MonkeyPatch, patience_s: float) -> Iterator[tu
         return body
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = Settings()
+        http = connection.protocol(settings, ConnectionLimits(settings, lambda limit: None))
         running = uvicorn.Server(
-            uvicorn.Config(
-                app, http=connection.protocol(), ws="none", lifespan="off", log_config=None
-            )
+            uvicorn.Config(app, http=http, ws="none", lifespan="off", log_config=None)
         )
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -20,7 +20,7 @@ from pipeline.report.bundle import load_engine
 from pipeline.report.files import load_report
 from service.jobs.queue import WORKER
 from service.jobs.worker import CONTENDED
-from tests.service.builders.app import Desk, at_desk, opened_desk
+from tests.service.builders.app import MODEL, Desk, at_desk, opened_desk
 from tests.service.http.test_routers_models import json_of
 from tests.service.jobs.test_worker import tiny_model
 from tests.service.serving.engines import linear
@@ -138,7 +138,8 @@ def test_a_key_finds_its_benchmark_again_and_only_that(tmp_path: Path) -> None:
             await desk.client.post("/models/m/benchmark", headers=once, json={"version": 1}), 409
         )
         await json_of(
-            await desk.client.post("/compile", headers=once, files={"model": ("m.onnx", b"x")}), 409
+            await desk.client.post("/compile", headers=once, files={"model": ("m.onnx", MODEL)}),
+            409,
         )
         folders = desk.service.folders
         assert {

@@ -1,4 +1,4 @@
-"""docs/service.md holds: its commands run from top to bottom, and its tables are complete."""
+"""The pages about the service hold: their commands run from top to bottom."""
 
 import gzip
 import json
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,10 +20,25 @@ from service.client import events_of_stream
 from service.settings import Settings
 from tests.builders.cli import environment, write_task
 from tests.service.builders.serving import serving_models
-from tests.service.integration.test_server import serving, until
+from tests.service.integration.test_server import until
 
 ROOT = Path(__file__).parents[3]
-PAGE, INFERENCE = ((ROOT / "docs" / name).read_text() for name in ("service.md", "inference.md"))
+DOCS = ROOT / "docs"
+TUTORIAL = (DOCS / "tutorials" / "serve-it.md").read_text()
+HOW_TOS = {file.stem: file.read_text() for file in sorted((DOCS / "howto").glob("*.md"))}
+WITH_KEYS = (
+    "tls-and-keys",
+    "submit-and-follow-jobs",
+    "promote-and-load",
+    "limits-and-quotas",
+    "monitoring",
+    "backup-upgrade",
+    "export-to-triton",
+)
+"""How-to pages whose commands run on one server, in this order, after the tutorial."""
+INFERENCE = HOW_TOS["infer-over-http-and-grpc"] + HOW_TOS["shared-memory"]
+MARKED = re.compile(r"<!-- not run here: ([^>]+?) -->\n(```console\n.*?```)", re.DOTALL)
+"""Commands that are not run, with the reason."""
 URL = "http://127.0.0.1:8000"
 SHELL = f"""
 curl() {{ command curl --fail-with-body --silent --show-error "$@"; }}
@@ -44,13 +59,20 @@ def commands(page: str) -> list[str]:
     ]
 
 
+def container_commands() -> tuple[list[str], list[str]]:
+    """What the page of containers runs before and after `docker run`."""
+    lines = commands(MARKED.sub("", HOW_TOS["containers"]))
+    start = next(number for number, line in enumerate(lines) if line.startswith("(umask"))
+    return lines[:start], lines[start:]
+
+
 def is_server(command: str) -> bool:
     return "crucible serve" in command
 
 
 @contextmanager
 def served(command: str, home: Path, **variables: str) -> Iterator[str]:
-    """A server as the page starts it, on a port that is free; its address once it takes jobs."""
+    """A server as a page starts it, on a port that is free; its address once it takes jobs."""
     *settings, _, _ = command.replace("$PWD", str(home.parent)).split()
     more = {
         "CRUCIBLE_HOME": str(home),
@@ -58,7 +80,7 @@ def served(command: str, home: Path, **variables: str) -> Iterator[str]:
         **variables,
         **dict(word.split("=") for word in settings),
     }
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     with (home / "server.log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline.cli", "serve"],
@@ -81,7 +103,7 @@ def served(command: str, home: Path, **variables: str) -> Iterator[str]:
 
 
 def test_every_endpoint_has_a_command(tmp_path: Path) -> None:
-    requests = [line for line in commands(PAGE + INFERENCE) if line.startswith("curl ")]
+    requests = [line for line in commands("".join(HOW_TOS.values())) if line.startswith("curl ")]
     described = create_app(Settings(home=tmp_path)).openapi()["paths"]
     paths = [(method, path) for path, methods in described.items() for method in methods] + [
         ("get", "/docs"),
@@ -105,45 +127,20 @@ def method_of(command: str) -> str:
     return "post" if re.search(r" (-F|-d|--data-binary) ", command) else "get"
 
 
-def test_every_setting_is_listed_in_order() -> None:
-    table = PAGE.split("## Settings")[1].split("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(Settings.model_fields)
-
-
-def test_the_page_lists_every_metric_and_no_other(tmp_path: Path) -> None:
-    rows = re.findall(r"^\| (`crucible_[^|]*)\|", PAGE, re.MULTILINE)
-    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    with serving(tmp_path) as server:
-        families = re.findall(
-            r"^# TYPE (crucible_\w+) ", httpx.get(f"{server.url}/metrics").text, re.MULTILINE
-        )
-    of_gpus = {
-        name for name in listed if name.startswith("crucible_device_")
-    }  # those are there where a GPU is
-    assert {name for name in families if not name.endswith("_created")} | of_gpus == listed
-
-
-def test_the_readme_shows_commands_of_this_page() -> None:
-    """But for the key, names, and what is sent beside the model: those of this page are run below,
-    and the README's own by `make image-test`.
-    """
+def test_the_readme_shows_commands_of_these_pages() -> None:
+    """Those that reach the service, and those of Docker; models, keys and data may be others."""
 
     def bare(command: str) -> str:
-        command = re.sub(
-            r"\$(other|model)|photos",
-            lambda match: {"$other": "$job"}.get(match[0], "digits"),
-            command,
+        named = re.sub(r"\$(other|model)|digits|photos", "demo", command)
+        data = r"-F ('plan=[^']*'|(plan|calibration|selection|validation)=\S+)"
+        return re.sub(rf" (-H @(operator\.)?auth|--override|{data})", "", named).replace(
+            ', \\"override\\": true', ""
         )
-        sent = (
-            r"-F ('plan=[^']*'|(plan|calibration|selection|validation)=\S+)"
-            r"|--(plan|calibration|selection|validation) \S+|--profile \S+"
-        )
-        return re.sub(rf" (-H @auth|--override|{sent})", "", command)
 
-    section = (ROOT / "README.md").read_text().split("## As a service")[1].split("\n## ")[0]
-    shown = commands(section)
-    assert len(shown) > 5
-    assert {*map(bare, shown)} <= {*map(bare, commands(PAGE + INFERENCE))}
+    ours = ("curl", "docker", "crucible serve", "crucible promote", "crucible load")
+    shown = [line for line in commands((ROOT / "README.md").read_text()) if line.startswith(ours)]
+    assert shown
+    assert {*map(bare, shown)} <= {*map(bare, commands(TUTORIAL + "".join(HOW_TOS.values())))}
 
 
 def overridden(line: str) -> str:
@@ -153,70 +150,82 @@ def overridden(line: str) -> str:
     line = line.replace(
         '{\\"report\\": \\"$job\\"}', '{\\"report\\": \\"$job\\", \\"override\\": true}'
     )
-    return line.replace(
-        "crucible promote $model $other", "crucible promote $model $other --override"
+    return re.sub(r"^crucible promote .*", r"\g<0> --override", line)
+
+
+def write_tutorial(folder: Path) -> None:
+    """The two files that the tutorial gives, with the shortest measurement."""
+    for language, name in (("python", "make_model.py"), ("yaml", "plan.yaml")):
+        (text,) = re.findall(rf"```{language}\n(.*?)```", TUTORIAL, re.DOTALL)
+        (folder / name).write_text(text)
+    plan = folder / "plan.yaml"
+    assert "budget_s: 10}" in plan.read_text()
+    plan.write_text(plan.read_text().replace("budget_s: 10}", "budget_s: 0.01}"))
+
+
+def write_named_plan(folder: Path) -> None:
+    """The plan `demo` in the server's folder of plans: another job than the tutorial's."""
+    plan = write_task(
+        folder, name="demo", candidates=[{"backend": "onnxruntime", "precision": "fp32"}]
     )
+    plan.rename(folder / "demo.yaml")
+
+
+def outputs_of(lines: list[str], folder: Path, url: str, **variables: str) -> dict[str, str]:
+    """What each command said; they run in one shell, and all succeed."""
+    script = SHELL + "".join(
+        f"echo '{MARK}{number}'\n{overridden(line)}\necho\n" for number, line in enumerate(lines)
+    )
+    result = subprocess.run(
+        ["bash", "-c", script.replace(URL, url)],
+        cwd=folder,
+        env=environment({"CRUCIBLE_URL": url, **variables}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    texts = [text.partition("\n")[2] for text in result.stdout.split(MARK)[1:]]
+    assert result.returncode == 0, (lines[len(texts) - 1], texts[-1:], result.stderr)
+    return dict(zip(lines, texts, strict=True))
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
-    candidates = [{"backend": "onnxruntime", "precision": "fp32"}]
-    plan = write_task(tmp_path / "plans", candidates=candidates)
-    plan.rename(plan.with_name("digits.yaml"))
-    write_task(tmp_path, candidates=candidates)
-    (tmp_path / "plan.yaml").write_text(
-        re.sub(r"(?m)^(data|model):\n(  .*\n)+", "", (tmp_path / "plan.yaml").read_text())
-    )
-    first, second = (line for line in commands(PAGE) if is_server(line))
-    variables = {
+def test_the_commands_of_the_tutorial_and_the_how_to_pages_run(tmp_path: Path) -> None:
+    """The tutorial without keys, then the pages beside a server that wants them, and a container's
+    server last.
+    """
+    write_tutorial(tmp_path)
+    home = {"CRUCIBLE_HOME": str(tmp_path / "home")}
+    (start,) = filter(is_server, commands(TUTORIAL))
+    with served(start, tmp_path / "home") as url:
+        lines = [line for line in commands(TUTORIAL) if not is_server(line)]
+        check_tutorial(outputs_of(lines, tmp_path, url))
+
+    write_named_plan(tmp_path / "plans")
+    settings = {
         "CRUCIBLE_SERVICE_KEYS_REQUIRED": "true",
         "CRUCIBLE_SERVICE_CONFIGS": str(tmp_path / "plans"),
     }
-    with ExitStack() as stack:
-        url = stack.enter_context(served(first, tmp_path / "home", **variables))
-        lines = [line for line in commands(PAGE) if not is_server(line)]
-        script = SHELL + "".join(
-            f"echo '{MARK}{number}'\n{overridden(line)}\necho\n"
-            for number, line in enumerate(lines)
-        )
-        env = environment({"CRUCIBLE_HOME": str(tmp_path / "home")})
-        result = subprocess.run(
-            ["bash", "-c", script.replace(URL, url)],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        outputs = dict(
-            zip(
-                lines,
-                (text.partition("\n")[2] for text in result.stdout.split(MARK)[1:]),
-                strict=False,
-            )
-        )
-        assert result.returncode == 0, (list(outputs.items())[-1:], result.stderr)
+    outputs = dict[str, dict[str, str]]()
+    with served("crucible serve", tmp_path / "home", **settings) as url:
+        for name in WITH_KEYS:
+            page = MARKED.sub("", HOW_TOS[name])
+            lines = [line for line in commands(page) if not is_server(line)]
+            file = tmp_path / "keys" / "laptop.key"
+            key = {"CRUCIBLE_KEY": file.read_text().strip()} if file.exists() else {}
+            outputs[name] = outputs_of(lines, tmp_path, url, **home, **key)
+        check_client(tmp_path, url, file.read_text().strip())
+    check_jobs(outputs["submit-and-follow-jobs"], tmp_path)
+    check_models(outputs["promote-and-load"])
+    check_operation(outputs, tmp_path)
 
-        (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-        key = (tmp_path / "auth").read_text().split()[-1]
-        ran = subprocess.run(
-            [sys.executable, "-c", example.replace(URL, url)],
-            cwd=tmp_path,
-            env={**env, "CRUCIBLE_KEY": key},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.stdout.splitlines()[-1] == "unproven", ran.stderr
-    check(outputs, tmp_path)
-
-    key = (tmp_path / "admin.key").read_text().strip()
-    with served(second, tmp_path / "container") as url:
+    (start,) = filter(is_server, commands(HOW_TOS["tls-and-keys"]))
+    before, after = container_commands()
+    outputs_of(before, tmp_path, URL)
+    with served(start, tmp_path / "container") as url:
         assert httpx.get(f"{url}/jobs").status_code == 401
-        assert httpx.get(f"{url}/jobs", headers={"Authorization": f"Bearer {key}"}).json() == {
-            "jobs": [],
-            "next": None,
-        }
+        listed = outputs_of([*after, "crucible jobs --json"], tmp_path, url)["crucible jobs --json"]
+        assert json.loads(listed)["jobs"] == []
 
 
 def test_the_commands_of_inference_run(tmp_path: Path) -> None:
@@ -225,40 +234,19 @@ def test_the_commands_of_inference_run(tmp_path: Path) -> None:
 
     Image.new("RGB", (31, 17), (255, 0, 128)).save(tmp_path / "photo.jpg")
     (tmp_path / "auth").write_text("X-None: none")
-    with serving_models(tmp_path / "home", models="photos") as server:
-        lines = commands(INFERENCE)
-        script = SHELL + "".join(
-            f"echo '{MARK}{number}'\n{overridden(line)}\necho\n"
-            for number, line in enumerate(lines)
-        )
-        env = environment({"CRUCIBLE_URL": server.url})
-        result = subprocess.run(
-            ["bash", "-c", script.replace(URL, server.url)],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        outputs = dict(
-            zip(
-                lines,
-                (text.partition("\n")[2] for text in result.stdout.split(MARK)[1:]),
-                strict=False,
-            )
-        )
-        assert result.returncode == 0, (list(outputs.items())[-1:], result.stderr)
+    with serving_models(tmp_path / "home", models="photos", shared_memory=True) as server:
+        outputs = outputs_of(commands(INFERENCE), tmp_path, server.url)
         examples = re.findall(r"```python\n(.*?)```", INFERENCE, re.DOTALL)
         for example, pattern in zip(
-            examples, (r"\(2, 3\)\n\{", r"\(2, 3\) [\d.]+\n"), strict=True
-        ):  # HTTP, gRPC
+            examples, (r"\(2, 3\)\n\{", r"\(2, 3\) [\d.]+\n", r"\(2, 3\)\n$"), strict=True
+        ):  # HTTP, gRPC, shared memory
             here = example.replace(
                 URL.removeprefix("http://"), server.url.removeprefix("http://")
             ).replace("127.0.0.1:8001", server.rpc)
             ran = subprocess.run(
                 [sys.executable, "-c", here],
                 cwd=tmp_path,
-                env=env,
+                env=environment(),
                 capture_output=True,
                 text=True,
                 check=False,
@@ -281,15 +269,37 @@ def test_the_commands_of_inference_run(tmp_path: Path) -> None:
 SSE = {"Content-Type": "text/event-stream"}
 
 
-def check(outputs: dict[str, str], folder: Path) -> None:
+def find(outputs: dict[str, str], part: str) -> list[str]:
+    return [text for line, text in outputs.items() if part in line]
+
+
+def check_tutorial(outputs: dict[str, str]) -> None:
     """What the commands said is what the page says of them."""
+    assert "UNPROVEN" in find(outputs, "--wait")[0]
+    assert "version 1 answers on cpu" in find(outputs, "crucible load")[0]
+    assert "demo version 1 on cpu" in find(outputs, "crucible infer")[0]
+    (answer,) = find(outputs, "/models/demo/infer")
+    assert np.shape(json.loads(answer)["outputs"]["y"]) == (2, 4)
+    assert find(outputs, "8000/metrics")[0].strip().endswith(" 2.0")
 
-    def outputs_of(part: str) -> list[str]:
-        return [text for line, text in outputs.items() if part in line]
 
+def check_client(folder: Path, url: str, key: str) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", HOW_TOS["submit-and-follow-jobs"], re.DOTALL)
+    ran = subprocess.run(
+        [sys.executable, "-c", example.replace(URL, url)],
+        cwd=folder,
+        env=environment({"CRUCIBLE_KEY": key}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.splitlines()[-1] == "unproven", ran.stderr
+
+
+def check_jobs(outputs: dict[str, str], folder: Path) -> None:
     events, rest, cancelled = (
         list(events_of_stream(httpx.Response(200, headers=SSE, text=text)))
-        for text in outputs_of("/events")
+        for text in find(outputs, "/events")
     )
     assert [event.kind for event in (events[0], events[-1], cancelled[-1])] == [
         "queued",
@@ -297,36 +307,48 @@ def check(outputs: dict[str, str], folder: Path) -> None:
         "cancelled",
     ]
     assert rest == [event for event in events if event.seq > 3]
-    assert '"attempt":0' in outputs_of("$second/retry")[0]
-    assert '"onnxruntime fp32"' in outputs_of("/latency")[0]
-    assert '"top1"' in outputs_of("/accuracy")[0]
-    assert outputs_of("text/markdown")[0].startswith("# tiny")
+    assert '"attempt":0' in find(outputs, "$second/retry")[0]
+    assert '"onnxruntime fp32"' in find(outputs, "/latency")[0]
+    assert '"top1"' in find(outputs, "/accuracy")[0]
+    assert find(outputs, "text/markdown")[0].startswith("# demo")
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
-    assert json.loads((folder / "report.json").read_text())["winner"] == "onnxruntime fp32"
+    assert json.loads((folder / "report.json").read_text())["winner"]
     assert json.loads(gzip.decompress((folder / "samples.json.gz").read_bytes()))
     with tarfile.open(folder / "engine.tar") as engine:
         assert "engine/engine.json" in engine.getnames()
-    assert all(
-        "UNPROVEN" in text
-        for line, text in outputs.items()
-        if "crucible wait" in line or line.endswith("--wait")
-    )
-    batch = json.loads(outputs_of("$model/promote -d")[0])["current"]["batch"]
+    assert (folder / "engine-and-reports" / "report.json").is_file()
+    waited = [*find(outputs, "crucible wait"), *find(outputs, "--wait")]
+    assert ["UNPROVEN" in text for text in waited] == [True] * 2
+
+
+def check_models(outputs: dict[str, str]) -> None:
+    batch = json.loads(find(outputs, "$model/promote -d")[0])["current"]["batch"]
     assert (batch["proved"], batch["reason"]) == (True, "")
-    assert (
-        "version 2 (onnxruntime fp32) is current, version 2 answers on cpu"
-        in outputs_of("crucible promote $model")[0]
-    )
-    assert '"version":1,"device":"cpu"' in outputs_of("$model/rollback")[0]
-    assert "version 1 was the first" in outputs_of("crucible rollback")[0]
-    assert "(current)" in outputs_of("crucible models $model")[0]
-    assert "digits version 1 on cpu" in outputs_of("crucible infer x.npy")[0]
-    assert "requests: 1, runs: 1" in outputs_of("crucible shapes")[0]
-    assert all("it takes more requests" in text for text in outputs_of("recompile"))
-    assert "is unloaded" in outputs_of("crucible unload")[0]
-    (benchmark,) = outputs_of("crucible benchmark $model")
+    promoted = find(outputs, "crucible promote $model")[0]
+    assert "is current, version 2 answers on cpu" in promoted
+    assert "demo version 2 on cpu" in find(outputs, "crucible infer x.npy")[0]
+    assert '"version":1,"device":"cpu"' in find(outputs, "$model/rollback")[0]
+    assert "version 1 was the first" in find(outputs, "crucible rollback")[0]
+    assert "(current)" in find(outputs, "crucible models $model")[0]
+    (benchmark,) = find(outputs, "crucible benchmark $model")
     assert all(
         word in benchmark
-        for word in ("times baseline", "UNPROVEN", '"measures":{"model":"digits","version":1}')
+        for word in ("times baseline", "UNPROVEN", '"measures":{"model":"demo","version":1}')
     )
-    assert "# TYPE crucible_jobs gauge" in outputs_of("/metrics")[0]
+    assert "requests: " in find(outputs, "crucible shapes")[0]
+    assert ["it takes more requests" in text for text in find(outputs, "recompile")] == [True] * 2
+    assert "is unloaded" in find(outputs, "crucible unload")[0]
+    assert "it is not loaded any more" in find(outputs, "-X DELETE")[-1]
+
+
+def check_operation(outputs: dict[str, dict[str, str]], folder: Path) -> None:
+    assert "max_queued" in find(outputs["limits-and-quotas"], "crucible limits")[0]
+    assert "# TYPE crucible_jobs gauge" in find(outputs["monitoring"], "8000/metrics")[0]
+    assert "key.revoked" in find(outputs["monitoring"], "crucible audit --action")[0]
+    (config,) = find(outputs["export-to-triton"], "cat triton-models")
+    assert 'backend: "onnxruntime"' in config
+    assert "max_batch_size: 64" in config
+    assert all(
+        (folder / "triton-models" / name / "1" / "model.onnx").is_file()
+        for name in ("demo", "other")
+    )

@@ -7,7 +7,6 @@ import io
 import secrets
 import shutil
 import sqlite3
-import subprocess
 import tarfile
 import time
 import zipfile
@@ -26,7 +25,7 @@ from service.client import events_of_stream
 from service.jobs.queue import WORKER
 from service.sandbox.process_tree import of_jobs
 from service.storage.layout import Folders
-from tests.service.builders.app import parts
+from tests.service.builders.app import MODEL, model_bytes, parts
 from tests.service.builders.jobs import WITHIN_S, running
 from tests.service.integration.test_docs import served
 from tests.service.integration.test_restart import GONE_S
@@ -34,21 +33,6 @@ from tests.service.integration.test_server import MB, Server, send, serving, sta
 from tests.service.jobs.test_worker import tiny_model, until_ended, upload
 
 GIB = 2**30
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MB."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr}")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", tmp_path], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +51,13 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def check_that_the_next_succeeds(server: Server) -> None:
-    job = post(server, "succeed", secrets.token_bytes(8)).json()[
+    job = post(server, "succeed", model_bytes(secrets.token_hex(8))).json()[
         "id"
     ]  # a new one, not what an equal request made
     until(lambda: state_of(server, job) == "succeeded")
 
 
-def post(server: Server, name: str, model: bytes = b"onnx") -> httpx.Response:
+def post(server: Server, name: str, model: bytes = MODEL) -> httpx.Response:
     return httpx.post(f"{server.url}/compile", files=parts(name, model), timeout=WITHIN_S)
 
 
@@ -88,7 +72,7 @@ def fill(disk: Path) -> Path:
 
 
 def test_an_upload_larger_than_the_disk_is_507_and_leaves_nothing(small_disk: Path) -> None:
-    with serving(small_disk) as server:
+    with serving(small_disk, disk_reserve_bytes=0) as server:
         answer = post(server, "succeed", b"x" * 20 * MB)
         assert (answer.status_code, answer.json()["code"]) == (507, "host.disk_full")
         assert (
@@ -102,11 +86,11 @@ def test_an_upload_larger_than_the_disk_is_507_and_leaves_nothing(small_disk: Pa
 
 
 def test_a_job_that_fills_the_disk_fails_and_the_next_succeeds(small_disk: Path) -> None:
-    with serving(small_disk) as server:
+    with serving(small_disk, disk_reserve_bytes=0) as server:
         job = send(server, "fill")
         until(lambda: state_of(server, job) == "failed")
         failure = httpx.get(f"{server.url}/jobs/{job}").json()["failure"]
-        assert failure["code"] == "host.child_died"
+        assert failure["code"] == "host.disk_full"
         assert "No space left on device" in httpx.get(f"{server.url}/jobs/{job}/log").text
         again = send(server, "succeed")
         until(lambda: state_of(server, again) == "succeeded")
@@ -115,7 +99,7 @@ def test_a_job_that_fills_the_disk_fails_and_the_next_succeeds(small_disk: Path)
 def test_a_database_without_space_is_507_and_nothing_that_was_accepted_is_lost(
     small_disk: Path,
 ) -> None:
-    with serving(small_disk) as server:
+    with serving(small_disk, disk_reserve_bytes=0) as server:
         running = send(server, "succeed-2")
         until(lambda: state_of(server, running) == "running")
         ballast = fill(small_disk)

@@ -21,7 +21,7 @@ from service.jobs.store import JobStore
 from service.sandbox.process_tree import of_jobs
 from service.storage.database import Database
 from service.storage.layout import Folders
-from tests.service.builders.app import parts
+from tests.service.builders.app import model_bytes, parts
 from tests.service.builders.jobs import WITHIN_S, write_out
 from tests.service.integration.test_server import serving, until
 
@@ -164,7 +164,7 @@ class Sender(threading.Thread):
                 times = (
                     1 if number % 2 else 200_000
                 )  # megabytes, which a kill cuts, or bytes: then it meets what follows the upload
-                model = f"{self.name} {number} ".encode() * times
+                model = model_bytes(f"{self.name} {number} " * times)
                 headers = {name: value.format(number) for name, value in self._headers.items()}
                 self.taken[self._sent(client, model, headers)] = len(model)
 

@@ -30,6 +30,7 @@ from tests.service.http.test_routers_jobs import events_of
 from tests.service.jobs.test_worker import tiny_model
 
 MB = 10**6
+both_ways = pytest.mark.parametrize("processes", [1, 2])  # of HTTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,27 @@ class Server:
         return (self.home / "server.log").read_text()
 
     def received(self) -> int:
-        """Bytes that it has read from anything: sockets and files."""
-        counts = Path(f"/proc/{self.process.pid}/io").read_text(encoding="ascii")
-        return int(counts.split("rchar: ")[1].split()[0])
+        """Bytes that it and its HTTP processes have read from anything: sockets and files."""
+        pids = [self.process.pid, *self.http_processes()]
+        counts = [Path(f"/proc/{pid}/io").read_text(encoding="ascii") for pid in pids]
+        return sum(int(count.split("rchar: ")[1].split()[0]) for count in counts)
+
+    def http_processes(self) -> list[int]:
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        module = b"service.http.processes.child"
+        return [int(child) for child in children if module in command_line(child)]
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(WITHIN_S)
+
+
+def command_line(pid: str | int) -> bytes:
+    """The command of a process; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def command(home: Path, module: str = "tests.service.serving", **settings: object) -> list[str]:
@@ -152,9 +167,12 @@ class Balancer(threading.Thread):
                 self.statuses.append(httpx.get(self._url).status_code)
 
 
-def test_a_wrong_key_with_a_large_upload_is_refused_before_the_upload(tmp_path: Path) -> None:
+@both_ways
+def test_a_wrong_key_with_a_large_upload_is_refused_before_the_upload(
+    tmp_path: Path, processes: int
+) -> None:
     with (
-        serving(tmp_path, keys_required=True) as server,
+        serving(tmp_path, keys_required=True, http_processes=processes) as server,
         socket.create_connection(server.address) as client,
     ):
         head = (
@@ -199,9 +217,12 @@ def spoken(server: Server, *pieces: bytes) -> tuple[bytes, int]:
         return answer, sent
 
 
-def test_a_head_without_end_and_what_is_no_request_are_refused(tmp_path: Path) -> None:
+@both_ways
+def test_a_head_without_end_and_what_is_no_request_are_refused(
+    tmp_path: Path, processes: int
+) -> None:
     begin, mega = b"GET /jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"a" * MB
-    with serving(tmp_path) as server:
+    with serving(tmp_path, http_processes=processes) as server:
         before = server.received()
         for first, piece in [
             (begin, b"X-A: " + mega + b"\r\n"),
@@ -221,6 +242,9 @@ def test_a_head_without_end_and_what_is_no_request_are_refused(tmp_path: Path) -
         answer, _ = spoken(server, b"rubbish\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert b'"code":"service.no_request"' in answer
+        answer, _ = spoken(server, begin, b"host: 127.0.0.1\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"2 Host headers, expected one" in answer
         answer, _ = spoken(
             server, begin, b"X-A: " + b"a" * 30_000 + b"\r\n", b"Connection: close\r\n\r\n"
         )
@@ -267,10 +291,15 @@ def stop_with_open_streams(server: Server, job_id: str) -> None:
     assert of_jobs([job_id]) == []
 
 
-def test_sigterm_with_open_streams_and_a_running_job(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
+@both_ways
+def test_sigterm_with_open_streams_and_a_running_job(tmp_path: Path, processes: int) -> None:
+    with serving(tmp_path, http_processes=processes) as server:
         job_id = send(server, "deaf")  # ignores SIGTERM
+        children = server.http_processes()
+        for child in children:  # a service manager signals all processes
+            os.kill(child, signal.SIGTERM)
         stop_with_open_streams(server, job_id)
+        assert not any(map(command_line, children))
     with serving(tmp_path) as server:
         until(lambda: httpx.get(f"{server.url}/jobs/{job_id}").json()["attempt"] == 2)
 
@@ -313,6 +342,21 @@ def test_sigterm_with_open_streams_and_a_job_that_compiles_which_then_goes_on(
     ]  # by the first server, in good order
 
 
+def test_http_processes_come_back_and_end_with_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path, http_processes=2) as server:
+        killed, other = server.http_processes()
+        os.kill(killed, signal.SIGKILL)
+        job_id = send(server, "succeed-3")
+        assert "event: succeeded" in Follower(server, job_id).ended().text
+        until(lambda: len(server.http_processes()) == 2)
+        assert '"http_process.ended"' in server.log()
+        children = server.http_processes()
+        assert other in children
+        assert killed not in children
+        server.process.kill()
+        until(lambda: not any(map(command_line, children)))
+
+
 def test_a_second_server_on_one_home_says_so_and_ends(tmp_path: Path) -> None:
     with serving(tmp_path):
         environment = {**os.environ, "CRUCIBLE_SERVICE_PORT": "0"}
@@ -325,8 +369,11 @@ def test_a_second_server_on_one_home_says_so_and_ends(tmp_path: Path) -> None:
     assert "Traceback" not in second.stderr
 
 
-def test_an_upload_that_is_cut_leaves_nothing_and_the_server_lives(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
+@both_ways
+def test_an_upload_that_is_cut_leaves_nothing_and_the_server_lives(
+    tmp_path: Path, processes: int
+) -> None:
+    with serving(tmp_path, http_processes=processes) as server:
         with socket.create_connection(server.address) as client:
             head = (
                 b"POST /compile HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data;"
@@ -425,7 +472,7 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
 def test_what_large_bodies_leave_free_is_kept() -> None:
     program = """
     import resource
-    from service.server import keep_memory
+    from service.http.protocol import keep_memory
     assert keep_memory()
     def cycle():
         del [bytes(602_112) for _ in range(16)][:]

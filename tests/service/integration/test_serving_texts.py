@@ -21,7 +21,8 @@ from pipeline.compiler.compile import export_plan
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors, silent
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import Plan, load_plan
+from pipeline.plan.files import load_plan
+from pipeline.plan.schema import Plan
 from service.client import KINDS, Client, Inference
 from service.jobs.store import JobStore
 from service.registry.models import DeploymentOptions

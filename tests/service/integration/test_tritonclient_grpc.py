@@ -152,19 +152,13 @@ def test_what_is_not_supported_says_so(client: triton.InferenceServerClient) -> 
     calls = (
         client.get_trace_settings,
         client.get_log_settings,
-        client.get_system_shared_memory_status,
         client.get_cuda_shared_memory_status,
-        lambda: client.register_system_shared_memory("region", "/key", 16),
         client.unregister_cuda_shared_memory,
     )
     for call in calls:
         with pytest.raises(InferenceServerException, match="this server has no") as error:
             call()
         assert error.value.status() == "StatusCode.UNIMPLEMENTED"
-
-
-def shared() -> triton.InferInput:
-    return triton.InferInput("x", [1, 4], "FP32").set_shared_memory("region", 16)
 
 
 def text() -> triton.InferInput:
@@ -175,7 +169,6 @@ def text() -> triton.InferInput:
     ("options", "message"),
     [
         ({"inputs": [text()]}, "BYTES: engines take no strings"),
-        ({"inputs": [shared()]}, "no `shared_memory_region`"),
         ({"sequence_id": 7, "sequence_start": True}, "no `sequence_id`"),
         ({"priority": 3}, "no `priority`"),
         ({"outputs": [triton.InferRequestedOutput("y", class_count=3)]}, "no `classification`"),

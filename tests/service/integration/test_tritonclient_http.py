@@ -28,9 +28,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 PLAIN_DTYPES = [dtype for dtype in DTYPES if dtype != "bfloat16"]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_models(tmp_path_factory.mktemp("models")) as server:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "HTTP processes"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with serving_models(tmp_path_factory.mktemp("models"), http_processes=request.param) as server:
         yield server
 
 

@@ -20,24 +20,28 @@ from service.jobs.process_limits import (
 )
 from service.settings import Settings
 
-LIMITS = Limits(4 * GIB, 2 * GIB)
+LIMITS = Limits(4 * GIB, 2 * GIB, 100)
 
 
 def test_a_job_within_its_limits_goes_on() -> None:
-    assert verdict(Sample(0, 0), LIMITS) is None
-    assert verdict(Sample(4 * GIB, 2 * GIB), LIMITS) is None
+    assert verdict(Sample(0, 0, 101), LIMITS) is None
+    assert verdict(Sample(4 * GIB, 2 * GIB, 101), LIMITS) is None
 
 
 @pytest.mark.parametrize(
     ("taken", "code", "message"),
     [
         (
-            Sample(5 * GIB, 0),
+            Sample(5 * GIB, 0, GIB),
             "job.memory",
             "used 5.00 GiB of memory, more than its limit of 4.00 GiB",
         ),
-        (Sample(0, 3 * GIB), "job.disk", "used 3.00 GiB of disk, more than its limit of 2.00 GiB"),
-        (Sample(5 * GIB, 3 * GIB), "job.memory", "memory"),
+        (
+            Sample(0, 3 * GIB, GIB),
+            "job.disk",
+            "used 3.00 GiB of disk, more than its limit of 2.00 GiB",
+        ),
+        (Sample(5 * GIB, 3 * GIB, GIB), "job.memory", "memory"),
     ],
 )
 def test_a_job_over_a_limit_ends_and_both_numbers_are_told(
@@ -50,11 +54,19 @@ def test_a_job_over_a_limit_ends_and_both_numbers_are_told(
     assert code.replace(".", "_") in failure.next_step
 
 
+def test_a_job_ends_while_the_disk_still_takes_its_last_event() -> None:
+    failure = verdict(Sample(0, 0, 100), LIMITS)
+    assert failure is not None
+    assert failure.code == "host.disk_full"
+    assert "100 bytes are free, and a job needs more than 100" in failure.message
+    assert "disk_reserve_bytes" in failure.message
+
+
 def test_limits_are_the_settings_or_a_share_of_the_machine(tmp_path: Path) -> None:
-    assert limits_from(Settings(home=tmp_path), 1000) == Limits(800, 50 * GIB)
+    assert limits_from(Settings(home=tmp_path), 1000) == Limits(800, 50 * GIB, 2 * GIB // 10)
     assert limits_from(
-        Settings(home=tmp_path, job_memory_bytes=7, job_disk_bytes=9), 1000
-    ) == Limits(7, 9)
+        Settings(home=tmp_path, job_memory_bytes=7, job_disk_bytes=9, disk_reserve_bytes=0), 1000
+    ) == Limits(7, 9, 0)
 
 
 def test_a_container_counts_by_its_own_limit(tmp_path: Path) -> None:
@@ -93,10 +105,12 @@ def test_memory_counts_all_descendants_and_shared_pages_once(tmp_path: Path) -> 
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
         try:
-            resident = sample(process.pid, tmp_path, Limits(10**12, 0)).memory_bytes
-            proportional = sample(process.pid, tmp_path, Limits(0, 0)).memory_bytes
+            resident = sample(process.pid, tmp_path, Limits(10**12, 0, 0)).memory_bytes
+            proportional = sample(process.pid, tmp_path, Limits(0, 0, 0)).memory_bytes
         finally:
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()
     assert resident > 200_000_000 > proportional > 100_000_000
-    assert sample(process.pid, tmp_path, LIMITS) == Sample(0, 0)
+    ended = sample(process.pid, tmp_path, LIMITS)
+    assert (ended.memory_bytes, ended.disk_bytes) == (0, 0)
+    assert 0 < ended.free_bytes <= psutil.disk_usage(str(tmp_path)).total

@@ -120,6 +120,21 @@ def test_a_whole_report_is_published_in_the_place_of_an_earlier_attempts(tmp_pat
     assert not out.exists()
 
 
+def test_a_kept_baseline_that_is_unproven_is_published(tmp_path: Path) -> None:
+    """A model was served during the measurements, so `keep` became `unproven`."""
+    out = tmp_path / "out"
+    baseline = write_out(out, tmp_path / "store").baseline
+    assert baseline is not None
+
+    def keep(report: dict[str, Any]) -> None:
+        (winner,) = [each for each in report["candidates"] if each["label"] == report["winner"]]
+        report.update(verdict="unproven", winner=baseline.label, delivered=winner["engine"])
+
+    edit(keep)(out)
+    report = publish(out, tmp_path / "reports" / "1", Folders(tmp_path))
+    assert (report.verdict, report.winner) == ("unproven", baseline.label)
+
+
 def test_what_a_job_made_is_there_for_the_next(tmp_path: Path) -> None:
     home, work = tmp_path / "home", Work(tmp_path / "home" / "jobs" / "1")
     work.home.mkdir(parents=True)

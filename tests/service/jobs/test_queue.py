@@ -5,6 +5,7 @@ processes.
 import asyncio
 import datetime as dt
 import json
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from service.jobs.queue import MAX_INTERRUPTIONS
 from service.jobs.state import Job, JobEvent, Requeued, Started
 from service.jobs.store import JobStore, Once
 from service.sandbox.process_tree import of_jobs
+from service.storage.audit import Entry
 from service.storage.database import Database
 from service.storage.layout import Folders
 from tests.service.builders.jobs import Bench, new_job, running
@@ -30,7 +32,7 @@ from tests.service.builders.jobs import Bench, new_job, running
 
 def trying(
     home: Path,
-    story: Callable[[Bench], Awaitable[None]],
+    story: Callable[[Bench], Awaitable[object]],
     devices: tuple[str, ...] = ("cpu",),
     **settings: Any,
 ) -> None:
@@ -168,11 +170,13 @@ class FullDisk(JobStore):
 
     faults = 3
 
-    def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
+    def append(
+        self, job_id: str, event: JobEvent, now: dt.datetime, entry: Entry | None = None
+    ) -> tuple[Job, int]:
         if not isinstance(event, Started) and self.faults:
             self.faults -= 1
             raise DiskFull("the disk is full while writing 'crucible.db'", "free some space")
-        return super().append(job_id, event, now)
+        return super().append(job_id, event, now, entry)
 
 
 def test_a_disk_that_is_full_ends_the_job_and_how_is_stored_once_there_is_space(
@@ -192,10 +196,12 @@ def test_a_disk_that_is_full_ends_the_job_and_how_is_stored_once_there_is_space(
 class Faulty(JobStore):
     """A bug of ours in the middle of a job."""
 
-    def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
+    def append(
+        self, job_id: str, event: JobEvent, now: dt.datetime, entry: Entry | None = None
+    ) -> tuple[Job, int]:
         if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
             raise ZeroDivisionError("injected")
-        return super().append(job_id, event, now)
+        return super().append(job_id, event, now, entry)
 
 
 def test_a_bug_fails_its_job_only(tmp_path: Path) -> None:
@@ -233,11 +239,13 @@ def test_a_job_that_waits_for_its_device_ends_without_a_child(tmp_path: Path, en
 class DamagedWhileRunning(JobStore):
     """The row of a job is damaged under it."""
 
-    def append(self, job_id: str, event: JobEvent, now: dt.datetime) -> tuple[Job, int]:
+    def append(
+        self, job_id: str, event: JobEvent, now: dt.datetime, entry: Entry | None = None
+    ) -> tuple[Job, int]:
         if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
             with self._database.write() as rows:
                 rows.execute("UPDATE jobs SET job = '{' WHERE id = ?", (job_id,))
-        return super().append(job_id, event, now)
+        return super().append(job_id, event, now, entry)
 
 
 def test_a_row_that_is_damaged_under_a_job_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -407,6 +415,43 @@ def test_no_more_jobs_wait_than_may(tmp_path: Path) -> None:
     trying(tmp_path, story, max_queued=1)
 
 
+def test_an_owner_runs_no_more_jobs_than_it_may(tmp_path: Path) -> None:
+    async def story(bench: Bench) -> None:
+        first = await bench.submit("hang", "gpu:0")
+        waiting = await bench.submit("succeed", "gpu:1")
+        other = new_job(bench.folders, "succeed", "gpu:1").model_copy(update={"owner": "other"})
+        await bench.until((await bench.runner.submit(other))[0])
+        assert bench.store.get(waiting.id).state == "queued"
+        await bench.runner.cancel(first.id)
+        assert (await bench.until(waiting)).state == "succeeded"
+
+    trying(tmp_path, story, devices=("gpu:0", "gpu:1"), max_running=1)
+
+
+def test_a_running_job_ends_when_the_disk_is_full(small_disk: Path) -> None:
+    async def story(bench: Bench) -> None:
+        job = await bench.until(await bench.submit("hang"), is_running)
+        free = shutil.disk_usage(small_disk).free
+        (small_disk / "other").write_bytes(b"x" * (free - 200_000))  # not the job's own file
+        ended = await bench.until(job)
+        assert ended.failure is not None
+        assert ended.failure.code == "host.disk_full"
+        assert "the disk of the service is full" in ended.failure.message
+
+    trying(small_disk, story, disk_reserve_bytes=4 * 2**20)
+
+
+def test_a_job_that_fills_the_disk_itself_leaves_its_space(small_disk: Path) -> None:
+    async def story(bench: Bench) -> None:
+        job = await bench.end_of("fill")
+        assert job.failure is not None
+        assert job.failure.code == "host.disk_full"
+        assert not bench.folders.work(job.id).home.exists()
+        assert shutil.disk_usage(small_disk).free > 4 * 2**20
+
+    trying(small_disk, story, disk_reserve_bytes=40 * 2**20)
+
+
 def test_a_job_under_which_the_server_died_often_is_not_started_again(tmp_path: Path) -> None:
     now, database = utc_now(), Database(tmp_path / "crucible.db")
     store, jobs = JobStore(database), [new_job(Folders(tmp_path), "succeed") for _ in range(2)]
@@ -427,6 +472,25 @@ def test_a_job_under_which_the_server_died_often_is_not_started_again(tmp_path: 
             == f"the server died {MAX_INTERRUPTIONS} times while this job ran"
         )
         assert bench.kinds(suspect)[-1] == "failed"
+
+    trying(tmp_path, story)
+
+
+def test_owners_take_turns_also_after_a_restart(tmp_path: Path) -> None:
+    trying(tmp_path, lambda bench: bench.end_of("succeed"))
+    database = Database(tmp_path / "crucible.db")
+    jobs = [
+        new_job(Folders(tmp_path), "succeed").model_copy(update={"owner": owner})
+        for owner in ("me", "me", "other", "other")
+    ]
+    for job in jobs:
+        JobStore(database).add(job, utc_now())
+    database.close()
+
+    async def story(bench: Bench) -> None:
+        ended = [await bench.until(job) for job in jobs]
+        in_order = sorted(ended, key=lambda job: job.started or "")
+        assert [job.owner for job in in_order] == ["other", "me", "other", "me"]
 
     trying(tmp_path, story)
 

@@ -17,6 +17,7 @@ from service.jobs.state import CancelAsked, Job
 from service.jobs.store import JobStore
 from service.registry.repository import Repository
 from service.settings import Settings
+from service.storage.audit import SERVICE, Audit, Entry
 from service.storage.database import Database
 from service.storage.layout import Folders
 from tests.service.builders.app import Desk, at_desk
@@ -170,6 +171,16 @@ def test_a_job_that_has_ended_goes_with_all_its_files_and_one_that_has_not_stays
     assert (old.files(gone), old.files(waiting)) == ([False] * 3, [True] * 3)
     assert old.jobs.ids() == {waiting.id}
     assert old.collect(31) == Collected(0, 0, 0, 0)
+
+
+def test_entries_of_the_audit_go_after_their_own_time(old: Home) -> None:
+    def then() -> dt.datetime:
+        return dt.datetime.now(dt.UTC) - dt.timedelta(days=old.settings.audit_days + 1)
+
+    Audit(old.database, then).record(Entry(SERVICE, "key.created", "key/1"))
+    assert old.collect(0, dry_run=True).audit_entries == 1
+    assert old.collect(0).audit_entries == 1
+    assert old.collect(0).audit_entries == 0
 
 
 def test_folders_of_no_job_go_and_those_of_a_damaged_row_stay(old: Home) -> None:

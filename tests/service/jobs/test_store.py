@@ -98,6 +98,24 @@ def test_a_job_keeps_the_status_of_its_stage(store: JobStore) -> None:
     assert running.model_dump()["progress"] == STATUS
 
 
+def test_of_each_stage_the_newest_event_is_found(store: JobStore) -> None:
+    """However many there are; and those of the last attempt only."""
+    store.add(job(1), NOW)
+    take(
+        store,
+        "0001",
+        Started(42, 1.0),
+        StageEvent("export", state="started"),
+        StageEvent("build", "int8", state="started"),
+        *[StageEvent("export", state="progress")] * 1001,
+        StageEvent("export", state="finished"),
+    )
+    found = [(each.data["stage"], each.data["state"]) for each in store.newest_of_stages("0001")]
+    assert found == [("export", "finished"), ("build", "started")]
+    take(store, "0001", Requeued("why"), Started(43, 1.0))
+    assert store.newest_of_stages("0001") == ()
+
+
 def test_how_a_job_ends_is_told(store: JobStore) -> None:
     store.add(job(1), NOW)
     store.add(job(2), NOW)
@@ -293,6 +311,23 @@ def test_a_damaged_row_is_named_and_left_out(
         with pytest.raises(DamagedRow, match="0001"):
             call()
     assert store.add(job(3, "i1"), NOW)[1]
+
+
+def test_the_last_start_is_known_per_device_and_owner(store: JobStore, database: Database) -> None:
+    for number, owner in enumerate(("me", "me", "other", "other", "me"), 1):
+        store.add(job(number, owner=owner), NOW)
+    store.add(job(6).model_copy(update={"device": "gpu:0"}), NOW)
+    minutes = [(NOW + dt.timedelta(minutes=n)).isoformat(timespec="milliseconds") for n in range(3)]
+    store.append("0001", Started(1, 1.0), dt.datetime.fromisoformat(minutes[1]))
+    take(store, "0002", Started(1, 1.0), DIED)
+    take(store, "0003", CancelAsked())
+    store.append("0006", Started(1, 1.0), dt.datetime.fromisoformat(minutes[2]))
+    store.append("0006", Requeued("stopped"), NOW)
+    expected = {("cpu", "me"): minutes[1], ("gpu:0", "me"): minutes[2]}
+    assert store.last_starts() == expected
+    with database.write() as rows:
+        rows.execute("UPDATE jobs SET job = '{' WHERE id = '0005'")
+    assert store.last_starts() == expected
 
 
 def test_a_damaged_event_is_left_out(store: JobStore, database: Database) -> None:

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from pipeline.compiler import candidate_stages
 from pipeline.core import Engine, Note, Precision, Progress, silent
 from pipeline.errors import InternalError, ModelError
-from pipeline.execution.child_process import call_in_child
+from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.durations import History
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Run, Runner
@@ -59,6 +59,7 @@ from service.jobs.worker import (
 )
 from service.jobs.worker_client import Child, environment_for
 from service.sandbox.framing import decode, frame, read_frame
+from service.sandbox.layers import Sandbox, shared_files
 from service.storage.layout import PLAN, Folders, Work
 from tests.builders.report import benchmark as figures
 from tests.builders.report import sample_report
@@ -144,7 +145,8 @@ def test_contended_figures_accept_nothing_and_are_not_kept(tmp_path: Path) -> No
     assert (
         doubted(report.model_copy(update={"verdict": "rejected"}), CONTENDED).verdict == "rejected"
     )
-    figures = [tmp_path / "artifacts" / stage / "x" for stage in ("benchmark", "throughput")]
+    stages = ("benchmark", "throughput", "width")
+    figures = [tmp_path / "artifacts" / stage / "x" for stage in stages]
     for folder in figures:
         folder.mkdir(parents=True)
     forget_contended(tmp_path)
@@ -245,9 +247,12 @@ def with_figures_of(results: Callable[[Engine], BenchmarkReport | BenchmarkFailu
         name: str,
         log: Path | None = None,
         progress: Progress = silent,
+        limit: TimeLimit | None = None,
     ) -> Any:
         if function is not benchmark:
-            return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+            return call_in_child(
+                function, *arguments, name=name, log=log, progress=progress, limit=limit
+            )
         return Benchmarks(
             created="2026-05-05T00:00:00+00:00",
             results=tuple(results(entry.engine) for entry in arguments[0]),
@@ -361,8 +366,12 @@ async def worked(folders: Folders, work: Work) -> None:
     publishes nothing.
     """
     job = work.root.name
+    sandbox = Sandbox(folders.home)
+    sandbox.find()
+    read, shared = (folders.uploads(job),), shared_files(folders.home)
+    box = sandbox.enter(job, work, "cpu", read=read, shared=shared)
     child = await Child.start(
-        WORKER, job, work, 2**40, environment_for(job, "cpu", work, os.environ)
+        WORKER, job, work, 2**40, environment_for(job, "cpu", work, os.environ), box
     )
     try:
         await child.send(
@@ -413,3 +422,5 @@ def test_the_host_is_told_by_a_child_and_always_alike() -> None:
     assert first == second
     assert next(iter(first.devices)) == "cpu"
     assert len(first.digest) == 64
+    assert first.candidates["onnxruntime fp32"] == ""
+    assert "pretend" in first.candidates["onnxruntime fp16"]

@@ -43,6 +43,7 @@ def test_a_childs_environment_is_made_for_it() -> None:
         "PYTHONUNBUFFERED": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": "",
+        "USER": "crucible",
         "CRUCIBLE_JOB": "7",
     }
 

@@ -27,8 +27,9 @@ def with_a_helper(story: Callable[[Helpers], Awaitable[None]]) -> None:
 )
 def test_a_helper_that_answers_what_it_must_not_is_replaced(work: str) -> None:
     async def story(helpers: Helpers) -> None:
-        with pytest.raises(Unavailable, match="ended"):
+        with pytest.raises(Unavailable, match="ended") as error:
             await helpers.ask(work, [b"x"])
+        assert error.value.headers == {"Retry-After": "1"}
         assert helpers._idle == []
         assert await helpers.ask("right", [b"x"]) == (2, b"{}")
 

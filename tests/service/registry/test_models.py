@@ -1,6 +1,7 @@
 """Stored values of promoted models."""
 
 import pytest
+from pydantic import ValidationError
 
 from service.registry.models import DeploymentOptions
 
@@ -18,3 +19,9 @@ def test_options_of_an_earlier_build_are_read(
     stored: dict[str, object], instances: int | None
 ) -> None:
     assert DeploymentOptions.model_validate(stored) == DeploymentOptions(instances=instances)
+
+
+@pytest.mark.parametrize("instances", [{"x": 1}, "2x", [1]])
+def test_instances_that_are_no_number_are_refused(instances: object) -> None:
+    with pytest.raises(ValidationError, match="instances"):
+        DeploymentOptions.model_validate({"instances": instances, "overlap": True})

@@ -16,6 +16,7 @@ from service.auth import LOCAL
 from service.errors import Conflict, NotFound
 from service.registry.models import PromoteRequest
 from service.registry.promotion import prove
+from service.sandbox.layers import Sandbox
 from tests.service.serving.engines import linear, play
 from tests.service.serving.models import Shelf, shelf
 
@@ -137,11 +138,12 @@ def test_rollbacks_go_back_to_the_first(tmp_path: Path) -> None:
 
 def test_the_proof_is_taken_in_a_child(tmp_path: Path) -> None:
     async def story() -> None:
-        engine = linear(tmp_path)
-        proof = await prove(engine, (), "cpu")
+        engine, sandbox = linear(tmp_path), Sandbox(tmp_path)
+        sandbox.find()
+        proof = await prove(engine, (), "cpu", sandbox)
         assert (proof.proved, proof.maximum, proof.axes) == (True, 16, {"x": 0, "y": 0})
         engine.path.write_bytes(b"torn")
         with pytest.raises(Conflict, match="the engine does not run here"):
-            await prove(engine, (), "cpu")
+            await prove(engine, (), "cpu", sandbox)
 
     play(story)

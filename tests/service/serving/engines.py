@@ -33,6 +33,7 @@ from pipeline.report.bundle import seal
 from pipeline.serving_inputs import BatchSpec
 from service.auth import LOCAL
 from service.inference import InferAnswer, InferRequest
+from service.regions import Inputs, RegionTensor
 from service.registry.models import DeploymentOptions, Version
 from service.sandbox.process_tree import MARK
 from service.serving.deployment import Deployment, DeploymentSpec
@@ -121,7 +122,7 @@ def direct(engine: Engine, feeds: Tensors) -> Tensors:
     return run_session(backends.load(engine).session(), feeds)
 
 
-def asking(inputs: Tensors, **more: Any) -> InferRequest:
+def asking(inputs: Inputs, **more: Any) -> InferRequest:
     return InferRequest(LOCAL, None, inputs, **more)
 
 
@@ -133,7 +134,7 @@ class Bench:
     ) -> None:
         self.deployment, self.figures, self.registry = deployment, figures, registry
 
-    async def ask(self, array: Array, **more: Any) -> InferAnswer:
+    async def ask(self, array: Array | RegionTensor, **more: Any) -> InferAnswer:
         return await self.deployment.infer(asking({"x": array}, **more))
 
     def count(self, state: str) -> float:
@@ -176,9 +177,7 @@ async def deployed(
     device, load_s = more.pop("device", "cpu"), more.pop("load_s", 180.0)
     spec = DeploymentSpec(version, engine, DeploymentOptions(**more), device, load_s)
     work = folder / f"work-{uuid.uuid4().hex}"
-    deployment = await Deployment.start(
-        spec, work, figures, **({"worker": worker} if worker else {})
-    )
+    deployment = await Deployment.start(spec, work, figures, worker)
     try:
         yield Bench(deployment, figures, registry)
     finally:
@@ -200,5 +199,9 @@ def processes_of(mark: str) -> list[int]:
     return processes
 
 
-def play(story: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(story(), 300))
+def play(
+    story: Callable[[], Awaitable[None]],
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> None:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(asyncio.wait_for(story(), 300))

@@ -93,11 +93,12 @@ def test_a_client_that_went_leaves_no_gap() -> None:
     assert drop(queue, 7) is queue
 
 
-def test_requests_of_a_batch_that_failed_run_alone_and_first() -> None:
+def test_requests_that_are_put_back_run_first_and_alone_if_their_batch_failed() -> None:
     queue = queue_of(1, 1, 1, 1)
     queue, batch = take(replace(queue, rules=Rules(2, DELAY)), now=0.0, idle=True)
     assert batch is not None
-    queue = put_back(queue, batch.requests)
+    assert numbers(take(put_back(queue, batch.requests), now=0.0, idle=True)[1]) == [0, 1]
+    queue = put_back(queue, (replace(request, alone=True) for request in batch.requests))
     taken = []
     while queue.waiting:
         queue, batch = take(queue, now=0.0, idle=True)

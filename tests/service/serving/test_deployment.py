@@ -1,6 +1,7 @@
 """One deployed version: what goes in, what comes out, and when."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from pipeline.core import DimRange, Engine, Profile
 from pipeline.errors import HostError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
+from service.inference import InferAnswer
+from service.regions import Region, RegionTensor
 from service.registry.traffic import MAX_SHAPES, SeenBatch, SeenShape
 from service.serving.deployment import Deployment
-from service.serving.stats import Traffic
+from service.serving.stats import InputValues, Traffic
+from tests.service.builders.regions import shared_file
 from tests.service.registry.test_repository import version
 from tests.service.serving.engines import (
     MODEL,
@@ -111,6 +115,38 @@ def test_times_are_told_and_all_is_counted(tmp_path: Path, engine: Engine) -> No
             rows = {batch.sizes["batch"]: batch.runs for batch in view.batches}
             assert rows == {rows: batch.count for rows, batch in stats.batches.items()}
             assert (view.answered, view.padding, view.other_runs) == (10, 0, 0)
+
+    play(story)
+
+
+def test_a_region_that_became_shorter_fails_only_its_own_request(
+    tmp_path: Path, engine: Engine
+) -> None:
+    async def story() -> None:
+        with shared_file(marked(1).tobytes()) as good, shared_file(marked(2).tobytes()) as short:
+            async with deployed(tmp_path, engine) as bench:
+                parts = [
+                    RegionTensor(Region("r", file.name, 0, 32), np.dtype(np.float32), (1, 8))
+                    for file in (good, short)
+                ]
+                tensors: list[Any] = [marked(0), *parts]
+                answers = await asyncio.gather(*map(bench.ask, tensors))
+                assert [answer.timing.batch_size for answer in answers] == [3, 3, 3]
+                expected = direct(engine, {"x": np.concatenate([marked(n) for n in range(3)])})
+                joined = np.concatenate([answer.outputs["y"] for answer in answers])
+                assert np.array_equal(joined, expected["y"])
+
+                os.truncate(short, 31)
+                first, second, error = await asyncio.gather(
+                    *map(bench.ask, tensors), return_exceptions=True
+                )
+                assert isinstance(error, Unprocessable)
+                assert "has 31 bytes, expected at least 32" in error.message
+                for number, answer in enumerate((first, second)):
+                    assert isinstance(answer, InferAnswer)
+                    alone = direct(engine, {"x": marked(number)})["y"]
+                    assert np.array_equal(answer.outputs["y"], alone)
+                assert bench.count("failed") == 1
 
     play(story)
 
@@ -334,8 +370,8 @@ def test_rows_along_another_axis_and_a_scalar_beside_them(tmp_path: Path) -> Non
     play(story)
 
 
-def test_texts_of_unequal_length_run_together_as_if_alone(tmp_path: Path) -> None:
-    """tokens = x, pooled = the sum of x where the mask is 1: lengths 1 to 20, in buckets."""
+def texts(folder: Path, longest: int) -> tuple[Engine, BatchSpec]:
+    """tokens = x, pooled = the sum of x where the mask is 1."""
     shape = (TensorProto.FLOAT, ["batch", "sequence"])
     nodes = [
         helper.make_node("Identity", ["x"], ["tokens"]),
@@ -343,25 +379,36 @@ def test_texts_of_unequal_length_run_together_as_if_alone(tmp_path: Path) -> Non
         helper.make_node("ReduceSum", ["kept", "last"], ["pooled"], keepdims=0),
     ]
     profile = Profile(
-        dims={"batch": DimRange(min=1, opt=4, max=16), "sequence": DimRange(min=1, opt=8, max=20)}
+        dims={
+            "batch": DimRange(min=1, opt=4, max=16),
+            "sequence": DimRange(min=1, opt=8, max=longest),
+        }
     )
     outputs = {"tokens": shape, "pooled": (TensorProto.FLOAT, ["batch"])}
     engine = engine_of(
-        tmp_path, nodes, {"x": shape, "mask": shape}, outputs, {"last": np.array([1])}, (profile,)
+        folder, nodes, {"x": shape, "mask": shape}, outputs, {"last": np.array([1])}, (profile,)
     )
     padding = (Padding(input="x", axis=1, value=9), Padding(input="mask", axis=1))
     batch = BatchSpec(
         axes={"x": 0, "mask": 0, "tokens": 0, "pooled": 0}, maximum=16, padding=padding, proved=True
     )
+    return engine, batch
+
+
+def text(length: int) -> dict[str, np.ndarray[Any, Any]]:
+    """One row of `length` tokens, each with the value `length`."""
+    x = np.full((1, length), length, np.float32)
+    return {"x": x, "mask": np.ones((1, length), np.float32)}
+
+
+def test_texts_of_unequal_length_run_together_as_if_alone(tmp_path: Path) -> None:
+    """Lengths 1 to 20, in buckets."""
+    engine, batch = texts(tmp_path, longest=20)
 
     async def story() -> None:
         async with deployed(tmp_path, engine, batch) as bench:
-            feeds = [
-                {"x": np.full((1, n), n, np.float32), "mask": np.ones((1, n), np.float32)}
-                for n in range(1, 21)
-            ]
             answers = await asyncio.gather(
-                *(bench.deployment.infer(asking(feed)) for feed in feeds)
+                *(bench.deployment.infer(asking(text(n))) for n in range(1, 21))
             )
             for n, answer in enumerate(answers, 1):
                 assert answer.outputs["tokens"].tolist() == [[n] * n]
@@ -380,11 +427,33 @@ def test_texts_of_unequal_length_run_together_as_if_alone(tmp_path: Path) -> Non
             assert longest == {(1, 1), (1, 2), (2, 4), (4, 8), (8, 16), (4, 20)}
             assert [seen.padding for seen in view.batches if seen.sizes["batch"] == 2] == [1 / 8]
             with pytest.raises(Unprocessable, match="sequence = 21"):
-                await bench.deployment.infer(
-                    asking(
-                        {"x": np.ones((1, 21), np.float32), "mask": np.ones((1, 21), np.float32)}
-                    )
-                )
+                await bench.deployment.infer(asking(text(21)))
+
+    play(story)
+
+
+def test_the_counted_values_are_those_that_were_sent_and_run(tmp_path: Path) -> None:
+    engine, batch = texts(tmp_path, longest=128)
+    lengths = range(16, 129)
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine, batch) as bench:
+            await asyncio.gather(*(bench.deployment.infer(asking(text(n))) for n in lengths))
+            view = bench.deployment.traffic.view(bench.deployment.spec.version)
+            runs = [
+                2 * seen.runs * seen.sizes["batch"] * seen.sizes["sequence"]
+                for seen in view.batches
+            ]
+            sent, run, at_max = 2 * sum(lengths), sum(runs), 2 * len(lengths) * 128
+            assert sent < run < at_max
+            labels = {"model": MODEL, "version": "1"}
+            counted = [
+                bench.registry.get_sample_value(f"crucible_inference_values_{name}_total", labels)
+                for name in ("sent", "run", "at_max")
+            ]
+            assert counted == [sent, run, at_max]
+            assert view.padding == (run - sent) / run
+            assert view.padding_at_max == (at_max - sent) / at_max
 
     play(story)
 
@@ -444,7 +513,7 @@ def test_shapes_beyond_the_limit_are_counted_together() -> None:
     for rows in range(1, MAX_SHAPES + 3):
         for _ in range(2):
             traffic.requested((("batch", rows),))
-            traffic.ran((("batch", rows),), 3, 10, 4)
+            traffic.ran((("batch", rows),), 3, InputValues(sent=6, run=10, at_max=10))
     view = traffic.view(version())
     assert (len(view.shapes), len(view.batches)) == (MAX_SHAPES, MAX_SHAPES)
     assert (view.other_requests, view.other_runs) == (4, 4)

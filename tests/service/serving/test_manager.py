@@ -378,9 +378,9 @@ def test_before_the_start_and_after_the_end_changes_are_refused_as_unavailable(
         async with shelf(tmp_path) as here:
             await here.promote()
             early = Shelf(tmp_path, Host())
-            for deployments, word in (
-                (early.deployments, "starting"),
-                (here.deployments, "stopping"),
+            for deployments, word, seconds in (
+                (early.deployments, "starting", "1"),
+                (here.deployments, "stopping", "5"),
             ):
                 if word == "stopping":
                     await deployments.stop(5.0)
@@ -389,7 +389,9 @@ def test_before_the_start_and_after_the_end_changes_are_refused_as_unavailable(
                     deployments.unload(LOCAL, "m"),
                     deployments.infer(InferRequest(LOCAL, "m", {})),
                 ):
-                    assert await refused(Unavailable, call) == f"the server is {word}"
+                    with pytest.raises(Unavailable, match=f"^the server is {word}\n") as error:
+                        await call
+                    assert error.value.headers == {"Retry-After": seconds}
             await early.deployments.close()
             early.database.close()
             assert (early.host.started, here.host.started) == ([], [])

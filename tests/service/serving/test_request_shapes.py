@@ -1,5 +1,6 @@
 """What an engine takes, which requests run together, and how they are joined and cut apart."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from pipeline.core import (
 from pipeline.errors import InternalError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import Unprocessable
+from service.regions import Region, RegionTensor, array_of
+from service.registry.traffic import SymbolSizes, profiles_from_runs
 from service.serving.batch_assembly import BatchAssembler, BatchPart, JoinedBatch
-from service.serving.batching import Kind
+from service.serving.batching import Kind, Place
 from service.serving.request_shapes import MAX_KNOWN, Axes, ShapeMatcher
+from tests.service.builders.regions import shared_file
 
 
 def spec(name: str, *shape: int | str, dtype: str = "float32") -> TensorSpec:
@@ -145,16 +149,32 @@ SCALED = engine(
 )
 
 
+SCALED_SPEC = BatchSpec(axes={"x": 0, "scale": None, "y": 0}, maximum=8, proved=True)
+
+
 def test_requests_that_differ_in_an_input_without_rows_run_apart() -> None:
-    matcher = ShapeMatcher(
-        SCALED, BatchSpec(axes={"x": 0, "scale": None, "y": 0}, maximum=8, proved=True)
-    )
+    matcher = ShapeMatcher(SCALED, SCALED_SPEC)
     kinds = [
         matcher.match({"x": zeros(1, 4), "scale": np.array(scale, np.float32)}).kind
         for scale in (1, 2, 1)
     ]
     assert kinds[0] is kinds[2]
     assert kinds[0] is not kinds[1]
+
+
+def test_a_value_that_decides_is_read_once_from_a_region() -> None:
+    """Its client could change it between the match and the batch."""
+    matcher = ShapeMatcher(SCALED, SCALED_SPEC)
+    with shared_file(np.float32(1).tobytes()) as file:
+        scale = RegionTensor(Region("r", file.name, 0, 4), np.dtype(np.float32), ())
+        x = RegionTensor(Region("s", "/no-such-file", 0, 16), np.dtype(np.float32), (1, 4))
+        inputs = matcher.settled({"x": x, "scale": scale})
+        file.write_bytes(np.float32(2).tobytes())
+        assert (inputs["x"], float(array_of(inputs["scale"]))) == (x, 1)
+        one = matcher.match({"x": zeros(1, 4), "scale": np.array(1, np.float32)})
+        assert matcher.match(inputs).kind is one.kind
+    sent = {"x": zeros(1, 4), "scale": np.array(1, np.float32)}
+    assert matcher.settled(sent) is sent
 
 
 def test_a_value_that_decides_a_shape_must_lie_in_a_profile() -> None:
@@ -229,6 +249,40 @@ def test_declared_axes_are_padded_within_buckets() -> None:
         matcher.match(tokens(101))
 
 
+def padded_lengths(*profiles: Profile, lengths: tuple[int, ...]) -> list[int]:
+    """The lengths at which requests of these lengths run alone, on an engine that captures."""
+    captured = engine(TEXT.inputs, TEXT.outputs, *profiles, backend="tensorrt")
+    matcher = ShapeMatcher(captured, TEXT_SPEC)
+    return [matcher.match(tokens(length)).kind.lengths[0] for length in lengths]
+
+
+def test_lengths_are_padded_to_what_the_profiles_are_tuned_for() -> None:
+    wide = profile(batch=(1, 4, 16), sequence=(16, 100, 128))
+    assert padded_lengths(wide, lengths=(16, 33, 65, 100, 101)) == [16, 64, 100, 100, 128]
+    narrow = profile(batch=(1, 1, 16), sequence=(16, 24, 40))
+    lengths = (16, 17, 25, 33, 40, 41, 65, 128)
+    assert padded_lengths(narrow, wide, lengths=lengths) == [16, 24, 32, 40, 40, 64, 100, 128]
+
+
+def test_lengths_in_a_profile_from_traffic_stay_in_it_when_they_are_padded() -> None:
+    wide = profile(batch=(1, 4, 16), sequence=(2, 8, 100))
+    runs: dict[SymbolSizes, int] = {
+        (("batch", 1), ("sequence", length)): 2 for length in (5, 6, 7, 70, 75, 80)
+    }
+    profiles = profiles_from_runs(runs, [wide])
+    assert [each.dims["sequence"].max for each in profiles] == [7, 100]
+    assert padded_lengths(*profiles, lengths=(5, 6, 7, 70, 75, 80)) == [6, 6, 7, 75, 75, 100]
+
+
+def test_padding_is_compared_with_the_largest_length_of_all_profiles() -> None:
+    short, long = profile(batch=(1, 1, 4), sequence=(1, 8, 10)), TEXT.profiles[0]
+    matcher = ShapeMatcher(engine(TEXT.inputs, TEXT.outputs, short, long), TEXT_SPEC)
+    assert matcher.values_at_max(((3, 7), (3, 7)), 2) == 2 * 3 * 100
+    assert matcher.values_at_max(((3, 7), (3, 7)), 5) == 2 * 5 * 100  # some share a row
+    undeclared = ShapeMatcher(TEXT, TEXT_SPEC.model_copy(update={"padding": ()}))
+    assert undeclared.values_at_max(((3, 7), (3, 7)), 3) == 2 * 3 * 7
+
+
 def test_an_axis_is_padded_only_if_that_is_declared_of_every_input() -> None:
     matcher = ShapeMatcher(TEXT, TEXT_SPEC.model_copy(update={"padding": PADDING[:1]}))
     assert matcher.match(tokens(5)).kind is not matcher.match(tokens(6)).kind
@@ -239,7 +293,12 @@ def joined_by(
 ) -> tuple[list[Any], Any]:
     matcher = ShapeMatcher(engine, batch)
     rows = BatchAssembler(engine.inputs, engine.outputs, matcher.axes)
-    parts = [BatchPart(request, matcher.match(request)) for request in requests]
+    shapes = [matcher.match(request) for request in requests]
+    first_rows = itertools.accumulate((each.rows for each in shapes), initial=0)
+    parts = [
+        BatchPart(request, each, Place(row))
+        for request, each, row in zip(requests, shapes, first_rows, strict=False)
+    ]
     joined = rows.join(parts[0].shapes.kind, parts, size)
     targets = [
         np.full(shape, 99, spec.dtype)
@@ -260,6 +319,17 @@ def test_shorter_requests_are_filled_up_and_their_outputs_cut() -> None:
     assert (first["tokens"] == 5).all()
     assert (second["tokens"].shape, second["pooled"].shape) == ((2, 7, 2), (2, 2))
     assert (second["tokens"] == 7).all()
+
+
+def test_tensors_in_regions_are_read_into_their_rows_of_a_batch() -> None:
+    ids = np.arange(12, dtype=np.int64).reshape(2, 6)
+    with shared_file(ids.tobytes()) as file:
+        region = Region("r", file.name, 0, ids.nbytes)
+        shared = {**tokens(6, rows=2), "ids": RegionTensor(region, ids.dtype, ids.shape)}
+        (joined, _), _ = joined_by(TEXT, TEXT_SPEC, [tokens(6), shared], 4)
+        assert joined.tolist() == [[6] * 6, *ids.tolist(), [0] * 6]
+        (joined, _), _ = joined_by(TEXT, TEXT_SPEC, [tokens(7), shared], 3)
+        assert joined.tolist() == [[7] * 7, *([*row, 7] for row in ids.tolist())]
 
 
 def test_where_graphs_are_captured_lengths_are_those_of_the_buckets() -> None:
@@ -296,8 +366,8 @@ def test_an_input_that_does_not_fit_its_place_is_our_fault() -> None:
     matcher = ShapeMatcher(SHARED, SHARED_SPEC)
     rows = BatchAssembler(SHARED.inputs, SHARED.outputs, Axes(SHARED_SPEC.axes, (), {}))
     request = {"ids": np.full((2, 5), 3), "bias": np.arange(5, dtype=np.float32)[None]}
-    part = BatchPart(request, matcher.match(request))
-    joined = JoinedBatch([part], 2, ((2, 5), (1, 8)), (), (), 15, False)
+    part = BatchPart(request, matcher.match(request), Place(0))
+    joined = JoinedBatch([part], 2, ((2, 5), (1, 8)), (), (), (), 15, False)
     with pytest.raises(InternalError, match=r"has shape \(1, 5\), its buffer has shape \(1, 8\)"):
         rows.fill(joined, [np.zeros((2, 5), np.int64), np.zeros((1, 8), np.float32)])
 

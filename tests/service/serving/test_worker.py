@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -21,7 +20,7 @@ from pipeline.core import Engine, Tensors
 from pipeline.errors import HostError
 from service.sandbox.framing import MAX_HEAD_BYTES, decode
 from service.serving.shared_memory import MIN_BYTES, Buffer, Slot, layout
-from service.serving.worker import Runner, Server, SlotBuffers, Slots, run_all
+from service.serving.worker import Buffers, Runner, Server, run_all
 from service.serving.worker_messages import FROM_SERVER, FROM_WORKER, Done, Run
 from tests.service.serving.engines import linear, marked
 
@@ -60,8 +59,11 @@ class Session:
             self._together.wait(WAIT_S)
             self._computes = False
 
-    def fetch(self) -> Tensors:
+    def lent_outputs(self) -> Tensors:
         return {"y": self._x}
+
+    def fetch(self) -> Tensors:
+        raise AssertionError("outputs that can be lent were copied")
 
     def timer(self) -> Timer:
         return Timer()
@@ -85,11 +87,11 @@ def test_two_sessions_compute_at_the_same_time(
 ) -> None:
     ours, theirs = ends
     together, receiving = threading.Barrier(2), threading.Lock()
-    places: Slots = defaultdict(partial(SlotBuffers, partial(page_lock, engine)))
+    buffers = Buffers(partial(page_lock, engine))
 
     def work(runner: Runner) -> None:
         with pytest.raises(EOFError):
-            run_all(runner, Server(theirs), places, receiving)
+            run_all(runner, Server(theirs), buffers, receiving)
 
     threads = [
         threading.Thread(
@@ -131,17 +133,41 @@ def test_inputs_are_unlocked_before_their_memory_is_replaced() -> None:
         most = max(most, len(locked))
         return lambda: locked.pop(address)
 
-    slot = SlotBuffers(lock)
+    buffers = Buffers(lock)
     for _ in range(3):
         new = Buffer.make(1), Buffer.make(1)
-        slot.take(("inputs", "outputs"), [os.dup(each.descriptor) for each in new])
+        buffers.take(
+            Run(0, 0, (), ("inputs", "outputs")), [os.dup(each.descriptor) for each in new]
+        )
         assert list(locked.values()) == [MIN_BYTES]
     assert most == 1
     larger = Buffer.make(MIN_BYTES + 1)
-    slot.take(("inputs",), [os.dup(larger.descriptor)])  # refused: used without a lock
+    # refused: used without a lock
+    inputs, _ = buffers.take(Run(0, 0, (), ("inputs",)), [os.dup(larger.descriptor)])
     assert locked == {}
-    assert slot.inputs is not None
-    assert slot.inputs.size == 2 * MIN_BYTES
+    assert inputs.size == 2 * MIN_BYTES
+
+
+def test_a_body_is_mapped_once_and_unlocked_when_it_comes_no_more() -> None:
+    locked: list[int] = []
+
+    def lock(memory: np.ndarray[Any, Any]) -> Callable[[], object]:
+        address = memory.ctypes.data
+        locked.append(address)
+        return lambda: locked.remove(address)
+
+    buffers, body = Buffers(lock), Buffer.make(1)
+    slot = [Buffer.make(1), Buffer.make(1), body]
+    body.memory[:4] = 7
+    new = Run(0, 0, (), ("inputs", "outputs", "body"), body=body.number)
+    first, _ = buffers.take(new, [os.dup(each.descriptor) for each in slot])
+    again, _ = buffers.take(Run(1, 0, (), body=body.number), ())
+    assert again is first
+    assert first.memory[:4].tolist() == [7] * 4
+    assert len(locked) == 2
+    other, _ = buffers.take(Run(2, 0, (), freed=(body.number,)), ())
+    assert other is not first
+    assert len(locked) == 1
 
 
 def send_batch(end: socket.socket, slots: Sequence[Slot], number: int) -> None:

@@ -2,7 +2,9 @@
 newer.
 """
 
+import contextlib
 import sqlite3
+import stat
 import subprocess
 import threading
 from pathlib import Path
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DiskFull, StoreError
-from service.storage.database import MIGRATIONS, Database
+from service.storage.database import FILE_MODE, MIGRATIONS, Database
+from service.storage.layout import HOME_MODE
 
 KEY = (
     "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, 'x', 'n', 'o', '',"
@@ -80,6 +83,34 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> Non
     with database.read() as rows:
         assert rows.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS)
         assert "colour" not in [row["name"] for row in rows.execute("PRAGMA table_info(keys)")]
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+def test_only_the_user_of_the_service_may_read_the_files(tmp_path: Path, suffix: str) -> None:
+    path, file = tmp_path / "home" / "crucible.db", tmp_path / "home" / f"crucible.db{suffix}"
+
+    def mode() -> int:
+        return stat.S_IMODE(file.stat().st_mode)
+
+    database = Database(path)
+    add(database, "a")
+    assert stat.S_IMODE(path.parent.stat().st_mode) == HOME_MODE
+    assert mode() == FILE_MODE
+    file.chmod(0o644)  # as an earlier build left it, and the server was killed
+    again = Database(path)
+    assert (mode(), count(again)) == (FILE_MODE, 1)
+
+
+def test_what_follows_a_transaction_follows_only_its_commit(tmp_path: Path) -> None:
+    database, calls = Database(tmp_path / "crucible.db"), []
+    for fault in (None, ZeroDivisionError()):
+        with contextlib.suppress(ZeroDivisionError), database.write() as rows:
+            rows.execute(KEY, (str(fault),))
+            database.after_commit(lambda: calls.append(count(database)))
+            assert calls == ([1] if fault else [])
+            if fault:
+                raise fault
+    assert calls == [1]
 
 
 def test_a_newer_file_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pipeline.errors import PlanError, UserError
 from service.errors import NotFound, Unauthorized
 from service.storage.database import Database
-from service.storage.keys import FORM, KNOWN_FOR_S, MAX_KNOWN, REFUSED, Keys, _CachedKey
+from service.storage.keys import FORM, KNOWN_FOR_S, MAX_KNOWN, REFUSED, SCOPES, Keys, _CachedKey
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_the_first_admin_key_comes_from_a_file_once(keys: Keys, tmp_path: Path) 
     file.write_text(fresh + "\n")
     key = keys.add_from_file(file)
     assert key is not None
-    assert key.scopes == ("compile", "infer", "admin")
+    assert key.scopes == SCOPES
     assert keys.verify(fresh) == key
     assert keys.add_from_file(file) is None
     assert keys.verify(text)

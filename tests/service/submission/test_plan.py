@@ -13,13 +13,7 @@ from pydantic import BaseModel
 
 from pipeline.backends.pytorch.module import load_module
 from pipeline.core import TensorRTOptions
-from pipeline.plan.schema import (
-    AccuracyConfig,
-    DataConfig,
-    ModelConfig,
-    Plan,
-    SimplifyConfig,
-)
+from pipeline.plan.schema import AccuracyConfig, DataConfig, ModelConfig, Plan, SimplifyConfig
 from pipeline.plan.source import source_from_config
 from service.errors import Unprocessable
 from service.settings import Settings
@@ -35,8 +29,9 @@ from service.submission.plan import (
 from service.submission.uploads import Part
 
 KEYS = (
-    "name architecture classes inputs outputs profiles preprocess data accuracy candidates fallback"
-    " export simplify calibration tensorrt benchmark objective serving"
+    "name architecture classes inputs outputs profiles preprocess postprocess data accuracy"
+    " candidates measure_profile_width fallback export simplify calibration tensorrt benchmark"
+    " objective serving stage_timeout_s"
 )
 
 REFUSED: dict[type[BaseModel], str] = {
@@ -61,6 +56,7 @@ preprocess:
     std: [1]
     layout: NCHW
     resize: {source: [1, 1], target: [1, 1], filter: linear}
+postprocess: {y: {top_k: 1, argmax: false, axis: -1, softmax: true}}
 data:
   calibration: {generate: random, samples: 1, because: test, seed: 1}
   selection: {generate: random, samples: 1, because: test, seed: 1}
@@ -68,7 +64,7 @@ accuracy:
   metric: top1
   output: y
   max_drop: 0.1
-  thresholds: {max_abs: 1, mean_abs: 1, min_cosine: 1, min_snr_db: 1}
+  thresholds: {max_abs: 1, mean_abs: 1, min_cosine: 1, min_snr_db: 1, min_agreement: 1}
   per_output: {y: {max_abs: 1}}
 candidates:
   - backend: b
@@ -96,6 +92,7 @@ candidates:
     form: aoti
     mode: max-autotune
     provider: cpu
+measure_profile_width: true
 fallback: true
 export: {opset: 20, exporter: auto}
 simplify: {enabled: true, rewrite_attention: true}
@@ -110,6 +107,7 @@ benchmark:
   threads: 1
   baselines: [eager]
 objective: {max_latency_ms: 15}
+stage_timeout_s: 60
 serving:
   padding: [{input: x, axis: 1, value: 0}]
   image:
@@ -122,6 +120,7 @@ serving:
     mean: [0, 0, 0]
     std: [1, 1, 1]
   labels: {y: [cat]}
+  packing: {axis: tokens, mask: mask, positions: positions}
 """
 
 
@@ -153,7 +152,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def test_the_list_of_keys_is_this() -> None:
-    """A new one edits this list and docs/service.md; think of what a stranger could do with it."""
+    """A new one edits this list; think of what a stranger could do with it."""
     assert list(SubmittedPlan.model_fields) == KEYS.split()
 
 
@@ -238,6 +237,10 @@ def test_only_sets_of_samples_could_be_paths() -> None:
         (b"rescue: true\nfallback: true", "the old name of 'fallback', which is given too"),
         (b"simplify: {rewrite_atention: true}", "did you mean 'rewrite_attention'"),
         (b"name: a\nname: b", "duplicate key"),
+        (b"name: 2026-02-30", "is no value of the type"),
+        (b'outputs: ["\\ud83d"]', "is no value of the type"),
+        (b"classes: " + b"9" * 5000, "is no value of the type int"),
+        (b"data: !!map x", "expected a mapping node"),
     ],
 )
 def test_what_reaches_beyond_the_upload_is_refused(text: bytes, message: str) -> None:
@@ -249,6 +252,7 @@ def test_what_reaches_beyond_the_upload_is_refused(text: bytes, message: str) ->
 def test_yaml_json_and_nothing_are_read() -> None:
     assert parse(b"name: a\nprofiles: [{batch: [1, 2, 4]}]").profiles[0].dims["batch"].opt == 2
     assert parse(json.dumps({"name": "a"}).encode()).name == "a"
+    assert parse(json.dumps({"outputs": ["😀"]}).encode()).outputs == ("😀",)  # as two escapes
     assert parse(b"") == SubmittedPlan()
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from service.errors import TooLarge, Unprocessable
-from service.submission.uploads import Limits, Part, receive, unpack
+from service.errors import Forbidden, TooLarge, Unprocessable
+from service.submission.uploads import CheckToken, Limits, Part, receive, unpack
 
 LIMITS = Limits(upload_bytes=100_000, plan_bytes=1000, unpacked_bytes=200_000)
 TYPE = "multipart/form-data; boundary=XX"
@@ -38,6 +38,7 @@ def take(
     content_type: str = TYPE,
     step: int = 7,
     end: Exception | None = None,
+    check_token: CheckToken | None = None,
 ) -> dict[str, Part]:
     async def stream() -> AsyncIterator[bytes]:
         for start in range(0, len(content), step):
@@ -45,7 +46,39 @@ def take(
         if end:
             raise end
 
-    return asyncio.run(receive(stream(), content_type, folder, LIMITS))
+    return asyncio.run(receive(stream(), content_type, folder, LIMITS, check_token))
+
+
+def field(name: str, text: bytes) -> bytes:
+    return (
+        f'--XX\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n'.encode() + text + b"\r\n"
+    )
+
+
+def is_t(token: str) -> None:
+    if token != "t":
+        raise Forbidden(f"the token is '{token}'")
+
+
+@pytest.mark.parametrize("step", [1, 7, 100_000])
+def test_the_form_of_a_browser_has_a_token_before_its_files(tmp_path: Path, step: int) -> None:
+    token, model, none = field("csrf", b"t"), part("model", b"m"), part("selection", b"", "")
+    sent = body(token, none, model)
+    parts = take(sent, tmp_path / "u", step=step, check_token=is_t)
+    assert list(parts) == ["model"]
+    assert [path.name for path in (tmp_path / "u").iterdir()] == ["model"]
+    for refused, message in (
+        (body(model, token), "the token is ''"),
+        (body(field("csrf", b"x"), model), "the token is 'x'"),
+    ):
+        with pytest.raises(Forbidden, match=message):
+            take(refused, tmp_path / "v", step=step, check_token=is_t)
+    long = body(token, part("selection", b"x" * 2000, ""), model)
+    with pytest.raises(Unprocessable, match="'selection' has more than 1024 bytes"):
+        take(long, tmp_path / "v", step=step, check_token=is_t)
+    with pytest.raises(Unprocessable, match="a part named 'csrf' is not known"):
+        take(sent, tmp_path / "v", step=step)
+    assert not (tmp_path / "v").exists()
 
 
 @pytest.mark.parametrize("step", [1, 7, 100_000])

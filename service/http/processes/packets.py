@@ -1,0 +1,259 @@
+"""The connection between the server and one of its HTTP processes: packets, and shared memory.
+
+A packet is a head in JSON and a short body. Longer bodies lie in buffers of shared memory, which
+the receiver reads in place. A buffer is used again when the receiver's last view of it is gone.
+
+A packet that cannot be sent or handled ends the connection, and with it the process: otherwise the
+two sides would no longer agree on which buffers the other one has mapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from pipeline.errors import HostError
+from service import logs
+from service.http.guard import Message
+from service.serving.shared_memory import Body, BodyPool, Buffer, body_in
+
+LENGTH = struct.Struct("<I")  # of the head; 0: the packet is in the file of the first descriptor
+MAX_PACKET_BYTES = 64 * 1024  # the kernel's default limit is 208 KiB
+SHORT_BYTES = 32 * 1024  # of a body within a packet
+ACKNOWLEDGED = 8  # events of an answer, at once
+PACKETS_PER_TURN = 64  # of the event loop
+MAX_DESCRIPTORS = 64  # of one packet
+
+Head = dict[str, Any]
+Bytes = bytes | memoryview
+
+log = logs.get("service.http")
+
+
+class Packet(NamedTuple):
+    """A packet that has arrived. Its descriptors belong to the receiver."""
+
+    head: Head
+    body: Bytes
+    descriptors: Sequence[int]
+
+
+def weight(message: Message) -> int:
+    """Return as how many events of an answer a message counts: few bodies may wait in buffers."""
+    return 1 if len(message.get("body", b"")) <= SHORT_BYTES else ACKNOWLEDGED
+
+
+class Packets:
+    """One end of a connection. Nothing blocks: what the kernel cannot take yet is sent later."""
+
+    def __init__(
+        self,
+        end: socket.socket,
+        received: Callable[[Packet], None],
+        closed: Callable[[], None],
+    ) -> None:
+        end.setblocking(False)
+        self._end, self._received, self._closed = end, received, closed
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._is_open, self._thread = True, threading.get_ident()
+        self._loop.add_reader(end.fileno(), self._readable)
+
+    def send(self, head: Head, body: Bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        """Send a packet after all earlier ones, and close its descriptors."""
+        text = orjson.dumps(head)
+        data = b"".join((LENGTH.pack(len(text)), text, body))
+        if not self._is_open:
+            _close(descriptors)
+            return
+        if len(data) > MAX_PACKET_BYTES:  # a client's head may be longer
+            try:
+                descriptors = (_file_with(data), *descriptors)
+            except OSError as error:
+                _close(descriptors)
+                self._fail(error)
+                return
+            data = LENGTH.pack(0)
+        if self._waiting or not self._sent(data, descriptors):
+            self._waiting.append((data, descriptors))
+            if len(self._waiting) == 1:
+                self._loop.add_writer(self._end.fileno(), self._writable)
+
+    def soon(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call something in the next turn of the event loop. It may be used in any thread and at
+        any time: memory is freed in any thread, and in the middle of anything.
+        """
+        is_here = threading.get_ident() == self._thread
+        call_soon = self._loop.call_soon if is_here else self._loop.call_soon_threadsafe
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            call_soon(call, *arguments)
+
+    def close(self) -> None:
+        """Close this end. It can be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.remove_reader(self._end.fileno())
+        self._loop.remove_writer(self._end.fileno())
+        for _, descriptors in self._waiting:
+            _close(descriptors)
+        self._waiting.clear()
+        self._end.close()
+        self._closed()
+
+    def _sent(self, data: bytes, descriptors: Sequence[int]) -> bool:
+        """Send now; False if the kernel has no room."""
+        try:
+            socket.send_fds(self._end, (data,), list(descriptors))
+        except OSError as error:
+            # ETOOMANYREFS: too many descriptors are on their way
+            if isinstance(error, BlockingIOError) or error.errno == errno.ETOOMANYREFS:
+                return False
+            self._fail(error)
+        _close(descriptors)
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, ConnectionError):  # the other side has ended
+            log.error("http_process.connection", exc_info=error)
+        self._loop.call_soon(self.close)
+
+    def _writable(self) -> None:
+        while self._waiting and self._sent(*self._waiting[0]):
+            self._waiting.popleft()
+        if not self._waiting:
+            self._loop.remove_writer(self._end.fileno())
+
+    def _readable(self) -> None:
+        for _ in range(PACKETS_PER_TURN):
+            if not self._is_open:
+                return
+            try:
+                data, descriptors, flags, _ = socket.recv_fds(
+                    self._end, MAX_PACKET_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data, descriptors, flags = b"", [], 0
+            if not data:
+                self.close()
+                return
+            try:
+                if flags & socket.MSG_CTRUNC:
+                    _close(descriptors)
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                self._received(_packet_from(data, descriptors))
+            except Exception as error:  # noqa: BLE001  whatever it is, a packet is lost
+                self._fail(error)
+                return
+
+
+def _packet_from(data: bytes, descriptors: Sequence[int]) -> Packet:
+    if not any(data[: LENGTH.size]):
+        with os.fdopen(descriptors[0], "rb") as file:
+            file.seek(0)
+            data, descriptors = file.read(), descriptors[1:]
+    begin = LENGTH.size
+    end = begin + LENGTH.unpack_from(data)[0]
+    return Packet(orjson.loads(data[begin:end]), data[end:], descriptors)
+
+
+def _file_with(data: bytes) -> int:
+    """Return the descriptor of a file in memory."""
+    descriptor = os.memfd_create("crucible", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Lender(BodyPool):
+    """The buffers that this side writes and the other side reads."""
+
+    def __init__(self, packets: Packets) -> None:
+        super().__init__()
+        self._packets = packets
+        self._mapped: set[int] = set()  # by the other side
+        self._away: dict[int, Body] = {}
+
+    def take(self, size: int, key: Hashable, before: int = 0) -> memoryview:
+        """Return memory as `shared` does: a body in ordinary memory would be copied here."""
+        return self.shared(size, key, before).data
+
+    def lend(self, body: Body) -> tuple[Head, Sequence[int]]:
+        """Return what the other side needs to know; it may read until it calls `released`.
+        HostError if there is no descriptor for it.
+        """
+        buffer = body.buffer
+        descriptors: Sequence[int] = ()
+        if buffer.number not in self._mapped:
+            try:
+                descriptors = (os.dup(buffer.descriptor),)
+            except OSError as error:
+                raise HostError(
+                    f"cannot share memory: {error}", "raise the limit of open files"
+                ) from error
+            buffer.give_descriptor()
+            self._mapped.add(buffer.number)
+        self._away[buffer.number] = body
+        head = {"buffer": buffer.number, "begin": body.offset, "size": body.size}
+        return head | {"in_place": body.in_place}, descriptors
+
+    def released(self, number: int) -> None:
+        """Take memory back that the other side reads no longer."""
+        self._away.pop(number, None)
+
+    def close(self) -> None:
+        """Take all memory back: the other side has ended."""
+        self._away.clear()
+
+    def dropped(self, buffer: Buffer) -> None:
+        """Tell the other side to unmap a buffer."""
+        if buffer.number in self._mapped:
+            self._mapped.discard(buffer.number)
+            self._packets.send({"kind": "forget", "buffer": buffer.number})
+
+
+class Borrower:
+    """The buffers that the other side writes and this side reads."""
+
+    def __init__(self, packets: Packets, passes_on: bool = False) -> None:
+        self._packets, self._passes_on = packets, passes_on
+        self._buffers: dict[int, Buffer] = {}
+
+    def body(self, head: Head, descriptors: Iterator[int]) -> memoryview:
+        """Return the memory that `head` describes. The other side gets it back when the last view
+        of it is gone. Call it for each buffer of each packet, even if nobody wants the body.
+        """
+        number = head["buffer"]
+        buffer = self._buffers.get(number)
+        if buffer is None:
+            buffer = self._buffers[number] = Buffer.attach(next(descriptors), self._passes_on)
+        body = body_in(buffer, head["begin"], head["size"], head["in_place"])
+        release = {"kind": "released", "buffer": number}
+        weakref.finalize(body, self._packets.soon, self._packets.send, release).atexit = False
+        return body.data
+
+    def forget(self, number: int) -> None:
+        """Unmap a buffer that the other side uses no longer."""
+        self._buffers.pop(number, None)
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,23 @@
+"""Web pages for people, rendered on the server: the same service that programs reach over HTTP."""
+
+from service.pages import (
+    admin,
+    compare,
+    jobs,
+    models,
+    new_compile,
+    sign_in,
+    static_files,
+    try_model,
+)
+
+PAGE_ROUTERS = (
+    sign_in.router,
+    static_files.router,
+    jobs.router,
+    new_compile.router,
+    models.router,
+    try_model.router,
+    compare.router,
+    admin.router,
+)

@@ -1,0 +1,1 @@
+"""Forms of pages: their fields, and what they stand for."""

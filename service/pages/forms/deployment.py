@@ -1,0 +1,73 @@
+"""The form of the options for serving a model: its fields, and the options from what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from service.registry.models import DeploymentOptions
+
+HELP = {
+    "version": ("Version", "Empty: always the current one, also after a promotion or a rollback."),
+    "device": ("Device", "cpu, gpu:0, ... Empty: the first device that fits the engine."),
+    "instances": ("Instances", "Batches that run at the same time. Empty: as measured, else 1."),
+    "max_batch": ("Largest batch", "Rows that may run together. Empty: as measured."),
+    "max_delay_s": (
+        "Wait for a batch, seconds",
+        "How long a request waits for others while all instances are busy.",
+    ),
+    "queue_limit": ("Queue limit", "Requests that may wait; further requests get status 429."),
+    "timeout_s": ("Time-out, seconds", "Of a request; a request may set a shorter one."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One option: how a browser asks for it, its value as text, and what is wrong with it."""
+
+    name: str
+    label: str
+    help: str
+    type: str  # "text", or "number" with the next three
+    step: str
+    minimum: float | None
+    maximum: float | None
+    value: str
+    fault: str
+
+
+def fields(values: Mapping[str, str], faults: Mapping[str, str]) -> list[Field]:
+    """Return the fields of the form. Their limits are those of DeploymentOptions."""
+    properties = DeploymentOptions.model_json_schema()["properties"]
+    found = []
+    for name, (label, text) in HELP.items():
+        schema = properties[name]
+        schema = schema.get("anyOf", [schema])[0]  # the other one is null
+        found.append(
+            Field(
+                name,
+                label,
+                text,
+                "text" if schema["type"] == "string" else "number",
+                "1" if schema["type"] == "integer" else "any",
+                schema.get("minimum", schema.get("exclusiveMinimum")),
+                schema.get("maximum"),
+                values.get(name, ""),
+                faults.get(name, ""),
+            )
+        )
+    return found
+
+
+def values_of(options: DeploymentOptions) -> dict[str, str]:
+    """Return the options as texts of the form; an option that is null has none."""
+    return {name: str(value) for name, value in options if value is not None}
+
+
+def options_from(values: Mapping[str, str]) -> DeploymentOptions:
+    """Read the options of a form; an empty field has its default. ValidationError if one is wrong.
+
+    Other fields of the form are ignored.
+    """
+    given = {name: values[name] for name in HELP if values.get(name)}
+    return DeploymentOptions.model_validate(given)
