@@ -29,12 +29,17 @@ BENCHMARKS = {
     "json_beside_binary": "benchmarks.serving.json_beside_binary",
     "serving": "benchmarks.serving.serving",
     "soak": "benchmarks.serving.soak",
+    "soak_faults": "benchmarks.faults.soak_faults",
     "perf_analyzer": "benchmarks.serving.perf_analyzer",
     "image_size": "benchmarks.serving.image_size",
     # on a GPU
     "tensorrt_compile": "benchmarks.gpu.tensorrt_compile",
     "gpu_models": "benchmarks.gpu.gpu_models",
     "transfers": "benchmarks.gpu.transfers",
+    # of what limits whole runs
+    "host_to_host": "benchmarks.limits.host_to_host",
+    "resnet_throughput": "benchmarks.limits.resnet_throughput",
+    "serving_ceiling": "benchmarks.limits.serving_ceiling",
     # several, and their pages
     "run_all": "benchmarks.run_all",
     "pages": "benchmarks.pages.write",
@@ -59,11 +64,15 @@ QUESTIONS = {
     "json_beside_binary": "What do long JSON requests cost short binary ones?",
     "serving": "What does serving cost, beside six other servers?",
     "soak": "Does the service lose, mix up or leak anything under load?",
+    "soak_faults": "Does the service lose anything while its host fails?",
     "perf_analyzer": "Does Triton's perf_analyzer run against the service as it is?",
     "image_size": "How large are the images, and how soon are they ready?",
     "tensorrt_compile": "What does TensorRT make of the three example plans?",
     "gpu_models": "How fast are our engines beside plain TensorRT and PyTorch?",
     "transfers": "How long does the way into the GPU take, beside the bus itself?",
+    "host_to_host": "How fast are whole runs from host to host, beside PyTorch at its best?",
+    "resnet_throughput": "How many images per second does ResNet-50 in int8 reach on this GPU?",
+    "serving_ceiling": "How much goes through the server, and what binds?",
     "run_all": "What do all benchmarks of `make bench` find here?",
     "pages": "None: it writes the pages and figures of docs/ from the results.",
 }

@@ -21,7 +21,8 @@ from pipeline.core import OnnxModel
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.host.environment import environment
-from pipeline.plan.schema import Plan, home, load_plan
+from pipeline.plan.files import home, load_plan
+from pipeline.plan.schema import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -34,10 +34,12 @@ from pipeline.compiler.compile import build_baselines, export_model, simplify_mo
 from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import CalibrationMethod, OnnxModel, Precision, Progress, silent
 from pipeline.data.samples import CalibrationSet, open_set
+from pipeline.execution.child_process import TimeLimit
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
+from pipeline.plan.files import home, load_plan
 from pipeline.plan.recipes import recipe_from_candidate
-from pipeline.plan.schema import CandidateConfig, home, load_plan
+from pipeline.plan.schema import CandidateConfig
 from pipeline.stages.validate import ReferenceOutputs
 
 DRAWS = {"digits": {10: 5, 50: 5, 100: 5, 500: 1}, "minilm": {10: 3, 50: 2, 100: 1, 500: 1}}
@@ -140,6 +142,7 @@ def here(
     name: str,
     log: Path | None = None,
     progress: Progress = silent,
+    limit: TimeLimit | None = None,
 ) -> Any:
     """A stage in this process: a child for each of some 300 stages would spend most of its time on
     imports.

@@ -20,8 +20,9 @@ from pipeline.compiler.context import open_context
 from pipeline.compiler.side_by_side import candidates_of
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
+from pipeline.plan.files import home, load_plan
 from pipeline.plan.recipes import recipe_from_candidate
-from pipeline.plan.schema import CandidateConfig, home, load_plan
+from pipeline.plan.schema import CandidateConfig
 from pipeline.results.report import Candidate
 
 PLAN = ROOT / "configs" / "minilm.yaml"

@@ -24,8 +24,9 @@ from pipeline.core import Engine, OnnxModel
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.measurement.comparison import compare
+from pipeline.plan.files import home, load_plan
 from pipeline.plan.recipes import recipe_from_candidate
-from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, Plan, home, load_plan
+from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, Plan
 from pipeline.results.report import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
 

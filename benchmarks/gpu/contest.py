@@ -13,10 +13,10 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -67,6 +67,7 @@ class Entrant:
     sessions: int = 1  # of a flow
     upload: bool = False  # a flow copies the input in every run
     mode: str = ""  # of torch.compile
+    pinned: bool = False  # inputs are in page-locked memory, which only some openers look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +116,19 @@ def contest(
     workload: Workload,
     options: BenchmarkConfig,
     progress: Progress = silent,
+    opener: Opener | None = None,
 ) -> list[Outcome]:
-    """All entrants at one shape, interleaved, each in processes of its own."""
+    """All entrants at one shape, interleaved, each in processes of its own.
+
+    `opener` opens an entrant in its process; None: `opened`.
+    """
     engines = [_called(entrant) for entrant in entrants]
     loaded: dict[str, Loaded] = {}
 
     def start(engine: Engine) -> Peer:
         index = next(number for number, each in enumerate(engines) if each is engine)
         entrant = entrants[index]
-        child = Child(contend, entrant, workload, name=entrant.name)
+        child = Child(contend, entrant, workload, opener or opened, name=entrant.name)
         return Listening(child, partial(loaded.setdefault, entrant.name))
 
     entries = [RaceEntry(engine, Role.COMPARED) for engine in engines]
@@ -145,12 +150,28 @@ def _called(entrant: Entrant) -> Engine:
 # -- in the child ------------------------------------------------------------
 
 
-def contend(channel: Channel, entrant: Entrant, workload: Workload) -> None:
+class Runner(Protocol):
+    """An entrant that has been opened."""
+
+    def run(self) -> Tensors:
+        """One run, or one round of several."""
+        ...
+
+    def take(self, seconds: float) -> Block:
+        """The times of a block."""
+        ...
+
+
+Opener = Callable[[Entrant, Tensors], AbstractContextManager[tuple[Runner, dict[str, Any]]]]
+"""Opens an entrant for these feeds: how it is run, and what is to be told of it."""
+
+
+def contend(channel: Channel, entrant: Entrant, workload: Workload, opener: Opener) -> None:
     """Load an engine and run a block whenever the parent asks, as the pipeline's own contestants
     do.
     """
     begin = monotonic()
-    with opened(entrant, workload.feeds) as (runner, facts):
+    with opener(entrant, workload.feeds) as (runner, facts):
         outputs = runner.run()
         gc.collect()
         gc.disable()
@@ -158,7 +179,7 @@ def contend(channel: Channel, entrant: Entrant, workload: Workload) -> None:
         take_turns(channel, runner)
 
 
-def take_turns(channel: Channel, runner: Single | Flow) -> None:
+def take_turns(channel: Channel, runner: Runner) -> None:
     """Warm up once, then a block for each Take, until anything else comes."""
     options: WarmUpOptions = channel.receive()
     channel.send(thinned(warm_up(runner.run, options), VALUES_PER_BLOCK))
@@ -223,12 +244,8 @@ class Flow:
         """Fill the buffers of every session, run each often enough for its graph to be captured,
         and find the depth.
         """
-        for _ in range(3):
-            answers = [run_session(session, self.feeds) for session in self.sessions]
-        begin = monotonic()
-        self.rounds(1)
-        self.depth = int(np.clip(ROUND_S / (monotonic() - begin), *DEPTHS))
-        return answers[0]
+        answer, self.depth = begun(self.sessions, self.feeds, partial(self.rounds, 1))
+        return answer
 
     def run(self) -> Tensors:
         if not self.depth:
@@ -246,28 +263,45 @@ class Flow:
             session.synchronize()
 
     def take(self, seconds: float) -> Block:
-        rewarm = measure_block(self.run, min_s=seconds * REWARM_SHARE)
-        rounds = measure_block(self.run, min_s=seconds)
-        runs = self.depth * len(self.sessions)
-        each = thinned([time / runs for time in rounds], VALUES_PER_BLOCK)
-        return Block(
-            runs=len(rounds),
-            run_s=sum(rounds),
-            timed_runs=len(rounds),
-            timed_compute_s=sum(rounds),
-            rewarm_s=thinned(rewarm, VALUES_PER_BLOCK),
-            end_to_end_s=each,
-            latency_s=each,
-            upload_s=NOT_TOLD_APART,
-            enqueue_s=NOT_TOLD_APART,
-            compute_s=each,
-            download_s=NOT_TOLD_APART,
-            peak_memory_bytes=peak_memory_bytes(),
-        )
+        return take_rounds(self.run, self.depth * len(self.sessions), seconds)
+
+
+def begun(
+    sessions: Sequence[Session], feeds: Tensors, one_round: Callable[[], object]
+) -> tuple[Tensors, int]:
+    """Run each session often enough for its graph to be captured. Return an answer, and the number
+    of runs in a round of about ROUND_S.
+    """
+    for _ in range(3):
+        answers = [run_session(session, feeds) for session in sessions]
+    begin = monotonic()
+    one_round()
+    return answers[0], int(np.clip(ROUND_S / (monotonic() - begin), *DEPTHS))
+
+
+def take_rounds(run: Callable[[], object], runs: int, seconds: float) -> Block:
+    """A block of rounds of so many runs; its times are those of one run."""
+    rewarm = measure_block(run, min_s=seconds * REWARM_SHARE)
+    rounds = measure_block(run, min_s=seconds)
+    each = thinned([time / runs for time in rounds], VALUES_PER_BLOCK)
+    return Block(
+        runs=len(rounds),
+        run_s=sum(rounds),
+        timed_runs=len(rounds),
+        timed_compute_s=sum(rounds),
+        rewarm_s=thinned(rewarm, VALUES_PER_BLOCK),
+        end_to_end_s=each,
+        latency_s=each,
+        upload_s=NOT_TOLD_APART,
+        enqueue_s=NOT_TOLD_APART,
+        compute_s=each,
+        download_s=NOT_TOLD_APART,
+        peak_memory_bytes=peak_memory_bytes(),
+    )
 
 
 @contextmanager
-def opened(entrant: Entrant, feeds: Tensors) -> Iterator[tuple[Single | Flow, dict[str, Any]]]:
+def opened(entrant: Entrant, feeds: Tensors) -> Iterator[tuple[Runner, dict[str, Any]]]:
     """The entrant's engine in memory, and what is to be told of it."""
     with ExitStack() as stack:
         if entrant.way == "bare":

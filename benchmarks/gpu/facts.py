@@ -139,7 +139,7 @@ def ratios(outcomes: Sequence[Outcome], ways: Sequence[str]) -> list[dict[str, A
         {
             "over": left,
             "under": right,
-            "device": _interval(rows[left].compute, rows[right].compute),
+            "device": interval_of(rows[left].compute, rows[right].compute),
             "wall": _wall(rows[left], rows[right]),
         }
         for left, right in pairs
@@ -148,10 +148,11 @@ def ratios(outcomes: Sequence[Outcome], ways: Sequence[str]) -> list[dict[str, A
 
 
 def _wall(left: LatencyRow, right: LatencyRow) -> list[float] | None:
-    return _interval(left.end_to_end, right.end_to_end)
+    return interval_of(left.end_to_end, right.end_to_end)
 
 
-def _interval(left: Samples, right: Samples) -> list[float] | None:
+def interval_of(left: Samples, right: Samples) -> list[float] | None:
+    """The ratio of the medians and the bounds of its interval; None where it has none."""
     try:
         found = compare(left, right)
     except NotMeasurable:

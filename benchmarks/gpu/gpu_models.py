@@ -58,7 +58,7 @@ from pipeline.core import Target
 from pipeline.errors import BackendUnavailable, CrucibleError
 from pipeline.host.environment import environment, usable_cores
 from pipeline.measurement.clock import monotonic
-from pipeline.plan.schema import home
+from pipeline.plan.files import home
 
 NAME = "gpu_models"
 AT_ONCE = 6  # rows prepared side by side: an export takes a few GB, and its share of the cores

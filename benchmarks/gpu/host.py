@@ -1,9 +1,10 @@
-"""The GPU's own state while it is measured, and caches that go from one command, or one machine, to
-the next.
+"""The GPU that is measured, its state meanwhile, and caches that go from one command, or one
+machine, to the next.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import subprocess
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.backends.tensorrt import backend as tensorrt_
+from pipeline.errors import BackendUnavailable
 from pipeline.host.gpu import TIMEOUT_S, VISIBLE
 from service.submission.tar import untar
 
@@ -31,6 +34,14 @@ EVERY = 4  # turns of a race between two looks
 KEPT = ("timing", "inductor")
 MAX_BYTES = 80 * 2**20  # of one cache, packed
 PART_BYTES = 15 * 2**20  # of one file: larger ones do not come back from every host
+
+
+def tensorrt_device() -> str:
+    """The GPU that TensorRT uses here; exits with the reason if it cannot be used."""
+    try:
+        return tensorrt_.probe().device
+    except BackendUnavailable as error:
+        sys.exit(str(error))
 
 
 def gpu_state(command: str = "nvidia-smi") -> dict[str, float]:
@@ -110,10 +121,8 @@ def restore(home: Path, keep: Path) -> list[str]:
     for name in KEPT:
         parts = sorted(keep.glob(f"{name}.tar.gz.*"))
         if parts and not (home / name).exists():
-            with tarfile.open(
-                fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts))
-            ) as packed:
-                untar(packed, home)
+            packed = gzip.decompress(b"".join(part.read_bytes() for part in parts))
+            untar(io.BytesIO(packed), home)
             restored.append(name)
     return restored
 

@@ -30,12 +30,13 @@ from pipeline.compiler.candidate_stages import build_engine, convert_model, prov
 from pipeline.compiler.context import CompileContext
 from pipeline.core import Engine, OnnxModel, Profile, Recipe, Tensors
 from pipeline.errors import CrucibleError
-from pipeline.execution.child_process import call_in_child
+from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.measurement.clock import monotonic
 from pipeline.onnx_graph.flops import node_costs, total
+from pipeline.plan.files import home
 from pipeline.plan.recipes import recipe_from_candidate
-from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, home
+from pipeline.plan.schema import BenchmarkConfig, CandidateConfig
 from pipeline.results.layer_table import LayerTable
 
 T = TypeVar("T")
@@ -314,7 +315,7 @@ def looked_at(engine: Engine, feeds: Tensors, mode: str) -> dict[str, Any]:
     file = engine.root / f"looked_at_{key}.json"
     if not file.is_file():
         found = call_in_child(
-            look_at, engine, feeds, mode, name=engine.recipe.label, deadline_s=LIMIT_S
+            look_at, engine, feeds, mode, name=engine.recipe.label, limit=TimeLimit(LIMIT_S)
         )
         file.write_text(json.dumps(found), encoding="utf-8")
     facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

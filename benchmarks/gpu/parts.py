@@ -72,7 +72,7 @@ PLACEMENTS = (
     "int8",
     "int8 modelopt",
     "int8 implicit",
-)  # folded, and without the first layer, were slower: docs/benchmarks.md
+)  # folded, and without the first layer, were slower: docs/benchmarks/gpu.md
 
 
 def throughput(
@@ -96,7 +96,7 @@ def throughput(
     models: list[OnnxModel] = []
     for way in options.ways or PLACEMENTS:
         label = f"{way} b{batch} level {level}"
-        if placed := with_failure(entries, label, _placed, row, options, way, batch, level):
+        if placed := with_failure(entries, label, placed_engine, row, options, way, batch, level):
             built, made, model = placed
             entries[label] = build_facts(built, made)
             entrants += [
@@ -125,7 +125,7 @@ def throughput(
     }
 
 
-def _placed(
+def placed_engine(
     row: Row, options: Options, way: str, batch: int, level: int
 ) -> tuple[CompileContext, Made, OnnxModel]:
     """The engine of one placement for one batch, from the graph of any batch."""

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.rows import Row
-from pipeline.compiler.compile import export_model, simplify_model
+from pipeline.compiler.compile import export_model, preprocess_model, simplify_model
 from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import OnnxModel, Tensors, TensorSpec
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.feeds import draw_feeds
-from pipeline.plan.schema import Plan, home, plan_from_document
+from pipeline.plan.files import home, plan_from_document
+from pipeline.plan.schema import Plan
 
 HERE = Path(__file__).resolve().parent
 CALIBRATION_ROWS = 16  # random, for speed only
@@ -122,4 +123,4 @@ def tell(event: StageEvent) -> None:
 def graph_of(plan: Plan) -> tuple[CompileContext, OnnxModel]:
     """The plan's context with its exported, simplified graph."""
     context = open_context(plan, Runner(Store(home()), emit=tell))
-    return context, simplify_model(context, export_model(context))
+    return context, simplify_model(context, preprocess_model(context, export_model(context)))

@@ -26,7 +26,7 @@ from pipeline.compiler.candidate_stages import convert_model
 from pipeline.compiler.context import CompileContext
 from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, silent
 from pipeline.execution.stage_runner import Stage
-from pipeline.plan.schema import home
+from pipeline.plan.files import home
 
 TACTICS = Stage("tactics", 1)
 REPEATS, PAUSE_S = 3, 30.0

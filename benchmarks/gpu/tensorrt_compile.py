@@ -32,8 +32,9 @@ from pipeline.core import NoteCode, Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.environment import environment
 from pipeline.measurement.clock import monotonic
+from pipeline.plan.files import load_plan
 from pipeline.plan.recipes import recipe_from_candidate
-from pipeline.plan.schema import CandidateConfig, load_plan
+from pipeline.plan.schema import CandidateConfig
 from pipeline.report.files import load_report
 from pipeline.results.precision_audit import reformats, time_by_precision
 from pipeline.results.report import BenchmarkReport, Candidate, Report

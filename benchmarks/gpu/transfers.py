@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -24,13 +23,13 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper, save
 
 from benchmarks.common import Row, publish, takes_no_arguments
+from benchmarks.gpu.host import tensorrt_device
 from pipeline import backends
 from pipeline.backends import cuda
 from pipeline.backends.base import Session, run_session
 from pipeline.backends.host_copies import address_of, chunks_of, copy_threads
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe
-from pipeline.errors import BackendUnavailable
 from pipeline.measurement.clock import (
     Samples,
     WarmUpOptions,
@@ -50,10 +49,7 @@ SLICE = {"start": 0, "end": 1, "axis": 1}
 
 def main(words: Sequence[str]) -> None:
     takes_no_arguments("transfers", __doc__, words)
-    try:
-        tensorrt_.probe()
-    except BackendUnavailable as error:
-        sys.exit(str(error))
+    tensorrt_device()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         engine = idle_engine(Path(folder))
         loaded = stack.enter_context(closing(backends.load(engine)))

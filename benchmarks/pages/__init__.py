@@ -1,1 +1,1 @@
-"""The generators of docs/benchmarks.md and of the tables and figures on other pages."""
+"""The generators of docs/benchmarks and of the table in the README."""

@@ -1,6 +1,4 @@
-"""What docs/accuracy.md computes: losses of calibration with their figure, and the speed of
-int8.
-"""
+"""Losses of calibration with their figure, and the speed of int8."""
 
 from __future__ import annotations
 

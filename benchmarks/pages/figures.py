@@ -1,4 +1,4 @@
-"""Figures of docs/: SVG with its text as text, drawn again only for other values (another
+"""Figures of docs/benchmarks: SVG with its text as text, drawn again only for other values (another
 matplotlib draws the same ones otherwise).
 """
 
@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from benchmarks.common import ROOT
 from pipeline.report.figures import GRID, INK, MUTED
 
+FOLDER = ROOT / "docs" / "benchmarks"
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "crucible",
@@ -38,12 +39,12 @@ class Drawing:
     draw: Callable[[Figure, Any], None]
     size: tuple[float, float] = (8.6, 3.6)  # inches
 
-    def is_current(self, folder: Path = ROOT / "docs") -> bool:
+    def is_current(self, folder: Path = FOLDER) -> bool:
         """Whether the file is of these values."""
         file = folder / self.name
         return file.is_file() and file.read_text(encoding="utf-8").startswith(self._mark())
 
-    def write(self, folder: Path = ROOT / "docs") -> Path:
+    def write(self, folder: Path = FOLDER) -> Path:
         with matplotlib.rc_context(
             {**STYLE, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True}
         ):

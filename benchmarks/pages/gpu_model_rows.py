@@ -90,6 +90,17 @@ def gbytes_per_s(entry: Entry) -> float | None:
     return float(entry["bytes_per_s"] * width / 1e9)
 
 
+def detailed(row: Mapping[str, Any]) -> dict[str, Entry]:
+    """The engines of which more is known than their times."""
+    keys = ("layers", "sdpa_operators", "recompilations")
+    return {
+        name: entry
+        for name, entry in row.get("entries", {}).items()
+        if any(entry.get(key) is not None for key in keys)
+        or (name.startswith("ours") and entry.get("bound"))
+    }
+
+
 # -- rows with several shapes ------------------------------------------------
 
 

@@ -1,5 +1,5 @@
-"""Write docs/benchmarks.md, and the tables and figures of accuracy.md, measurement.md, deploy.md
-and the README, from benchmarks/results/*.json.
+"""Write the pages and figures of docs/benchmarks, and the table of the README, from
+benchmarks/results/*.json.
 
 No figure there is typed by hand, and a test keeps pages and results in step.
 """
@@ -12,19 +12,24 @@ from pathlib import Path
 
 from benchmarks.common import ROOT, takes_no_arguments
 from benchmarks.pages.accuracy import calibration_drawing
-from benchmarks.pages.figures import Drawing
+from benchmarks.pages.figures import FOLDER, Drawing
 from benchmarks.pages.gpu_drawings import curve_drawing, models_drawings
+from benchmarks.pages.overview_drawings import serving_drawing, speedup_drawing
 from benchmarks.pages.render import load_results, render
 
-DOCS = ROOT / "docs"
-PAGE = DOCS / "benchmarks.md"
-PAGES_WITH_PARTS = {
-    DOCS / "accuracy.md": "accuracy.md.j2",
-    DOCS / "measurement.md": "measurement.md.j2",
-    DOCS / "deploy.md": "deploy.md.j2",
-    ROOT / "README.md": "readme.md.j2",
-}
-"""Pages of which only parts are written here, and the templates of these parts."""
+README = ROOT / "README.md"
+PAGES = (
+    "index",
+    "gpu",
+    "gpu-limits",
+    "tensorrt",
+    "cpu",
+    "serving",
+    "reliability",
+    "accuracy",
+    "measuring",
+)
+"""Pages in the folder of the figures. Each has a template of its name."""
 
 PART = re.compile(
     r"^<!-- (?P<name>[^:\n]+): from here on written .*?"
@@ -46,11 +51,9 @@ def main(words: Sequence[str]) -> None:
 def pages() -> dict[Path, str]:
     """Every page that holds figures, as it is to be."""
     results = load_results()
-    with_parts = {
-        file: with_parts_of(file.read_text(encoding="utf-8"), render(template, results))
-        for file, template in PAGES_WITH_PARTS.items()
-    }
-    return {PAGE: render("benchmarks.md.j2", results), **with_parts}
+    whole = {FOLDER / f"{name}.md": render(f"{name}.md.j2", results) for name in PAGES}
+    readme = README.read_text(encoding="utf-8")
+    return {**whole, README: with_parts_of(readme, render("readme.md.j2", results))}
 
 
 def with_parts_of(page: str, rendered: str) -> str:
@@ -66,5 +69,10 @@ def drawings() -> tuple[Drawing, ...]:
     """All figures of the pages."""
     results = load_results()
     gpu_models = results["gpu_models"]
-    calibration = calibration_drawing(results["calibration"])
-    return (calibration, *models_drawings(gpu_models), curve_drawing(gpu_models))
+    return (
+        speedup_drawing(gpu_models),
+        serving_drawing(results["serving"]),
+        calibration_drawing(results["calibration"]),
+        *models_drawings(gpu_models),
+        curve_drawing(gpu_models),
+    )

@@ -50,13 +50,15 @@ def own_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serving(home: Path) -> Iterator[Served]:
+def serving(home: Path, http_processes: int = 1) -> Iterator[Served]:
     """A server on this home that is ready, with all that was deployed in it."""
     port, log = free_port(), home.with_suffix(".log")
     command = [sys.executable, "-m", "pipeline.cli", "serve", f"--home={home}", f"--port={port}"]
-    with running(
-        command, log, {**own_environment(), "CRUCIBLE_SERVICE_GRPC_PORT": "0"}
-    ) as process:  # any: the next after `port` may be taken
+    variables = {
+        "CRUCIBLE_SERVICE_GRPC_PORT": "0",  # any: the next after `port` may be taken
+        "CRUCIBLE_SERVICE_HTTP_PROCESSES": str(http_processes),
+    }
+    with running(command, log, {**own_environment(), **variables}) as process:
         wait_until(lambda: is_ready(port), process, log)
         yield Served(process, port, log)
 

@@ -12,12 +12,25 @@ from onnx import TensorProto, helper, numpy_helper
 
 INPUT, OUTPUT = "x", "y"
 OPSET = 17
+DATATYPES = {"float32": "FP32", "uint8": "UINT8"}  # of the Open Inference Protocol
 
 
 def write_echo(path: Path, side: int) -> Path:
     """[batch, 3, side, side] -> the same, where no value is negative: one Relu."""
     shape = ("batch", 3, side, side)
     return _write(path, [helper.make_node("Relu", [INPUT], [OUTPUT])], shape, shape, [])
+
+
+def write_first_pixel(path: Path, side: int) -> Path:
+    """[batch, side, side, 3] uint8 -> the first pixel as [batch, 3]: what costs an engine least."""
+    nodes = [
+        helper.make_node("Gather", [INPUT, "zero"], ["row"], axis=1),
+        helper.make_node("Gather", ["row", "zero"], ["pixel"], axis=1),
+        helper.make_node("Cast", ["pixel"], [OUTPUT], to=TensorProto.FLOAT),
+    ]
+    zero = numpy_helper.from_array(np.array(0), "zero")
+    given: list[str | int] = ["batch", side, side, 3]
+    return _write(path, nodes, given, ["batch", 3], [zero], TensorProto.UINT8)
 
 
 def write_cnn(path: Path, name: str, side: int, enlarged: int = 1) -> Path:
@@ -91,11 +104,14 @@ def image(side: int, seed: int = 0) -> np.ndarray:
 def oip_body(
     array: np.ndarray, name: str = INPUT, request_id: str = ""
 ) -> tuple[bytes, dict[str, str]]:
-    """A request of the Open Inference Protocol with binary tensors, both ways: body and headers."""
+    """A request of the Open Inference Protocol with binary tensors, both ways: body and headers.
+
+    The array is float32 or uint8.
+    """
     tensor = {
         "name": name,
         "shape": array.shape,
-        "datatype": "FP32",
+        "datatype": DATATYPES[array.dtype.name],
         "parameters": {"binary_data_size": array.nbytes},
     }
     document = {
@@ -113,10 +129,12 @@ def _write(
     given: Sequence[str | int],
     taken: Sequence[str | int],
     weights: list[onnx.TensorProto],
+    dtype: int = TensorProto.FLOAT,
 ) -> Path:
+    """`dtype` is that of the input; the output is float32."""
     inputs, outputs = (
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
-        for name, shape in ((INPUT, given), (OUTPUT, taken))
+        [helper.make_tensor_value_info(name, kind, shape)]
+        for name, kind, shape in ((INPUT, dtype, given), (OUTPUT, TensorProto.FLOAT, taken))
     )
     graph = helper.make_graph(nodes, "model", inputs, outputs, weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9)

@@ -308,7 +308,7 @@ def row_of(soak: Soak, jobs: Mapping[str, int]) -> Row:
         "worker_mb": end.worker_bytes / 1e6,
         "descriptors_settled": settled.descriptors,
         "descriptors": end.descriptors,
-        "jobs": _told(jobs),
+        "jobs": told(jobs),
     }
 
 
@@ -333,7 +333,7 @@ def targets_of(
         f"more than {MIN_MEAN_BATCH:g} rows run together in the mean (got {batch:.2f})": (
             batch > MIN_MEAN_BATCH
         ),
-        f"jobs compiled beside it, none failed ({_told(jobs)})": (
+        f"jobs compiled beside it, none failed ({told(jobs)})": (
             jobs.get("succeeded", 0) > 0 and not jobs.get("failed", 0)
         ),
     }
@@ -350,5 +350,5 @@ def targets_of(
     return targets
 
 
-def _told(jobs: Mapping[str, int]) -> str:
+def told(jobs: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {state}" for state, count in sorted(jobs.items())) or "none"

@@ -1,0 +1,1 @@
+"""The service under load while its host fails."""

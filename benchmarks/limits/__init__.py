@@ -1,0 +1,1 @@
+"""Benchmarks of what limits whole runs: the bus, the GPU, and the way through the server."""
