@@ -17,11 +17,14 @@ WHEELS ?=
 TESTS ?=
 PARTS ?=
 SOAK ?=
+FUZZ ?=
+SOAK_FAULTS ?=
+ATTACK ?=
 GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RESULTS ?= build/gpu-tests.json
 GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
 
-.PHONY: demo test check protos image-test test-gpu bench-gpu gpu-site bench soak serve clean
+.PHONY: demo test check docs reference protos image-test test-gpu bench-gpu gpu-site bench soak fuzz attack serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -34,6 +37,14 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site of the documentation, in build/docs.
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The generated pages of docs/reference, from the code.
+reference: $(VENV)/.ready
+	$(BIN)/python -m tests.docs
 
 # The messages of gRPC, from the published definitions in service/grpc/protos.
 protos: $(VENV)/.ready
@@ -58,9 +69,18 @@ bench: $(VENV)/.ready
 serve: $(VENV)/.ready
 	$(BIN)/crucible serve
 
-# SOAK="--minutes 1 --requests 5000": shorter
+# SOAK="--minutes 1 --requests 5000" SOAK_FAULTS="--requests 5000 --faults 9 --fault-every 6": shorter
 soak: $(VENV)/.ready
 	$(BIN)/python -m benchmarks soak $(SOAK)
+	$(BIN)/python -m benchmarks soak_faults $(SOAK_FAULTS)
+
+# FUZZ="--cases 10000 --seed 2 --target npz": see tests/fuzz/__main__.py
+fuzz: $(VENV)/.ready
+	$(BIN)/python -W ignore::UserWarning -m tests.fuzz $(FUZZ)  # of numpy and zipfile, about odd files
+
+# ATTACK="--only smuggling": one attack; see docs/explain/security.md
+attack: $(VENV)/.ready
+	$(BIN)/python -m tests.attack $(ATTACK)
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 ifdef UV
@@ -68,7 +88,7 @@ ifdef UV
 else
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 endif
-	$(INSTALL) '.[torch,openvino,rtx,dev]'
+	$(INSTALL) '.[torch,openvino,rtx,docs,dev]'
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib pipeline service >/dev/null 2>&1 || true  # torch imports twice as fast; templates of some packages fail
 	touch $@
 

@@ -57,7 +57,7 @@ def compile(
     from pipeline.execution.stage_runner import Runner
     from pipeline.execution.store import Store
     from pipeline.host.environment import usable_cores
-    from pipeline.plan.schema import home
+    from pipeline.plan.files import home
     from pipeline.report.bundle import check_folder
 
     folder = Path(out)
@@ -78,7 +78,8 @@ def _plan_and_command(
     plan: Plan | Path | str, overrides: tuple[str, ...], out: Path
 ) -> tuple[Plan, str]:
     """The checked plan, and for its report the command that repeats the compile."""
-    from pipeline.plan.schema import Plan, override_plan
+    from pipeline.plan.files import override_plan
+    from pipeline.plan.schema import Plan
 
     if isinstance(plan, Plan):
         parsed = override_plan(plan, overrides) if overrides else plan
@@ -108,7 +109,8 @@ def read_plan(path: Path | str, overrides: Iterable[str] = ()) -> Plan:
     `overrides` are texts of the form `a.b=value`. Raises PlanError, with the line or the key at
     fault, if the plan cannot be used.
     """
-    from pipeline.plan.schema import ONNX_SUFFIXES, load_plan, plan_from_model
+    from pipeline.plan.files import load_plan, plan_from_model
+    from pipeline.plan.schema import ONNX_SUFFIXES
 
     file, texts = Path(path), _checked(overrides)
     return (plan_from_model if file.suffix in ONNX_SUFFIXES else load_plan)(file, texts)

@@ -78,13 +78,23 @@ Dim = Annotated[int, Field(ge=0)] | str
 class TensorSpec(Frozen):
     """Name, dtype and shape of one input or output."""
 
-    name: str
-    dtype: str  # numpy's name ("float32", "int64", "bool"), or "bfloat16"
-    shape: tuple[Dim, ...]  # str = symbolic, () = scalar
-    # host = a shape tensor, read by the builder on the CPU
-    location: Literal["device", "host"] = "device"
-    # data-dependent: known only after running (NonZero)
-    kind: Literal["static", "dynamic", "data-dependent"] = "static"
+    name: str = Field(description="Name of the input or output.")
+    dtype: str = Field(
+        description="The name in NumPy, such as `float32`, `int64` or `bool`; or `bfloat16`."
+    )
+    shape: tuple[Dim, ...] = Field(
+        description=(
+            "One entry for each axis. A number is fixed. A string is a symbolic dimension. `[]` is"
+            " a scalar."
+        )
+    )
+    location: Literal["device", "host"] = Field(
+        default="device", description="`host`: a shape tensor, which the builder reads on the CPU."
+    )
+    kind: Literal["static", "dynamic", "data-dependent"] = Field(
+        default="static",
+        description="`data-dependent`: the size is known only after a run, as of NonZero.",
+    )
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -143,7 +153,11 @@ def dtype_of(name: str) -> np.dtype[np.generic]:
 
 Point = Literal["min", "opt", "max"]
 Values = Annotated[
-    tuple[int, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)
+    tuple[int, ...],
+    BeforeValidator(
+        lambda value: (value,) if isinstance(value, int) else value,
+        json_schema_input_type=int | tuple[int, ...],
+    ),
 ]
 
 
@@ -328,7 +342,7 @@ OrtProvider = Literal["cpu", "cuda", "tensorrt"]
 
 
 class Placement(Frozen):
-    """Placement of Q/DQ pairs. Each switch is one rule of docs/accuracy.md."""
+    """Placement of Q/DQ pairs. Each switch is one rule of docs/explain/int8-arithmetic.md."""
 
     conv: bool = True
     matmul_weight: bool = True  # Gemm, and MatMul with a weight on one side
@@ -387,9 +401,7 @@ class Recipe(Frozen):
             self.form or "",
             self.variant,
             self.mode or "",
-            str(
-                self.precision,
-            ),
+            str(self.precision),
         ]
         if self.quantizer not in ("crucible", self.backend) and self.variant != "as given":
             parts.append(self.quantizer)
@@ -450,9 +462,15 @@ class ImageResize(Frozen):
     centres of pixels count, as in OpenCV's INTER_LINEAR.
     """
 
-    source: tuple[PositiveInt, PositiveInt]  # height, width of the image that comes in
-    target: tuple[PositiveInt, PositiveInt]  # height, width of the model's input
-    filter: Literal["linear"]
+    source: tuple[PositiveInt, PositiveInt] = Field(
+        description="Height and width of the image that comes in."
+    )
+    target: tuple[PositiveInt, PositiveInt] = Field(
+        description="Height and width of the model's input."
+    )
+    filter: Literal["linear"] = Field(
+        description="The only filter that all backends compute alike."
+    )
 
     @field_validator("filter", mode="before")
     @classmethod
@@ -469,7 +487,10 @@ class ImageResize(Frozen):
 PerChannel = Annotated[
     tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
     Field(min_length=1),
-    BeforeValidator(lambda value: (value,) if isinstance(value, int | float) else value),
+    BeforeValidator(
+        lambda value: (value,) if isinstance(value, int | float) else value,
+        json_schema_input_type=float | tuple[float, ...],
+    ),
 ]
 """One number for each channel, or one for all."""
 
@@ -480,11 +501,29 @@ class Preprocess(Frozen):
     It is cast to float32, resized, (x * scale - mean) / std, then transposed to `layout`.
     """
 
-    scale: float = Field(default=1 / 255, gt=0, allow_inf_nan=False)
-    mean: PerChannel = (0.0,)  # of the scaled values
-    std: PerChannel = (1.0,)
-    layout: Literal["NCHW", "NHWC"] = "NCHW"  # of the model's input
-    resize: ImageResize | None = None
+    scale: float = Field(
+        default=1 / 255,
+        gt=0,
+        allow_inf_nan=False,
+        description="The factor for each pixel. Default: 1/255.",
+    )
+    mean: PerChannel = Field(
+        default=(0.0,),
+        description="Mean of the scaled values: one number for each channel, or one for all.",
+    )
+    std: PerChannel = Field(
+        default=(1.0,),
+        description=(
+            "Standard deviation of the scaled values, above 0: one number for each channel, or one"
+            " for all."
+        ),
+    )
+    layout: Literal["NCHW", "NHWC"] = Field(
+        default="NCHW", description="Layout of the model's input."
+    )
+    resize: ImageResize | None = Field(
+        default=None, description="Resizing before the other steps. Default: none."
+    )
 
     @field_validator("std")
     @classmethod
@@ -492,6 +531,36 @@ class Preprocess(Frozen):
         if min(std) <= 0:
             raise ValueError("expected numbers above 0: the image is divided by them")
         return std
+
+
+class Postprocess(Frozen):
+    """Reduction of an output inside the engine: exactly one of `top_k` and `argmax`."""
+
+    top_k: PositiveInt | None = Field(
+        default=None,
+        description=(
+            "The k highest scores, the highest first, and their indices. Give exactly one of"
+            " `top_k` and `argmax`."
+        ),
+    )
+    argmax: bool = Field(default=False, description="The index of the highest score only.")
+    axis: int = Field(
+        default=-1, description="The axis of the classes. Negative numbers count from the last."
+    )
+    softmax: bool = Field(
+        default=False,
+        description="`top_k` only. The values are probabilities, from a softmax over all classes.",
+    )
+
+    @model_validator(mode="after")
+    def _one_reduction(self) -> Self:
+        if (self.top_k is not None) == self.argmax:
+            raise ValueError("expected exactly one of `top_k: k` and `argmax: true`")
+        if self.softmax and self.argmax:
+            raise ValueError(
+                "expected `softmax` with `top_k` only: it does not change which score is highest"
+            )
+        return self
 
 
 class ModelSource(Frozen):
@@ -508,6 +577,8 @@ class ModelSource(Frozen):
     seed: int = 0
     # by input: what the loaded module does with an image before the user's own module gets it
     preprocess: dict[str, Preprocess] = Field(default_factory=dict)
+    # by output: what becomes of it behind the user's own module
+    postprocess: dict[str, Postprocess] = Field(default_factory=dict)
     digest: str = ""  # of all content: file, weights, source text of the entrypoint's package
 
     @property
@@ -596,11 +667,40 @@ class CalibrationTable(Artifact):
 class TensorRTOptions(Frozen):
     """Options of TensorRT's builder."""
 
-    workspace_mib: int | None = Field(default=None, gt=0)  # None = all of the GPU's memory
-    optimization_level: int = Field(default=3, ge=0, le=5)  # TensorRT's own default is 3
-    # as trtexec; TensorRT's own default is 1
-    timing_iterations: int = Field(default=8, ge=1, le=100)
-    plugins: tuple[Path, ...] = ()  # libraries with plugins that the model's operators need
+    workspace_mib: int | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Largest memory for the intermediate results of one kernel, MiB. Kernels that need"
+            " more are not considered. Limit it if the GPU is shared. Default: all of the GPU's"
+            " memory."
+        ),
+    )
+    optimization_level: int = Field(
+        default=3,
+        ge=0,
+        le=5,
+        description=(
+            "How many kernels are tried. A lower level builds faster. 5 may find a faster engine,"
+            " and builds for much longer. TensorRT's own default is 3."
+        ),
+    )
+    timing_iterations: int = Field(
+        default=8,
+        ge=1,
+        le=100,
+        description=(
+            "How often each kernel is timed before one is chosen. The default is that of trtexec;"
+            " TensorRT's own is 1."
+        ),
+    )
+    plugins: tuple[Path, ...] = Field(
+        default=(),
+        description=(
+            "Libraries (.so) with TensorRT plugins that the model's operators need. Loading them"
+            " runs their code: name only libraries that you trust."
+        ),
+    )
 
 
 class BuildOptions(Frozen):

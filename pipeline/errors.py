@@ -51,41 +51,88 @@ class CrucibleError(Exception):
 
 
 class UserError(CrucibleError):
+    """The request cannot work as it is written.
+
+    Next: do what the message says.
+    """
+
     code = "user"
     exit_code = 1
 
 
 class PlanError(UserError):
+    """The plan, the command line or a setting cannot be used as it is.
+
+    Next: correct the key or the option that the message names.
+    """
+
     code = "plan.invalid"
 
 
 class ModelError(UserError):
+    """The model file cannot be used: the file, its inputs and outputs, or its operators.
+
+    Next: correct the model, or export it again.
+    """
+
     code = "model.invalid"
 
 
 class DataError(UserError):
+    """Samples cannot be used: calibration, selection or validation data, or the tensors of a
+    request.
+
+    Next: correct names, dtypes, shapes or values as the message says.
+    """
+
     code = "data.invalid"
 
 
 class UnsupportedError(UserError):
+    """The backend lacks a precision, or cannot run a node of the model.
+
+    Next: choose another precision or backend, or replace the operator by surgery.
+    """
+
     code = "backend.unsupported"
 
 
 class HostError(CrucibleError):
+    """This machine cannot do it.
+
+    Next: do what the message says, or use another machine.
+    """
+
     code = "host"
     exit_code = 1
 
 
 class BackendUnavailable(HostError):
+    """A library or a device is missing on this host.
+
+    Next: install the extra that the message names; `crucible doctor` shows what this host has.
+    """
+
     code = "backend.unavailable"
 
 
 class DiskFull(HostError):
+    """The disk is full, or nearly so.
+
+    Next: free space on the disk that the message names; `crucible gc` removes old results.
+    """
+
     code = "host.disk_full"
     may_pass = True
 
 
 class ChildDied(HostError):
+    """A child process ended by a signal or out of time.
+
+    Next: read the log that the message names; limit the memory or raise `stage_timeout_s` if
+    that is the cause.
+    """
+
     code = "host.child_died"
 
 
@@ -102,13 +149,28 @@ class LoadCrashed(ChildDied):
 
 
 class StoreError(HostError):
+    """The store, or a folder of results, cannot be used.
+
+    Next: check its owner, its rights and its disk.
+    """
+
     code = "host.store"
 
 
 class DamagedError(HostError):
+    """A file that Crucible wrote has changed since, or is missing.
+
+    Next: make it again as the message says: compile, or promote the version's job again.
+    """
+
     code = "host.damaged"
 
 
 class InternalError(CrucibleError):
+    """A bug in Crucible.
+
+    Next: report it with the log that the message names.
+    """
+
     code = "internal"
     exit_code = 3

@@ -1,7 +1,7 @@
 """Preprocessing of images, as the plan declares it: the raw inputs, and the steps in numpy.
 
 The steps in numpy stand before the reference. They share no code with the graph
-(`onnx_graph/preprocessing.py`) and with the PyTorch module (`backends/pytorch/preprocessing.py`)
+(`onnx_graph/processing.py`) and with the PyTorch module (`backends/pytorch/preprocessing.py`)
 that are compared with them.
 """
 

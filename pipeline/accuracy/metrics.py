@@ -18,6 +18,8 @@ Floats = NDArray[np.float64]
 Z_95 = 1.959964  # standard deviations that contain 95 % of a normal distribution
 # for identical outputs, which have no noise: JSON has no infinity; float32 reaches about 150 dB
 SNR_LIMIT_DB = 200.0
+# models mask classes with -inf, the lowest float, or at the least with -10,000 added to the score
+MASKED = -9000.0
 
 
 def by_sample(array: Array, samples: int, whole: bool = False) -> Array:
@@ -92,6 +94,54 @@ def topk_hits(outputs: Array, labels: Array, k: int) -> Floats:
         np.isnan(scores).any(axis=1), np.nan, (ahead.sum(axis=1) < k).astype(np.float64)
     )
     return np.asarray(hits.reshape(len(outputs), -1).mean(axis=1))
+
+
+def index_hits(indices: Array, labels: Array, k: int) -> Floats:
+    """Return per sample the share of its labels among the first k indices.
+
+    indices [samples, ..., at least k], the best first; labels [samples, ...] integers. DataError if
+    the shapes do not fit.
+    """
+    places = indices.shape[:-1]
+    if (
+        labels.dtype.kind not in "iu"
+        or labels.shape[:1] != places[:1]
+        or _long_axes(labels.shape) != _long_axes(places)
+    ):
+        raise DataError(
+            f"expected integer labels of shape {places}, got {labels.dtype} of shape"
+            f" {labels.shape}",
+            "give one integer label per place, choose another `accuracy.output`, or set"
+            " `accuracy.metric: agreement`",
+        )
+    hits = (indices[..., :k] == labels.reshape(*places, 1)).any(axis=-1)
+    return np.asarray(hits.reshape(len(hits), -1).mean(axis=1))
+
+
+def chosen_scores(scores: Array, indices: Array) -> Floats:
+    """Return the scores at the indices. scores [..., classes], indices [..., k]."""
+    return np.take_along_axis(scores, indices.astype(np.intp), -1).astype(np.float64)
+
+
+def index_agreement(indices: Array, expected: Array, scores: Array) -> Floats:
+    """Return how well each index does in the reference's scores: 1 as the reference's own index.
+
+    0 is an index that does no better than the average class. Indices are [..., k], scores
+    [..., classes]. Equal scores agree whatever their indices, and almost equal scores agree almost.
+    Masked classes are left out of the average: beside them, all others would seem equal.
+    """
+    own, other = chosen_scores(scores, expected), chosen_scores(scores, indices)
+    finite = np.isfinite(scores)
+    unmasked = finite & np.greater(scores, MASKED)
+    counted = np.where(unmasked.any(axis=-1, keepdims=True), unmasked, finite)
+    count = np.maximum(counted.sum(axis=-1, keepdims=True), 1)
+    average = np.sum(scores, axis=-1, keepdims=True, dtype=np.float64, where=counted) / count
+    best = np.max(scores, axis=-1, keepdims=True, initial=-np.inf, where=finite)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        loss = np.abs(own - other) / (best - average)
+    both_nan = np.isnan(own) & np.isnan(other)
+    loss = np.where((own == other) | both_nan, 0.0, np.where(np.isnan(loss), 1.0, loss))
+    return np.asarray(1.0 - np.clip(loss, 0.0, 1.0))
 
 
 def _scores_by_label(outputs: Array, labels: Array) -> Floats:

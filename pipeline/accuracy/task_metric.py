@@ -23,6 +23,7 @@ from pipeline.accuracy.metrics import (
     Array,
     Floats,
     cosine_per_sample,
+    index_hits,
     paired_interval,
     rows,
     topk_hits,
@@ -30,7 +31,8 @@ from pipeline.accuracy.metrics import (
 from pipeline.core import TensorSpec
 from pipeline.errors import DataError, PlanError
 from pipeline.measurement.statistics import Interval, bootstrap, bootstrap_mean
-from pipeline.plan.schema import NEED_LABELS, AccuracyConfig
+from pipeline.plan.schema import METRICS, NEED_LABELS, AccuracyConfig
+from pipeline.postprocess import IndexOutput
 from pipeline.results.report import MetricResult
 
 MetricFunction = Callable[[Array, Array | None, Array], object]
@@ -46,20 +48,60 @@ SHUFFLED_BYTES = 64 * 2**20
 
 
 def open_metric(
-    options: AccuracyConfig, outputs: tuple[TensorSpec, ...], has_labels: bool
+    options: AccuracyConfig,
+    outputs: tuple[TensorSpec, ...],
+    has_labels: bool,
+    indices: tuple[IndexOutput, ...] = (),
 ) -> TaskMetric:
-    """Return the metric of the plan.
+    """Return the metric of the plan. `indices`: those of `outputs` that hold indices.
 
     PlanError if the metric does not exist. DataError if it needs labels and there are none.
     """
+    output = options.output or outputs[0].name
+    index = next((each for each in indices if each.name == output), None)
     name = options.metric
     if name == "auto":
-        name = "top1" if has_labels else "cosine"
+        without_labels = "agreement" if index else "cosine"
+        name = "top1" if has_labels else without_labels
     check_labels(options, has_labels)
-    output = options.output or outputs[0].name
-    if name in _STREAMED:
-        return TaskMetric(name, output, options.max_drop)
-    return TaskMetric(name, output, options.max_drop, _load_function(name, options.python_path))
+    function = None if name in METRICS else _load_function(name, options.python_path)
+    return TaskMetric(name, output, options.max_drop, function, index)
+
+
+def check_metric(
+    options: AccuracyConfig, outputs: tuple[TensorSpec, ...], indices: tuple[IndexOutput, ...]
+) -> None:
+    """Raise PlanError for a built-in metric or a limit that its output cannot have."""
+    of_indices = {each.name: each for each in indices}
+    output, metric = options.output or outputs[0].name, options.metric
+    index = of_indices.get(output)
+    if index and metric == "cosine":
+        raise PlanError(
+            f"accuracy.metric is cosine, and '{output}' holds indices, whose size means nothing",
+            "set `accuracy.metric` to auto, top1, top5 or agreement, or `accuracy.output` to"
+            " another output",
+        )
+    if index and metric == "top5" and (index.top_k or 1) < 5:
+        raise PlanError(
+            f"accuracy.metric is top5, and '{output}' holds {index.top_k or 1} indices per place",
+            f"set `postprocess.{index.source}.top_k` to 5 or more, or `accuracy.metric: top1`",
+        )
+    if metric == "agreement" and not index:
+        raise PlanError(
+            f"accuracy.metric is agreement, and '{output}' holds no indices of `postprocess`;"
+            f" outputs that do: {', '.join(of_indices) or 'none'}",
+            "name one of these as `accuracy.output`, or set `accuracy.metric: cosine`",
+        )
+    for name, limits in options.per_output.items():
+        given = limits.model_fields_set
+        misfits = given - {"min_agreement"} if name in of_indices else given & {"min_agreement"}
+        if misfits:
+            kind = "indices" if name in of_indices else "no indices of `postprocess`"
+            key = min(misfits)
+            raise PlanError(
+                f"accuracy.per_output.{name} has {key}, and '{name}' holds {kind}",
+                "indices take `min_agreement` only, and other outputs every other threshold",
+            )
 
 
 def check_labels(options: AccuracyConfig, has_labels: bool) -> None:
@@ -109,6 +151,26 @@ _STREAMED: dict[str, Callable[[Array, Array | None, Array], Floats]] = {
     "top1": _top1,
     "top5": _top5,
     "cosine": _cosine,
+}
+
+
+def _top1_of_indices(indices: Array, labels: Array | None, reference: Array) -> Floats:
+    return index_hits(indices, np.asarray(labels), 1)
+
+
+def _top5_of_indices(indices: Array, labels: Array | None, reference: Array) -> Floats:
+    return index_hits(indices, np.asarray(labels), 5)
+
+
+def _equal_indices(indices: Array, labels: Array | None, reference: Array) -> Floats:
+    same = indices == reference
+    return np.asarray(same.reshape(len(same), -1).mean(axis=1))
+
+
+_OF_INDICES: dict[str, Callable[[Array, Array | None, Array], Floats]] = {
+    "top1": _top1_of_indices,
+    "top5": _top5_of_indices,
+    "agreement": _equal_indices,  # of shuffled outputs; candidates are scored in `add`
 }
 
 
@@ -177,19 +239,29 @@ class TaskMetric:
     output: str
     max_drop: float
     function: MetricFunction | None = None
+    index: IndexOutput | None = None  # where the output holds indices
     candidate: list[Array] = field(default_factory=list)
     reference: list[Array] = field(default_factory=list)
     labels: list[Array] = field(default_factory=list)
     drawn: Drawn = field(default_factory=Drawn)
     certain: bool = False  # a drop fails only if its whole interval exceeds the limit
 
-    def add(self, outputs: Array, labels: Array | None, reference: Array) -> None:
-        """Add one batch, [samples, ...] each."""
+    def add(
+        self,
+        outputs: Array,
+        labels: Array | None,
+        reference: Array,
+        agreement: Floats | None = None,
+    ) -> None:
+        """Add one batch, [samples, ...] each. `agreement` is that of indices, [samples]."""
         self.drawn.add(reference, labels)
+        if self.name == "agreement" and agreement is not None:
+            self.candidate.append(agreement)
+            self.reference.append(np.ones(len(agreement)))
+            return
         if self.function is None:
-            score = _STREAMED[self.name]
-            self.candidate.append(score(outputs, labels, reference))
-            self.reference.append(score(reference, labels, reference))
+            self.candidate.append(self._built_in(outputs, labels, reference))
+            self.reference.append(self._built_in(reference, labels, reference))
             return
         self.candidate.append(outputs)
         self.reference.append(reference)
@@ -230,7 +302,7 @@ class TaskMetric:
         assert self.function is not None
         next_step = (
             "the function takes (outputs, labels, reference) and returns one score per sample or"
-            " one number; docs/accuracy.md"
+            " one number; docs/howto/own-metric.md"
         )
         try:
             value = self.function(outputs, labels, reference)
@@ -300,7 +372,7 @@ class TaskMetric:
             raise PlanError(
                 message,
                 "compare each sample's output with its own label or reference, higher is better;"
-                " docs/accuracy.md",
+                " docs/howto/own-metric.md",
             )
         raise DataError(
             message, "give samples with different answers, or choose another `accuracy.output`"
@@ -323,8 +395,14 @@ class TaskMetric:
     def _score(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
         """Return scores of shape [samples], or () if the metric is for the whole set."""
         if self.function is None:
-            return _STREAMED[self.name](outputs, labels, reference)
+            return self._built_in(outputs, labels, reference)
         return self._call(outputs, labels, reference)
+
+    def _built_in(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
+        if self.index is None:
+            return _STREAMED[self.name](outputs, labels, reference)
+        first, second = self.index.with_last(outputs), self.index.with_last(reference)
+        return _OF_INDICES[self.name](first, labels, second)
 
     def _verdict(
         self, reference: float, candidate: float, drop: Interval

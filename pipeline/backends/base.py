@@ -84,6 +84,15 @@ class SharesOutputs(Protocol):
         ...
 
 
+@runtime_checkable
+class LendsOutputs(Protocol):
+    """A session whose outputs can be read where they are in host memory."""
+
+    def lent_outputs(self) -> Tensors:
+        """Return the outputs of the last run without a copy. The next run overwrites them."""
+        ...
+
+
 def run_session(session: Session, feeds: Tensors) -> Tensors:
     """Run a session once, from host arrays to host arrays. The run is finished on return."""
     session.bind(feeds)

@@ -43,13 +43,21 @@ ON_THE_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
 
 class CudaError(HostError):
-    """CUDA, or a library that runs on it, failed."""
+    """CUDA, or a library that runs on it, failed.
+
+    Next: `crucible doctor` shows what this GPU can do; restart the process if the driver
+    reports a fault.
+    """
 
     code = "host.cuda"
 
 
 class OutOfDeviceMemory(HostError):
-    """The GPU has less free memory than requested. Open engines and sessions stay usable."""
+    """The GPU has less free memory than requested. Open engines and sessions stay usable.
+
+    Next: stop other processes on the GPU, take a smaller max in the profiles, or load fewer
+    instances.
+    """
 
     code = "host.out_of_device_memory"
     may_pass = True

@@ -4,11 +4,9 @@ use.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -200,21 +198,3 @@ def _listed(names: Iterable[str]) -> str:
 def closed(*arguments: object) -> NoReturn:
     """Raise the error for a call on a closed session or engine, in the place of its methods."""
     raise InternalError("this session or engine is closed", "load the engine again")
-
-
-@contextlib.contextmanager
-def torch_hidden() -> Iterator[None]:
-    """Make the import of torch fail within this context, unless it is imported already.
-
-    NNCF and Polygraphy import torch only to check whether an array is a tensor, which takes
-    seconds.
-    """
-    if "torch" in sys.modules:
-        yield
-        return
-    # None marks a module that must not be imported.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 
 from pipeline.core import Frozen, Note, NoteCode, Progress, Target
 from pipeline.host.gpu import open_nvml
-from pipeline.plan.schema import home
+from pipeline.plan.files import home
 
 FILE, ABOUT = "cache.bin", "target.json"
 # 1: Python was called while kernels were timed, which made some look slower than others

@@ -32,7 +32,7 @@ from pipeline.host.environment import cpu_flags, cpu_name, usable_cores
 from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware
 from pipeline.measurement.clock import measure_block
 from pipeline.onnx_graph.files import onnx_model
-from pipeline.plan.schema import home
+from pipeline.plan.files import home
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import ran_in
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks

@@ -84,6 +84,7 @@ class Doctor(Frozen):
     store_free_bytes: int
     problems: tuple[str, ...]
     warnings: tuple[str, ...] = ()  # known problems of the installed versions
+    sandbox: tuple[str, ...] = ()  # what the service's sandbox holds
 
 
 def examine(store: Path) -> Doctor:
@@ -138,6 +139,8 @@ def lines(examination: Doctor) -> tuple[str, ...]:
     ]
     for check in examination.backends:
         table += _backend_lines(check)
+    labels = ("sandbox", *[""] * len(examination.sandbox))
+    table += zip(labels, examination.sandbox, strict=False)
     table += [("WARNING", text) for text in examination.warnings]
     table += [("PROBLEM", text) for text in examination.problems]
     width = max(len(label) for label, _ in table)

@@ -11,7 +11,7 @@ PlanArgument = Annotated[
     Path,
     typer.Argument(
         metavar="PLAN|MODEL.onnx",
-        help="YAML plan (docs/plan.md lists its keys), or ONNX model for a plan of defaults.",
+        help="YAML plan (keys: docs/reference/plan.md), or ONNX model for a plan of defaults.",
     ),
 ]
 ResultArgument = Annotated[

@@ -159,6 +159,11 @@ def _lines(recording: Recording, sets: DataSets) -> Iterator[str]:
     yield f"recorded: {recording.name}, {'; '.join(inputs)}".replace("'", "")
     if recording.profile.dims:
         yield f"profile: {recording.profile.in_words()}"
+    else:
+        yield (
+            "note: all calls had the same sizes, so the engine will take these only; for others,"
+            " run the script with other sizes too"
+        )
     counts = ", ".join(f"{role} {count}" for role, count in sets.samples.items())
     unit = "rows" if recording.has_rows else "whole calls"
     yield f"samples ({unit}): {counts}"
@@ -171,4 +176,6 @@ def _lines(recording: Recording, sets: DataSets) -> Iterator[str]:
         yield f"note: {note}"
     if sum(sets.samples.values()) < sum(WANTED.values()):
         wanted = ", ".join(f"{role} {count}" for role, count in WANTED.items())
-        yield f"warning: few samples prove little; recommended are {wanted} (docs/data.md)"
+        yield (
+            f"warning: few samples prove little; recommended are {wanted} (docs/howto/own-data.md)"
+        )

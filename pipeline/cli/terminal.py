@@ -6,6 +6,7 @@ Without a terminal, the output is plain text.
 from __future__ import annotations
 
 import os
+import textwrap
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ from pipeline.results.report import (
 PLAIN_WIDTH = 130
 LIFE_S = 30.0  # seconds between two lines of a long stage, where there are no bars
 MIN_ESTIMATE_S = 3.0  # a shorter estimate ends before anybody reads it
+REASON_WIDTH = 60  # characters of a reason in the table of candidates
 MIN_SHARE = 0.1  # of the time: precisions below it are not shown
 VERDICT_STYLE = {
     "accepted": "bold green",
@@ -275,6 +277,8 @@ def verdict_lines(report: Report) -> list[str]:
         f"  fallback of {escape(rescue.label)}: {escape(rescue.conclusion)}"
         for rescue in report.rescues
     ]
+    if report.profile_width:
+        lines.append(f"  profile width: {escape(report.profile_width.advice)}")
     warnings = dict.fromkeys(
         note.text for _, note in report.every_note() if note.level == "warning"
     )
@@ -352,8 +356,10 @@ def summary_notes(summary: Summary, row: LatencyRow, run: Benchmarks) -> list[st
 def validation_lines(report: ValidationReport) -> list[str]:
     """Return the accuracy of one engine on one data set, for a rich console."""
     lines = [
-        f"{escape(output.output)}: max {output.max_abs:.3g}, mean {output.mean_abs:.3g}, cosine"
-        f" {output.cosine:.6f}, SNR {output.snr_db:.1f} dB"
+        f"{escape(output.output)}: agreement {output.agreement:.4f}"
+        if output.agreement is not None
+        else f"{escape(output.output)}: max {output.max_abs:.3g}, mean {output.mean_abs:.3g},"
+        f" cosine {output.cosine:.6f}, SNR {output.snr_db:.1f} dB"
         for output in report.outputs
     ]
     if (metric := report.metric) is not None:
@@ -447,7 +453,10 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     row = benchmark.rows[0] if benchmark and benchmark.rows else None
     state = state_label(candidate.state)
     if state not in ("measured", "failed accuracy"):
-        state = f"{state}: {candidate.reason.splitlines()[0][:60]}"
+        reason = textwrap.shorten(
+            candidate.reason.splitlines()[0], REASON_WIDTH, placeholder=" ..."
+        )
+        state = f"{state}: {reason}"
     return (
         candidate.title,
         state,

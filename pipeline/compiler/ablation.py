@@ -115,9 +115,7 @@ def _drop(candidate: Candidate) -> float | None:
 
 
 def _cosine(candidate: Candidate) -> float | None:
-    if candidate.selection is None:
-        return None
-    return min((output.cosine for output in candidate.selection.outputs), default=None)
+    return None if candidate.selection is None else candidate.selection.cosine
 
 
 def _change(before: float | None, after: float | None) -> float | None:

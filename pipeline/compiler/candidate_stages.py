@@ -61,7 +61,7 @@ WEIGHT_QUANTIZERS: dict[str, tuple[Stage, Callable[..., OnnxModel]]] = {
 BUILD = Stage("build", 3)  # its tools are those of the backend
 PROVE = Stage("prove", 5, writes_files=False)
 REFERENCE = Stage("reference", 3)
-VALIDATE = Stage("validate", 7, ("polygraphy",), writes_files=False)
+VALIDATE = Stage("validate", 8, ("polygraphy",), writes_files=False)
 RANK = Stage("rank", 3, ("onnx", "onnxruntime"))
 STAGES = (
     CALIBRATE,
@@ -151,8 +151,13 @@ def ranges_misfit(context: CompileContext, model: OnnxModel, recipe: Recipe) -> 
     return context.runner.stage(call).failure
 
 
-def build_engine(context: CompileContext, model: OnnxModel, recipe: Recipe) -> Engine:
-    """Build the engine of a converted graph. For torch it is built from the source instead."""
+def build_engine(
+    context: CompileContext, model: OnnxModel, recipe: Recipe, subject: str = ""
+) -> Engine:
+    """Build the engine of a converted graph. For torch it is built from the source instead.
+
+    `subject`: shown instead of the recipe's label.
+    """
     backend = backends.backend(recipe.backend)
     on_cpu = recipe.provider == "cpu"
     call = StageCall(
@@ -160,7 +165,7 @@ def build_engine(context: CompileContext, model: OnnxModel, recipe: Recipe) -> E
         Engine,
         partial(build, model, recipe, context.build_options(recipe.backend)),
         depends_on=context.plugin_digests(recipe.backend),
-        subject=recipe.label,
+        subject=subject or recipe.label,
         target=context.target(recipe.backend) if on_cpu else provider_target(),
     )
     return context.runner.stage(call)
@@ -198,14 +203,14 @@ def check_engine(
     context: CompileContext, engine: Engine, expected: ReferenceOutputs, samples: SampleSet
 ) -> ValidationReport:
     """Compare one engine with the reference on one set."""
-    accuracy = context.plan.accuracy
+    accuracy, steps = context.plan.accuracy, context.plan.postprocess
     code: tuple[object, ...] = ()
     if ":" in accuracy.metric:  # the user's function
         code = (code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric"),)
     call = StageCall(
         VALIDATE,
         ValidationReport,
-        partial(validate, engine, expected, samples, accuracy, batch_rows(context)),
+        partial(validate, engine, expected, samples, accuracy, steps, batch_rows(context)),
         depends_on=(engine.recipe, *code),
         subject=f"{engine.recipe.label} on {samples.role}",
     )

@@ -18,6 +18,7 @@ from pipeline.backends.pytorch import backend as pytorch_
 from pipeline.benchmark.cpu_peaks import with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
+from pipeline.benchmark.packing import SAMPLES, prove_packing
 from pipeline.compiler.ablation import ablation_from
 from pipeline.compiler.candidate_stages import build_engine, check_engine, reference_outputs
 from pipeline.compiler.candidates import CANNOT_BUILD
@@ -39,6 +40,7 @@ from pipeline.compiler.objective import (
     shorter,
     with_curves,
 )
+from pipeline.compiler.profile_width import WIDTH, measure_width
 from pipeline.compiler.side_by_side import candidates_of, prepare_all
 from pipeline.compiler.speed import is_slower_or_equal, ratio_missing, ratio_of
 from pipeline.core import (
@@ -67,10 +69,12 @@ from pipeline.plan.recipes import (
 )
 from pipeline.plan.schema import DataConfig, GeneratedData, Plan
 from pipeline.plan.source import code_digest
+from pipeline.postprocess import check_steps
 from pipeline.preprocess import preprocessed
 from pipeline.quantization.existing_qdq import given_precision
 from pipeline.report.bundle import deliver_engine, withdraw_engine
 from pipeline.report.files import write_report
+from pipeline.results.model_graph import model_graph
 from pipeline.results.report import (
     Ablation,
     BenchmarkFailure,
@@ -81,6 +85,8 @@ from pipeline.results.report import (
     LoadPoint,
     OperatorTable,
     Origin,
+    PackingProof,
+    ProfileWidth,
     Report,
     ReportFiles,
     Rescue,
@@ -89,12 +95,14 @@ from pipeline.results.report import (
 from pipeline.serving_inputs import check_serving
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
 from pipeline.stages.export import export
+from pipeline.stages.postprocess import postprocess
 from pipeline.stages.preprocess import preprocess
 from pipeline.stages.simplify import simplify
 from pipeline.stages.validate import ReferenceOutputs, check_outputs
 
 EXPORT = Stage("export", 3, ("torch", "onnx", "onnxscript", "onnxruntime"))
 PREPROCESS = Stage("preprocess", 1, ("onnx", "onnx-ir", "onnxruntime"))
+POSTPROCESS = Stage("postprocess", 1, ("onnx", "onnx-ir", "onnxruntime"))
 SIMPLIFY = Stage(
     "simplify",
     7,
@@ -110,7 +118,19 @@ BENCHMARK = Stage(
     needs_quiet_device=True,
     is_cacheable=lambda found: not found.provisional,
 )
-STAGES = (EXPORT, PREPROCESS, SIMPLIFY, BASELINE, COMPILE, THROUGHPUT, BENCHMARK)
+PACKING = Stage("packing", 1, writes_files=False)
+STAGES = (
+    EXPORT,
+    PREPROCESS,
+    SIMPLIFY,
+    POSTPROCESS,
+    BASELINE,
+    COMPILE,
+    THROUGHPUT,
+    BENCHMARK,
+    WIDTH,
+    PACKING,
+)
 
 EAGER = Recipe(backend="pytorch", precision=Precision.FP32, variant="eager")
 
@@ -125,10 +145,13 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     check_candidates(context)
 
     exported = export_model(context)
-    check_outputs(plan.accuracy, exported.outputs)
-    raw = preprocess_model(context, exported)
+    check_steps(plan.postprocess, exported.inputs, exported.outputs, context.plan.profiles)
+    check_outputs(plan.accuracy, exported.outputs, plan.postprocess)
+    whole = preprocess_model(context, exported)
+    raw = postprocess_model(context, whole)
     check_serving(plan.serving, raw.inputs, raw.outputs)
-    model = simplify_model(context, raw)
+    # with whole outputs: a tiny difference may swap indices
+    model = postprocess_model(context, simplify_model(context, whole))
     context = replace(context, given=given_precision(read_proto(model.path, weights=False).graph))
     recipes, notes = recipes_of(context, size=file_size(model.path))
     reference = build_reference(context, exported)
@@ -138,6 +161,9 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     candidates = candidates_of(prepare_all(context, model, recipes, expected))
     ablated = ablate(context, model, rescue(context, model, candidates, expected), expected)
     measured = measure(context, model, baselines, ablated)
+    measured = replace(
+        measured, profile_width=measure_width(context, model, choose(measured.candidates))
+    )
     validation = validate_winner(context, reference, choose(measured.candidates))
     kept = kept_baseline(context, raw, measured, baselines, expected)
     notes = (
@@ -154,7 +180,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Candidates with their latencies, the rescues, the ablation, and the baselines."""
+    """All measurements: candidates with their latencies, the baselines, and what was tried."""
 
     candidates: tuple[Candidate, ...]
     rescues: tuple[Rescue, ...]
@@ -162,6 +188,7 @@ class Measured:
     baselines: tuple[BenchmarkReport, ...]
     run: Benchmarks
     call: str = ""  # how the user calls the fastest baseline, where that is a PyTorch module
+    profile_width: ProfileWidth | None = None
 
     @property
     def curve(self) -> LoadCurve | None:
@@ -195,6 +222,21 @@ def preprocess_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
     return model.model_copy(update={"notes": (*exported.notes, *model.notes)})
 
 
+def postprocess_model(context: CompileContext, model: OnnxModel) -> OnnxModel:
+    """Write the plan's reduction of outputs into the graph, or return it unchanged without one."""
+    steps = context.plan.postprocess
+    if not steps:
+        return model
+    samples = context.samples.first(FEEDS_FOR_CHECKS)
+    work = partial(postprocess, model, context.plan.profiles, steps, samples)
+    return context.runner.stage(StageCall(POSTPROCESS, OnnxModel, work))
+
+
+def raw_model(context: CompileContext) -> OnnxModel:
+    """Return the exported graph with the interface of the engines: what baselines compute."""
+    return postprocess_model(context, preprocess_model(context, export_model(context)))
+
+
 def simplify_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
     """Simplify the exported graph, or return it unchanged if the plan turns that off."""
     options = context.plan.simplify
@@ -215,7 +257,8 @@ def export_plan(plan: Plan, runner: Runner, simplified: bool = True) -> OnnxMode
     """
     context = open_context(plan, runner)
     model = preprocess_model(context, export_model(context))
-    return simplify_model(context, model) if simplified else model
+    model = simplify_model(context, model) if simplified else model
+    return postprocess_model(context, model)
 
 
 def build_reference(context: CompileContext, exported: OnnxModel) -> Engine:
@@ -445,8 +488,6 @@ def measure(
     )
     entries = entries_of(baselines, prepared, load.baseline if load else "")
     engines = [entry.engine for entry in entries]
-    # the current load is no property of the host, so it is no part of the cache key
-    quiet = context.environment.model_copy(update={"load_1min": 0.0})
     labels = tuple(engine.recipe.label for engine in engines)
     call = StageCall(
         BENCHMARK,
@@ -458,7 +499,7 @@ def measure(
             shorter(context.plan.benchmark, context.plan.objective),
             ENOUGH_RUNS,
         ),
-        depends_on=(labels, quiet, context.plan.profiles),
+        depends_on=(labels, context.quiet_environment, context.plan.profiles),
     )
     run = with_limits(
         context.runner.stage(call),
@@ -614,6 +655,8 @@ def write_up(
         validation,
         Baseline(measured.run.baseline, measured.call, why_undelivered(kept), measured.curve),
     )
+    delivered = delivered_engine(decision, kept.engine if kept else None)
+    packing = check_packing(context, delivered) if delivered else None
     winner = decision.winner
     winner_label = winner.label if winner else None
     if decision.verdict == "keep":
@@ -627,17 +670,20 @@ def write_up(
         environment=context.environment,
         steps=tuple(context.runner.steps),
         operators=operator_tables(models),
+        graph=model_graph(models[-1].path),
         reference=context.reference_name,
         baseline=measured.baselines[0] if measured.baselines else None,
         baselines=measured.baselines[1:],
         candidates=(*measured.candidates, *built_to_keep(kept, measured.candidates)),
         rescues=measured.rescues,
         ablation=measured.ablation,
+        profile_width=measured.profile_width,
         winner=winner_label,
         best_point=best_point(decision, kept, measured),
         ratio=ratio_of(winner) if winner else None,
         ratio_missing=ratio_missing(winner) if winner else "",
-        delivered=delivered_engine(decision, kept.engine if kept else None),
+        delivered=delivered,
+        packing=packing,
         validation=validation,
         verdict=decision.verdict,
         reasons=decision.reasons,
@@ -653,6 +699,24 @@ def write_up(
         gpu_use=measured.run.gpu_use,
         benchmarked=measured.run.created,
     )
+
+
+def check_packing(context: CompileContext, engine: Engine) -> PackingProof | None:
+    """Prove on the delivered engine that sequences may share a row; None: it is not declared.
+
+    A failed proof turns packing off. The engine itself is right, and serves one sequence per row.
+    """
+    packing = context.plan.serving.packing
+    if packing is None:
+        return None
+    if context.plan.data.selection is None or isinstance(
+        context.plan.data.selection, GeneratedData
+    ):
+        return PackingProof(reason="the selection set is generated, so it proves nothing")
+    samples = context.data.selection.first(SAMPLES)
+    work = partial(prove_packing, engine, packing, samples)
+    call = StageCall(PACKING, PackingProof, work, subject=engine.recipe.label, target=engine.target)
+    return context.runner.stage(call)
 
 
 def built_to_keep(

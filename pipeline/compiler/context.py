@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline import backends
@@ -83,9 +83,15 @@ class CompileContext:
         return self.targets[backend]
 
     @property
+    def quiet_environment(self) -> Environment:
+        """The environment for cache keys: the current load is no property of the host."""
+        return self.environment.model_copy(update={"load_1min": 0.0})
+
+    @property
     def raw_source(self) -> ModelSource:
-        """The source, behind the plan's preprocessing: it takes what the engines take."""
-        return self.source.model_copy(update={"preprocess": self.plan.preprocess})
+        """The source with the plan's steps: it takes and gives what the engines take and give."""
+        steps = {"preprocess": self.plan.preprocess, "postprocess": self.plan.postprocess}
+        return self.source.model_copy(update=steps)
 
     @property
     def samples(self) -> SampleSet:
@@ -101,7 +107,9 @@ class CompileContext:
         )
         if self.given:
             name += ", its Q/DQ computed as written"
-        return f"{name}, behind the preprocessing in numpy" if self.plan.preprocess else name
+        if self.plan.preprocess:
+            name += ", behind the preprocessing in numpy"
+        return f"{name}, in front of the postprocessing in numpy" if self.plan.postprocess else name
 
     def build_options(self, backend: str) -> BuildOptions:
         """Return the options that `backend` may use.
@@ -149,7 +157,7 @@ def open_context(plan: Plan, runner: Runner) -> CompileContext:
     )
     return CompileContext(
         plan=complete,
-        runner=runner,
+        runner=replace(runner, stage_timeout_s=plan.stage_timeout_s),
         source=source,
         data=open_data(complete, inputs),
         environment=environment(),

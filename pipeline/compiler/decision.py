@@ -147,7 +147,7 @@ def loss(candidate: Candidate) -> tuple[float, float]:
     if report is None:
         return math.inf, 1.0
     drop = report.metric.drop if report.metric else 0.0
-    return drop, -min((output.cosine for output in report.outputs), default=-1.0)
+    return drop, 1.0 if report.cosine is None else -report.cosine
 
 
 def decide(

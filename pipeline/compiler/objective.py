@@ -52,14 +52,12 @@ def measure_load(
         if candidate.engine and candidate.state == "measured"
     ]
     limit_s = limit_of(context.plan.objective)
-    # the current load is no property of the host, so it is no part of the cache key
-    quiet = context.environment.model_copy(update={"load_1min": 0.0})
     labels = tuple(entry.engine.recipe.label for entry in entries)
     call = StageCall(
         THROUGHPUT,
         LoadRun,
         partial(benchmark_load, entries, model.inputs, context.plan.benchmark, limit_s),
-        depends_on=(labels, quiet, context.plan.profiles),
+        depends_on=(labels, context.quiet_environment, context.plan.profiles),
     )
     return context.runner.stage(call)
 

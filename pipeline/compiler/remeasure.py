@@ -25,7 +25,7 @@ from pipeline.compiler.compile import (
     deliverable_candidate,
     delivered_engine,
     export_model,
-    preprocess_model,
+    raw_model,
 )
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
 from pipeline.compiler.decision import Baseline, decide, why_undelivered
@@ -89,10 +89,13 @@ def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -
         reference_outputs(context, reference, samples),
         samples,
         context.plan.accuracy,
+        context.plan.postprocess,
         batch_rows(context),
     )
     check_if_sealed(engine)  # again: the reference may have taken minutes
-    validation: ValidationReport = runner.anew(VALIDATE, engine.recipe.label, validate, *arguments)
+    validation: ValidationReport = context.runner.anew(
+        VALIDATE, engine.recipe.label, validate, *arguments
+    )
     return validation
 
 
@@ -110,14 +113,14 @@ class Remeasured:
 def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
     """Measure a delivered engine and its baselines in one interleaved run. Never reused."""
     context = reopen_context(report, plan, runner)
-    raw = preprocess_model(context, export_model(context))
+    raw = raw_model(context)
     baselines = _fit_baselines(report, build_baselines(context, raw))
     if decides_by_load(report) and report.baseline:  # all ratios refer to this one
         label = report.baseline.label
         baselines = [each for each in baselines if each.recipe.label == label] or baselines
     # with the verdict `keep` the engine is one of the baselines
     competitors = [baseline for baseline in baselines if baseline.digest != engine.digest]
-    run = _measured(report, plan, [*competitors, engine], raw, runner)
+    run = _measured(report, plan, [*competitors, engine], raw, context.runner)
     kept = None
     if _is_slower_or_equal(run.results[-1]) and not decides_by_load(report):
         for baseline in baselines:
@@ -185,8 +188,8 @@ def sweep_again(
     sweep_plan = plan.model_copy(
         update={"benchmark": plan.benchmark.model_copy(update={"sizes": sizes})}
     )
-    raw = preprocess_model(context, export_model(context))
-    (result,) = _measured(report, sweep_plan, [engine], raw, runner).results
+    raw = raw_model(context)
+    (result,) = _measured(report, sweep_plan, [engine], raw, context.runner).results
     assert isinstance(result, BenchmarkReport)
     return sweep_of(result.label, symbol, result.rows, limit_s)
 

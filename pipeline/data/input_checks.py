@@ -15,7 +15,7 @@ from pipeline.errors import DataError
 LABELS = "labels"
 NUMBER_THEM = (
     "number the samples and give each array as the model takes it: '0/{0}', '1/{0}', ..."
-    " (docs/data.md)"
+    " (docs/howto/own-data.md)"
 )
 
 

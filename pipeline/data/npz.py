@@ -27,8 +27,11 @@ ZIP_ERRORS = (
     EOFError,
     OSError,
     RuntimeError,
+    UnicodeDecodeError,
 )
-"""Errors of Python's archive reader. RuntimeError: encrypted, or unknown compression."""
+"""Errors of Python's archive reader. RuntimeError: encrypted, or unknown compression.
+UnicodeDecodeError: a name that is not the UTF-8 it claims to be.
+"""
 
 _MALFORMED = (
     TypeError,
@@ -95,6 +98,11 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _header(path: Path, archive: zipfile.ZipFile, filename: str) -> Header:
+    if not filename.endswith(".npy"):
+        raise DataError(
+            f"'{path}': '{filename}' is not a numpy array: expected a name that ends in .npy",
+            "write the file with numpy.savez",
+        )
     with archive.open(filename) as stream:
         try:
             header = header_from_npy(stream)
@@ -131,6 +139,8 @@ def header_from_npy(stream: IO[bytes]) -> Header:
             raise ValueError(f"unsupported .npy version {version}")
     except _MALFORMED as error:
         raise ValueError(f"a header that numpy cannot read: {error}") from error
+    if any(size < 0 for size in shape):
+        raise ValueError(f"the shape {list(shape)} has a negative size")
     return Header(dtype, shape, by_columns)
 
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -50,6 +50,7 @@ FEWER_COLLECTIONS = (
     20,
     20,
 )
+MODULE = "pipeline.execution.child_process"  # this one, which is __main__ in a child
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Module path of children: sys.path at the start of this process. A user's folder that is put in
 # front later may hold another `pipeline`.
@@ -98,6 +99,15 @@ class Message:
     payload: object
 
 
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """How long a child may take. The texts are for the error after that time."""
+
+    seconds: float
+    work: str = ""  # what took too long; empty: the child's name
+    next_step: str = ""
+
+
 class Channel:
     """The child's end of a conversation."""
 
@@ -134,7 +144,9 @@ class Child:
         log: Path | None = None,
         env: Mapping[str, str] | None = None,
         conversation: bool = True,
+        command: Callable[[Sequence[str]], Sequence[str]] = tuple,
     ) -> None:
+        """`command` may put the child's command in that of a sandbox."""
         self.name = name
         self.is_stopped = False  # by stop_children
         self._own_log = log is None
@@ -146,7 +158,7 @@ class Child:
         with self.log.open("ab") as sink, theirs:
             self._log_start = sink.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.execution.child_process", str(theirs.fileno())],
+                command((sys.executable, "-m", MODULE, str(theirs.fileno()))),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -197,13 +209,13 @@ class Child:
             f"child '{self.name}' ended its conversation with {type(message).__name__}"
         )
 
-    def result(self, deadline_s: float | None = None, progress: Progress = silent) -> Any:
+    def result(self, limit: TimeLimit | None = None, progress: Progress = silent) -> Any:
         """Wait for the function's value and forward its progress.
 
-        The last progress is repeated every ALIVE_S seconds without a message. ChildDied if the
-        deadline passes.
+        The last progress is repeated every ALIVE_S seconds without a message. ChildDied after the
+        time limit.
         """
-        end = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        end = math.inf if limit is None else time.monotonic() + limit.seconds
         last = Report(None, "")
         while True:
             remaining_s = max(0.0, end - time.monotonic())
@@ -214,9 +226,11 @@ class Child:
                     progress(last.fraction, last.text)
                     continue
                 self.stop()
+                assert limit is not None
+                work = limit.work or self.name
                 raise ChildDied(
-                    f"{self.name} took longer than {deadline_s:g} s and was stopped",
-                    "raise its time limit in the plan",
+                    f"{work} took longer than its limit of {limit.seconds:g} s and was stopped",
+                    limit.next_step,
                 ) from None
             if isinstance(message, Done):
                 return message.value
@@ -295,17 +309,17 @@ def call_in_child(
     *arguments: object,
     name: str,
     log: Path | None = None,
-    deadline_s: float | None = None,
     progress: Progress = silent,
+    limit: TimeLimit | None = None,
 ) -> T:
     """Run `function(*arguments, progress)` in its own process and return its value.
 
     The function must be importable by name. Its arguments and value must be picklable. Its
     CrucibleErrors are raised here; any other exception becomes an InternalError. Its output goes
-    to `log`. ChildDied after `deadline_s` seconds.
+    to `log`. ChildDied after the time limit.
     """
     with Child(function, *arguments, name=name, log=log, conversation=False) as child:
-        value: T = child.result(deadline_s, progress)
+        value: T = child.result(limit, progress)
         return value
 
 

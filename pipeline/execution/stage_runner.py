@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from pipeline.core import Progress, Target, silent
 from pipeline.errors import ChildStopped
-from pipeline.execution.child_process import call_in_child
+from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.content import text_of_content
 from pipeline.execution.durations import History
 from pipeline.execution.stage_event import StageEvent, StageState
@@ -42,6 +42,7 @@ class Run(Protocol):
         name: str,
         log: Path | None = None,
         progress: Progress = silent,
+        limit: TimeLimit | None = None,
     ) -> Any: ...
 
 
@@ -94,6 +95,7 @@ class Runner:
     steps: list[Step] = field(default_factory=list)
     plan: str = ""  # name of the plan, for estimates from its own past runs
     workers: int = 1  # stages that may run in parallel, each in a child
+    stage_timeout_s: float | None = None  # of each stage's child
 
     def branch(self) -> Runner:
         """Return a runner for one of several threads, with its own list of steps."""
@@ -133,6 +135,7 @@ class Runner:
                     name=subject or stage.name,
                     log=log,
                     progress=self._progress(stage.name, subject, estimate_s),
+                    limit=self._limit(stage.name, subject),
                 )
             return value
 
@@ -175,7 +178,11 @@ class Runner:
         try:
             with self._device(stage):
                 value = self.run(
-                    function, *arguments, name=name, progress=self.progress(name, subject)
+                    function,
+                    *arguments,
+                    name=name,
+                    progress=self.progress(name, subject),
+                    limit=self._limit(name, subject),
                 )
         except BaseException as error:
             emit(_end_of(error), text=_first_line(error))
@@ -195,6 +202,17 @@ class Runner:
 
     def _device(self, stage: Stage) -> AbstractContextManager[None]:
         return self.quiet_device() if stage.needs_quiet_device else nullcontext()
+
+    def _limit(self, stage: str, subject: str) -> TimeLimit | None:
+        if self.stage_timeout_s is None:
+            return None
+        work = f"the stage '{stage}' of '{subject}'" if subject else f"the stage '{stage}'"
+        return TimeLimit(
+            self.stage_timeout_s,
+            work,
+            "raise `stage_timeout_s` in the plan, or send a model that takes less time: a loop in"
+            " its graph may run too often",
+        )
 
     @property
     def history(self) -> History:

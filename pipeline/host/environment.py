@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import os
 import platform
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.core import Frozen
@@ -157,3 +159,21 @@ def _first_line(file: Path) -> str:
     if not file.is_file():
         return ""
     return file.read_text(encoding="ascii", errors="replace").partition("\n")[0].strip()
+
+
+@contextlib.contextmanager
+def torch_hidden() -> Iterator[None]:
+    """Make the import of torch fail within this context, unless it is imported already.
+
+    NNCF and Polygraphy import torch only to check whether an array is a tensor, which takes
+    seconds.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    # None marks a module that must not be imported.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]

@@ -4,7 +4,7 @@ Times inside one block resemble each other more than times of different blocks d
 frequency, the neighbours and the state of the caches last for a while). So the unit of the
 statistics is the block: thousands of runs in one block are one observation. If an engine ran in
 several processes, the process is the unit: see pipeline/measurement/comparison.py.
-docs/measurement.md explains the method.
+docs/explain/measuring.md explains the method.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ One process that was stalled by something else on the host makes a mean worthles
 process is excluded, and another one runs instead. A process is disturbed if it was much slower than
 the other processes of the same engine; the limit is lower if it waited for a CPU. This rule does
 not depend on which engine is faster. `python -m benchmarks synthetic_clock` tests it on simulated
-hosts; docs/measurement.md explains it.
+hosts; docs/explain/measuring.md explains it.
 """
 
 from __future__ import annotations

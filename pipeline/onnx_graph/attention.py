@@ -13,9 +13,9 @@ With the masks of attention_masks.py, the outputs are the same without the Where
 exception: if a mask adds the smallest finite number, a row without any token gave the mean of all
 values before, and attends to all of them after.
 
-TensorRT 10.6 then runs an encoder's attention in one kernel instead of several; docs/tensorrt.md
-has the speedups. Before that, a packed product of queries, keys and values is split into three
-(split_qkv.py).
+TensorRT 10.6 then runs an encoder's attention in one kernel instead of several;
+docs/explain/attention.md describes it. Before that, a packed product of queries, keys and values is
+split into three (split_qkv.py).
 """
 
 from __future__ import annotations

@@ -108,10 +108,12 @@ def compare_graphs(
     feeds_list: Iterable[Tensors],
     tolerance: float = 1e-4,
     prepare: Callable[[Tensors], Tensors] = lambda feeds: feeds,
+    finish: Callable[[Tensors], Tensors] = lambda outputs: outputs,
 ) -> str:
     """Describe the first difference of two graphs' outputs; "" if all are equal on all feeds.
 
-    `prepare` makes the feeds of `before` from those of `after`.
+    `prepare` makes the feeds of `before` from those of `after`, and `finish` makes the outputs of
+    `after` from those of `before`.
 
     The sentence names the output, the error and the shapes. `tolerance` limits the largest
     difference of a float output, in units of that output's largest magnitude; other outputs must be
@@ -127,7 +129,7 @@ def compare_graphs(
         return error.message
     for feeds in feeds_list:
         try:
-            expected = reference(prepare(feeds))
+            expected = finish(reference(prepare(feeds)))
         except ModelError as error:
             reason = error
             continue

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 
 import onnx
 
+from pipeline import postprocess, preprocess
 from pipeline.core import Dim, OnnxModel, TensorSpec
 from pipeline.errors import InternalError, ModelError, PlanError
-from pipeline.preprocess import NODE_PREFIX
 
 # What every backend can bind; inputs and outputs of other types are refused by name.
 INTERFACE_TYPES = frozenset(
@@ -39,6 +39,8 @@ SIZED_BY_VALUES = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression
 # Operators whose output has the shape of their first input.
 SCATTERS = frozenset({"ScatterND", "ScatterElements", "Scatter"})
 DEFAULT_DOMAINS = ("", "ai.onnx")
+ADDED = (preprocess.NODE_PREFIX, postprocess.NODE_PREFIX)
+"""Prefixes of the nodes that the plan adds to a model."""
 BETWEEN = frozenset({"Where", "Cast", "Identity", "Dropout", "QuantizeLinear", "DequantizeLinear"})
 """Operators between Softmax and the product with the values."""
 
@@ -51,20 +53,27 @@ def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 def _graphs_within(body: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.GraphProto]:
     for node in body.node:
-        for attribute in node.attribute:
-            if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
-                for subgraph in (attribute.g, *attribute.graphs):
-                    yield from graphs_of(subgraph)
+        yield from subgraphs_of(node)
+
+
+def subgraphs_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the subgraphs of a node, and those of the nodes in them."""
+    for attribute in node.attribute:
+        if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+            for subgraph in (attribute.g, *attribute.graphs):
+                yield from graphs_of(subgraph)
 
 
 def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield every constant of a model, including those in subgraphs and functions.
+    """Yield every constant of a model, including those in subgraphs, functions and training graphs.
 
     Constants are initializers and attributes, dense and sparse.
     """
     graphs = [
         *graphs_of(proto.graph),
         *(graph for function in proto.functions for graph in _graphs_within(function)),
+        *(graph for info in proto.training_info for graph in graphs_of(info.initialization)),
+        *(graph for info in proto.training_info for graph in graphs_of(info.algorithm)),
     ]
     attributes = [
         attribute
@@ -123,11 +132,11 @@ def kept_nodes(graph: onnx.GraphProto, patterns: tuple[str, ...]) -> frozenset[s
     """Return the names of the nodes that stay in fp32: those that the patterns match.
 
     The steps of `preprocess` stay too: in 16 bits, the difference of a pixel and the mean would
-    lose bits that the model's own input has. PlanError, with similar names, for a pattern that
-    matches no node.
+    lose bits that the model's own input has. So do those of `postprocess`: scores that differ would
+    become equal. PlanError, with similar names, for a pattern that matches no node.
     """
     names = [node.name for node in graph.node]
-    matching = {name for name in names if name.startswith(NODE_PREFIX)}
+    matching = {name for name in names if name.startswith(ADDED)}
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:

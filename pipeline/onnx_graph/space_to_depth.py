@@ -2,7 +2,7 @@
 
 A plan names this surgery: `simplify.surgery: pipeline.folding:fold_strides`. A convolution of few
 channels with a stride, such as the patch embedding of a ViT, becomes one of many channels without a
-stride. docs/tensorrt.md says for which models that is faster.
+stride. docs/explain/tensorrt.md says for which models that is faster.
 """
 
 from __future__ import annotations

@@ -394,7 +394,7 @@ def _check_weight_only(candidate: CandidateConfig) -> None:
     if unused:
         raise PlanError(
             f"{name}: `{unused}: {_shown(getattr(candidate, unused))}` has no effect",
-            f"leave `{unused}` out; docs/accuracy.md lists the keys for quantised weights only",
+            f"leave `{unused}` out; docs/explain/int8-arithmetic.md lists the keys that have one",
         )
     if candidate.block_size and (backend, precision) == ("openvino", Precision.INT8):
         raise PlanError(

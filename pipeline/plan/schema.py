@@ -1,33 +1,24 @@
-"""The plan: one YAML file with the model, the data and the limits of a compile.
+"""The plan: one frozen model with the model, the data and the limits of a compile.
 
-`load_plan` reads it once. Paths inside are relative to the plan's own folder. An unknown key is an
-error that suggests a similar one.
+`pipeline/plan/files.py` reads it from one YAML file. docs/reference/plan.md is generated from the
+descriptions here.
 """
 
 from __future__ import annotations
 
-import difflib
-import logging
-import os
 import re
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import platformdirs
-import yaml
 from pydantic import (
     AfterValidator,
     AliasChoices,
-    BaseModel,
     BeforeValidator,
     Discriminator,
     Field,
     PlainSerializer,
     Tag,
-    ValidationError,
     model_validator,
 )
 
@@ -36,19 +27,21 @@ from pipeline.core import (
     DimRange,
     Frozen,
     OrtProvider,
+    Postprocess,
     Precision,
     Preprocess,
     Profile,
     ProgramForm,
     TensorRTOptions,
     TensorSpec,
+    ValueRange,
+    Values,
 )
-from pipeline.errors import PlanError
 from pipeline.serving_inputs import ServingConfig
 
-LOG = logging.getLogger(__name__)
 ONNX_SUFFIXES = (".onnx",)
-METRICS, NEED_LABELS = ("top1", "top5", "cosine"), ("top1", "top5")
+METRICS = ("top1", "top5", "cosine", "agreement")
+NEED_LABELS = ("top1", "top5")
 
 
 def _profiles_by_symbol(value: object) -> object:
@@ -75,32 +68,77 @@ def _profile_by_symbol(item: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-Profiles = Annotated[tuple[Profile, ...], BeforeValidator(_profiles_by_symbol)]
+_WrittenRange = int | tuple[int, int, int] | DimRange
+_WrittenValues = int | tuple[Values, Values, Values] | ValueRange
+_WrittenProfile = dict[str, _WrittenRange | dict[str, _WrittenValues]]
+Profiles = Annotated[
+    tuple[Profile, ...],
+    BeforeValidator(_profiles_by_symbol, json_schema_input_type=tuple[_WrittenProfile, ...]),
+]
 
 
-def _renamed(old: str, new: str) -> Any:
+def _renamed(old: str, new: str, description: str) -> Any:
     """Return the field of a key that was called `old`.
 
     Both names are read. Stored plans and reports are written with the old one.
     """
-    return Field(validation_alias=AliasChoices(new, old), serialization_alias=old)
+    return Field(
+        validation_alias=AliasChoices(new, old), serialization_alias=old, description=description
+    )
 
 
-Fallback = Annotated[bool, _renamed("rescue", "fallback")]
+Fallback = Annotated[
+    bool,
+    _renamed(
+        "rescue",
+        "fallback",
+        "Try some candidates that fail their accuracy in other ways: those in fp16, with"
+        " `keep_fp32: auto`, and in int8 with `method: auto`. This takes a few more builds.",
+    ),
+]
 
 
 class ModelConfig(Frozen):
     """The source: `path:`, or `entrypoint:` with `weights:`."""
 
-    path: Path | None = None  # .onnx or .pt2
-    entrypoint: str | None = None  # module:function returning an nn.Module
-    python_path: Path = Path()  # where the module is imported from
-    weights: Path | None = None  # .safetensors
-    # where the weights come from when there is no file, in words; goes into the report
-    weights_from: str = ""
-    inputs: tuple[TensorSpec, ...] = ()
-    outputs: tuple[str, ...] = ()
-    seed: int = 0
+    path: Path | None = Field(
+        default=None,
+        description=(
+            "A .onnx file, with external data only inside its own folder, or a .pt2 file from"
+            " torch.export.save."
+        ),
+    )
+    entrypoint: str | None = Field(
+        default=None,
+        description=(
+            "`module:function` that returns an nn.Module. Give exactly one of `path` and"
+            " `entrypoint`."
+        ),
+    )
+    python_path: Path = Field(
+        default=Path(),
+        description=(
+            "Folder from which the module is imported. Its source text is part of the cache key."
+            " Default: the plan's folder."
+        ),
+    )
+    weights: Path | None = Field(
+        default=None, description="A .safetensors file with the module's state dict."
+    )
+    weights_from: str = Field(
+        default="",
+        description=(
+            "The source of the weights in words, if there is no file. The report repeats it."
+        ),
+    )
+    inputs: tuple[TensorSpec, ...] = Field(
+        default=(),
+        description="The inputs in the order of the call. For .onnx they are read from the graph.",
+    )
+    outputs: tuple[str, ...] = Field(
+        default=(), description="Names of the outputs. Default: the exporter's."
+    )
+    seed: int = Field(default=0, description="Seed of random weights and of generated inputs.")
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -127,10 +165,12 @@ class ModelConfig(Frozen):
 class GeneratedData(Frozen):
     """Random samples: for speed only, never for accuracy."""
 
-    generate: Literal["random"]
-    samples: int = Field(gt=0)
-    because: str = Field(min_length=1)  # why random data is acceptable here; goes into the report
-    seed: int = Field(default=0, ge=0)
+    generate: Literal["random"] = Field(description="The only kind of generated data.")
+    samples: int = Field(gt=0, description="Number of samples.")
+    because: str = Field(
+        min_length=1, description="Why random data is good enough here. The report repeats it."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the samples.")
 
 
 DataPaths = tuple[Path, ...] | GeneratedData
@@ -151,7 +191,11 @@ def _files_or_generated(value: object) -> str:
 _EitherSource = (
     Annotated[tuple[Path, ...], Tag("(files)")] | Annotated[GeneratedData, Tag("(generated)")]
 )
-DataSource = Annotated[_EitherSource, Discriminator(_files_or_generated), BeforeValidator(_paths)]
+DataSource = Annotated[
+    _EitherSource,
+    Discriminator(_files_or_generated),
+    BeforeValidator(_paths, json_schema_input_type=Path | tuple[Path, ...] | GeneratedData),
+]
 
 
 class DataConfig(Frozen):
@@ -160,30 +204,67 @@ class DataConfig(Frozen):
     Samples of different shapes can be given as several files.
     """
 
-    calibration: DataSource | None = None
-    selection: DataSource | None = None
-    validation: DataSource | None = None
+    calibration: DataSource | None = Field(
+        default=None, description="Chooses the int8 ranges. A model with its own Q/DQ needs none."
+    )
+    selection: DataSource | None = Field(default=None, description="Chooses the winner.")
+    validation: DataSource | None = Field(
+        default=None, description="Read once, for the winner and the reference."
+    )
 
 
 class Thresholds(Frozen):
-    """Largest tensor error allowed against the reference; None = not checked."""
+    """Limits of the tensor error against the reference; null: not checked."""
 
-    max_abs: float | None = None
-    mean_abs: float | None = None
-    min_cosine: float | None = 0.99
-    min_snr_db: float | None = None
+    max_abs: float | None = Field(default=None, description="Largest absolute error of an element.")
+    mean_abs: float | None = Field(default=None, description="Largest mean absolute error.")
+    min_cosine: float | None = Field(
+        default=0.99, description="Smallest cosine of an output and the reference's, of any sample."
+    )
+    min_snr_db: float | None = Field(
+        default=None, description="Smallest ratio of signal to noise, dB."
+    )
+    min_agreement: float | None = Field(
+        default=0.99,
+        description=(
+            "Smallest agreement of an output of indices. The other limits do not apply to indices."
+        ),
+    )
 
 
 class AccuracyConfig(Frozen):
     """The accuracy gate: the metric and its limits."""
 
-    # top1, top5, cosine, module:function, or auto: top1 with labels, else cosine
-    metric: str = "auto"
-    output: str | None = None  # the output the metric reads; None = the first
-    python_path: Path = Path()  # where the module of a user metric is imported from
-    max_drop: float = Field(default=0.01, ge=0)  # in units of the metric, against the reference
-    thresholds: Thresholds = Thresholds()
-    per_output: dict[str, Thresholds] = Field(default_factory=dict)
+    metric: str = Field(
+        default="auto",
+        description=(
+            "`top1`, `top5`, `cosine`, `agreement` (of indices from `postprocess`),"
+            " `module:function`, or `auto`: top-1 with labels, else agreement for indices and"
+            " cosine for other outputs."
+        ),
+    )
+    output: str | None = Field(
+        default=None, description="The output that the metric reads. Default: the first."
+    )
+    python_path: Path = Field(
+        default=Path(),
+        description=(
+            "Folder from which the metric's module is imported. Default: the plan's folder."
+        ),
+    )
+    max_drop: float = Field(
+        default=0.01,
+        ge=0,
+        description=(
+            "Largest allowed drop of the metric against the reference, in units of the metric."
+        ),
+    )
+    thresholds: Thresholds = Field(
+        default=Thresholds(), description="Limits of the tensor error, for every output."
+    )
+    per_output: dict[str, Thresholds] = Field(
+        default_factory=dict, description="Other thresholds for single outputs, by name."
+    )
 
     @model_validator(mode="after")
     def _known_metric(self) -> AccuracyConfig:
@@ -216,28 +297,48 @@ def _as_written(values: tuple[Any, ...]) -> Any:
     return values if len(values) > 1 else values[0]
 
 
-_Choice = (Field(min_length=1), BeforeValidator(_as_tuple))
 Methods = Annotated[
     tuple[Method, ...],
-    *_Choice,
+    Field(min_length=1),
+    BeforeValidator(_as_tuple, json_schema_input_type=Method | tuple[Method, ...]),
     PlainSerializer(_as_written, return_type=Method | tuple[Method, ...]),
 ]
 Switch = Annotated[
-    tuple[bool, ...], *_Choice, PlainSerializer(_as_written, return_type=bool | tuple[bool, ...])
+    tuple[bool, ...],
+    Field(min_length=1),
+    BeforeValidator(_as_tuple, json_schema_input_type=bool | tuple[bool, ...]),
+    PlainSerializer(_as_written, return_type=bool | tuple[bool, ...]),
 ]
 """One value, or a list of values to try."""
 
 
 class PlacementConfig(Frozen):
-    """The switches of core.Placement; a list tries each of its values."""
+    """Which nodes get Q/DQ pairs. A list tries each of its values."""
 
-    conv: Switch = (True,)
-    matmul_weight: Switch = (True,)
-    matmul_activations: Switch = (False,)
-    residual_add: Switch = (True,)
-    first_layer: Switch = (True,)
-    last_layer: Switch = (False,)
-    per_channel: Switch = (True,)
+    conv: Switch = Field(default=(True,), description="Convolutions.")
+    matmul_weight: Switch = Field(
+        default=(True,), description="Gemm, and MatMul with a weight on one side."
+    )
+    matmul_activations: Switch = Field(
+        default=(False,), description="MatMul of two activations, as in attention scores."
+    )
+    residual_add: Switch = Field(
+        default=(True,),
+        description=(
+            "Add of two activations. For TensorRT only the input that does not come from the"
+            " fusing kernel."
+        ),
+    )
+    first_layer: Switch = Field(
+        default=(True,), description="The nodes that read the model's inputs."
+    )
+    last_layer: Switch = Field(default=(False,), description="The classifier.")
+    per_channel: Switch = Field(
+        default=(True,),
+        description=(
+            "One scale for each output channel of a weight. Activations have one scale per tensor."
+        ),
+    )
 
 
 class CandidateConfig(Frozen):
@@ -246,43 +347,169 @@ class CandidateConfig(Frozen):
     Missing keys get the value that suits this host.
     """
 
-    backend: str
-    precision: Precision
-    method: Methods = ("auto",)  # int8 only
-    activation: Literal["auto", "int8", "uint8"] = "auto"
-    weight_bits: Literal[7, 8] | None = None
-    # TensorRT: written into the graph, or by builder flags (int8: implicit)
+    backend: str = Field(
+        description="`onnxruntime`, `openvino`, `tensorrt_rtx`, `tensorrt` or `torch`."
+    )
+    precision: Precision = Field(
+        description=(
+            "`fp32`, `fp16`, `bf16` or `int8`. Also `tf32` on `tensorrt` and `torch`, `fp8` on"
+            " `tensorrt`, and `int4` on `onnxruntime` and `openvino`, for weights only."
+        )
+    )
+    method: Methods = Field(
+        default=("auto",),
+        description=(
+            "int8 ranges: `entropy`, `minmax`, `percentile`, `auto`, or a list of them. `auto` is"
+            " min-max for language models, else entropy. If that fails the gate, the other two are"
+            " tried, unless `fallback` is false."
+        ),
+    )
+    activation: Literal["auto", "int8", "uint8"] = Field(
+        default="auto",
+        description=(
+            "`int8` (zero point 0) or `uint8` (asymmetric). `auto`: what suits the backend; floats"
+            " with `weight_only`."
+        ),
+    )
+    weight_bits: Literal[7, 8] | None = Field(
+        default=None,
+        description=(
+            "8, or 7 where 8-bit products can saturate (x86 without VNNI). Default: what suits the"
+            " CPU."
+        ),
+    )
     precision_from: Annotated[
-        Literal["auto", "graph", "flags"], _renamed("realised_in", "precision_from")
+        Literal["auto", "graph", "flags"],
+        _renamed(
+            "realised_in",
+            "precision_from",
+            "`tensorrt`: with `graph` the precision is written into the graph, and each layer runs"
+            " as written. With `flags` TensorRT chooses the precision of each layer; int8 is then"
+            " implicit, with TensorRT's own calibrator. Try `flags` if a quantised graph is slower"
+            " than fp16, or for fp16 if a few layers should stay in fp32. Not in TensorRT 11."
+            " `auto` is `graph`.",
+        ),
     ] = "auto"
-    quantizer: Literal["crucible", "nncf", "modelopt"] = "crucible"
-    weight_only: bool = False  # int8 and int4; int4 is nothing else
-    block_size: Literal[32, 64, 128] | None = None  # weight_only
-    smooth_quant: bool | None = None  # nncf, int8
-    placement: PlacementConfig = PlacementConfig()
-    keep_fp32: KeptNodes = ()  # auto: the worst nodes, as few as bring it within the limits
-    compute_capability: str | None = None
-    hardware_compatible: bool = False
-    version_compatible: bool = False
-    form: ProgramForm | None = None  # torch: aoti where it is left out
-    mode: CompileMode | None = None  # torch, form compile
-    provider: OrtProvider = "cpu"  # onnxruntime
+    quantizer: Literal["crucible", "nncf", "modelopt"] = Field(
+        default="crucible",
+        description=(
+            "The tool that places Q/DQ pairs and chooses ranges: `crucible`, `nncf` (`openvino`"
+            " only), or `modelopt` (NVIDIA's; `tensorrt` only, and the only one for fp8). Enter"
+            " the same candidate with each, and let the measurement decide."
+        ),
+    )
+    weight_only: bool = Field(
+        default=False,
+        description=(
+            "int8 for the weights only; activations stay floats. For `onnxruntime` and `openvino`,"
+            " without calibration data. int4 is always weight-only. With `activation: int8`"
+            " (`onnxruntime` only) the kernel quantises activations at run time."
+        ),
+    )
+    block_size: Literal[32, 64, 128] | None = Field(
+        default=None,
+        description=(
+            "With `weight_only`: the number of weights that share a scale. `openvino` has blocks"
+            " in int4 only. Default: 32."
+        ),
+    )
+    smooth_quant: bool | None = Field(
+        default=None,
+        description=(
+            "`quantizer: nncf` in int8: true moves outliers of activations into the weights, false"
+            " leaves them. Enter both to compare. Default: on if NNCF knows that the model is a"
+            " transformer."
+        ),
+    )
+    placement: PlacementConfig = Field(
+        default=PlacementConfig(), description="Which nodes get Q/DQ pairs."
+    )
+    keep_fp32: KeptNodes = Field(
+        default=(),
+        description=(
+            "Names of nodes to keep in fp32, where `*` matches anything. Or `auto`: if the"
+            " candidate fails its accuracy, its worst nodes are kept in fp32, as few as bring it"
+            " within the limits. `auto` is for fp16, bf16, and int8 by the quantizer `crucible`."
+            " If the plan has no `candidates`, int8 uses `auto`."
+        ),
+    )
+    compute_capability: str | None = Field(
+        default=None, description='`tensorrt_rtx`: the GPU to build for, such as `"8.9"`.'
+    )
+    hardware_compatible: bool = Field(
+        default=False,
+        description=(
+            "`tensorrt`: one engine for every GPU generation from Ampere (8.0) on. It is slower"
+            " than an engine for one GPU: enter both to see by how much."
+        ),
+    )
+    version_compatible: bool = Field(
+        default=False,
+        description=(
+            "`tensorrt`: an engine that later versions of TensorRT also load. It runs code from"
+            " within the engine, so `CRUCIBLE_ALLOW_HOST_CODE=1` must allow the load. The build"
+            " needs TensorRT's lean runtime."
+        ),
+    )
+    form: ProgramForm | None = Field(
+        default=None,
+        description=(
+            "`torch`: `aoti` (a package of machine code), `exported` (the program, run operator by"
+            " operator) or `compile` (torch.compile at every load). Default: `aoti`."
+        ),
+    )
+    mode: CompileMode | None = Field(
+        default=None, description="`torch` with `form: compile`: the mode of torch.compile."
+    )
+    provider: OrtProvider = Field(
+        default="cpu",
+        description="`onnxruntime`: the execution provider, if the installed build has it.",
+    )
 
 
 class ExportConfig(Frozen):
-    opset: int = Field(default=20, ge=13, le=26)
-    exporter: Literal["auto", "dynamo", "torchscript"] = "auto"
+    """Export of a PyTorch model to ONNX."""
+
+    opset: int = Field(default=20, ge=13, le=26, description="ONNX opset of the exported graph.")
+    exporter: Literal["auto", "dynamo", "torchscript"] = Field(
+        default="auto", description="`auto`: dynamo, then torchscript if that fails."
+    )
 
 
 class SimplifyConfig(Frozen):
     """Simplification of the graph, and the user's own surgery before it."""
 
-    enabled: bool = True
-    timeout_s: float = Field(default=600, gt=0)  # for surgery and for simplification
-    surgery: str | None = None  # module:function, takes and returns an onnx.ModelProto
-    python_path: Path = Path()  # where the module of the surgery is imported from
-    # rewritten into the form that fused kernels match; discarded if that changes an output
-    rewrite_attention: Annotated[bool, _renamed("plain_attention", "rewrite_attention")] = True
+    enabled: bool = Field(
+        default=True,
+        description="Make the graph smaller. A change that breaks the graph is rolled back.",
+    )
+    timeout_s: float = Field(
+        default=600, gt=0, description="Time limit of surgery and of simplification, each, s."
+    )
+    surgery: str | None = Field(
+        default=None,
+        description=(
+            "`module:function` that takes the exported model, an onnx.ModelProto, and returns it"
+            " changed. It runs before simplification. `pipeline.folding:fold_strides` is included."
+        ),
+    )
+    python_path: Path = Field(
+        default=Path(),
+        description=(
+            "Folder from which the module of the surgery is imported. Its source text is part of"
+            " the cache key. Default: the plan's folder."
+        ),
+    )
+    rewrite_attention: Annotated[
+        bool,
+        _renamed(
+            "plain_attention",
+            "rewrite_attention",
+            "Rewrite attention so that fused kernels recognise it, whether `enabled` or not. If"
+            " that would change a result on the samples, the masks, or the whole attention, stay"
+            " as they are.",
+        ),
+    ] = True
 
     @model_validator(mode="after")
     def _function(self) -> SimplifyConfig:
@@ -295,14 +522,25 @@ class SimplifyConfig(Frozen):
 
 
 class CalibrationConfig(Frozen):
-    samples: int | None = Field(default=None, gt=0)  # None = all of the set
-    batch: int = Field(default=16, gt=0)
-    percentile: float = Field(default=99.99, gt=50, le=100)
-    language_model: bool = False  # `auto` then means min-max
+    """How int8 ranges are chosen."""
+
+    samples: int | None = Field(
+        default=None, gt=0, description="How many samples to use, from the first on. Default: all."
+    )
+    batch: int = Field(
+        default=16, gt=0, description="Samples per batch during calibration. It limits the memory."
+    )
+    percentile: float = Field(
+        default=99.99,
+        gt=50,
+        le=100,
+        description="Share of values inside the range, for `method: percentile`.",
+    )
+    language_model: bool = Field(default=False, description="Makes `method: auto` mean min-max.")
 
 
 BASELINE = re.compile(
-    r"(eager|traced|compile(?: (reduce-overhead|max-autotune))?)(?: (fp32|tf32|fp16|bf16))?",
+    r"(eager|traced|compile(?: (reduce-overhead|max-autotune))?)(?: (fp32|tf32|fp16|bf16))?"
 )
 """Name of a baseline: kind, mode of torch.compile, precision."""
 
@@ -316,13 +554,18 @@ def _known_baseline(name: str) -> str:
 
 
 BaselineName = Annotated[str, AfterValidator(_known_baseline)]
-Baselines = Annotated[tuple[BaselineName, ...], BeforeValidator(_as_tuple)]
+Baselines = Annotated[
+    tuple[BaselineName, ...],
+    BeforeValidator(_as_tuple, json_schema_input_type=BaselineName | tuple[BaselineName, ...]),
+]
 
 
 class LatencyLimit(Frozen):
     """The objective `{max_latency_ms: 15}`: the highest throughput within a limit of the p99."""
 
-    max_latency_ms: float = Field(gt=0, allow_inf_nan=False)
+    max_latency_ms: float = Field(
+        gt=0, allow_inf_nan=False, description="Largest p99 of a request, ms."
+    )
 
     @property
     def limit_s(self) -> float:
@@ -351,307 +594,143 @@ Objective = Annotated[
 class BenchmarkConfig(Frozen):
     """Duration and sizes of the measurement."""
 
-    sizes: tuple[dict[str, int], ...] = ()  # sizes of the symbols; empty: every profile's opt
-    # per candidate and size, shared by six processes
-    duration_s: float = Field(default=3.0, gt=0)
-    # for the whole benchmark; a ratio needs four processes, for which it may take twice as long
-    budget_s: float = Field(default=60.0, gt=0)
-    warmup_s: float = Field(default=0.2, ge=0)
-    warmup_runs: int = Field(default=10, ge=0)
-    threads: int = Field(default=0, ge=0)  # 0 = all cores
-    baselines: Baselines = ("default",)
+    sizes: tuple[dict[str, int], ...] = Field(
+        default=(),
+        description=(
+            "The shapes to measure: a list of `{symbol: size}`. The first decides which candidate"
+            " is fastest. Default: the opt of each profile."
+        ),
+    )
+    duration_s: float = Field(
+        default=3.0,
+        gt=0,
+        description=(
+            "Measuring time per candidate and shape, s. Six processes share it. An engine that is"
+            " far behind gets fewer processes. An engine that is hard to tell from another gets"
+            " more."
+        ),
+    )
+    budget_s: float = Field(
+        default=60.0,
+        gt=0,
+        description=(
+            "Time of the whole benchmark, s. It ends earlier once the verdict rests on narrow"
+            " intervals. It may take twice as long to run the four processes that a ratio needs."
+            " If the ratio is still unclear then, the verdict is `unproven`."
+        ),
+    )
+    warmup_s: float = Field(
+        default=0.2, ge=0, description="Warm-up by time, s. The processes share it."
+    )
+    warmup_runs: int = Field(
+        default=10, ge=0, description="Warm-up by count. Both warm-ups are met."
+    )
+    threads: int = Field(
+        default=0, ge=0, description="Threads per engine. 0: all cores that this process may use."
+    )
+    baselines: Baselines = Field(
+        default=("default",),
+        description=(
+            "What you run today: a list of names. For a PyTorch model, eager in fp32 is always"
+            " measured."
+        ),
+    )
+
+
+# below the limit of a job in the service, so that the message names the stage
+STAGE_TIMEOUT_S = 4 * 3600.0
+StageTimeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Plan(Frozen):
     """All settings of `crucible compile`."""
 
-    # never `..`, which is another folder
-    name: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$")
-    model: ModelConfig
-    profiles: Profiles = ()
-    # by input: the steps from a raw image to what the model takes, done inside the engine
-    preprocess: dict[str, Preprocess] = Field(default_factory=dict)
-    data: DataConfig = DataConfig()
-    accuracy: AccuracyConfig = AccuracyConfig()
-    candidates: tuple[CandidateConfig, ...] = ()  # empty: all that this host can build and run
-    ablate: bool = False  # the best int8 candidate again with each switch of its placement reversed
-    # try fp16, and candidates with `keep_fp32: auto`, in other ways if they exceed the limits; this
-    # takes a few more builds
+    name: str = Field(
+        default="",
+        pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$",
+        description="Names the report and its folder. Default: the plan's file name.",
+    )
+    model: ModelConfig = Field(description="The trained model.")
+    profiles: Profiles = Field(
+        default=(),
+        description="The shapes that engines accept: a list of `{symbol: [min, opt, max]}`.",
+    )
+    preprocess: dict[str, Preprocess] = Field(
+        default_factory=dict,
+        description=(
+            "By input: the steps from a raw image to what the model takes, done inside the engine."
+        ),
+    )
+    postprocess: dict[str, Postprocess] = Field(
+        default_factory=dict,
+        description="By output: the reduction of a large output, done inside the engine.",
+    )
+    data: DataConfig = Field(
+        default=DataConfig(), description="The calibration, selection and validation sets."
+    )
+    accuracy: AccuracyConfig = Field(
+        default=AccuracyConfig(), description="The metric and its limits."
+    )
+    candidates: tuple[CandidateConfig, ...] = Field(
+        default=(),
+        description="What to build and compare. Default: all that this host can build and run.",
+    )
+    ablate: bool = Field(
+        default=False,
+        description=(
+            "Build the best int8 candidate again with one switch of `placement` reversed each"
+            " time. The report shows what each switch does. This adds up to five engines."
+        ),
+    )
+    measure_profile_width: bool = Field(
+        default=False,
+        description=(
+            "Build the fastest accurate candidate again for single shapes, to show what a wide"
+            " profile costs. This adds up to two builds and two benchmarks."
+        ),
+    )
     fallback: Fallback = True
-    # most engines built, per candidate, to find the nodes that must stay in fp32
-    keep_fp32_builds: Annotated[int, Field(ge=1), _renamed("keep_builds", "keep_fp32_builds")] = 6
-    export: ExportConfig = ExportConfig()
-    simplify: SimplifyConfig = SimplifyConfig()
-    calibration: CalibrationConfig = CalibrationConfig()
-    tensorrt: TensorRTOptions = TensorRTOptions()
-    benchmark: BenchmarkConfig = BenchmarkConfig()
-    # what the winner is best at; latency: at the first benchmarked shape
-    objective: Objective = "latency"
-    serving: ServingConfig = ServingConfig()
-
-
-class PlanLoader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys, where YAML lets the last one win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate key '{key}'", node.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-def home() -> Path:
-    """Return the store's folder: $CRUCIBLE_HOME, else the user's data directory."""
-    return Path(
-        os.environ.get("CRUCIBLE_HOME") or platformdirs.user_data_dir("crucible")
-    ).expanduser()
-
-
-def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
-    """Read a plan and apply `a.b=value` overrides, whose values are YAML.
-
-    PlanError names the faulty line or key.
-    """
-    if not path.is_file():
-        raise PlanError(
-            f"no plan at '{path}'",
-            "give the path of a YAML plan or of an .onnx model; configs/ holds examples",
-        )
-    try:
-        document = yaml.load(path.read_text(encoding="utf-8"), PlanLoader)
-    except UnicodeDecodeError as error:
-        advice = "write a plan that names it: `model: {path: ...}` takes .onnx and .pt2"
-        raise PlanError(f"'{path}' is not a text file, so it is no plan", advice) from error
-    except yaml.YAMLError as error:
-        raise PlanError(
-            f"'{path}' is not valid YAML: {error}", "correct the line named above"
-        ) from error
-    return plan_from_document(
-        document, base=path.resolve().parent, name=path.stem, overrides=overrides
+    keep_fp32_builds: Annotated[
+        int,
+        Field(ge=1),
+        _renamed(
+            "keep_builds",
+            "keep_fp32_builds",
+            "Most engines that are built, per candidate, to find the nodes that must stay in fp32."
+            " They keep 1, 2, 4, ... of the ranked nodes, and the last of several engines keeps all"
+            " of them. An engine costs seconds on a CPU and up to minutes on a GPU.",
+        ),
+    ] = 6
+    export: ExportConfig = Field(
+        default=ExportConfig(), description="Export of a PyTorch model to ONNX."
     )
-
-
-def plan_from_model(path: Path, overrides: Iterable[str] = ()) -> Plan:
-    """Return the plan of `crucible compile model.onnx`: all defaults, no data."""
-    document = {"model": {"path": str(path.resolve())}}
-    return plan_from_document(document, base=Path.cwd(), name=path.stem, overrides=overrides)
-
-
-def plan_from_document(
-    document: object, base: Path, name: str = "", overrides: Iterable[str] = ()
-) -> Plan:
-    """Check a parsed plan; relative paths are taken from `base`."""
-    if not isinstance(document, dict):
-        raise PlanError(
-            f"expected a plan of `key: value` lines, got {type(document).__name__}",
-            "see configs/digits.yaml for an example",
-        )
-    for override in overrides:
-        _apply_override(document, override)
-    document.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("."))
-    try:
-        plan = Plan.model_validate(document)
-    except ValidationError as error:
-        raise PlanError(
-            explain(error, Plan), "correct the plan; docs/plan.md lists every key"
-        ) from error
-    for text in old_name_warnings(document, Plan):
-        LOG.warning("plan '%s': %s", plan.name, text)
-    return _with_absolute_paths(plan, base)
-
-
-def override_plan(plan: Plan, overrides: Iterable[str]) -> Plan:
-    """Apply `a.b=value` overrides to a checked plan.
-
-    Relative paths in overrides are taken from the working folder.
-    """
-    document = plan.model_dump(mode="json", by_alias=False)
-    document["profiles"] = [_written_profile(profile) for profile in document["profiles"]]
-    return plan_from_document(document, base=Path.cwd(), overrides=overrides)
-
-
-def _written_profile(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a stored profile to the form that users write."""
-    written = dict(profile["dims"])
-    if profile["values"]:
-        written["values"] = profile["values"]
-    return written
-
-
-def _apply_override(document: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise PlanError(
-            f"expected --set a.b=value, got '{override}'",
-            "for example --set accuracy.max_drop=0.02",
-        )
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise PlanError(
-            f"--set {key}: '{text}' is not a YAML value: {error}", "quote it for the shell"
-        ) from error
-    *parents, last = key.split(".")
-    node: Any = document
-    for part in parents:
-        node = _index(node, part, key) if isinstance(node, list) else node.setdefault(part, {})
-        if not isinstance(node, dict | list):
-            raise PlanError(
-                f"--set {key}: '{part}' is a plain value",
-                "check the key; docs/plan.md lists every key",
-            )
-    if isinstance(node, list):
-        _index(node, last, key)
-        node[int(last)] = value
-    else:
-        for names in _old_names(_section_at(Plan, tuple(parents))).items():
-            if last in names:  # the override replaces the value under either name
-                for name in names:
-                    node.pop(name, None)
-        node[last] = value
-
-
-def _index(node: list[Any], part: str, key: str) -> Any:
-    if not part.isdigit() or int(part) >= len(node):
-        raise PlanError(
-            f"--set {key}: '{part}' is not an index below {len(node)}", "lists are indexed from 0"
-        )
-    return node[int(part)]
-
-
-def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
-    def absolute(path: Path | None) -> Path | None:
-        return None if path is None else (base / path.expanduser()).resolve()
-
-    def source(value: DataPaths | None) -> DataPaths | None:
-        return (
-            tuple((base / p.expanduser()).resolve() for p in value)
-            if isinstance(value, tuple)
-            else value
-        )
-
-    model = plan.model.model_copy(
-        update={
-            "path": absolute(plan.model.path),
-            "weights": absolute(plan.model.weights),
-            "python_path": absolute(plan.model.python_path),
-        }
+    simplify: SimplifyConfig = Field(
+        default=SimplifyConfig(),
+        description="Simplification of the graph, and your own surgery before it.",
     )
-    data = DataConfig(
-        **{role: source(getattr(plan.data, role)) for role in DataConfig.model_fields}
+    calibration: CalibrationConfig = Field(
+        default=CalibrationConfig(), description="How int8 ranges are chosen."
     )
-    accuracy = plan.accuracy.model_copy(update={"python_path": absolute(plan.accuracy.python_path)})
-    simplify = plan.simplify.model_copy(
-        update={"python_path": absolute(plan.simplify.python_path)} if plan.simplify.surgery else {}
+    tensorrt: TensorRTOptions = Field(
+        default=TensorRTOptions(),
+        description="Options of TensorRT's builder. Other backends ignore them.",
     )
-    tensorrt = plan.tensorrt.model_copy(update={"plugins": source(plan.tensorrt.plugins)})
-    for plugin in tensorrt.plugins:
-        if not plugin.is_file():
-            raise PlanError(
-                f"tensorrt.plugins: no file at '{plugin}'",
-                "correct the path; paths in a plan are relative to the plan's own folder",
-            )
-    return plan.model_copy(
-        update={
-            "model": model,
-            "data": data,
-            "accuracy": accuracy,
-            "simplify": simplify,
-            "tensorrt": tensorrt,
-        }
+    benchmark: BenchmarkConfig = Field(
+        default=BenchmarkConfig(), description="Duration and sizes of the measurement."
     )
-
-
-# parts of an error's location that no user writes
-_UNWRITTEN = ("(files)", "(generated)", "(word)", "(names)", "(limit)", "dims")
-_IN_WORDS = {
-    "tuple": "list, written [a, b] or with dashes",
-    "dictionary": "mapping of `key: value`",
-    "path for": "valid path",
-}
-
-
-def _all_keys(model: type[BaseModel]) -> Iterable[str]:
-    return model.model_fields
-
-
-def explain(
-    error: ValidationError,
-    kind: type[BaseModel],
-    keys_of: Callable[[type[BaseModel]], Iterable[str]] = _all_keys,
-) -> str:
-    """Describe all errors of a plan, one sentence each.
-
-    A misspelt key gets a suggestion among the keys that `keys_of` allows in its section.
-    """
-    sentences = []
-    for fault in error.errors():
-        where = ".".join(str(part) for part in fault["loc"] if part not in _UNWRITTEN) or "plan"
-        if fault["type"] == "extra_forbidden":
-            section, key = _section_at(kind, fault["loc"][:-1]), str(fault["loc"][-1])
-            sentences.append(
-                f"unknown key '{where}': {_hint(key, section, sorted(keys_of(section)))}"
-            )
-        else:
-            message = re.sub(
-                r"valid (tuple|dictionary|path for).*",
-                lambda kind: _IN_WORDS[kind[1]],
-                fault["msg"].removeprefix("Value error, "),
-            )
-            shown = "" if isinstance(fault["input"], dict | list) else f" (got {fault['input']!r})"
-            sentences.append(f"{where}: {message}{shown}")
-    return "; ".join(dict.fromkeys(sentences))
-
-
-def _hint(key: str, section: type[BaseModel], known: Sequence[str]) -> str:
-    """Describe what to write instead of an unknown key."""
-    new = _old_names(section).get(key)
-    if new in known:
-        return f"it is the old name of '{new}', which is given too"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(known)}"
-
-
-def old_name_warnings(
-    document: object, section: type[BaseModel], where: str = ""
-) -> tuple[str, ...]:
-    """Return a warning for each key that a parsed plan writes with its old name."""
-    warnings = []
-    for part in document if isinstance(document, list) else [document]:
-        if not isinstance(part, dict):
-            continue
-        for old, new in _old_names(section).items():
-            if old in part:
-                warnings.append(
-                    f"`{where}{old}` is now called `{where}{new}`; the old name still works"
-                )
-        for name, field in section.model_fields.items():
-            for model in _models_in(field.annotation):
-                warnings += old_name_warnings(part.get(name), model, f"{where}{name}.")
-    return tuple(dict.fromkeys(warnings))
-
-
-def _old_names(section: type[BaseModel]) -> dict[str, str]:
-    """Return the name of each renamed key of a section, by its old name."""
-    fields = section.model_fields.items()
-    return {field.serialization_alias: name for name, field in fields if field.serialization_alias}
-
-
-def _section_at(model: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
-    """Return the section of the plan at this location, from the models' annotations."""
-    for part in location:
-        field = model.model_fields.get(str(part))
-        if field is not None:
-            model = next(iter(_models_in(field.annotation)), model)
-    return model
-
-
-def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif typing.get_origin(annotation) is not None or isinstance(annotation, types.UnionType):
-        for argument in typing.get_args(annotation):
-            yield from _models_in(argument)
+    objective: Objective = Field(
+        default="latency",
+        description=(
+            "What the winner is best at: `latency`, `throughput` or `{max_latency_ms: 15}`."
+        ),
+    )
+    serving: ServingConfig = Field(
+        default=ServingConfig(),
+        description="Facts about the model that the service needs. They do not change the engine.",
+    )
+    stage_timeout_s: StageTimeout = Field(
+        default=STAGE_TIMEOUT_S,
+        description=(
+            "Time limit of each stage, s. The time that a stage waits for a device does not count."
+        ),
+    )

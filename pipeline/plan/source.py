@@ -6,6 +6,7 @@ entrypoint's package. So a change of one line of the user's code causes a new ex
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib.metadata
@@ -25,6 +26,8 @@ import numpy as np
 from pipeline.core import ModelSource, Profile, TensorSpec, ValueRange
 from pipeline.errors import PlanError
 from pipeline.plan.schema import ModelConfig
+
+RUN_TIME_IMPORT = re.compile(rb"\b(importlib|__import__|runpy|exec)\b")
 
 
 def source_from_config(config: ModelConfig, profiles: tuple[Profile, ...]) -> ModelSource:
@@ -214,8 +217,8 @@ def _onnx_digest(path: Path) -> str:
 def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint") -> str:
     """Return the sha256 of the code behind `module:function`.
 
-    For a package under `python_path` it covers all its .py files. For a single module it covers the
-    .py files and packages in its folder, since it may import them. Both add the versions of the
+    For a package under `python_path` it covers all its .py files. For a single module it covers its
+    file, and the .py files and packages of its folder that it imports. Both add the versions of the
     packages that they import. For an installed package it covers only the version. PlanError if the
     module does not exist.
     """
@@ -239,7 +242,7 @@ def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint
         texts = {
             str(file.relative_to(folder)): file.read_bytes()
             for folder in folders
-            for file in sorted(_sources(folder))
+            for file in sorted(_sources(folder) if _is_package(spec) else _needed_sources(spec))
         }
         facts = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
         facts |= _imported_versions(texts.values(), top, folders)
@@ -253,16 +256,23 @@ def _imported_versions(
 
     A model from torchvision, for example, changes with torchvision's version.
     """
-    imported = {
-        name.decode()
-        for text in texts
-        for name in re.findall(rb"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)
-    }
+    imported = {name for text in texts for name in _imported_names(text)}
     local = {entry.stem for folder in folders for entry in folder.iterdir()} | {top}
     versions: dict[str, str] = {}
     for name in sorted(imported - local - sys.stdlib_module_names):
         versions |= _installed_version(name)
     return versions
+
+
+def _imported_names(text: bytes) -> set[str]:
+    """Return the top-level names that a source text imports anywhere in it."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError):  # its import fails later, with a message of its own
+        return set()
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {module.partition(".")[0] for module in modules}
 
 
 def _installed_spec(top: str) -> ModuleSpec | None:
@@ -272,10 +282,14 @@ def _installed_spec(top: str) -> ModuleSpec | None:
         return None
 
 
+def _is_package(spec: ModuleSpec) -> bool:
+    return spec.submodule_search_locations is not None
+
+
 def _folders_of(spec: ModuleSpec) -> tuple[Path, ...]:
     """Return the folders of a module's source text: the package, or the folder of a single file."""
-    if spec.submodule_search_locations is not None:
-        return tuple(Path(location).resolve() for location in spec.submodule_search_locations)
+    if _is_package(spec):
+        return tuple(Path(location).resolve() for location in spec.submodule_search_locations or ())
     return (Path(spec.origin or "").resolve().parent,)
 
 
@@ -302,6 +316,27 @@ def _provides(distribution: importlib.metadata.Distribution, top: str) -> bool:
         return top in listed
     record = distribution.read_text("RECORD") or ""
     return re.search(rf"^{top}[./]", record, re.MULTILINE) is not None
+
+
+def _needed_sources(spec: ModuleSpec) -> set[Path]:
+    """Return the file of a single module, and what it imports from its folder, also indirectly.
+
+    All sources of the folder if one of them may import what is known only at run time.
+    """
+    start = Path(spec.origin or "").resolve()
+    folder, needed, waiting = start.parent, {start}, [start]
+    while waiting:
+        text = waiting.pop().read_bytes()
+        if RUN_TIME_IMPORT.search(text):
+            return set(_sources(folder))
+        for name in _imported_names(text):
+            module = folder / f"{name}.py"
+            files = {module} if module.is_file() else set()
+            if _may_be_imported(folder / name):
+                files |= set(_sources(folder / name))
+            waiting += files - needed
+            needed |= files
+    return needed
 
 
 def _sources(folder: Path) -> Iterator[Path]:

@@ -15,7 +15,7 @@ from pipeline.errors import DataError
 from pipeline.recording.outcome import Recording
 
 WANTED = {"calibration": 500, "selection": 200, "validation": 200}
-"""Samples that docs/data.md recommends for each set."""
+"""Samples that docs/howto/own-data.md recommends for each set."""
 
 SEED = 0
 

@@ -33,7 +33,7 @@ from pipeline.data.samples import (
 )
 from pipeline.distribution import install_command
 from pipeline.errors import CrucibleError, HostError, PlanError
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.plan.source import source_from_config
 from pipeline.recording.datasets import WANTED, DataSets, write_sets
 from pipeline.recording.outcome import ENTRYPOINT, PICKLE, PROGRAM, Outcome, Recording

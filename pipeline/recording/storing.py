@@ -46,7 +46,8 @@ The script may have run on a GPU, in fp16 or under autocast. Other weights diffe
 """
 ANOTHER_WAY = (
     "define its class in a file that the script imports; or name a function that returns this"
-    " module as `model.entrypoint` in a plan (docs/plan.md); or record another with --module"
+    " module as `model.entrypoint` in a plan (docs/reference/plan.md); or record another with"
+    " --module"
 )
 
 
@@ -167,7 +168,7 @@ def _stored(
             ) from no_program
         return recorder.folder / PROGRAM, (
             f"the module is stored as a .pt2, because {no_entrypoint}. A compile's baseline is then"
-            " the exported program, in fp32 only (docs/plan.md)",
+            " the exported program, in fp32 only (docs/reference/plan.md)",
         )
     return recorder.folder / PACKAGE, ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -37,6 +38,8 @@ class OutputError(Frozen):
     nan: int  # values that are NaN on one side only; they count here, not in the errors above
     inf: int  # values that are infinite on one side only, or of the other sign
     worst_sample: int  # index into the set
+    # of indices only; their errors above are those of the reference's scores at the indices
+    agreement: float | None = None
     passed: bool
     failures: tuple[str, ...] = ()  # each threshold that was exceeded: expected and actual
 
@@ -113,6 +116,16 @@ class ValidationReport(Frozen):
     @property
     def passed(self) -> bool:
         return not self.failures
+
+    @property
+    def cosine(self) -> float | None:
+        """The smallest cosine of all outputs but indices, which have their agreement."""
+        return smallest_cosine(self.outputs)
+
+
+def smallest_cosine(outputs: Iterable[OutputError]) -> float | None:
+    """Return the smallest cosine of all outputs but indices; None if there is no other output."""
+    return min((each.cosine for each in outputs if each.agreement is None), default=None)
 
 
 class Bound(Frozen):
@@ -325,6 +338,14 @@ class OperatorTable(Frozen):
     size_bytes: int
 
 
+class GraphNode(Frozen):
+    """One node of the model's graph."""
+
+    name: str  # a node without a name has that of its first output
+    operator: str  # "input" and "output" for the inputs and outputs of the model
+    reads: tuple[int, ...] = ()  # indices of the nodes whose outputs it reads
+
+
 State = Literal[
     "measured", "failed accuracy", "over the limit", "mislabelled", "built", "refused", "failed"
 ]
@@ -443,42 +464,124 @@ class Ablation(Frozen):
     rows: tuple[AblationRow, ...] = ()
 
 
+class WidthRow(Frozen):
+    """The cost of the width of a profile at one shape, against an engine for this shape only."""
+
+    sizes: dict[str, int]
+    # median of the candidate / median of that engine, 95 % interval; above 1: the width costs time
+    cost: Interval | None = None
+    missing: str = ""  # why there is no cost
+
+
+class ProfileWidth(Frozen):
+    """What the width of its profiles costs the fastest accurate candidate."""
+
+    label: str = ""  # of the candidate; empty: none was measured
+    rows: tuple[WidthRow, ...] = ()
+    advice: str  # what follows from the costs
+
+
+class PackingProof(Frozen):
+    """Comparison of sequences in one row of the delivered engine with each of them alone."""
+
+    sequences: int = 0  # compared ones
+    rows: int = 0  # that they were packed into
+    # of all outputs, relative to the largest value; None: not compared, or not finite
+    largest_error: float | None = None
+    reason: str = ""  # why packing is off; empty: it is on
+
+
 class Report(Frozen):
     """All evidence of a compile: plan, steps, measurements, verdict and reasons."""
 
-    schema_version: int = SCHEMA_VERSION
-    name: str
-    created: str
-    command: str  # repeats this compile exactly
+    schema_version: int = Field(default=SCHEMA_VERSION, description="Version of this format.")
+    name: str = Field(description="The plan's name.")
+    created: str = Field(description="When the report was written, in UTC.")
+    command: str = Field(description="The command that repeats this compile exactly.")
     plan: Plan
-    source_digest: str  # of model, weights and code
+    source_digest: str = Field(description="Digest of the model, its weights and its code.")
     environment: Environment
-    steps: tuple[Step, ...]
-    operators: tuple[OperatorTable, ...]
-    reference: str  # what the accuracy reference is: "PyTorch eager fp32", "ONNX Runtime fp32"
-    baseline: BenchmarkReport | None  # the fastest of the baselines: all ratios refer to it
-    baselines: tuple[BenchmarkReport, ...] = ()  # further baselines: traced, compile
-    candidates: tuple[Candidate, ...]
-    rescues: tuple[Rescue, ...] = ()
-    ablation: Ablation | None = None  # None: the plan did not ask for it
-    winner: str | None = None  # a candidate's label; with `keep` that of the baseline
-    # of the delivered engine by the objective: what serving uses by default; None: the objective is
-    # latency, or the delivered engine was not measured under load
-    best_point: LoadPoint | None = None
-    # of the winner to the baseline, at the first shape or by the objective; with `keep` of the
-    # fastest accurate candidate
-    ratio: Interval | None = None
-    ratio_missing: str = ""  # why there is no ratio
-    # the engine that the verdict stands for; None: rejected, not to be had, or an older report
-    delivered: Engine | None = None
-    validation: ValidationReport | None = None  # of the winner, on the validation set
+    steps: tuple[Step, ...] = Field(description="What ran, with its times, and what was reused.")
+    operators: tuple[OperatorTable, ...] = Field(
+        description="The operators of the graph, before and after simplification."
+    )
+    graph: tuple[GraphNode, ...] = Field(
+        default=(),
+        description=(
+            "The graph after simplification, in execution order. Empty: too large, or an older"
+            " report."
+        ),
+    )
+    reference: str = Field(
+        description="What the accuracy is compared with, such as `PyTorch eager fp32`."
+    )
+    baseline: BenchmarkReport | None = Field(
+        description="The fastest of the baselines. All ratios refer to it."
+    )
+    baselines: tuple[BenchmarkReport, ...] = Field(default=(), description="Further baselines.")
+    candidates: tuple[Candidate, ...] = Field(
+        description="All candidates with their state, accuracy and speed."
+    )
+    rescues: tuple[Rescue, ...] = Field(
+        default=(), description="Fallbacks: the steps for candidates that failed their accuracy."
+    )
+    ablation: Ablation | None = Field(
+        default=None,
+        description="What each switch of the placement does. null: the plan did not ask for it.",
+    )
+    profile_width: ProfileWidth | None = Field(
+        default=None,
+        description="What the width of the profile costs. null: the plan did not ask for it.",
+    )
+    winner: str | None = Field(
+        default=None, description="Label of the winner; with `keep` that of the baseline."
+    )
+    best_point: LoadPoint | None = Field(
+        default=None,
+        description=(
+            "The best point of the delivered engine by the objective, which serving uses by"
+            " default. null: the objective is latency, or the delivered engine was not measured"
+            " under load."
+        ),
+    )
+    ratio: Interval | None = Field(
+        default=None,
+        description=(
+            "Speed-up of the winner over the baseline, at the first shape or by the objective;"
+            " with `keep` that of the fastest accurate candidate."
+        ),
+    )
+    ratio_missing: str = Field(default="", description="Why there is no ratio.")
+    delivered: Engine | None = Field(
+        default=None,
+        description=(
+            "The engine that the verdict stands for. null: rejected, it cannot be delivered, or an"
+            " older report."
+        ),
+    )
+    validation: ValidationReport | None = Field(
+        default=None, description="Accuracy of the winner on the validation set."
+    )
+    packing: PackingProof | None = Field(
+        default=None,
+        description=(
+            "Whether the delivered engine may pack. null: no engine is delivered, or the plan does"
+            " not declare packing."
+        ),
+    )
     verdict: Verdict
-    reasons: tuple[str, ...] = ()
-    next_steps: tuple[str, ...] = ()
-    nearest_miss: str | None = None
-    notes: tuple[Note, ...] = ()
-    peaks: tuple[Peaks, ...] = ()  # of the devices that were measured, as far as they are known
-    gpu_use: GpuUse | None = None  # while the latencies were measured
+    reasons: tuple[str, ...] = Field(default=(), description="Why the verdict is what it is.")
+    next_steps: tuple[str, ...] = Field(default=(), description="What to do next.")
+    nearest_miss: str | None = Field(
+        default=None, description="Label of the candidate that came nearest to its limits."
+    )
+    notes: tuple[Note, ...] = Field(default=(), description="Notes on the compile as a whole.")
+    peaks: tuple[Peaks, ...] = Field(
+        default=(), description="Peaks of the devices that were measured, as far as they are known."
+    )
+    gpu_use: GpuUse | None = Field(
+        default=None, description="Use of the GPU while the latencies were measured."
+    )
     benchmarked: str = Field(
         default="", description="UTC date of the latency figures; older than `created` if reused"
     )

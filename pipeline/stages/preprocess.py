@@ -36,7 +36,7 @@ def preprocess(
     InternalError if its outputs differ from those of `model` behind the steps in numpy, on the
     samples and on generated inputs at min, opt, max and an odd size of every profile.
     """
-    from pipeline.onnx_graph.preprocessing import with_preprocessing
+    from pipeline.onnx_graph.processing import with_preprocessing
 
     progress(None, "writing the preprocessing into the graph")
     proto = read_proto(model.path)

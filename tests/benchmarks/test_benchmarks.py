@@ -16,6 +16,7 @@ from benchmarks.common import Row, beside
 from benchmarks.cpu import pitfalls, resnet50
 from benchmarks.gpu import tensorrt_compile
 from benchmarks.pages import accuracy, gpu_drawings, tensorrt_rows, torch_comparison, write
+from benchmarks.pages.figures import FOLDER
 from benchmarks.pages.render import load_results, render
 from benchmarks.run_all import NAMES
 from benchmarks.serving import json_beside_binary
@@ -31,6 +32,12 @@ H200 = Target(
     compute_capability="9.0",
     driver="580.159.04",
 )
+
+
+def anchors_of(page: str) -> set[str]:
+    """Anchors of the page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings}
 
 
 @pytest.fixture
@@ -81,7 +88,26 @@ def test_the_pages_are_in_step_with_the_results() -> None:
         assert text == file.read_text(encoding="utf-8"), "run: python -m benchmarks pages"
     for drawing in write.drawings():
         assert drawing.is_current(), "run: python -m benchmarks pages"
-        assert (ROOT / "docs" / drawing.name).stat().st_size < 200_000
+        assert (FOLDER / drawing.name).stat().st_size < 200_000
+
+
+def test_the_pages_and_figures_are_those_that_are_written() -> None:
+    written = {file.name for file in write.pages()} | {each.name for each in write.drawings()}
+    assert {file.name for file in FOLDER.iterdir()} == written - {"README.md"}
+
+
+def test_every_figure_is_shown_and_every_link_between_the_pages_leads_somewhere() -> None:
+    texts = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.md")}
+    anchors = {name: anchors_of(text) for name, text in texts.items()}
+    shown = {name for text in texts.values() for name in re.findall(r"!\[[^]]*\]\((.+?)\)", text)}
+    assert shown == {each.name for each in write.drawings()}
+    links = [link for text in texts.values() for link in re.findall(r"\[[^]]*\]\((\S+?)\)", text)]
+    inside = [link for link in links if ".md" in link and not link.startswith("../")]
+    assert inside
+    for link in inside:
+        name, _, anchor = link.partition("#")
+        assert name in texts, link
+        assert not anchor or anchor in anchors[name], link
 
 
 def test_a_page_without_the_marks_of_a_part_is_refused() -> None:
@@ -114,7 +140,7 @@ def test_every_result_holds_its_environment_and_its_targets() -> None:
 
 
 def test_make_bench_runs_what_the_pages_show() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    page = "\n".join(file.read_text(encoding="utf-8") for file in FOLDER.glob("*.md"))
     command = r"^Repeat it with `.venv/bin/python -m benchmarks (\w+)`\.$"
     assert {"resnet50", "peak"} <= set(re.findall(command, page, re.MULTILINE)) <= set(NAMES)
     results = ROOT / "benchmarks" / "results"
@@ -122,14 +148,13 @@ def test_make_bench_runs_what_the_pages_show() -> None:
 
 
 def test_the_page_of_figures_says_what_make_bench_runs() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    head = page.partition("\n## ")[0]
-    listed = head.partition("one after another")[2].partition("\n\n")[0]
+    page = (FOLDER / "index.md").read_text(encoding="utf-8")
+    listed = page.partition("one after another")[2].partition("\n\n")[0]
     assert all(f"`{name}`" in listed for name in NAMES)
 
 
-def test_every_part_on_the_page_of_figures_exists() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+def test_every_part_on_the_page_of_tensorrt_exists() -> None:
+    page = (FOLDER / "tensorrt.md").read_text(encoding="utf-8")
     parts = re.findall(r'make bench-gpu PARTS="([^"]+)"', page)
     assert parts
     for part in parts:
@@ -209,7 +234,7 @@ def test_the_table_of_images_shows_what_was_measured_and_nothing_else() -> None:
         "rows": [base, serve],
         "environment": {"cpu": "AMD EPYC", "cores": 2, "load_1min": 0.5},
     }
-    text = render("deploy.md.j2", {"image_size": document})
+    text = render("sections/images.md.j2", {"image_size": document})
     assert "the median of 5 starts" in text
     assert "| base |  | 176 MB | 74 MB |  |  |" in text
     assert "| serve | one model | 176 MB | 74 MB | 2.50 s (2.25 to 3.00) | 113 MB |" in text
@@ -381,7 +406,7 @@ def test_the_row_of_a_recipe_is_found_by_its_label() -> None:
     assert flags.label == "tensorrt int8 implicit minmax"
 
 
-# -- docs/accuracy.md --------------------------------------------------------
+# -- int8 and few bits --------------------------------------------------------
 
 
 def calibration(losses: dict[tuple[str, str, int, int, int], float]) -> dict[str, object]:
@@ -554,7 +579,7 @@ def gpu_row(times: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any
     return {**row, "created": "2026-11-22T08:00:00+00:00", **more}
 
 
-def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best() -> None:
+def test_the_comparison_leads_with_end_to_end_time_beside_pytorchs_best() -> None:
     """The fastest on the GPU is not the fastest end to end, on either side."""
     torch = {
         "torch compile fp16": (4.5, 2.5),
@@ -585,6 +610,9 @@ def test_the_readme_leads_with_end_to_end_time_beside_pytorchs_best() -> None:
         "End to end, ours are slower for ResNet-50, batch 64, although the GPU works for less time"
         in text
     )
+    short = render("readme.md.j2", {**load_results(), **results})
+    assert "| ResNet-50, batch 64 | 4.500 | 5.000 | **0.90** | 2.00 |" in short
+    assert "Ours is slower end to end for ResNet-50, batch 64:" in short
     assert "NVIDIA H200, driver 580, TensorRT 10.6.0; some CPU, Python 3.12, torch 2.11." in text
 
 

@@ -13,7 +13,7 @@ from benchmarks.pages.render import load_results, render
 from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import BackendUnavailable
 from pipeline.host.gpu import find_gpus
-from pipeline.plan.schema import plan_from_document
+from pipeline.plan.files import plan_from_document
 from service.registry.models import DeploymentOptions
 
 Bench = dict[str, ModuleType]

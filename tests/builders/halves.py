@@ -29,6 +29,7 @@ from pipeline.core import (
     silent,
 )
 from pipeline.errors import UnsupportedError
+from pipeline.execution.child_process import TimeLimit
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.report import BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import benchmark
@@ -171,6 +172,7 @@ def run_here(
     name: str,
     log: Path | None = None,
     progress: Progress = silent,
+    limit: TimeLimit | None = None,
 ) -> Any:
     """Stages in this process, where the double is known; latencies are made up, an engine of 16
     bits the fastest.

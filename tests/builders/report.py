@@ -4,6 +4,8 @@ and notes.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,12 @@ from pipeline.host.environment import Environment
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import AccuracyConfig, DataConfig, LatencyLimit, ModelConfig, Plan
+from pipeline.report.graph.view import graph_script
 from pipeline.results.precision_audit import mislabelled
 from pipeline.results.report import (
     BenchmarkReport,
     Candidate,
+    GraphNode,
     LatencyRow,
     LoadCurve,
     LoadPoint,
@@ -45,6 +49,24 @@ from tests.builders.layers import real_table
 
 PROCESSES = 6
 EVIL = "<script>alert('x')</script> & | `$\\frac{1}$"
+
+
+def without_graph(page: str) -> str:
+    """A page of a report without its two own scripts: the one that draws the graph, and its data,
+    in which every "<" is escaped.
+    """
+    page = page.replace(f"<script>{graph_script()}</script>", "", 1)
+    return re.sub(r'<script type="application/json">[^<]*</script>', "", page, count=1)
+
+
+def chain(nodes: Iterable[tuple[str, str]]) -> tuple[GraphNode, ...]:
+    """A graph of nodes (name, operator), each of which reads the one before it."""
+    ends = (("image", "input"), *nodes, ("logits", "output"))
+    return tuple(
+        GraphNode(name=name, operator=operator, reads=(index - 1,) if index else ())
+        for index, (name, operator) in enumerate(ends)
+    )
+
 
 _PLAN = Plan(
     name="digits",
@@ -450,6 +472,14 @@ def proven_report(evil: str = "") -> Report:
                 **timings,
             )
         )
+    table = candidates[0].layers
+    assert table is not None
+    nodes = dict(
+        pair
+        for layer in table.layers
+        for pair in zip(layer.nodes, layer.operators, strict=True)
+        if pair[1]
+    )
     tried = RescueStep(
         step=f"opt shape moved to min{evil}", label=candidates[2].label, outcome="mislabelled"
     )
@@ -463,6 +493,7 @@ def proven_report(evil: str = "") -> Report:
         update={
             "candidates": (*candidates, fallback),
             "winner": candidates[0].label,
+            "graph": chain(nodes.items()),
             "rescues": (rescue,),
         }
     )

@@ -18,6 +18,7 @@ from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Re
 from pipeline.data.samples import SampleSet, SelectionSet, open_set
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import AccuracyConfig, Thresholds
+from pipeline.postprocess import Steps
 from pipeline.results.report import ValidationReport
 from pipeline.stages.validate import run_reference, validate
 
@@ -89,11 +90,14 @@ class Bench:
         options: AccuracyConfig | None = None,
         reference: Engine | None = None,
         batch: int = 8,
+        steps: Steps | None = None,
     ) -> ValidationReport:
         out = self.folder / f"reference{len(list(self.folder.iterdir()))}"
         out.mkdir()
         expected = run_reference(reference or self.engine(SAME), samples, {}, batch, (), out)
-        return validate(candidate, expected, samples, options or AccuracyConfig(), batch)
+        return validate(
+            candidate, expected, samples, options or AccuracyConfig(), steps or {}, batch
+        )
 
 
 SAME: tuple[Node, ...] = (("Identity", ["x"], "logits"),)

@@ -23,7 +23,6 @@ from service.client import Client, Upload
 from service.sandbox.process_tree import of_jobs
 from tests.builders.cli import FEATURES, answers, environment, write_task
 from tests.docker.fixtures_image import (
-    ROOT,
     SERVE,
     WITHIN_S,
     Container,
@@ -33,7 +32,16 @@ from tests.docker.fixtures_image import (
     running,
     until,
 )
-from tests.service.integration.test_docs import SHELL, URL, commands
+from tests.service.integration.test_docs import (
+    SHELL,
+    TUTORIAL,
+    URL,
+    commands,
+    container_commands,
+    is_server,
+    overridden,
+    write_tutorial,
+)
 
 pytestmark = pytest.mark.skipif(
     bool(lacking()), reason=f"the image is not tested here: {lacking()}"
@@ -53,12 +61,10 @@ def image() -> Iterator[Image]:
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made as the README makes it: the user of the image reads it, and its folder is closed."""
+    """Made as the page makes it: the user of the image reads it, and its folder is closed."""
     folder = tmp_path_factory.mktemp("key")
-    commands = [
-        line for line in readme("In a container") if not line.startswith(("docker", "(umask"))
-    ][:3]
-    subprocess.run(["bash", "-c", "\n".join([SHELL, *commands])], cwd=folder, check=True)
+    before, _ = container_commands()
+    subprocess.run(["bash", "-c", "\n".join([SHELL, *before])], cwd=folder, check=True)
     return folder / "keys" / "admin.key"
 
 
@@ -85,11 +91,6 @@ def container(image: Image, key: Path, place: Path) -> Iterator[Container]:
 def client(container: Container, key: Path) -> Iterator[Client]:
     with Client(container.url, key.read_text()) as client:
         yield client
-
-
-def readme(title: str) -> list[str]:
-    """The commands below a heading."""
-    return commands((ROOT / "README.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0])
 
 
 def uploaded(folder: Path, name: str) -> Upload:
@@ -157,19 +158,16 @@ def test_a_killed_job_fails_and_its_retry_gives_a_report(
     assert report.has_engine
 
 
-def test_the_lines_of_the_readme_lead_to_answers(
+def test_the_tutorial_leads_to_answers(
     container: Container, client: Client, key: Path, tmp_path: Path
 ) -> None:
-    """Those after `docker run`, and those of the service, with the key that a container wants."""
-    write_task(tmp_path)
+    """After what follows `docker run`, and with the key that a container wants."""
+    write_tutorial(tmp_path)
     (tmp_path / "keys").symlink_to(key.parent)
-    after_start = [line for line in readme("In a container") if not line.startswith("docker")][3:]
-    keyed = [
-        'curl() { command curl --fail-with-body --silent --show-error -H @auth "$@"; }',
-        "export CRUCIBLE_KEY=$(cat keys/admin.key)",
-    ]
-    service = [line for line in readme("As a service") if line != "crucible serve"]
-    script = "\n".join([SHELL, *after_start, *keyed, *service]).replace(URL, container.url)
+    _, after = container_commands()
+    keyed = 'curl() { command curl --fail-with-body --silent --show-error -H @auth "$@"; }'
+    tutorial = [overridden(line) for line in commands(TUTORIAL) if not is_server(line)]
+    script = "\n".join([SHELL, *after, keyed, *tutorial]).replace(URL, container.url)
     result = subprocess.run(
         ["bash", "-c", script],
         cwd=tmp_path,
@@ -179,9 +177,9 @@ def test_the_lines_of_the_readme_lead_to_answers(
         check=False,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr
-    assert result.stdout.count('"outputs":{') == 2
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    client.unload("digits")
+    assert "demo version 1 on cpu" in result.stdout
+    assert result.stdout.count('"outputs":{') == 1
+    client.unload("demo")
 
 
 def children(job_id: str) -> list[psutil.Process]:

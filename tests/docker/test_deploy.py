@@ -1,4 +1,4 @@
-"""docs/deploy.md holds: its commands run from top to bottom, or say why they cannot."""
+"""The pages about operation hold: their commands run in a test, or say why they cannot."""
 
 import re
 import shutil
@@ -9,12 +9,10 @@ import pytest
 
 from pipeline.errors import StoreError
 from service.storage.database import MIGRATIONS, Database
-from tests.builders.cli import environment, write_task
-from tests.service.integration.test_docs import SHELL, URL, commands, served
+from tests.service.integration.test_docs import HOW_TOS, MARKED, WITH_KEYS, commands
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "deploy.md").read_text()
-MARKED = re.compile(r"<!-- not run here: ([^>]+?) -->\n(```console\n.*?```)", re.DOTALL)
+PAGE = "\n".join(HOW_TOS[name] for name in (*WITH_KEYS, "containers", "kubernetes"))
 SPAN = re.compile(r"`([^`]+)`(<!-- not run here: [^>`]+ -->)?")
 COMMAND = re.compile(
     r"(crucible|curl|docker|grpc_health_probe|kubectl|make|pip|python3?|tar|uv|--\S+) .+|\S+\.py"
@@ -44,26 +42,9 @@ def test_commands_between_words_are_run_or_marked() -> None:
         assert bool(named) != bool(mark), text
 
 
-def test_the_readme_shows_commands_of_this_page() -> None:
-    """But for the plan: that of this page is the small task's."""
-
-    def bare(command: str) -> str:
-        return re.sub(r" -F ('plan=[^']*'|plan=\S+)", "", command)
-
-    section = (ROOT / "README.md").read_text().split("## In a container")[1].split("\n## ")[0]
-    shown = commands(section)
-    assert [
-        any(text in line for line in shown)
-        for text in ("docker build", "docker run -d", "--gpus all")
-    ] == [True] * 3
-    assert {*map(bare, shown)} <= {*map(bare, commands(PAGE))}
-
-
 def test_files_that_the_page_names_are_there() -> None:
     for name in re.findall(r"\bdocker/[\w./]+\w", PAGE):
         assert (ROOT / name).exists(), name
-    for name in re.findall(r"\]\((\w+\.md)\)", PAGE):
-        assert (ROOT / "docs" / name).is_file()
 
 
 def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(
@@ -109,51 +90,3 @@ def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(
     run(restore)
     assert names() == ["kept"]
     assert sorted(path.name for path in home.rglob("*")) == ["1", "crucible.db", "kept", "models"]
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
-    write_task(tmp_path, candidates=[{"backend": "onnxruntime", "precision": "fp32"}])
-    (tmp_path / "plan.yaml").write_text(
-        re.sub(r"(?m)^(data|model):\n(  .*\n)+", "", (tmp_path / "plan.yaml").read_text())
-    )
-    lines = commands(MARKED.sub("", PAGE))
-    first = next(
-        number
-        for number, line in enumerate(lines)
-        if "keys/admin.key" in line and line.startswith("(umask")
-    )
-
-    def run(some: list[str], url: str) -> str:
-        script = "\n".join([SHELL, *some]).replace(URL, url)
-        env = environment({"CRUCIBLE_HOME": str(tmp_path / "home")})
-        result = subprocess.run(
-            ["bash", "-c", script],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stdout[-2000:] + result.stderr
-        return result.stdout
-
-    run(lines[:first], URL)
-    variables = {
-        "CRUCIBLE_SERVICE_KEYS_REQUIRED": "true",
-        "CRUCIBLE_SERVICE_ADMIN_KEY_FILE": str(tmp_path / "keys" / "admin.key"),
-    }
-    with served("crucible serve", tmp_path / "home", **variables) as url:
-        output = run(lines[first:], url)
-    assert "# tiny" in output
-    assert "crucible_jobs{" in output
-    assert 'backend: "onnxruntime"' in output
-    assert "max_batch_size: 16" in output
-    assert '"outputs":{' in output
-    assert (
-        'crucible_model_state{device="cpu",model="digits",state="ready",version="1"} 1.0' in output
-    )
-    assert all(
-        (tmp_path / "triton-models" / name / "1" / "model.onnx").is_file()
-        for name in ("digits", "resnet50")
-    )

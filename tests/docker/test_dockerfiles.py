@@ -209,17 +209,3 @@ def test_tensorrt_asks_pip_for_its_libraries_and_pip_knows_where_they_are() -> N
     assert "venv --without-pip /opt/crucible" in stage
     assert "NVIDIA_TENSORRT_DISABLE_INTERNAL_PIP=1" in stage
     assert "ARG PIP_EXTRA_INDEX_URL=https://pypi.nvidia.com\n" in stage
-
-
-def test_the_page_tells_which_versions_ran_on_a_gpu_and_which_the_image_has() -> None:
-    results = json.loads((ROOT / "tests" / "gpu" / "results" / "h200_serving.json").read_text())
-    ran = {
-        name.removesuffix("-bindings") if name.startswith("tensorrt") else name: held
-        for name, held in results["environment"]["packages"].items()
-    }
-    has = dict(line.split("==") for line in (*CONSTRAINTS.splitlines(), asked_of_pip(GPU)[-1]))
-    page = (ROOT / "docs" / "deploy.md").read_text().split("\n## What was not run\n")[1]
-    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\w.]+) \|$", page, re.MULTILINE)
-    assert {name: (host, image) for name, host, image in rows} == {
-        name: (held, has[name]) for name, held in ran.items()
-    }

@@ -12,17 +12,14 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.serving_inputs import BatchSpec
 from service.app import create_app
-from service.inference import Served, Timing
-from service.observability.deployed_models import Models
-from service.observability.prometheus import Metrics
-from service.serving.stats import Figures, Tally
 from service.settings import Settings, settings_from
+from tests.docker.test_deploy import PAGE
+from tests.service.builders.metrics import metrics_text
+from tests.service.integration.test_docs import HOW_TOS, commands
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
-SERVICE_PAGE = (ROOT / "docs" / "service.md").read_text()
 CRD = yaml.safe_load(Path(__file__).with_name("kserve_inferenceservices.yaml").read_text())
 Document = dict[str, Any]
 
@@ -151,12 +148,9 @@ def test_both_ports_are_reached_everywhere() -> None:
     assert compose()["services"]["crucible"]["ports"] == [
         f"127.0.0.1:{port}:{port}" for port in both
     ]
-    for page in ("README.md", "docs/deploy.md"):
-        runs = re.findall(r"^\$ docker run -d .*", (ROOT / page).read_text(), re.MULTILINE)
-        assert len(runs) == 2
-        assert all(
-            f" -p 127.0.0.1:{both[0]}-{both[1]}:{both[0]}-{both[1]} " in line for line in runs
-        )
+    runs = [line for line in commands(HOW_TOS["containers"]) if line.startswith("docker run -d ")]
+    assert len(runs) == 2
+    assert all(f" -p 127.0.0.1:{both[0]}-{both[1]}:{both[0]}-{both[1]} " in line for line in runs)
 
 
 @PODS
@@ -226,18 +220,13 @@ def test_compose_names_files_and_targets_that_are_there() -> None:
 
 
 def test_keys_are_read_where_they_are_made_and_stay_out_of_git() -> None:
-    page, ignored = (
-        (ROOT / "docs" / "deploy.md").read_text(),
-        (ROOT / ".gitignore").read_text().splitlines(),
-    )
+    page, ignored = PAGE, (ROOT / ".gitignore").read_text().splitlines()
     for secret in compose()["secrets"].values():
         assert f" > {(DOCKER / secret['file']).resolve().relative_to(ROOT)}\n" in page
     assert {"/keys/", "*.key", "auth", "*.auth"} <= {*ignored}
     written = re.findall(r"> ((?:keys/)?[\w.]*(?:key|auth))\b", page)
     assert {"keys/admin.key", "auth", "metrics.auth"} <= {*written}
-    assert all(name.startswith("keys/") or name in ("auth", "metrics.auth") for name in written), (
-        written
-    )
+    assert [name for name in written if not re.match(r"keys/|(\w+\.)?auth$", name)] == []
 
 
 def test_compose_gives_settings_that_the_service_takes_and_time_to_drain() -> None:
@@ -288,45 +277,15 @@ def queries() -> Iterator[str]:
         yield from (rule["expr"] for rule in group["rules"])
 
 
-def metrics_text() -> str:
-    """What /metrics says of a server that has answered something over each wire."""
-    metrics = Metrics()
-    metrics.collect_jobs(dict)
-    tally = Tally(Figures(metrics.registry), "net", 1, lambda: 0)
-    tally.show()
-    timing = Timing(queue_s=0.001, copy_in_s=0.001, compute_s=0.001, copy_out_s=0.001, batch_size=2)
-    tally.ran(1, timing, values=8, padded=2)
-    tally.answered(timing, 0.004)
-    served = Served("net", 1, "me", "cpu", "onnxruntime", (), (), BatchSpec(axes={}), "ready")
-    metrics.registry.register(Models(lambda: (served,)))
-    metrics.calls.labels("ModelInfer", "OK").inc()
-    metrics.call_seconds.labels("ModelInfer").observe(0.004)
-    return metrics.text().decode()
-
-
 def labels_by_name() -> dict[str, set[str]]:
-    """From the table in docs/service.md, which a test holds against what a server says."""
-    table: dict[str, set[str]] = {}
-    for names, labels in re.findall(
-        r"^\| (`crucible_\S.*?) \| ([\w, ]*?) ?\| ", SERVICE_PAGE, re.MULTILINE
-    ):
-        table |= {name: set(labels.split(", ")) - {""} for name in re.findall(r"`(\w+)`", names)}
-    return table
-
-
-def test_the_page_names_the_labels_of_served_models() -> None:
-    labels = {}
-    for family in text_string_to_metric_families(metrics_text()):
-        if (
-            family.samples
-            and re.match(r"crucible_(inference|model|grpc)_", family.name)
-            and not family.name.endswith("_created")
-        ):
-            name = family.name + ("_total" if family.type == "counter" else "")
-            labels[name] = {label for sample in family.samples for label in sample.labels} - {"le"}
-    assert len(labels) == 9
-    known = labels_by_name()
-    assert {name: known.get(name) for name in labels} == labels
+    """The labels of each metric, without those of a histogram's buckets."""
+    return {
+        family.name + ("_total" if family.type == "counter" else ""): {
+            label for sample in family.samples for label in sample.labels
+        }
+        - {"le"}
+        for family in text_string_to_metric_families(metrics_text())
+    }
 
 
 def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
@@ -342,9 +301,6 @@ def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
         for base, name in names.items():
             if base != "up":
                 assert base in known, f"{name} in {query}"
-                assert base in kinds or base.startswith("crucible_device_"), (
-                    f"{name} in {query}"
-                )  # those of a GPU are there where it is
                 assert (name != base) == (kinds.get(base) == "histogram"), f"{name} in {query}"
                 labels |= known[base]
         inside = [

@@ -12,7 +12,7 @@ import pytest
 from pipeline.compiler.compile import compile_plan
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import plan_from_document
+from pipeline.plan.files import plan_from_document
 from pipeline.results.precision_audit import fusions
 from pipeline.results.report import Report
 

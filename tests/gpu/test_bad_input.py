@@ -34,10 +34,10 @@ from pipeline.core import (
     Recipe,
     TensorRTOptions,
 )
-from pipeline.execution.child_process import Child, call_in_child
+from pipeline.execution.child_process import Child, TimeLimit, call_in_child
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.stages.build import build
 from tests.builders.cli import FEATURES, Result, answers, crucible, write_task
 from tests.builders.nvml import Nvml, NVMLError_LibraryNotFound, write_nvml
@@ -57,7 +57,7 @@ FULL_BYTES = 300 * MIB  # left by others: not even a CUDA context with TensorRT'
 
 def built(case: Case, folder: Path) -> Engine:
     """The engine of a conformance case, built as in every compile: in a process of its own."""
-    return call_in_child(build, *arguments(case, folder), name=case.name, deadline_s=BUILD_S)
+    return call_in_child(build, *arguments(case, folder), name=case.name, limit=TimeLimit(BUILD_S))
 
 
 def arguments(case: Case, folder: Path) -> tuple[OnnxModel, Recipe, BuildOptions, Path]:
@@ -156,7 +156,7 @@ def test_a_session_on_a_full_gpu_says_so_and_the_next_one_works(tmp_path: Path) 
         Child(answer_once, engine, name="session", conversation=False) as child,
     ):
         with pytest.raises(Exception, match="memory") as error:
-            child.result(BUILD_S)
+            child.result(TimeLimit(BUILD_S))
         assert type(error.value).__name__ in ("OutOfDeviceMemory", "CudaError"), error.value
     assert call_in_child(answer_once, engine, name="session") == len(convolution().feeds)
 

@@ -14,7 +14,7 @@ from pipeline.compiler.compile import compile_plan, publish_report
 from pipeline.core import Precision
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.results.precision_audit import time_by_precision
 from pipeline.results.report import Candidate, Report
 from tests.builders.cli import crucible

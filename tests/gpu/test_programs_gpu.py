@@ -46,7 +46,8 @@ from pipeline.execution.child_process import call_in_child
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.feeds import draw_feeds
-from pipeline.plan.schema import BenchmarkConfig, ExportConfig, load_plan
+from pipeline.plan.files import load_plan
+from pipeline.plan.schema import BenchmarkConfig, ExportConfig
 from pipeline.report.bundle import seal
 from pipeline.results.report import BenchmarkReport, Report
 from pipeline.serving_inputs import BatchSpec

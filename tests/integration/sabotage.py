@@ -16,10 +16,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.compiler.compile import compile_plan
 from pipeline.core import Engine, OnnxModel, Progress, Recipe, silent
+from pipeline.execution.child_process import TimeLimit
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.results.report import Report
 from tests.builders.cli import CLASSES, FEATURES, HIDDEN, write_model, write_task
 from tests.builders.halves import run_here
@@ -62,6 +63,7 @@ class Saboteur:
         name: str,
         log: Path | None = None,
         progress: Progress = silent,
+        limit: TimeLimit | None = None,
     ) -> Any:
         if function.__name__ == "build" and self.before_build and is_candidate(arguments):
             arguments = (

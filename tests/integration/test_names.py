@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from service import errors
+from pipeline.errors import CrucibleError
+from tests.docs.operations import documented
 
 ROOT = Path(__file__).parents[2]
 CODE = ("pipeline", "service", "tests", "benchmarks", "calibration_data")
@@ -21,8 +22,8 @@ OURS = r"(?:pipeline|service|tests|benchmarks)"
 MAX_MODULES = 15  # in one folder; more would hide the order of things
 MAX_COLUMNS = 100
 
-CODES = {getattr(each, "code", "") for each in vars(errors).values()}
-"""`service.not_found` is a code of a refusal and looks like a module."""
+CODES = {each.code for each in documented(CrucibleError)}
+"""`service.not_found` is a code of an error and looks like a module."""
 
 # Each finder takes a text and returns the names in it.
 MODULE = re.compile(rf"-m[\s\"',]+({OURS}(?:\.\w+)+)|\bmodule(?:: str)? ?= ?\"({OURS}(?:\.\w+)+)\"")
@@ -53,8 +54,9 @@ def paths_in(text: str) -> list[str]:
 
 
 def files_in(text: str) -> list[str]:
-    """`core.py`, `routers/oip.py`: the end of a path."""
-    return FILE.findall(text)
+    """`core.py`, `routers/oip.py`: the end of a path. Not files that a page tells to make."""
+    made = re.findall(r"Save this as `(\w+\.py)`", text)
+    return [name for name in FILE.findall(text) if name not in made]
 
 
 def is_module(name: str) -> bool:
@@ -83,7 +85,8 @@ def is_path(name: str) -> bool:
 
 def is_file(name: str) -> bool:
     """Something of ours ends so."""
-    return any(f"/{file}".endswith(f"/{name}") for file in code_files())
+    examples = (str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.py"))
+    return any(f"/{file}".endswith(f"/{name}") for file in (*code_files(), *examples))
 
 
 def code_files() -> list[str]:
@@ -93,9 +96,12 @@ def code_files() -> list[str]:
 
 def pages() -> Iterator[Path]:
     """Where people and tools read our names, but for Python."""
-    yield from (ROOT / name for name in ("README.md", "SECURITY.md", "Makefile", "pyproject.toml"))
+    yield from (
+        ROOT / name
+        for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")
+    )
     yield ROOT / ".ci" / "run"
-    yield from (ROOT / "docs").glob("*.md")
+    yield from (ROOT / "docs").rglob("*.md")
     yield from (ROOT / "service").rglob("*.md")
     yield from (ROOT / "docker").glob("Dockerfile.*")
 
@@ -179,8 +185,8 @@ def test_the_command_is_a_function_of_ours() -> None:
     assert is_function(scripts["crucible"])
 
 
-def test_the_page_of_the_structure_has_the_arrows_and_folders_of_the_contracts() -> None:
-    page = (ROOT / "docs" / "structure.md").read_text()
+def test_the_page_of_the_design_has_the_arrows_and_folders_of_the_contracts() -> None:
+    page = (ROOT / "docs" / "explain" / "design.md").read_text()
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layered = [each for each in linter["contracts"] if each["type"] == "layers"]
     assert [contract["containers"] for contract in layered] == [["pipeline"], ["service"]]

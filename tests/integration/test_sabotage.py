@@ -22,7 +22,7 @@ from pipeline.compiler.decision import FIX_CALIBRATION, FIX_LABELS
 from pipeline.errors import DataError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.report.markdown import markdown
 from pipeline.results.report import Report
 from tests.builders.cli import FEATURES, answers, crucible, write_task

@@ -217,10 +217,12 @@ def test_importing_the_package_is_light() -> None:
 
 
 def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
+    """On the result of a compile whose outputs lie where the README's do."""
     section = (ROOT / "README.md").read_text().split("## From Python\n")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(code.splitlines()) == 10
-    write_task(tmp_path, candidates=CANDIDATES)
+    plan = write_task(tmp_path, candidates=CANDIDATES)
+    report = pipeline.compile(plan, out=tmp_path / "crucible-out" / "model")
+    assert report.verdict == "unproven"
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -230,8 +232,4 @@ def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == [
-        "unproven onnxruntime fp32",
-        "{'y': (1, 4)}",
-        "onnxruntime fp32 measured",
-    ]
+    assert result.stdout.splitlines() == ["{'y': (1, 4)}"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import onnx
 
-from pipeline.backends.feed_checks import installed_version, torch_hidden
+from pipeline.backends.feed_checks import installed_version
 from pipeline.core import (
     BuildOptions,
     Note,
@@ -28,6 +28,7 @@ from pipeline.core import (
 from pipeline.data.samples import CalibrationSet
 from pipeline.distribution import install_command
 from pipeline.errors import ModelError, UnsupportedError
+from pipeline.host.environment import torch_hidden
 from pipeline.onnx_graph.files import onnx_model, operator_histogram, read_proto, write_proto
 from pipeline.onnx_graph.inspect import changed_interface, kept_nodes, with_same_interface
 from pipeline.plan.schema import CalibrationConfig

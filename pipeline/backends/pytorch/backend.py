@@ -40,6 +40,7 @@ from pipeline.backends.pytorch.module import (
     load_module,
     run_module,
 )
+from pipeline.backends.pytorch.postprocessing import with_postprocessing
 from pipeline.backends.pytorch.preprocessing import with_preprocessing
 from pipeline.backends.pytorch.session import (
     TorchSession,
@@ -222,9 +223,11 @@ class TorchLoaded:
             # This also registers a dataclass with torch before anything is timed.
             module = with_preprocessing(self._module, self._source, self._device)
             run_module(module, self._source, feeds, self._device)
+            own = with_postprocessing(self._module, self._source, self._engine.outputs)
             if recipe.precision is not Precision.FP32:
-                cast = in_precision(self._module, recipe.precision, self._engine.outputs)
-                module = with_preprocessing(cast, self._source, self._device)
+                own = in_precision(own, recipe.precision, self._engine.outputs)
+            if own is not self._module:
+                module = with_preprocessing(own, self._source, self._device)
                 # This fails if the module's code holds tensors that are not cast.
                 call_module(module, self._source, feeds, self._device)
             self._module = module

@@ -42,6 +42,7 @@ from pipeline.backends.pytorch.module import (
     load_module,
     run_module,
 )
+from pipeline.backends.pytorch.postprocessing import with_postprocessing
 from pipeline.backends.pytorch.preprocessing import with_preprocessing
 from pipeline.backends.pytorch.session import (
     TorchSession,
@@ -243,7 +244,8 @@ def _captured(
     module = load_module(source, device)
     # torch then knows how to flatten a dataclass
     run_module(with_preprocessing(module, source, device), source, example, device)
-    cast = in_precision(module, recipe.precision, model.outputs)
+    reduced = with_postprocessing(module, source, model.outputs)
+    cast = in_precision(reduced, recipe.precision, model.outputs)
     cast = with_preprocessing(cast, source, device)
     fixed = tuple(_with_fixed(spec, profiles) for spec in inputs)
     source = source.model_copy(update={"inputs": fixed})

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.backends import cuda, timing_cache
-from pipeline.backends.feed_checks import torch_hidden
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.build import configure, serialize, shape_tensors
 from pipeline.backends.tensorrt.parser import Parsed, parse
@@ -43,6 +42,7 @@ from pipeline.core import (
 from pipeline.data.batch import Batch
 from pipeline.data.samples import CalibrationSet
 from pipeline.errors import CrucibleError, DataError, UnsupportedError
+from pipeline.host.environment import torch_hidden
 from pipeline.onnx_graph.files import copy_model, onnx_model, read_proto
 from pipeline.plan.schema import CalibrationConfig
 from pipeline.quantization.insert_qdq import holds_qdq

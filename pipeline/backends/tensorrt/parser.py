@@ -27,6 +27,7 @@ from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, graphs_of, operator_of,
 BINDABLE = frozenset({"float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool"})
 ANOTHER_BACKEND = "or compile this model for onnxruntime"
 QUANTIZERS = {"QuantizeLinear", "DequantizeLinear"}
+MAX_TOP_K = 3840  # by ITopKLayer in NVIDIA's documentation
 MIN_OPSET = 13  # the oldest that a plan may choose for its export
 OWN_PLUGINS = "libnvinfer_plugin.so"  # NVIDIA's own plugins, a part of TensorRT
 # A host without a GPU adds "driver version is insufficient" (catchCudaError) to every message.
@@ -189,7 +190,8 @@ def refusals(
     """
     builder = new_builder(trt, plugins)  # one for all rounds: on a GPU each takes a second
     proto = _with_types(model)
-    refused: dict[int, list[Refusal]] = {index: [refusal] for index, refusal in _quantizers(proto)}
+    known = (*_quantizers(proto), *_large_top_ks(proto))
+    refused: dict[int, list[Refusal]] = {index: [refusal] for index, refusal in known}
     interface = list(_interface(model, renames))
     unreadable = {spec.name for spec in model.inputs if spec.dtype not in (*BINDABLE, "float64")}
     foreign: set[str] = set()
@@ -362,6 +364,23 @@ def _quantizers(proto: onnx.ModelProto) -> Iterator[tuple[int, Refusal]]:
                 fault = Fault(index, node.name, node.op_type, (), reason)
                 remedy = _remedy("zero point", node.op_type)
                 refusal = _refusal(proto, index, fault)
+                yield index, refusal.model_copy(update={"remedy": remedy})
+
+
+def _large_top_ks(proto: onnx.ModelProto) -> Iterator[tuple[int, Refusal]]:
+    """Yield the TopK nodes with a constant k that no kernel has. The parser accepts them."""
+    constants = {tensor.name: tensor for tensor in proto.graph.initializer}
+    for index, node in enumerate(proto.graph.node):
+        if node.op_type != "TopK" or node.domain not in DEFAULT_DOMAINS:
+            continue
+        if tensor := constants.get("".join(node.input[1:2])):
+            count = int(onnx.numpy_helper.to_array(tensor).max())
+            if count > MAX_TOP_K:
+                reason = f"its k is {count}, TensorRT's largest is {MAX_TOP_K}"
+                refusal = _refusal(proto, index, Fault(index, node.name, node.op_type, (), reason))
+                remedy = (
+                    f"lower k (`postprocess` in the plan if it is from there), {ANOTHER_BACKEND}"
+                )
                 yield index, refusal.model_copy(update={"remedy": remedy})
 
 

@@ -336,12 +336,16 @@ class TrtSession:
         self._in_flight = False
 
     def fetch(self) -> Tensors:
+        return {name: copy_of(array) for name, array in self.lent_outputs().items()}
+
+    def lent_outputs(self) -> Tensors:
+        """Return the outputs in page-locked memory. The next run overwrites them."""
         self._require_open()
         if not self._downloaded:
             nothing_to_fetch()
         if self._in_flight:
             self.synchronize()
-        return {name: copy_of(array) for name, array in self._results}
+        return dict(self._results)
 
     def device_outputs(self) -> dict[str, DeviceOutput]:
         """Wait for the run, and return its outputs where they lie on the GPU, without a download.

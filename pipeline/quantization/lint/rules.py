@@ -1,9 +1,9 @@
 """What of a graph's own Q/DQ pairs keeps a backend from running it in 8 bits, or costs accuracy: a
 finding each. Pure.
 
-The rules are those by which Crucible places pairs itself (docs/accuracy.md). They are read off the
-graph without its pairs, where what fuses, what is a residual and what is the classifier can be seen
-as in any other graph.
+The rules are those by which Crucible places pairs itself (docs/explain/int8-arithmetic.md). They
+are read off the graph without its pairs, where what fuses, what is a residual and what is the
+classifier can be seen as in any other graph.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _simplified(
             model.path,
             target,
             name=STAGE,
-            deadline_s=request.options.timeout_s,
+            limit=request.limit("simplification"),
             progress=request.progress,
         )
         request.progress(None, "comparing with the input model")

@@ -103,7 +103,7 @@ def _attempt(model: OnnxModel, request: SimplifyRequest, out: Path, masks: bool)
             model.path,
             out / FILE,
             name="plain attention",
-            deadline_s=request.options.timeout_s,
+            limit=request.limit("the rewriting of attention"),
             progress=request.progress,
         )
         if not (out / FILE).is_file():

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pipeline.core import OnnxModel, Profile, Progress, Tensors
+from pipeline.execution.child_process import TimeLimit
 from pipeline.onnx_graph.files import file_size, operator_histogram, read_proto
 from pipeline.onnx_graph.fold_constants import FOLD_LIMIT_BYTES
 from pipeline.onnx_graph.inspect import changed_interface
@@ -26,6 +27,10 @@ class SimplifyRequest:
     options: SimplifyConfig
     samples: tuple[Tensors, ...]
     progress: Progress
+
+    def limit(self, work: str) -> TimeLimit:
+        """Return the time limit of one step."""
+        return TimeLimit(self.options.timeout_s, work, "raise `simplify.timeout_s` in the plan")
 
 
 def retry_clause(retryable: bool) -> str:

@@ -44,7 +44,7 @@ def operate(model: OnnxModel, request: SimplifyRequest, surgery: str, out: Path)
         model.path,
         out / FILE,
         name="surgery",
-        deadline_s=request.options.timeout_s,
+        limit=request.limit("surgery"),
         progress=request.progress,
     )
     request.progress(None, "comparing with the model before surgery")

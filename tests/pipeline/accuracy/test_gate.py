@@ -22,7 +22,8 @@ from pipeline.data.samples import SampleSet, SelectionSet, open_set
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import AccuracyConfig, GeneratedData, load_plan
+from pipeline.plan.files import load_plan
+from pipeline.plan.schema import AccuracyConfig, GeneratedData
 from pipeline.results.report import SizeCheck, ValidationReport
 from pipeline.stages.validate import run_reference, validate
 from tests.builders.cli import write_task
@@ -263,7 +264,7 @@ def verdict(
     out = bench.folder / "expected"
     out.mkdir()
     expected = run_reference(engine, data, {}, BATCH, gate_points(data, TWO_PROFILES, BATCH), out)
-    return validate(faulty, expected, data, options or AccuracyConfig(), BATCH)
+    return validate(faulty, expected, data, options or AccuracyConfig(), {}, BATCH)
 
 
 def at_fault(report: ValidationReport) -> list[str]:
@@ -364,7 +365,7 @@ def test_a_size_at_which_the_reference_fails_is_not_checked_and_the_report_says_
     out = bench.folder / "expected"
     out.mkdir()
     expected = run_reference(engine, data, {}, BATCH, (beyond,), out)
-    report = validate(engine, expected, data, AccuracyConfig(), BATCH)
+    report = validate(engine, expected, data, AccuracyConfig(), {}, BATCH)
     assert report.passed
     (check,) = report.sizes
     assert isinstance(check, SizeCheck)

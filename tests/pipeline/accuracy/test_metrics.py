@@ -13,6 +13,7 @@ from pipeline.accuracy.metrics import (
     SNR_LIMIT_DB,
     by_sample,
     cosine_per_sample,
+    index_agreement,
     mask_nonfinite,
     rows,
     snr_db,
@@ -131,3 +132,20 @@ def test_topk_says_what_does_not_fit(outputs: np.ndarray, labels: np.ndarray, me
         topk_hits(outputs, labels, 1)
     assert message in raised.value.message
     assert "accuracy.metric: cosine" in raised.value.next_step
+
+
+@pytest.mark.parametrize("mask", [-1e4, -1e9, float(np.finfo(np.float32).min), -np.inf])
+def test_an_index_is_worth_what_the_reference_scores_it(mask: float) -> None:
+    """Two classes are equal, and most are masked."""
+    scores = np.array([[8, 8, 7.9, 0, 4] + [mask] * 20], np.float32)
+    expected = np.array([[0]])
+    worth = {
+        index: float(index_agreement(np.array([[index]]), expected, scores)[0, 0])
+        for index in (0, 1, 2, 3, 5)
+    }
+    assert worth[0] == worth[1] == 1
+    assert 0.9 < worth[2] < 1
+    assert worth[3] == worth[5] == 0
+    twice = index_agreement(np.array([[0, 0]]), np.array([[0, 4]]), scores)
+    assert twice[0].tolist()[0] == 1
+    assert twice[0].tolist()[1] < 0.5

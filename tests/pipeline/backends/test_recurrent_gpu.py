@@ -32,7 +32,7 @@ from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.feeds import draw_feeds
-from pipeline.plan.schema import plan_from_document
+from pipeline.plan.files import plan_from_document
 from pipeline.results.precision_audit import mislabelled
 from pipeline.stages.convert import convert
 from pipeline.stages.inspect_layers import prove

@@ -36,7 +36,7 @@ from pipeline.backends.timing_cache import (
     write,
 )
 from pipeline.core import NoteCode, Target
-from pipeline.plan.schema import home
+from pipeline.plan.files import home
 from tests.builders.nvml import Device, Nvml, NVMLError, NVMLError_LibraryNotFound
 
 TARGET = Target(

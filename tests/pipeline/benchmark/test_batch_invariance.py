@@ -281,3 +281,27 @@ def test_every_precision_has_a_tolerance(tmp_path: Path) -> None:
             ),
             (),
         ).proved
+
+
+def test_indices_are_proved_by_the_values_beside_them(tmp_path: Path) -> None:
+    """Scores of 1, which the other rows of the batch change by less than the tolerance."""
+    nodes = [
+        helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
+        helper.make_node("Mul", ["sum", "tiny"], ["change"]),
+        helper.make_node("Mul", ["x", "zero"], ["none"]),
+        helper.make_node("Add", ["none", "one"], ["same"]),
+        helper.make_node("Add", ["same", "change"], ["scores"]),
+        helper.make_node("TopK", ["scores", "k"], ["z_values", "z_indices"]),
+    ]
+    constants = {
+        "tiny": np.array([1e-6, 0, 0, 0, 0, -1e-6], np.float32),
+        "zero": np.array(0, np.float32),
+        "one": np.array(1, np.float32),
+        "k": np.array([3]),
+    }
+    values, indices = ("z_values", "float32", ("batch", 3)), ("z_indices", "int64", ("batch", 3))
+    x = [("x", "float32", ("batch", 6))]
+    both = Case("both", model(nodes, x, [indices, values], constants), profiles_of(BATCH), ())
+    assert proved(both, tmp_path / "both").proved
+    alone = Case("alone", model(nodes, x, [indices], constants), profiles_of(BATCH), ())
+    assert "differ in output 'z_indices'" in proved(alone, tmp_path / "alone").reason

@@ -24,7 +24,7 @@ from pipeline.core import CalibrationMethod, NoteCode, Placement, Precision, Pro
 from pipeline.errors import ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.onnx_graph.files import onnx_model
-from pipeline.plan.schema import load_plan, plan_from_model
+from pipeline.plan.files import load_plan, plan_from_model
 from pipeline.quantization.existing_qdq import lost_scales
 from pipeline.results.report import Report
 from pipeline.stages.calibrate import calibrate

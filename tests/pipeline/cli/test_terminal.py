@@ -6,10 +6,17 @@ import time
 import pytest
 from rich.console import Console
 
-from pipeline.cli.terminal import StageProgress, benchmark_table, console, expectation
+from pipeline.cli.terminal import (
+    StageProgress,
+    benchmark_table,
+    candidate_table,
+    console,
+    expectation,
+)
 from pipeline.execution.stage_event import StageEvent
 from pipeline.measurement.clock import Samples
 from pipeline.results.report import BenchmarkReport, LatencyRow
+from tests.builders.report import sample_report
 
 
 def test_a_percentile_that_too_few_values_do_not_give_is_a_gap() -> None:
@@ -49,6 +56,12 @@ def test_a_label_that_looks_like_markup_is_printed_as_it_is(
 def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     console().print("metric:a:b")
     assert capsys.readouterr().out == "metric:a:b\n"
+
+
+def test_a_long_reason_ends_between_words() -> None:
+    table = candidate_table(sample_report())
+    states = [str(cell) for cell in table.columns[1].cells]
+    assert "refused: ONNX Runtime computes fp16 graphs on the CPU in fp32, ..." in states
 
 
 # -- stages as they run ------------------------------------------------------

@@ -26,11 +26,11 @@ from pipeline.compiler.context import CompileContext, open_context
 from pipeline.compiler.host_recipes import check_candidates
 from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import PlanError
-from pipeline.execution.child_process import call_in_child
+from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
 from pipeline.host.environment import cpu_flags
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.results.report import BenchmarkReport, Benchmarks, Origin, Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import write_task
@@ -197,6 +197,7 @@ def report_of(plan: Path) -> Report:
         name: str,
         log: Path | None = None,
         progress: Progress = silent,
+        limit: TimeLimit | None = None,
     ) -> Any:
         if function is not benchmark:
             return run_here(function, *arguments, name=name, log=log, progress=progress)

@@ -19,12 +19,12 @@ from pipeline.compiler.context import open_context
 from pipeline.compiler.host_recipes import check_candidates
 from pipeline.core import Progress, silent
 from pipeline.data.samples import SampleSet
-from pipeline.errors import CrucibleError, InternalError
-from pipeline.execution.child_process import call_in_child
+from pipeline.errors import ChildDied, CrucibleError, InternalError
+from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
+from pipeline.plan.files import load_plan
 from pipeline.plan.recipes import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
-from pipeline.plan.schema import load_plan
 from pipeline.results.report import Origin, Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import FEATURES, answers, write_task
@@ -44,6 +44,7 @@ class CountingRun:
         name: str,
         log: Path | None = None,
         progress: Progress = silent,
+        limit: TimeLimit | None = None,
     ) -> Any:
         for argument in arguments:
             if isinstance(argument, SampleSet):
@@ -57,15 +58,24 @@ def run_untimed(
     name: str,
     log: Path | None = None,
     progress: Progress = silent,
+    limit: TimeLimit | None = None,
 ) -> Any:
     """Stages in children, as libraries with a global state need it; latencies are made up."""
     return (run_here if function is benchmark else call_in_child)(
-        function, *arguments, name=name, log=log, progress=progress
+        function, *arguments, name=name, log=log, progress=progress, limit=limit
     )
 
 
 def compiled(plan: Path, home: Path, run: Run = run_here) -> Report:
     return compile_plan(load_plan(plan), Runner(Store(home), run=run), "crucible compile plan.yaml")
+
+
+def test_the_plan_limits_the_time_of_each_stage(tmp_path: Path) -> None:
+    plan = load_plan(write_task(tmp_path), ["stage_timeout_s=0.001"])
+    with pytest.raises(
+        ChildDied, match=r"^the stage 'export' took longer than its limit of 0\.001"
+    ):
+        compile_plan(plan, Runner(Store(tmp_path / "home")), "crucible compile plan.yaml")
 
 
 def computed(report: Report) -> list[str]:
@@ -184,9 +194,12 @@ def test_a_torch_model_is_looked_into_before_the_export_where_that_decides(
         name: str,
         log: Path | None = None,
         progress: Progress = silent,
+        limit: TimeLimit | None = None,
     ) -> Any:
         names.append(name)
-        return call_in_child(function, *arguments, name=name, log=log, progress=progress)
+        return call_in_child(
+            function, *arguments, name=name, log=log, progress=progress, limit=limit
+        )
 
     context = open_context(plan, Runner(Store(tmp_path / "home"), run=run))
     with pytest.raises(CrucibleError, match=refused) if refused else contextlib.nullcontext():
@@ -275,6 +288,7 @@ def test_a_bug_that_stops_every_candidate_is_a_bug_and_not_a_verdict(tmp_path: P
         name: str,
         log: Path | None = None,
         progress: Progress = silent,
+        limit: TimeLimit | None = None,
     ) -> Any:
         if function.__name__ == "convert":
             raise InternalError("KeyError: planted")

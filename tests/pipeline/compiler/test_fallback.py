@@ -29,7 +29,7 @@ from pipeline.core import CalibrationMethod, DimRange, Precision, Profile, Recip
 from pipeline.errors import InternalError, UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.results.report import (
     Candidate,
     DataFault,

@@ -17,7 +17,7 @@ from pipeline.core import CalibrationMethod, Engine, Precision, Recipe, Target
 from pipeline.errors import UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.report.markdown import markdown
 from pipeline.results.report import Report
 from tests.builders.halves import Halves, run_here

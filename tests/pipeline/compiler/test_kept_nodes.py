@@ -14,7 +14,7 @@ from pipeline.compiler.compile import compile_plan
 from pipeline.core import KeptNode, Precision
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.report.files import load_report, write_report
 from pipeline.report.html import page
 from pipeline.report.markdown import markdown

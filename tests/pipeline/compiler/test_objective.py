@@ -18,7 +18,8 @@ from pipeline.compiler.speed import speed_ratio
 from pipeline.core import Precision, Recipe
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import BenchmarkConfig, LatencyLimit, load_plan
+from pipeline.plan.files import load_plan
+from pipeline.plan.schema import BenchmarkConfig, LatencyLimit
 from pipeline.report.files import load_report
 from pipeline.results.report import BenchmarkFailure, Candidate, LoadCurve, LoadRun
 from tests.builders.cli import write_task

@@ -12,7 +12,8 @@ from pipeline.core import Artifact
 from pipeline.errors import DataError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import Plan, load_plan
+from pipeline.plan.files import load_plan
+from pipeline.plan.schema import Plan
 from pipeline.report.markdown import markdown
 from tests.builders.cli import ONE_PROCESS
 from tests.builders.convert import RESIDUAL, model_from_text

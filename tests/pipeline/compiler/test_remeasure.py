@@ -13,7 +13,7 @@ from pipeline.compiler.remeasure import REMEASURED, Remeasured, benchmark_again,
 from pipeline.core import Precision, Recipe
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.report.files import load_report, write_report
 from pipeline.report.sections import sections
 from pipeline.results.report import Ablation, AblationRow, Benchmarks, Candidate, Report, Step

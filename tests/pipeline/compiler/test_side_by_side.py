@@ -29,12 +29,12 @@ from pipeline.errors import (
     LoadCrashed,
     ModelError,
 )
-from pipeline.execution.child_process import call_in_child
+from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Emit, Run, Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.results.report import Candidate
 from pipeline.stages.build import build
 from pipeline.stages.validate import ReferenceOutputs
@@ -76,6 +76,7 @@ class Line:
         name: str,
         log: Path | None = None,
         progress: Progress = silent,
+        limit: TimeLimit | None = None,
     ) -> Any:
         self.threads.add(threading.current_thread())
         self.before(function, name)
@@ -222,7 +223,11 @@ def test_a_full_disk_stops_every_child_and_comes_out(tmp_path: Path, again: bool
 def test_ctrl_c_stops_every_child_and_comes_out(tmp_path: Path, again: bool) -> None:
     """In a process of its own: libraries that other tests have loaded may handle signals too."""
     outcome = call_in_child(
-        interrupted, tmp_path, again, name="interrupted", deadline_s=2 * WITHIN_S
+        interrupted,
+        tmp_path,
+        again,
+        name="interrupted",
+        limit=TimeLimit(2 * WITHIN_S),
     )
     assert outcome == ("KeyboardInterrupt", 1 + again, 0)
 

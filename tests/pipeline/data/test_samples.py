@@ -393,6 +393,16 @@ def test_files_that_are_no_npz_are_refused(tmp_path: Path) -> None:
     (tmp_path / "flipped.npz").write_bytes(good[:400] + bytes([good[400] ^ 255]) + good[401:])
     with zipfile.ZipFile(tmp_path / "other.npz", "w") as archive:
         archive.writestr("image.npy", b"no array")
+    with zipfile.ZipFile(tmp_path / "suffix.npz", "w") as archive:
+        archive.writestr("image", (tmp_path / "array.npy").read_bytes())
+    with zipfile.ZipFile(tmp_path / "negative.npz", "w") as archive:
+        negative = (tmp_path / "array.npy").read_bytes().replace(b"(2, ", b"(2,-")
+        archive.writestr("image.npy", negative)
+    with zipfile.ZipFile(tmp_path / "name.npz", "w") as archive:
+        archive.writestr("é.npy", (tmp_path / "array.npy").read_bytes())
+    # the name before the data is no UTF-8, unlike that in the directory
+    named = (tmp_path / "name.npz").read_bytes().replace("é".encode(), b"\x90\x90", 1)
+    (tmp_path / "name.npz").write_bytes(named)
     with zipfile.ZipFile(tmp_path / "short.npz", "w") as archive:
         archive.writestr("image.npy", (tmp_path / "array.npy").read_bytes()[:-4])
     with zipfile.ZipFile(tmp_path / "nested.npz", "w") as archive:
@@ -405,7 +415,10 @@ def test_files_that_are_no_npz_are_refused(tmp_path: Path) -> None:
         "cut.npz": "not a readable .npz file",
         "flipped.npz": "Bad CRC-32",
         "other.npz": "not a numpy array",
+        "suffix.npz": "'image' is not a numpy array: expected a name that ends in .npy",
         "nested.npz": "not a numpy array",
+        "negative.npz": "has a negative size",
+        "name.npz": "not a readable .npz file",
         "short.npz": "'image' ends before its last row",
     }
     for name, message in messages.items():

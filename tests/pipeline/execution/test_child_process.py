@@ -15,7 +15,7 @@ import pytest
 from pipeline.core import Progress
 from pipeline.errors import ChildDied, ChildStopped, DataError, DiskFull, InternalError
 from pipeline.execution import child_process as process
-from pipeline.execution.child_process import Channel, Child, call_in_child, stop_children
+from pipeline.execution.child_process import Channel, Child, TimeLimit, call_in_child, stop_children
 
 
 def double(number: int, progress: Progress) -> int:
@@ -146,8 +146,10 @@ def test_a_death_by_signal_is_named(number: int, words: str, advice: str) -> Non
 
 
 def test_a_deadline_kills_a_child_that_ignores_sigterm() -> None:
-    with pytest.raises(ChildDied, match="longer than 1 s"):
-        call_in_child(hang, name="hang", deadline_s=1)
+    limit = TimeLimit(1, "the test", "wait longer")
+    with pytest.raises(ChildDied, match="the test took longer than its limit of 1 s") as error:
+        call_in_child(hang, name="hang", limit=limit)
+    assert error.value.next_step == "wait longer"
 
 
 def test_stopping_a_child_stops_what_it_started(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import Artifact, Progress, Target
-from pipeline.errors import ChildStopped, DataError
+from pipeline.errors import ChildDied, ChildStopped, DataError
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Runner, Stage, StageCall, installed
 from pipeline.execution.store import Store
@@ -129,6 +129,19 @@ def test_a_failure_is_told_and_not_kept(tmp_path: Path) -> None:
     assert events[-1].state == "failed"
     assert runner.steps == []
     assert not (tmp_path / "artifacts" / "refuse").exists()
+
+
+def test_a_stage_over_its_time_is_stopped_and_the_key_of_the_plan_named(tmp_path: Path) -> None:
+    runner = Runner(Store(tmp_path), stage_timeout_s=0.01)
+    for run, work in (
+        (partial(runner.stage, call(21, "x")), "the stage 'double' of 'x'"),
+        (partial(runner.anew, COUNT, "", count, 21), "the stage 'count'"),
+    ):
+        with pytest.raises(ChildDied) as error:
+            run()
+        assert error.value.message == f"{work} took longer than its limit of 0.01 s and was stopped"
+        assert "raise `stage_timeout_s` in the plan" in error.value.next_step
+    assert runner.steps == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), ChildStopped("stopped")])

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+import textwrap
 
 import numpy as np
 import pytest
 
+from pipeline import measurement
 from pipeline.measurement.clock import Samples, samples_from_blocks
 from pipeline.measurement.statistics import (
     bootstrap,
@@ -143,7 +144,7 @@ def test_student_quantiles(degrees: int, quantile: float) -> None:
     assert student_quantile(degrees) == pytest.approx(quantile, abs=1e-3)
 
 
-def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "measurement.md").read_text(encoding="utf-8")
-    exec(page.split("```python\n")[1].split("```")[0], {})
+def test_the_example_of_the_package_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert measurement.__doc__
+    exec(textwrap.dedent(measurement.__doc__.split("in one process:\n")[1]), {})
     assert re.fullmatch(r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)", capsys.readouterr().out.strip())

@@ -8,8 +8,12 @@ import numpy as np
 import onnx
 import pytest
 
+from pipeline.cli.inspect import read_model
+from pipeline.cli.lint import read_named
+from pipeline.core import ModelSource
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.files import (
+    copy_model,
     external_files,
     file_digest,
     file_size,
@@ -18,6 +22,8 @@ from pipeline.onnx_graph.files import (
     read_proto,
     write_proto,
 )
+from pipeline.plan.schema import ExportConfig
+from pipeline.stages.export import export
 from tests.pipeline.onnx_graph.builders import parse, save
 
 
@@ -127,7 +133,30 @@ def in_a_subgraph_of_a_function(proto: onnx.ModelProto, tensor: onnx.TensorProto
     )
 
 
-@pytest.mark.parametrize("hide", [in_a_sparse_constant, in_a_subgraph_of_a_function])
+def in_a_sparse_initializer(proto: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    values = onnx.numpy_helper.from_array(WEIGHTS, "w")
+    proto.graph.sparse_initializer.add(values=values, indices=tensor, dims=[4])
+
+
+def in_a_list_of_an_attribute(proto: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    node = onnx.helper.make_node("F", ["x"], ["w"], domain="d", values=[tensor])
+    proto.graph.node.insert(0, node)
+
+
+def in_a_training_graph(proto: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    proto.training_info.add().algorithm.initializer.append(tensor)
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        in_a_sparse_constant,
+        in_a_sparse_initializer,
+        in_a_list_of_an_attribute,
+        in_a_subgraph_of_a_function,
+        in_a_training_graph,
+    ],
+)
 def test_external_data_outside_the_folder_is_found_wherever_it_hides(
     tmp_path: Path, hide: Callable[[onnx.ModelProto, onnx.TensorProto], None]
 ) -> None:
@@ -137,6 +166,41 @@ def test_external_data_outside_the_folder_is_found_wherever_it_hides(
     path.write_bytes(proto.SerializeToString())
     with pytest.raises(ModelError, match="tensor 'w'"):
         read_proto(path)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        external_files,
+        file_digest,
+        file_size,
+        operator_histogram,
+        lambda path: onnx_model(path.parent, path.name),
+        lambda path: copy_model(path, path.with_name("copy.onnx")),
+        read_named,
+        read_model,
+        lambda path: export(ModelSource(path=path), (), ExportConfig(), (), path.parent),
+    ],
+    ids=[
+        "external_files",
+        "file_digest",
+        "file_size",
+        "operator_histogram",
+        "onnx_model",
+        "copy_model",
+        "crucible lint",
+        "crucible inspect",
+        "export",
+    ],
+)
+def test_no_reader_of_a_users_model_follows_external_data_out_of_its_folder(
+    tmp_path: Path, read: Callable[[Path], object]
+) -> None:
+    (tmp_path / "w.bin").write_bytes(WEIGHTS.tobytes())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with pytest.raises(ModelError, match=r"tensor 'w' .* external data at '\.\./w\.bin'"):
+        read(external_model(folder, "../w.bin"))
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -159,6 +223,10 @@ def test_a_missing_external_file_is_named(tmp_path: Path) -> None:
         ({"offset": "8"}, "expected 16 bytes for its shape, got 8"),
         ({"offset": "0", "length": "64"}, "expected bytes 0 to 64, the file has 16"),
         ({"offset": "-4"}, "expected bytes -4"),
+        ({"offset": str(2**62)}, f"expected bytes {2**62} to"),
+        ({"offset": str(-(2**62)), "length": str(2**62 + 16)}, "expected bytes -"),
+        ({"length": str(2**62)}, f"expected bytes 0 to {2**62}, the file has 16"),
+        ({"length": "9" * 5000}, "not a number"),
         ({"length": "many"}, "not a number"),
     ],
 )

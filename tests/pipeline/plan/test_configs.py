@@ -1,12 +1,14 @@
 """Every plan in configs/ loads, its model is where it says, its data opens, and each manifest tells
-the truth.
+the truth. The parts of plans in the pages load too.
 """
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.data.samples import (
     CalibrationSet,
@@ -16,7 +18,7 @@ from pipeline.data.samples import (
     check_disjoint,
     open_set,
 )
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.plan.source import source_from_config
 
 ROOT = Path(__file__).parents[3]
@@ -46,6 +48,33 @@ def test_a_config_loads_and_its_data_opens(name: str) -> None:
     assert {opened.role: opened.samples for opened in sets} == EXPECTED[name]
     assert all(opened.has_labels == (name in ("digits", "surgery")) for opened in sets)
     check_disjoint(*sets)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "explain/tensorrt",
+        "howto/batch-and-latency",
+        "howto/choose-precision",
+        "howto/dynamic-shapes",
+        "howto/images-and-text",
+        "howto/own-data",
+        "howto/own-metric",
+        "howto/unsupported-operators",
+    ],
+)
+def test_a_part_of_a_plan_in_a_page_loads(page: str, tmp_path: Path) -> None:
+    rest = {"model": {"path": "model.onnx"}, "profiles": [{"batch": [1, 8, 64]}]}
+    plugin = tmp_path / "build" / "libmyplugins.so"
+    plugin.parent.mkdir()
+    plugin.touch()
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    parts = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert parts
+    for part in parts:
+        plan = tmp_path / "plan.yaml"
+        plan.write_text(yaml.safe_dump(rest | yaml.safe_load(part)), encoding="utf-8")
+        assert load_plan(plan).model.path
 
 
 @pytest.mark.parametrize("name", ["digits", "sentences"])

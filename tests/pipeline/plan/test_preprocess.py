@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import PlanError
-from pipeline.plan.schema import plan_from_document
+from pipeline.plan.files import plan_from_document
 
 MODEL = {"model": {"path": "m.onnx"}}
 

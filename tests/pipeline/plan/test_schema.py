@@ -1,25 +1,15 @@
 """The plan: what is read, what is refused, and how a refusal reads."""
 
 import re
-import typing
 from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import BaseModel
 
 from pipeline.core import TensorSpec
 from pipeline.errors import PlanError
-from pipeline.plan.schema import (
-    GeneratedData,
-    LatencyLimit,
-    Plan,
-    home,
-    load_plan,
-    override_plan,
-    plan_from_document,
-    plan_from_model,
-)
+from pipeline.plan.files import home, load_plan, override_plan, plan_from_document, plan_from_model
+from pipeline.plan.schema import GeneratedData, LatencyLimit, Plan
 from pipeline.serving_inputs import check_serving
 from tests.builders.cli import crucible
 
@@ -186,7 +176,7 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
         ({**MODEL, "name": ".."}, "name: String should match pattern"),
         (
             {**MODEL, "accuracy": {"metric": "top9"}},
-            "expected metric auto, top1, top5, cosine or module:function, got 'top9'",
+            "expected metric auto, top1, top5, cosine, agreement or module:function, got 'top9'",
         ),
         ([1, 2], "expected a plan of `key: value` lines, got list"),
         ("text", "got str"),
@@ -284,6 +274,13 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
         ("a: [1", "not valid YAML"),
         ("name: a\nname: b", "duplicate key 'name'"),
         ("\x00", "not valid YAML"),
+        ("name: 2026-02-30", "'2026-02-30' is no value of the type timestamp"),
+        ("name: !!timestamp x", "'x' is no value"),
+        ("name: !!bool x", "'x' is no value of the type bool"),
+        ("name: !!int ''", "'' is no value"),
+        ('name: "\\ud83d"', r"'\\ud83d' is no value"),
+        ("seed: " + "9" * 5000, "'9{39} is no value of the type int"),
+        ("data: !!map x", "expected a mapping node"),
         ("", "got NoneType"),
     ],
 )
@@ -363,45 +360,19 @@ def test_crucible_home_moves_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert home() == tmp_path
 
 
-def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
-    return [f"{prefix}{name}" for name in model.model_fields]
-
-
-def test_every_key_of_the_plan_is_documented() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
-    sections = [
-        (name, key)
-        for name, field in Plan.model_fields.items()
-        for key in _keys_below(field.annotation)
-    ]
-    missing = [f"{name}.{key}" for name, key in sections if f"`{key}`" not in text]
-    missing += [name for name in Plan.model_fields if f"`{name}`" not in text]
-    assert missing == []
-    assert {
-        ("tensorrt", "plugins"),
-        ("candidates", "precision_from"),
-        ("simplify", "surgery"),
-        ("profiles", "values"),
-    } <= set(sections)
-
-
-def _keys_below(annotation: object) -> list[str]:
-    """The keys of a section, or of each entry of a list. `dims` is how profiles are stored, not how
-    they are written.
-    """
-    models = [
-        argument
-        for argument in (annotation, *typing.get_args(annotation))
-        if isinstance(argument, type) and issubclass(argument, BaseModel)
-    ]
-    return [key for model in models for key in keys_of(model) if key != "dims"]
-
-
 def test_a_binary_file_is_no_plan_and_the_next_step_says_where_it_belongs(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").write_bytes(b"PK\x03\x04\xff\xfe")
     with pytest.raises(PlanError, match="not a text file") as error:
         load_plan(tmp_path / "model.pt2")
     assert "model: {path" in error.value.next_step
+
+
+def test_a_python_file_is_no_plan_and_the_next_step_records_it(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("class Net: pass\n")
+    with pytest.raises(PlanError, match="is a Python file") as error:
+        load_plan(tmp_path / "net.py")
+    assert f"crucible record -- python {tmp_path / 'net.py'}" in error.value.next_step
+    assert "entrypoint: net:build" in error.value.next_step
 
 
 def test_a_profile_is_overridden_as_it_is_written(tmp_path: Path) -> None:

@@ -71,8 +71,22 @@ def test_weights_seed_and_inputs_are_part_of_the_digest(tmp_path: Path) -> None:
     assert len({before, *digests}) == 4
 
 
-def test_code_of_a_module_includes_what_it_may_import_and_nothing_else(tmp_path: Path) -> None:
-    write_net(tmp_path)
+def test_code_of_a_module_includes_what_it_imports_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers" / "block.py").write_text("def f():\n    import deep\n")
+    (tmp_path / "deep.py").write_text("x = 1\n")
+    write_net(tmp_path, "import json, layers.block\ndef make(): pass\n")
+    before = code_digest("net:make", tmp_path)
+    (tmp_path / "use.py").write_text("import net\n")
+    assert code_digest("net:make", tmp_path) == before
+    (tmp_path / "deep.py").write_text("x = 2\n")
+    changed = code_digest("net:make", tmp_path)
+    (tmp_path / "layers" / "more.py").write_text("x = 1\n")
+    assert len({before, changed, code_digest("net:make", tmp_path)}) == 3
+
+
+def test_code_of_a_module_that_imports_at_run_time_is_what_it_may_import(tmp_path: Path) -> None:
+    write_net(tmp_path, "import importlib\ndef make(): importlib.import_module('lay' + 'ers')\n")
     before = code_digest("net:make", tmp_path)
     for ignored in (
         ".hidden/x.py",

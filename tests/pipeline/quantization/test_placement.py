@@ -50,9 +50,7 @@ def test_default_rules_take_convolutions_and_residual_adds_but_not_the_classifie
 
 
 def test_tensorrt_quantises_the_residual_and_not_what_a_convolution_adds_to_it() -> None:
-    """A pair between a convolution and its Add makes the Add a kernel of its own: docs/accuracy.md
-    has the times.
-    """
+    """A pair between a convolution and its Add makes the Add a kernel of its own."""
     assert [tensor for node, tensor in reads(sites_of(RESIDUAL)) if node == "add"] == ["r1"]
     for kernels in (OPENVINO, ONNXRUNTIME):
         assert [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import DimRange
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from tests.builders.cli import ONE_PROCESS, Result, crucible, crucible_here, environment
 
 NETS = """
@@ -154,6 +154,13 @@ def test_what_cannot_be_recorded_is_said_and_leaves_nothing(
     result = recorded(tmp_path, "--out", "out", "--", sys.executable, "-c", code)
     assert (result.code, list(tmp_path.iterdir())) == (1, [])
     assert expected in result.err
+
+
+def test_calls_of_one_size_are_noted(tmp_path: Path) -> None:
+    code = "import torch; net = torch.nn.ReLU().eval(); [net(torch.randn(2, 3)) for _ in range(9)]"
+    result = recorded(tmp_path, "--", sys.executable, "-c", code)
+    assert result.code == 0, result.err
+    assert "note: all calls had the same sizes" in result.err
 
 
 def test_a_missing_script_is_the_interpreters_own_error(tmp_path: Path) -> None:

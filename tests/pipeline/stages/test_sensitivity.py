@@ -12,7 +12,7 @@ from pipeline.core import Precision, Recipe
 from pipeline.data.samples import SelectionSet, open_set
 from pipeline.onnx_graph.activations import observe, open_probe
 from pipeline.onnx_graph.files import onnx_model
-from pipeline.plan.schema import load_plan
+from pipeline.plan.files import load_plan
 from pipeline.quantization.sensitivity_graph import lift
 from pipeline.results.report import NodeRanking
 from pipeline.stages.convert import convert

@@ -257,7 +257,7 @@ def test_a_simplifier_that_hangs_is_stopped_and_rolled_back(
     two_nodes: OnnxModel, out: Path
 ) -> None:
     result = simplify(two_nodes, PROFILES, SimplifyConfig(timeout_s=3), (), out, silent, hang)
-    assert_rolled_back(result, two_nodes, "longer than 3 s")
+    assert_rolled_back(result, two_nodes, "longer than its limit of 3 s")
 
 
 def test_lost_quantizers_are_rolled_back(tmp_path: Path, out: Path) -> None:

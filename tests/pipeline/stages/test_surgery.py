@@ -15,7 +15,8 @@ from pipeline.core import OnnxModel, Profile, Target, silent
 from pipeline.errors import ChildDied, ModelError, PlanError
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.files import onnx_model, operator_histogram
-from pipeline.plan.schema import SimplifyConfig, load_plan
+from pipeline.plan.files import load_plan
+from pipeline.plan.schema import SimplifyConfig
 from pipeline.stages.simplify import simplify
 
 ROOT = Path(__file__).parents[3]
@@ -169,7 +170,7 @@ def test_a_surgery_that_fails_is_refused_with_its_reason(
 
 
 def test_a_surgery_that_hangs_is_stopped(model: OnnxModel, out: Path) -> None:
-    with pytest.raises(ChildDied, match="longer than 3 s"):
+    with pytest.raises(ChildDied, match="longer than its limit of 3 s"):
         simplify(model, PROFILES, own("hang").model_copy(update={"timeout_s": 3}), (), out, silent)
 
 

@@ -282,7 +282,7 @@ def test_both_run_in_children_and_tell_how_far_they_are(bench: Bench) -> None:
     assert events[-1] == (1.0, "20 of 20 samples")
     assert [Path(reference.root, file).is_file() for file in reference.files] == [True, True, True]
     report = call_in_child(
-        validate, engine, reference, samples, AccuracyConfig(), 8, name="candidate"
+        validate, engine, reference, samples, AccuracyConfig(), {}, 8, name="candidate"
     )
     assert report.passed
 
@@ -296,7 +296,7 @@ def validate_and_list_modules(
     progress: Progress,
 ) -> tuple[bool, bool]:
     return (
-        validate(engine, reference, samples, options, batch, progress).passed,
+        validate(engine, reference, samples, options, {}, batch, progress).passed,
         "torch" in sys.modules,
     )
 
@@ -310,7 +310,13 @@ def test_no_torch_beside_the_candidate(bench: Bench) -> None:
     out.mkdir()
     reference = run_reference(engine, samples, {}, 8, (), out)
     assert call_in_child(
-        validate_and_list_modules, engine, reference, samples, AccuracyConfig(), 8, name="candidate"
+        validate_and_list_modules,
+        engine,
+        reference,
+        samples,
+        AccuracyConfig(),
+        8,
+        name="candidate",
     ) == (True, False)
 
 
@@ -321,9 +327,9 @@ def test_reference_outputs_of_another_set_or_batch_are_our_bug(bench: Bench) -> 
     out.mkdir()
     reference = run_reference(engine, samples, {}, 8, (), out)
     with pytest.raises(InternalError):
-        validate(engine, reference, samples, AccuracyConfig(), 4)
+        validate(engine, reference, samples, AccuracyConfig(), {}, 4)
     with pytest.raises(InternalError):
-        validate(engine, reference, bench.samples(x[:10], labels[:10]), AccuracyConfig(), 8)
+        validate(engine, reference, bench.samples(x[:10], labels[:10]), AccuracyConfig(), {}, 8)
 
 
 def test_reference_digests_tell_contents_apart(bench: Bench) -> None:

@@ -134,7 +134,7 @@ def test_the_extra_installs_a_release_without_such_reports() -> None:
     assert trt_library.REQUIREMENT in project["optional-dependencies"]["tensorrt"]
     wrong = _dotted(min(release.first for release in trt_library.WRONG_RELEASES))
     assert f"tensorrt-cu12>={trt_library.RUN_BY_US},<{wrong}" == trt_library.REQUIREMENT
-    for page in ("README.md", "docs/tensorrt.md"):
+    for page in ("README.md", "docs/explain/tensorrt.md"):
         assert trt_library.REQUIREMENT in (ROOT / page).read_text(encoding="utf-8")
 
 

@@ -242,6 +242,18 @@ def test_an_input_whose_values_decide_a_shape_builds_with_its_values(tmp_path: P
     assert [spec.location for spec in engine.inputs] == ["device", "host"]
 
 
+def test_a_k_that_no_kernel_has_is_refused(tmp_path: Path) -> None:
+    inputs: list[Value] = [("x", FLOAT, ["n", 5000])]
+    outputs: list[Value] = [("values", FLOAT, ["n", "m"]), ("indices", INT64, ["n", "m"])]
+    node = helper.make_node("TopK", ["x", "k"], ["values", "indices"], name="top")
+    found = {}
+    for k in (3840, 3841):
+        (tmp_path / str(k)).mkdir()
+        model = save(tmp_path / str(k), [node], inputs, outputs, [constant("k", np.array([k]))])
+        found[k] = [(refusal.node, refusal.reason) for refusal in refusals(model)]
+    assert found == {3840: [], 3841: [("top", "its k is 3841, TensorRT's largest is 3840")]}
+
+
 def test_an_input_whose_values_decide_a_shape_needs_them_in_the_profile(tmp_path: Path) -> None:
     with pytest.raises(
         PlanError, match=r"input 'k' decides a shape by its values\n  next: give `values: {k: "

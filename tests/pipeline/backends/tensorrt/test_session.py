@@ -75,6 +75,16 @@ def test_two_replays_with_different_inputs_share_no_output(bench: Bench) -> None
         assert output.flags.owndata
 
 
+def test_lent_outputs_are_those_of_fetch_and_the_next_run_overwrites_them(bench: Bench) -> None:
+    with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
+        first = run_session(session, feeds(2))["y"]
+        lent = session.lent_outputs()["y"]
+        np.testing.assert_array_equal(lent, first)
+        second = run_session(session, feeds(2, 10))["y"]
+        np.testing.assert_array_equal(lent, second)
+        np.testing.assert_array_equal(first, doubled(dict(feeds(2)))["y"])
+
+
 def test_what_is_bound_next_does_not_reach_a_run_in_flight(bench: Bench) -> None:
     with closing(bench.load(bench.engine())) as loaded, closing(loaded.session()) as session:
         check_runs(session, feeds(2))
@@ -524,6 +534,7 @@ def test_closing_the_engine_closes_its_sessions(bench: Bench) -> None:
                 "download",
                 "synchronize",
                 "fetch",
+                "lent_outputs",
                 "timer",
             )
         ],

@@ -1,4 +1,5 @@
-"""Write the preprocessing of images into a graph, before its first nodes.
+"""Write the plan's steps into a graph: preprocessing before its first nodes, postprocessing behind
+its last.
 
 Each step is a node of its own, which quantisation and 16-bit conversion leave in fp32
 (`kept_nodes`).
@@ -10,20 +11,25 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from pipeline.core import ImageResize, Preprocess, TensorSpec
+from pipeline import postprocess, preprocess
+from pipeline.core import ImageResize, Postprocess, Preprocess, TensorSpec
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.inspect import specs_of
 from pipeline.onnx_graph.rewriting import exported, imported, initializer
-from pipeline.preprocess import NODE_PREFIX, Steps, raw_specs
+
+DTYPES = {"int64": ir.DataType.INT64, "float32": ir.DataType.FLOAT}
 
 
-def with_preprocessing(proto: onnx.ModelProto, steps: Steps) -> onnx.ModelProto:
+# --- preprocessing ---
+
+
+def with_preprocessing(proto: onnx.ModelProto, steps: preprocess.Steps) -> onnx.ModelProto:
     """Return the model with the steps of each input inside: these inputs are uint8 [N, H, W, C].
 
     A resize needs opset 13. PlanError for steps that do not fit the inputs, ModelError for an
     input that is an output too.
     """
-    raw = {spec.name: spec for spec in raw_specs(specs_of(proto)[0], steps)}
+    raw = {spec.name: spec for spec in preprocess.raw_specs(specs_of(proto)[0], steps)}
     model = imported(proto)
     inputs = model.graph.inputs
     for index, value in enumerate(inputs):
@@ -42,7 +48,7 @@ def _raw_input(graph: ir.Graph, value: ir.Value, spec: TensorSpec, step: Preproc
     raw = ir.Value(
         name=spec.name, type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape(spec.shape)
     )
-    writer = _Writer(graph, f"{NODE_PREFIX}{spec.name}/")
+    writer = _Writer(graph, f"{preprocess.NODE_PREFIX}{spec.name}/")
     pixels = writer.add("Cast", raw, to=ir.DataType.FLOAT)
     if step.layout == "NCHW":
         pixels = writer.add("Transpose", pixels, perm=[0, 3, 1, 2])
@@ -61,7 +67,7 @@ def _raw_input(graph: ir.Graph, value: ir.Value, spec: TensorSpec, step: Preproc
 
 
 class _Writer:
-    """Appends the nodes of one input to a graph."""
+    """Appends the nodes of one input or output to a graph."""
 
     def __init__(self, graph: ir.Graph, prefix: str) -> None:
         self._graph, self._prefix = graph, prefix
@@ -69,11 +75,22 @@ class _Writer:
     def add(
         self, operator: str, *inputs: ir.Value | None, **attributes: int | str | list[int]
     ) -> ir.Value:
+        return self.add_all(operator, 1, *inputs, **attributes)[0]
+
+    def add_all(
+        self,
+        operator: str,
+        count: int,
+        *inputs: ir.Value | None,
+        **attributes: int | str | list[int],
+    ) -> tuple[ir.Value, ...]:
+        """Add a node with `count` outputs, and return these."""
         name = f"{self._prefix}{operator.lower()}"
-        node = ir.node(operator, inputs, attributes, outputs=[ir.Value(name=f"{name}_out")])
+        outputs = [ir.Value(name=f"{name}_out{number or ''}") for number in range(count)]
+        node = ir.node(operator, inputs, attributes, outputs=outputs)
         node.name = name
         self._graph.append(node)
-        return node.outputs[0]
+        return tuple(node.outputs)
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
         return initializer(self._graph, f"{self._prefix}{name}", array)
@@ -101,3 +118,50 @@ def _factor(size: int, target: int) -> np.float32:
     while int(factor * np.float32(size)) < target:
         factor = np.nextafter(factor, np.float32(np.inf))
     return factor
+
+
+# --- postprocessing ---
+
+
+def with_postprocessing(proto: onnx.ModelProto, steps: postprocess.Steps) -> onnx.ModelProto:
+    """Return the model with reduced outputs. It needs opset 13.
+
+    PlanError for steps that do not fit the outputs.
+    """
+    specs = {spec.name: spec for spec in postprocess.reduced_specs(specs_of(proto)[1], steps)}
+    model = imported(proto)
+    outputs = list(model.graph.outputs)
+    model.graph.outputs.clear()
+    for value in outputs:
+        name = value.name or ""
+        if name in steps:
+            reduced = _reduced(model.graph, value, steps[name])
+            for new, own_name in zip(reduced, postprocess.names_of(name, steps[name]), strict=True):
+                _rename(new, specs[own_name])
+            model.graph.outputs.extend(reduced)
+        else:
+            model.graph.outputs.append(value)
+    return exported(model)
+
+
+def _rename(value: ir.Value, spec: TensorSpec) -> None:
+    value.name, value.shape = spec.name, ir.Shape(spec.shape)
+    value.type = ir.TensorType(DTYPES[spec.dtype])
+
+
+def _reduced(graph: ir.Graph, scores: ir.Value, step: Postprocess) -> tuple[ir.Value, ...]:
+    """Add the steps behind an output. Return the indices and, for `top_k`, the values.
+
+    Indices are chosen from the scores before a softmax, whose rounding could make them equal.
+    """
+    writer, axis = _Writer(graph, f"{postprocess.NODE_PREFIX}{scores.name}/"), step.axis
+    if scores.dtype is not ir.DataType.FLOAT:
+        scores = writer.add("Cast", scores, to=ir.DataType.FLOAT)
+    if step.argmax:
+        return (writer.add("ArgMax", scores, axis=axis, keepdims=0),)
+    top_k = writer.constant("k", np.array([step.top_k], np.int64))
+    values, indices = writer.add_all("TopK", 2, scores, top_k, axis=axis)
+    if step.softmax:
+        shares = writer.add("Softmax", scores, axis=axis)
+        values = writer.add("GatherElements", shares, indices, axis=axis)
+    return indices, values

@@ -1,0 +1,289 @@
+"""The benchmarks of what limits whole runs: parts and their results, rates, and the ways from host
+to host, on the doubles of TensorRT or on the CPU.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from benchmarks.common import Row
+from benchmarks.gpu.contest import Entrant, contest
+from benchmarks.gpu.host import Watch
+from benchmarks.limits import host_to_host, resnet_throughput, serving_ceiling
+from benchmarks.limits.from_host import Overlapped, channels_last, opened_from_host
+from benchmarks.limits.open_loop import run as ask_in_an_open_loop
+from benchmarks.limits.part_results import LimitReached, ended_after, measure_parts
+from benchmarks.serving.client import ask_once, http_request
+from benchmarks.serving.processes import Cpu, clean_environment, free_port, running, wait_until
+from pipeline.backends.onnxruntime import backend as onnxruntime_
+from pipeline.benchmark.interleaved import Workload
+from pipeline.core import BuildOptions, Engine, Precision, Recipe
+from pipeline.errors import ModelError
+from pipeline.onnx_graph.files import onnx_model
+from pipeline.plan.files import plan_from_document
+from pipeline.plan.schema import BenchmarkConfig
+from tests.pipeline.backends.tensorrt.builders import Bench, doubled, feeds
+
+# -- parts -------------------------------------------------------------------
+
+
+def rows_in(file: Path) -> list[dict[str, object]]:
+    return list(json.loads(file.read_text(encoding="utf-8"))["rows"])
+
+
+def test_parts_keep_their_results_when_others_fail_or_are_measured_later(tmp_path: Path) -> None:
+    def fail() -> list[dict[str, float]]:
+        raise RuntimeError("no such thing")
+
+    layers: list[Row] = []
+    measure = partial(measure_parts, "name", into=tmp_path, run={"seconds": 1.0})
+    with pytest.raises(SystemExit) as ended:
+        measure(
+            parts={"a": lambda: [{"ms": 1.0}], "b": fail},
+            targets_of=lambda rows: {"two rows": len(rows) == 2},
+            limit_s=60.0,
+            details={"layers": layers},
+        )
+    assert ended.value.code == 1
+    first, second = rows_in(tmp_path / "name.json")
+    assert first == {"part": "a", "ms": 1.0, "note": None}
+    assert second == {"part": "b", "ms": None, "note": "failed: RuntimeError: no such thing"}
+    with pytest.raises(SystemExit):  # a fails now, and keeps what it had
+        measure(
+            parts={"b": lambda: [{"ms": 2.0}], "a": fail}, targets_of=lambda rows: {}, limit_s=60.0
+        )
+    assert [(row["part"], row["ms"]) for row in rows_in(tmp_path / "name.json")] == [
+        ("a", 1.0),
+        ("b", 2.0),
+    ]
+    with pytest.raises(SystemExit):  # another run: none of the old rows belong to it
+        measure_parts(
+            "name", {"c": lambda: [{"ms": 3.0}]}, lambda rows: {}, tmp_path, 60.0, {"seconds": 2.0}
+        )
+    assert [row["part"] for row in rows_in(tmp_path / "name.json")] == ["c"]
+
+
+def test_a_part_ends_at_the_limit_even_where_failures_are_caught() -> None:
+    def caught() -> None:
+        with contextlib.suppress(Exception):  # as where one engine of several may fail
+            time.sleep(30)
+
+    with pytest.raises(LimitReached), ended_after(0.05):
+        caught()
+    with pytest.raises(LimitReached), ended_after(0.0):
+        caught()
+
+
+# -- serving_ceiling ---------------------------------------------------------
+
+
+def test_cores_and_connections_are_shared_out() -> None:
+    server, clients = serving_ceiling.core_sets(range(16), 6)
+    assert (server, clients) == (frozenset(range(10)), frozenset(range(10, 16)))
+    assert serving_ceiling.core_sets({0, 1}, 6) == (frozenset({0, 1}), frozenset({0, 1}))
+    assert serving_ceiling.shares_of(8, 6) == [2, 2, 1, 1, 1, 1]
+    assert serving_ceiling.shares_of(2, 6) == [1, 1]
+
+
+def test_a_stretch_of_several_clients() -> None:
+    answer = {"wall_s": 2.0, "cpu_s": 1.0, "latencies_s": [0.01] * 600, "first_faults": []}
+    stages = {"stages_ms": {"queue": 1.0, "copy_in": 2.0, "compute": 3.0, "copy_out": 4.0}}
+    row = serving_ceiling.row_of([answer | stages, answer], Cpu(3.0, 5.0), 64)
+    assert row["images_per_s"] == 600 * 64
+    assert row["GB_per_s"] == pytest.approx(600 * 64 * 224 * 224 * 3 / 1e9)
+    assert [row["p50_ms"], row["p99_ms"]] == pytest.approx([10, 10])
+    assert (row["api_cores"], row["rest_cores"], row["client_cores"]) == (1.5, 2.5, 1.0)
+    assert (row["compute_ms"], row["note"]) == (3.0, None)
+    with pytest.raises(RuntimeError, match="no right answer"):
+        serving_ceiling.row_of([answer | {"latencies_s": []}], Cpu(0, 0), 64)
+
+
+def test_the_server_is_held_against_what_binds() -> None:
+    rows: list[Row] = [
+        {"part": part, "requests_per_s": rate}
+        for part, rate in (("idle", 900.0), ("direct", 500.0), ("engine", 390.0))
+    ]
+    ((text, met),) = serving_ceiling.targets_of(rows).items()
+    assert "`direct`" in text
+    assert not met
+    assert serving_ceiling.targets_of(rows[:2]) == {}
+    sink: Row = {"part": "sink", "requests_per_s": 1000.0}
+    assert list(serving_ceiling.targets_of([sink, rows[0]]).values()) == [True]
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
+def test_the_plan_of_the_engine_is_one(backend: str, tmp_path: Path) -> None:
+    words = ["--backend", backend, "--images", "8"]
+    setting = serving_ceiling.setting_from(serving_ceiling.parse_arguments(words), tmp_path)
+    document = {**serving_ceiling.engine_plan(setting), "model": {"path": "engine.onnx"}}
+    plan = plan_from_document(document, tmp_path)
+    assert plan.candidates[0].backend == backend
+    assert plan.preprocess["x"].layout == "NCHW"
+    assert plan.profiles[0].dims["batch"].max == 8
+
+
+def test_a_sink_reads_bodies_of_any_length_and_an_open_loop_asks_it(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    command = [sys.executable, str(serving_ceiling.HERE / "sink.py"), str(port), "12"]
+    with running(command, log, clean_environment()) as process:
+        wait_until(lambda: serving_ceiling.is_listening(port), process, log)
+        for size in (1, 3 * 2**20):
+            status, _, body = ask_once(port, http_request(port, "/", bytes(size)))
+            assert (status, body) == (200, bytes(12))
+        request = http_request(port, "/", bytes(100_000))
+        found = ask_in_an_open_loop(port, request, rate=100.0, seconds=0.5, seed=0)
+    assert found.latencies_s
+    assert not found.faults
+    assert found.under_way == 0
+
+
+# -- resnet_throughput -------------------------------------------------------
+
+
+def quantised(folder: Path, takers: int = 1) -> Path:
+    """x -> QuantizeLinear -> DequantizeLinear -> Relu, with further Relus of x."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"]),
+        helper.make_node("Relu", ["d"], ["y"]),
+        *(helper.make_node("Relu", ["x"], [f"z{index}"]) for index in range(1, takers)),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "quantised",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4])],
+        [
+            numpy_helper.from_array(np.float32(0.5), "scale"),
+            numpy_helper.from_array(np.int8(0), "zero"),
+        ],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(proto, folder / "model.onnx")
+    return folder
+
+
+def test_the_input_becomes_int8_without_its_quantizelinear(tmp_path: Path) -> None:
+    import onnxruntime
+
+    model = onnx_model(quantised(tmp_path), "model.onnx", Precision.INT8)
+    changed = resnet_throughput.with_int8_input(model, tmp_path / "int8")
+    assert (changed.inputs[0].dtype, changed.inputs[0].shape) == ("int8", ("batch", 4))
+    assert changed.precision is Precision.INT8
+    session = onnxruntime.InferenceSession(str(changed.path))
+    (found,) = session.run(None, {"x": np.array([[-4, 0, 2, 127]], np.int8)})
+    np.testing.assert_array_equal(found, np.array([[0, 0, 1, 63.5]], np.float32))
+    onnx_model(quantised(tmp_path, takers=2), "model.onnx")
+    with pytest.raises(ModelError, match="expected one QuantizeLinear behind 'x'"):
+        resnet_throughput.with_int8_input(
+            onnx_model(tmp_path, "model.onnx", Precision.INT8), tmp_path / "int8"
+        )
+
+
+def relu(folder: Path) -> Engine:
+    """y = relu(x) of [batch, 4], in ONNX Runtime."""
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        "relu",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4])],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(proto, folder / "relu.onnx")
+    (folder / "out").mkdir()
+    recipe = Recipe(backend="onnxruntime", precision=Precision.FP32)
+    options = BuildOptions(profiles=(), threads=1)
+    model = onnx_model(folder, "relu.onnx")
+    return onnxruntime_.build(model, recipe, options, folder / "out", lambda *_: None)
+
+
+def test_every_number_of_streams_has_a_rate_of_each_round(tmp_path: Path) -> None:
+    rates, _ = resnet_throughput.flow_rates(relu(tmp_path), 2, (1, 2), 0.05)
+    assert set(rates) == {1, 2}
+    assert all(len(each) == resnet_throughput.ROUNDS and min(each) > 0 for each in rates.values())
+
+
+def test_only_what_a_plan_can_ask_for_counts_for_the_goal() -> None:
+    rows: list[Row] = [
+        {"part": part, "streams": 2, "images_per_s": rate}
+        for part, rate in (("int8_b256", 81_000.0), ("int8_input_b256", 99_000.0))
+    ]
+    met = resnet_throughput.targets_of([*rows, {"part": "int8_b64", "note": "failed"}])
+    assert list(met.values()) == [True, False]
+    assert all("int8_b256, 2 streams" in text for text in met)
+
+
+# -- host_to_host ------------------------------------------------------------
+
+
+def test_overlapping_runs_give_the_engines_answers(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    loaded = bench.load(bench.engine())
+    runner = Overlapped([loaded.session(), loaded.session()], feeds(4))
+    np.testing.assert_array_equal(runner.run()["y"], doubled(dict(feeds(4)))["y"])
+    runner.depth, launched = 3, bench.cuda.launches
+    runner.run()
+    assert bench.cuda.launches - launched == 6
+    assert len(runner.take(0.01).end_to_end_s) > 0
+    loaded.close()
+
+
+def test_a_race_from_host_to_host_of_engines_in_children(tmp_path: Path) -> None:
+    """On the CPU: the same children and figures as on a GPU, but for PyTorch, which has none."""
+    engine = relu(tmp_path)
+    entrants = [
+        *host_to_host.entrants_of(Entrant("ours fp32", engine), overlap=True),
+        Entrant(host_to_host.PEER, engine, "torch"),
+    ]
+    fed = {"x": np.full((2, 4), -1, np.float32)}
+    options = BenchmarkConfig(duration_s=0.05, warmup_s=0.01)
+    outcomes = contest(
+        entrants, Workload({}, fed, 2, None, None), options, Watch(), opened_from_host
+    )
+    *ours, torch_row = host_to_host.rows_of(outcomes, 2)
+    assert "note" in torch_row
+    assert [(row["memory"], row["overlapping"]) for row in ours] == [
+        ("ordinary", 1),
+        ("page-locked", 1),
+        ("ordinary", host_to_host.OVERLAPPING),
+        ("page-locked", host_to_host.OVERLAPPING),
+    ]
+    assert all(float(str(row["wall_ms"])) > 0 for row in ours)
+    assert all(row["ratio"] is None and row["binds"] in ("bus", "GPU") for row in ours)
+
+
+def test_the_best_of_ours_is_held_against_pytorch_in_every_case() -> None:
+    common: Row = {"part": "resnet50_b1", "memory": "ordinary", "overlapping": 1}
+    rows: list[Row] = [
+        {**common, "engine": "ours fp16", "ratio": 0.9, "ratio_low": 0.8},
+        {**common, "engine": "ours int8", "ratio": 1.2, "ratio_low": 1.1},
+        {**common, "engine": "ours int8", "overlapping": 3, "ratio": 1.1, "ratio_low": 0.99},
+        {**common, "engine": host_to_host.PEER, "ratio": None},
+    ]
+    assert host_to_host.targets_of(rows) == {
+        "resnet50_b1, ordinary memory, one after another: ahead of PyTorch"
+        " (got 1.20 with ours int8)": True,
+        "resnet50_b1, ordinary memory, overlapping: ahead of PyTorch (got 1.10 with ours int8)": (
+            False
+        ),
+    }
+
+
+def test_channels_last_changes_no_answer() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Conv2d(3, 4, 3).eval()
+    image = torch.randn(2, 3, 8, 8)
+    with torch.inference_mode():
+        expected = module(image)
+        found = channels_last(module)(image)
+    assert module.weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found.contiguous(), expected)
