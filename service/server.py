@@ -117,7 +117,7 @@ async def _prove_sandbox(service: Service) -> None:
     await service.started
     proof = await service.proof()
     write = log.warning if proof.succeeded else log.info
-    write("sandbox.proved", layers=service.sandbox.held, not_stopped=proof.succeeded)
+    write("sandbox.proved", layers=service.sandbox.held("cpu"), not_stopped=proof.succeeded)
 
 
 async def _shutdown_request(service: Service, serving: asyncio.Future[Any]) -> None:

@@ -155,10 +155,10 @@ class Sandbox:
                 ),
             )
 
-    @property
-    def held(self) -> tuple[str, ...]:
-        """The names of the layers that hold, for the record of a job."""
-        return tuple(layer.name for layer in self.table if layer.held)
+    def held(self, device: str) -> tuple[str, ...]:
+        """Return the names of the layers that hold for children on a device."""
+        absent = {"Landlock", "seccomp"} if self._is_open(device) else set()
+        return tuple(layer.name for layer in self.table if layer.held and layer.name not in absent)
 
     def enter(
         self,
@@ -215,7 +215,7 @@ class Sandbox:
     def _confinement(
         self, layers: Layers, work: Path | None, device: str, read: Iterable[Path]
     ) -> Confinement:
-        if device.startswith("gpu:") and self.gpu_fault:
+        if self._is_open(device):
             return Confinement()
         if not layers.landlock:
             return Confinement(seccomp=layers.seccomp)
@@ -225,6 +225,9 @@ class Sandbox:
         readable = (*program_files(self.home), *map(str, read))
         write = (str(work),) if work else ()
         return Confinement(readable, write, devices, layers.seccomp)
+
+    def _is_open(self, device: str) -> bool:
+        return device.startswith("gpu:") and bool(self.gpu_fault)
 
     def _free_user(self) -> int:
         """Choose a user that runs no process of this host."""

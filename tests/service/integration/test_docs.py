@@ -71,8 +71,10 @@ def is_server(command: str) -> bool:
 
 
 @contextmanager
-def served(command: str, home: Path, **variables: str) -> Iterator[str]:
-    """A server as a page starts it, on a port that is free; its address once it takes jobs."""
+def served(command: str, home: Path, user: int | None = None, **variables: str) -> Iterator[str]:
+    """A server as a page starts it, on a port that is free; its address once it takes jobs.
+    `user`: it runs as this user and group, in no other group.
+    """
     *settings, _, _ = command.replace("$PWD", str(home.parent)).split()
     more = {
         "CRUCIBLE_HOME": str(home),
@@ -88,6 +90,9 @@ def served(command: str, home: Path, **variables: str) -> Iterator[str]:
             stderr=log,
             text=True,
             env=environment(more),
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
         )
     with process:
         try:

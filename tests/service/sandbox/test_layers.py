@@ -28,8 +28,9 @@ def test_the_acts_of_a_strangers_code_fail_and_nothing_is_left(tmp_path: Path) -
     database = Database(tmp_path / "crucible.db")
     database.close()
     sandbox = found(tmp_path)
-    if not {"Landlock", "seccomp"} <= set(sandbox.held):
-        pytest.skip(f"this host holds only {', '.join(sandbox.held) or 'nothing'}")
+    held = sandbox.held("cpu")
+    if not {"Landlock", "seccomp"} <= set(held):
+        pytest.skip(f"this host holds only {', '.join(held) or 'nothing'}")
     proof = prove(sandbox, tmp_path / "crucible.db")
     assert (proof.fault, proof.succeeded) == ("", ())
     assert len(proof.acts) == 16
@@ -46,6 +47,16 @@ def test_without_layers_the_acts_succeed(tmp_path: Path) -> None:
         proof.succeeded
     )
     assert any(line.startswith("code of a job could: ") for line in proof.lines)
+
+
+def test_a_gpu_that_does_not_open_in_the_layers_is_used_without_them(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path)
+    names = ("own user", "Landlock", "seccomp", "control groups")
+    sandbox.table = tuple(Layer(name=name, held=True, detail="") for name in names)
+    assert sandbox.held("gpu:0") == names
+    sandbox.gpu_fault = "it does not open"
+    assert sandbox.held("gpu:0") == ("own user", "control groups")
+    assert sandbox.held("cpu") == names
 
 
 def test_acts_that_cannot_be_tried_prove_nothing(tmp_path: Path) -> None:
