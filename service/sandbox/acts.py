@@ -105,6 +105,12 @@ def read_environment(targets: Targets) -> None:
     Path(f"/proc/{targets.server}/environ").read_bytes()
 
 
+def change_server(targets: Targets) -> None:
+    """change how the kernel treats the server"""
+    with Path(f"/proc/{targets.server}/oom_score_adj").open("r+b"):
+        pass
+
+
 def trace_server(targets: Targets) -> None:
     """trace a process of the server"""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -158,6 +164,7 @@ ACTS: Sequence[Callable[[Targets], None]] = (
     truncate_database,
     write_repository,
     read_environment,
+    change_server,
     trace_server,
     make_namespace,
     signal_server,

@@ -37,6 +37,7 @@ class Confinement:
     write: Sequence[str] = ()
     devices: Sequence[str] = ()
     seccomp: bool = False
+    gpu: bool = False  # the layers leave what CUDA needs
     uid: int = 0  # of the user that it becomes; 0: it keeps its user
     group: int = 0  # that the users of all such processes share
     control_groups: Sequence[str] = ()  # files `cgroup.procs`
@@ -88,7 +89,7 @@ def confine(confinement: Confinement) -> None:
     if confinement.read:
         landlock.restrict(confinement.read, confinement.write, confinement.devices)
     if confinement.seccomp:
-        seccomp.restrict()
+        seccomp.restrict(confinement.gpu)
 
 
 def limit(kind: int, most: int) -> None:

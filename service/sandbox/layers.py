@@ -29,7 +29,7 @@ from pipeline.execution.child_process import IMPORT_PATH
 from pipeline.plan.schema import Plan
 from service.sandbox import landlock, seccomp
 from service.sandbox.control_groups import ControlGroup, ControlGroups, unique
-from service.sandbox.launch import Confinement
+from service.sandbox.launch import Confinement, prctl
 from service.storage.layout import Work
 
 # systemd gives these to services that it starts, so that no package and no person has them
@@ -58,8 +58,12 @@ SETTINGS = (
 )
 """What children may read of /etc."""
 DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
-GPU_DEVICES = ("/dev/nvidia*", "/dev/dri")
+# CUDA names its threads in /proc/PID/task/TID/comm, and opens no GPU where it cannot. A rule for
+# /proc/self would not hold for the children of the process that makes it.
+GPU_FILES = ("/dev/nvidia*", "/dev/dri", "/proc")
 GPU_CONTROL = Path("/dev/nvidiactl")
+GPU = "gpu:0"
+PR_SET_DUMPABLE = 4  # linux/prctl.h
 IMPORT = "import service, numpy, pydantic"
 OPEN_GPU = """
 import ctypes
@@ -143,9 +147,12 @@ class Sandbox:
         self.table = (own_user, *others)
         self.layers = Layers(*(layer.held for layer in self.table[:3]))
         if GPU_CONTROL.exists():
-            self.gpu_fault = why_it_fails(
-                self._confinement(self.layers, None, "gpu:0", ()), OPEN_GPU
-            )
+            confinement = self._confinement(self.layers, None, GPU, ())
+            self.gpu_fault = why_it_fails(confinement, OPEN_GPU)
+            if not self.layers.own_user:
+                # Children that use a GPU may write below /proc what their user may. The files there
+                # of a process that cannot be dumped belong to root.
+                prctl(PR_SET_DUMPABLE, 0)
             detail = f"children that use it run without Landlock and seccomp: {self.gpu_fault}"
             self.table += (
                 Layer(
@@ -154,6 +161,11 @@ class Sandbox:
                     detail=detail if self.gpu_fault else "opens in all layers",
                 ),
             )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """One device of each kind that has layers of its own."""
+        return ("cpu", GPU) if GPU_CONTROL.exists() else ("cpu",)
 
     def held(self, device: str) -> tuple[str, ...]:
         """Return the names of the layers that hold for children on a device."""
@@ -217,14 +229,15 @@ class Sandbox:
     ) -> Confinement:
         if self._is_open(device):
             return Confinement()
+        gpu = device.startswith("gpu:")
         if not layers.landlock:
-            return Confinement(seccomp=layers.seccomp)
+            return Confinement(seccomp=layers.seccomp, gpu=gpu)
         devices = DEVICES
-        if device.startswith("gpu:"):
-            devices += tuple(itertools.chain.from_iterable(map(glob.glob, GPU_DEVICES)))
+        if gpu:
+            devices += tuple(itertools.chain.from_iterable(map(glob.glob, GPU_FILES)))
         readable = (*program_files(self.home), *map(str, read))
         write = (str(work),) if work else ()
-        return Confinement(readable, write, devices, layers.seccomp)
+        return Confinement(readable, write, devices, layers.seccomp, gpu)
 
     def _is_open(self, device: str) -> bool:
         return device.startswith("gpu:") and bool(self.gpu_fault)

@@ -83,13 +83,15 @@ def prove(sandbox: Sandbox, database: Path) -> Proof:
         (other.root / SECRET).write_text(SECRET)
         sandbox.enter(other.root.name, other, "cpu").close()  # as a job that has ended
         with _targets(folders, database, other.root / SECRET) as targets:
-            box = sandbox.enter(mark, work, "cpu")
-            try:
-                acts = _attempt(box, targets, mark, work.root)
-            finally:
-                kill_all(lambda: of_jobs([mark]))
-                box.close()
-        return Proof(layers=sandbox.table, acts=acts)
+            acts = list[Act]()
+            for device in sandbox.devices:
+                box = sandbox.enter(mark, work, device)
+                try:
+                    acts += _attempt(box, targets, mark, work.root, device)
+                finally:
+                    kill_all(lambda: of_jobs([mark]))
+                    box.close()
+        return Proof(layers=sandbox.table, acts=tuple(acts))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return Proof(layers=sandbox.table, acts=(), fault=f"{type(error).__name__}: {error}")
     finally:
@@ -129,7 +131,7 @@ def _targets(folders: Folders, database: Path, secret: Path) -> Iterator[Targets
             victim.kill()
 
 
-def _attempt(box: Box, targets: Targets, mark: str, cwd: Path) -> tuple[Act, ...]:
+def _attempt(box: Box, targets: Targets, mark: str, cwd: Path, device: str) -> tuple[Act, ...]:
     """Run the acts below a guardian, and look for what outlives it."""
     guardian = (sys.executable, "-m", "service.sandbox.guardian", str(os.getpid()), FILE_BYTES)
     acts = (sys.executable, "-m", "service.sandbox.acts", json.dumps(asdict(targets)))
@@ -156,4 +158,5 @@ def _attempt(box: Box, targets: Targets, mark: str, cwd: Path) -> tuple[Act, ...
     results: dict[str, str] = json.loads(output.splitlines()[-1])
     ended = results[name_of(outlive_job)] or "its processes ended with it"
     results[name_of(outlive_job)] = "" if outlived else ended
-    return tuple(Act(name=name, error=error) for name, error in results.items())
+    where = "" if device == "cpu" else f" on {device}"
+    return tuple(Act(name=name + where, error=error) for name, error in results.items())

@@ -37,14 +37,13 @@ class _Numbers(NamedTuple):
     aarch64: int
 
 
-_CLONE, _UNSHARE, _SOCKETPAIR = _Numbers(56, 220), _Numbers(272, 97), _Numbers(53, 199)
+_CLONE, _UNSHARE = _Numbers(56, 220), _Numbers(272, 97)
+_SOCKET, _SOCKETPAIR = _Numbers(41, 198), _Numbers(53, 199)
+_BIND, _LISTEN = _Numbers(49, 200), _Numbers(50, 201)
 
 _DENIED: Mapping[int, Mapping[str, _Numbers]] = {
     errno.EACCES: {
-        "socket": _Numbers(41, 198),
         "connect": _Numbers(42, 203),
-        "bind": _Numbers(49, 200),
-        "listen": _Numbers(50, 201),
     },
     errno.ENOSYS: {  # callers take an older call instead
         "clone3": _Numbers(435, 435),
@@ -113,8 +112,12 @@ def is_available() -> bool:
     return is_known() and _ACTIONS.exists()
 
 
-def program(machine: str) -> bytes:
-    """Return the filter of an architecture as instructions of struct sock_filter."""
+def program(machine: str, for_gpu: bool = False) -> bytes:
+    """Return the filter of an architecture as instructions of struct sock_filter.
+
+    `for_gpu`: CUDA listens on a UNIX socket in each process that opens a GPU, so that such a socket
+    may be made and bound; nothing can be connected or sent to another process by it.
+    """
     steps = [
         _step(_LOAD, _ARCHITECTURE_AT),
         _step(_EQUAL, _ARCHITECTURES[machine], 1, 0),
@@ -136,27 +139,30 @@ def program(machine: str) -> bytes:
                 _step(_RETURN, _ALLOW),
             ],
         )
-    steps += _call(
-        getattr(_SOCKETPAIR, machine),
-        [
-            _step(_LOAD, _ARGUMENTS_AT),
-            _step(_EQUAL, socket.AF_UNIX, 0, 4),
-            _step(_LOAD, _ARGUMENTS_AT + 8),
-            _step(_AND, _SOCKET_TYPE),
-            _step(_EQUAL, _CONNECTED[0], 2, 0),
-            _step(_EQUAL, _CONNECTED[1], 1, 0),
-            _step(_RETURN, _ERRNO | errno.EACCES),
-            _step(_RETURN, _ALLOW),
-        ],
-    )
+    for numbers in (_SOCKET, _SOCKETPAIR) if for_gpu else (_SOCKETPAIR,):
+        steps += _call(
+            getattr(numbers, machine),
+            [
+                _step(_LOAD, _ARGUMENTS_AT),
+                _step(_EQUAL, socket.AF_UNIX, 0, 4),
+                _step(_LOAD, _ARGUMENTS_AT + 8),
+                _step(_AND, _SOCKET_TYPE),
+                _step(_EQUAL, _CONNECTED[0], 2, 0),
+                _step(_EQUAL, _CONNECTED[1], 1, 0),
+                _step(_RETURN, _ERRNO | errno.EACCES),
+                _step(_RETURN, _ALLOW),
+            ],
+        )
+    for numbers in () if for_gpu else (_SOCKET, _BIND, _LISTEN):
+        steps += _call(getattr(numbers, machine), [_step(_RETURN, _ERRNO | errno.EACCES)])
     steps.append(_step(_RETURN, _ALLOW))
     return b"".join(steps)
 
 
-def restrict() -> None:
+def restrict(for_gpu: bool = False) -> None:
     """Restrict this process and its later children. Needs no_new_privs. OSError if it fails."""
     machine = platform.machine()
-    code = ctypes.create_string_buffer(program(machine))
+    code = ctypes.create_string_buffer(program(machine, for_gpu))
     filter_ = _Program((len(code) - 1) // 8, ctypes.cast(code, ctypes.c_void_p))
     libc = ctypes.CDLL(None, use_errno=True)
     number = ctypes.c_long(_SECCOMP[machine])

@@ -12,6 +12,8 @@ import pytest
 
 from service.sandbox import landlock, seccomp
 from service.sandbox.launch import NOT_STARTED, Confinement
+from service.sandbox.layers import Layers, Sandbox
+from service.storage.layout import Work
 
 needs_landlock = pytest.mark.skipif(
     landlock.version() < landlock.MIN_VERSION, reason="this kernel has no Landlock"
@@ -104,6 +106,47 @@ def test_sockets_and_namespaces_are_refused_and_pairs_stay() -> None:
     """
     lines = output(Confinement(seccomp=True), code).splitlines()
     assert lines == [*["13"] * 5, "pair", "13", "-1 1", "child"]
+
+
+@needs_seccomp
+def test_cuda_may_listen_and_reach_nobody() -> None:
+    code = """
+    import os, socket
+    def tried(act):
+        try:
+            act()
+            return "done"
+        except OSError as error:
+            return str(error.errno)
+    server, client = (socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in "ab")
+    name = f"\\0cuda-{os.getpid()}"
+    print(tried(lambda: server.bind(name)), tried(server.listen))
+    print(tried(lambda: client.connect(name)))
+    for family in ("INET", "INET6", "UNIX", "NETLINK", "PACKET", "VSOCK"):
+        print(tried(lambda: socket.socket(getattr(socket, f"AF_{family}"), socket.SOCK_DGRAM)))
+    print(tried(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM)))
+    print(tried(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)))
+    """
+    lines = output(Confinement(seccomp=True, gpu=True), code).split()
+    assert lines == ["done", "done", *["13"] * 9]
+
+
+@needs_landlock
+def test_threads_can_be_named_only_where_a_gpu_is_used(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path)
+    sandbox.layers = Layers(landlock=True)
+    code = """
+    import os
+    try:
+        open(f"/proc/self/task/{os.getpid()}/comm", "w").write("cuda")
+        print("named")
+    except OSError as error:
+        print(type(error).__name__)
+    """
+    work = Work(tmp_path / "work")
+    work.prepare()
+    for device, expected in (("cpu", "PermissionError"), ("gpu:0", "named")):
+        assert output(sandbox.enter("job", work, device).confinement, code) == expected
 
 
 @needs_seccomp
