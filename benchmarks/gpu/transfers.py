@@ -124,9 +124,7 @@ def measure(engine: Engine, session: Session, images: int) -> Row:
             "torch_pageable": torch_pageable,
             "torch_pinned": torch_pinned,
             "memcpy": lambda: np.copyto(host, array),
-            "memcpy_threads": lambda: threads.run(
-                chunks_of(array.nbytes, threads.count), by_threads
-            ),
+            "memcpy_threads": lambda: threads.run(chunks_of(array.nbytes), by_threads),
         }
     )
     ms = {name: samples.median_s * 1e3 for name, samples in taken.items()}

@@ -537,7 +537,7 @@ class TrtSession:
 
     def _copy_and_send(self, opened: Opened, slot: Slot, array: NDArray[Any]) -> None:
         """Copy a large array by several threads; each chunk travels while others are copied."""
-        rt, stream, threads = opened.rt, self._stream, copy_threads()
+        rt, stream = opened.rt, self._stream
         host, device, source = slot.host.pointer, slot.device.pointer, address_of(array)
 
         def copy(offset: int, size: int) -> None:
@@ -546,7 +546,7 @@ class TrtSession:
             stream.copy(((device + offset, host + offset, size, stream.to_device),))
 
         self._in_flight = True
-        threads.run(chunks_of(array.nbytes, threads.count), copy)
+        copy_threads().run(chunks_of(array.nbytes), copy)
 
     def _downloads(self, shapes: Sequence[Shape]) -> tuple[Results, Sequence[Copy]]:
         """Return page-locked arrays for outputs of these shapes, and the copies to them."""
