@@ -16,9 +16,8 @@ from pipeline.backends.host_copies import (
 
 
 @pytest.mark.parametrize("size", [0, 1, LEAST_CHUNK, LARGE, 4_000_001, 38_535_168, 200 << 20])
-@pytest.mark.parametrize("threads", [1, 3, 8])
-def test_chunks_cover_every_byte_once(size: int, threads: int) -> None:
-    chunks = chunks_of(size, threads)
+def test_chunks_cover_every_byte_once(size: int) -> None:
+    chunks = chunks_of(size)
     assert sum(length for _, length in chunks) == size
     assert [offset for offset, _ in chunks] == [
         sum(length for _, length in chunks[:number]) for number in range(len(chunks))
