@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 from urllib.parse import quote, unquote
 
 import httpx
@@ -265,15 +265,19 @@ class Client:
         return self._parsed(JobView, self._send(request))
 
     def recompile(
-        self, name: str, dry_run: bool = False, idempotency_key: str | None = None
+        self,
+        name: str,
+        dry_run: bool = False,
+        idempotency_key: str | None = None,
+        profiles: Literal["traffic", "same"] = "traffic",
     ) -> RecompileView:
-        """Add a job that compiles a loaded model again, with the profiles that its traffic
-        suggests.
+        """Add a job that compiles a model again: with the profiles that the traffic of its loaded
+        version suggests, or with those of its plan.
         """
         request = self._http.build_request(
             "POST",
             _path("models", name, "recompile"),
-            json=RecompileRequest(dry_run=dry_run).model_dump(mode="json"),
+            json=RecompileRequest(profiles=profiles, dry_run=dry_run).model_dump(mode="json"),
             headers=_idempotency_header(idempotency_key),
             timeout=_patient(),
         )

@@ -156,7 +156,14 @@ def recompile(
         bool,
         typer.Option(
             "--from-traffic",
-            help="Take the profiles from the shapes that the loaded version has run. Required.",
+            help="Take the profiles from the shapes that the loaded version has run.",
+        ),
+    ] = False,
+    same_plan: Annotated[
+        bool,
+        typer.Option(
+            "--same-plan",
+            help="Keep the plan: for libraries or a driver that have changed since.",
         ),
     ] = False,
     dry_run: Annotated[
@@ -166,23 +173,24 @@ def recompile(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile a loaded model again on the service, from the model, plan and data of the job that
-    built it, with new profiles. `crucible promote` makes the result the next version.
+    """Compile a model again on the service, from the model, plan and data of the job that built it.
+    `crucible promote` makes the result the next version.
 
     Ends with one JSON document: the job. With --dry-run and --json: the profiles.
     """
     from pipeline.errors import PlanError
 
-    if not from_traffic:
+    if from_traffic == same_plan:
         raise PlanError(
-            "expected --from-traffic, which says where the new profiles come from",
+            "expected --from-traffic or --same-plan, which say what profiles the engine gets",
             "`crucible submit` compiles a model with profiles of your own",
         )
     with connect(url) as client:
-        result = client.recompile(name, dry_run)
+        result = client.recompile(name, dry_run, profiles="same" if same_plan else "traffic")
         if not as_json:
             print(f"version {result.version} of '{name}', built by job {result.built_by}")
-            _print_suggestion(result.suggestion)
+            if result.suggestion is not None:
+                _print_suggestion(result.suggestion)
         if result.job is not None:
             if not (wait or as_json):
                 print(f"when it has succeeded, {promote_text(name, result.job)}")

@@ -143,12 +143,14 @@ class JobPage(Frozen):
 
 
 class RecompileView(Frozen):
-    """A compile for the traffic of a model."""
+    """A model that is compiled again."""
 
     model: str
-    version: int = Field(description="The loaded version, whose traffic chose the profiles")
+    version: int = Field(description="The version that is compiled again")
     built_by: str = Field(description="The job whose model, plan and data are compiled again")
-    suggestion: Suggestion
+    suggestion: Suggestion | None = Field(
+        description="The profiles that its traffic suggests; null where its plan stays as it is"
+    )
     job: JobView | None = Field(description="The new job; null for a dry run")
 
 

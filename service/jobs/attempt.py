@@ -161,10 +161,8 @@ class Attempt:
                 f"version {job.measures.version} of model '{job.measures.model}' measured again, "
             )
         if job.recompiles:
-            action = (
-                f"version {job.recompiles.version} of model '{job.recompiles.model}' compiled again"
-                " for its traffic, "
-            )
+            version = f"version {job.recompiles.version} of model '{job.recompiles.model}'"
+            action = f"{version} compiled again, "
         command = f"a request to the service, {action}job {job.id} ('{name}')"
         return Start(
             plan=folders.uploads(job.id) / "plan.json",

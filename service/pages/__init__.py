@@ -3,6 +3,7 @@
 from service.pages import (
     admin,
     compare,
+    history,
     jobs,
     models,
     new_compile,
@@ -17,6 +18,7 @@ PAGE_ROUTERS = (
     jobs.router,
     new_compile.router,
     models.router,
+    history.router,
     try_model.router,
     compare.router,
     admin.router,

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request, Response
 from pipeline.formatting import interval, shape_text, time_text
 from pipeline.results.report import BenchmarkReport, LatencyRow, Report
 from service.http.routers.dependencies import CurrentService
+from service.http.routers.reports import report_of
 from service.pages.access import Visitor
 from service.pages.rendering import page
-from service.pages.reports import report_of
 
 router = APIRouter(include_in_schema=False)
 CHOICES = 100

@@ -23,14 +23,13 @@ from service.devices.leases import utc_now
 from service.errors import NotFound
 from service.http.routers.dependencies import CurrentService
 from service.http.routers.jobs import log_of
-from service.http.routers.reports import get_engine, get_report
+from service.http.routers.reports import get_engine, get_report, report_of
 from service.http.schemas import JobView, view_of_job
 from service.http.sse import HEARTBEAT, HEARTBEAT_S, EventStream
 from service.jobs.state import State
 from service.pages.access import Author, Visitor, csrf_token, session_of
 from service.pages.plot import Plot, plot_of
 from service.pages.rendering import fragment, page
-from service.pages.reports import report_of
 from service.registry.models import Version
 from service.storage.layout import MAX_LOG_BYTES
 

@@ -47,10 +47,17 @@ class BenchmarkRequest(Frozen):
 
 
 class RecompileRequest(Frozen):
-    """How to compile a model again for the shapes that its loaded version has run."""
+    """How to compile a model again."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"dry_run": True}]})
 
+    profiles: Literal["traffic", "same"] = Field(
+        default="traffic",
+        description=(
+            "`traffic`: for the shapes that the loaded version has run; `same`: those of its plan,"
+            " for libraries or a device that have changed since"
+        ),
+    )
     dry_run: bool = Field(default=False, description="Return the new profiles, and add no job")
 
 

@@ -1,4 +1,4 @@
-"""Compiles a loaded model again, with the profiles that its traffic suggests."""
+"""Compiles a model again: with the profiles that its traffic suggests, or with its own plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.context import Service
 from service.errors import Conflict
 from service.jobs.redact import scrubbed
 from service.jobs.state import Job, ModelVersion
-from service.registry.models import ModelView, Version, version_name
+from service.registry.models import ModelView, RecompileRequest, Version, version_name
 from service.registry.traffic import ShapesView, Suggestion, plan_text
 from service.storage.layout import Folders
 from service.submission.submit import JobSpec, add_job, device_for, queue_lengths
@@ -32,25 +32,31 @@ class Recompile:
     """A version, the profiles that its traffic suggests, and the job that compiles for them."""
 
     version: Version
-    suggestion: Suggestion
+    suggestion: Suggestion | None  # None: the profiles of its plan
     job: Job | None  # None: a dry run
 
 
 async def submit_recompile(
-    service: Service, caller: Caller, name: str, dry_run: bool, key: str | None
+    service: Service, caller: Caller, name: str, request: RecompileRequest, key: str | None
 ) -> Recompile:
-    """Add a job for the model and data of the loaded version. It belongs to the model's owner.
+    """Add a job for the model and data of the loaded version, or of the current one if its plan
+    stays as it is. The job belongs to the model's owner.
 
     Each request adds a new job. Conflict if there is too little traffic, nothing to change, or
     nothing to compile from.
     """
-    host = service.host() if dry_run else service.host_for_job()
-    version = _loaded_version(await service.models.view(caller, name))
-    suggestion = _suggestion(version, await service.models.shapes(caller, name))
+    host = service.host() if request.dry_run else service.host_for_job()
+    model = await service.models.view(caller, name)
+    suggestion = None
+    if request.profiles == "same":
+        version = _version(model, model.deployment.version or model.current.version)
+    else:
+        version = _loaded_version(model)
+        suggestion = _suggestion(version, await service.models.shapes(caller, name))
     plan = await asyncio.to_thread(_plan_of, version, suggestion, service.folders)
-    if dry_run:
+    if request.dry_run:
         return Recompile(version, suggestion, None)
-    if suggestion.profiles == suggestion.current:
+    if suggestion and suggestion.profiles == suggestion.current:
         raise Conflict(
             f"the traffic suggests the profiles that {version_name(name, version.version)} has",
             "nothing is to be done; GET /models/NAME/shapes shows the traffic",
@@ -69,6 +75,10 @@ async def submit_recompile(
     return Recompile(version, suggestion, job)
 
 
+def _version(model: ModelView, number: int) -> Version:
+    return next(version for version in model.versions if version.version == number)
+
+
 def _loaded_version(model: ModelView) -> Version:
     """Return the loaded version of a model; Conflict if there is none, or if no size varies."""
     number = model.deployment.version
@@ -77,7 +87,7 @@ def _loaded_version(model: ModelView) -> Version:
             f"model '{model.name}' is {model.deployment.state}, so no traffic is counted",
             f"load it with `crucible load {model.name}`, and send requests",
         )
-    version = next(version for version in model.versions if version.version == number)
+    version = _version(model, number)
     if not version.has_free_sizes:
         raise Conflict(
             f"every input of {version_name(model.name, number)} has a fixed shape, so there are no"
@@ -98,7 +108,7 @@ def _suggestion(version: Version, traffic: ShapesView) -> Suggestion:
     return traffic.suggestion
 
 
-def _plan_of(version: Version, suggestion: Suggestion, folders: Folders) -> Plan:
+def _plan_of(version: Version, suggestion: Suggestion | None, folders: Folders) -> Plan:
     """Return the plan of the job that built a version; Conflict if it or a file of it is gone."""
     try:
         plan = folders.load_plan(version.job)
@@ -109,8 +119,12 @@ def _plan_of(version: Version, suggestion: Suggestion, folders: Folders) -> Plan
         raise Conflict(
             f"job {version.job}, which built {version_name(version.model, version.version)}, can"
             f" not be repeated: {scrubbed(error.message, folders)}",
-            "send the model again with `crucible submit`, and write into its plan `profiles:"
-            f" {plan_text(suggestion.profiles)}`",
+            "send the model again with `crucible submit`"
+            + (
+                f", and write into its plan `profiles: {plan_text(suggestion.profiles)}`"
+                if suggestion
+                else ""
+            ),
         ) from error
     return plan
 
@@ -122,12 +136,14 @@ def _files_of(plan: Plan) -> list[Path]:
     return [file for file in (plan.model.path, plan.model.weights, *data) if file is not None]
 
 
-def _copy_upload(old: str, new: str, suggestion: Suggestion, folders: Folders) -> None:
+def _copy_upload(old: str, new: str, suggestion: Suggestion | None, folders: Folders) -> None:
     """Share one job's upload with another job, whose plan gets the suggested profiles."""
     folders.share_upload(old, new)
     # If the version's job was a benchmark, the folder has the files of that.
     shutil.rmtree(folders.compiled(new), ignore_errors=True)
     plan = folders.load_plan(new)
-    benchmark = plan.benchmark.model_copy(update={"sizes": suggestion.sizes})
-    changes = {"profiles": suggestion.profiles, "benchmark": benchmark}
-    folders.save_plan(new, plan.model_copy(update=changes))
+    if suggestion:
+        benchmark = plan.benchmark.model_copy(update={"sizes": suggestion.sizes})
+        changes = {"profiles": suggestion.profiles, "benchmark": benchmark}
+        plan = plan.model_copy(update=changes)
+    folders.save_plan(new, plan)

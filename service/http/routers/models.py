@@ -123,11 +123,12 @@ async def recompile(
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> RecompileView:
     """Compile the model and data of the loaded version again, with the profiles that its traffic
-    suggests. The version that answers stays until the new job's report is promoted.
+    suggests, or with those of its plan. The version that answers stays until the new job's report
+    is promoted.
     """
     caller.require("compile")
     options = options or RecompileRequest()
-    result = await submit_recompile(service, caller, name, options.dry_run, idempotency_key)
+    result = await submit_recompile(service, caller, name, options, idempotency_key)
     response.status_code = 200  # `accepted` sets the status of a job
     return RecompileView(
         model=name,

@@ -157,6 +157,14 @@ async def report_folder(job_id: str, caller: Caller, service: Service) -> Path:
     return folder
 
 
+async def report_of(service: Service, job_id: str, caller: Caller) -> Report:
+    """Return the report of a job. NotFound if there is none, or if this caller may not see it;
+    DamagedError if it has changed.
+    """
+    folder = await report_folder(job_id, caller, service)
+    return await asyncio.to_thread(published_report, folder)
+
+
 async def _part(view: Callable[[Report], T], job_id: str, caller: Caller, service: Service) -> T:
     folder = await report_folder(job_id, caller, service)
     return await asyncio.to_thread(lambda: view(published_report(folder)))

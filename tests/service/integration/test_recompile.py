@@ -80,6 +80,26 @@ def test_the_plan_of_the_job_gets_the_profiles_of_the_traffic(tmp_path: Path) ->
     at_desk(tmp_path, story)
 
 
+def test_the_same_plan_can_be_compiled_again_without_traffic(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        built_by = await model(desk, tmp_path)  # never loaded
+        folders = desk.service.folders
+        same = {"profiles": "same"}
+        dry = await json_of(await desk.client.post(WEB, json={**same, "dry_run": True}))
+        assert (dry["version"], dry["suggestion"], dry["job"]) == (1, None, None)
+        job = (await json_of(await desk.client.post(WEB, json=same), 202))["job"]
+        assert job["recompiles"] == {"model": "m", "version": 1}
+        plan, old = folders.load_plan(job["id"]), folders.load_plan(built_by)
+        assert plan.model_dump(exclude={"model"}) == old.model_dump(exclude={"model"})
+        assert plan.model.path == folders.uploads(job["id"]) / "model.onnx"
+        assert (await desk.until(job["id"], *ENDED))["state"] == "succeeded"
+        (folders.uploads(built_by) / "model.onnx").unlink()
+        assert "can not be repeated" in (await refusal(desk, json=same))["error"]
+        assert (await refusal(desk, 422, json={"profiles": "other"}))["code"]
+
+    at_desk(tmp_path, story)
+
+
 def test_a_retry_still_names_the_model(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         await served(desk, tmp_path, "fail")
@@ -175,7 +195,7 @@ def test_a_real_model_gets_its_next_version_from_its_traffic(tmp_path: Path) -> 
             second = (await json_of(await web.post(WEB), 202))["job"]
             second = await desk.until(second["id"], *ENDED)
             loaded = load_report(desk.service.folders.report(second["id"]))
-            assert "version 1 of model 'm' compiled again for its traffic" in loaded.command
+            assert "version 1 of model 'm' compiled again" in loaded.command
             (measured,) = [c.benchmark for c in loaded.candidates if c.benchmark is not None]
             assert [row.sizes for row in measured.rows] == [{"batch": 1}, {"batch": 16}]
             view = await json_of(await web.post("/models/m/promote", json=override(second["id"])))
