@@ -189,6 +189,7 @@
     let chosen = new Set(); // indices of nodes
     let matches = new Set(); // indices of nodes that the search finds
     let shown = [];
+    let width = 0; // of the drawing, px
     let itemOf = new Map(); // of each node's index
     let current; // the item that Tab reaches
     let heat; // {layersOf, errorOf, total} of the engine
@@ -284,7 +285,8 @@
         }
       });
       const edges = shown.flatMap((item) => [...item.after].map((to) => [item.index, to.index]));
-      const { x, y, lines } = layeredLayout(shown.map((item) => item.width), edges);
+      const { x, y, lines, width: whole } = layeredLayout(shown.map((item) => item.width), edges);
+      width = whole;
       stage.textContent = "";
       for (const line of lines) if (line) draw("path", stage, { d: line });
       shown.forEach((item, index) => drawItem(item, { x: x[index], y: y[index] }));
@@ -517,9 +519,8 @@
     }
 
     function extent() {
-      const right = Math.max(...shown.map((item) => item.x + item.width / 2));
-      const bottom = Math.max(...shown.map((item) => item.y + 18));
-      return { width: right + 12, height: bottom + 12 };
+      const bottom = shown.reduce((most, item) => Math.max(most, item.y + 18), 0);
+      return { width, height: bottom + 12 };
     }
 
     function fit() {

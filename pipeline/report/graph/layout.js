@@ -269,7 +269,7 @@ const layeredLayout = (() => {
   }
 
   // widths: of each node, px. edges: pairs of indices of different nodes. Returns the centres of the
-  // nodes, and the line from each node to all that read it.
+  // nodes, the line from each node to all that read it, and the width of all.
   return (widths, edges) => {
     const ordered = acyclic(widths.length, edges);
     const graph = withVirtual(ordered, ranksOf(ordered), widths);
@@ -279,6 +279,7 @@ const layeredLayout = (() => {
     const leftmost = x.reduce((least, centre, id) => Math.min(least, centre - graph.widths[id] / 2), Infinity);
     for (let id = 0; id < x.length; id += 1) x[id] += MARGIN - leftmost;
     const y = graph.rank.map((rank) => MARGIN + HEIGHT / 2 + STEP * rank);
-    return { x: x.slice(0, widths.length), y: y.slice(0, widths.length), lines: linesOf(graph, x, y, widths.length) };
+    const rightmost = x.reduce((most, centre, id) => Math.max(most, centre + graph.widths[id] / 2), 0);
+    return { x, y, lines: linesOf(graph, x, y, widths.length), width: rightmost + MARGIN };
   };
 })();

@@ -157,10 +157,11 @@ def positions_of(shown: "Page") -> dict[str, tuple[float, float]]:
         "all => all.map(node => [node.querySelector('title').textContent,"
         " node.getAttribute('transform')])"
     )
-    return {
-        name: tuple(float(number) for number in re.findall(r"[-\d.]+", transform))
-        for name, transform in transforms
-    }
+    centres = {}
+    for name, transform in transforms:
+        x, y = re.findall(r"[-\d.]+", transform)
+        centres[name] = (float(x), float(y))
+    return centres
 
 
 def unfolded(shown: "Page") -> dict[str, tuple[float, float]]:
