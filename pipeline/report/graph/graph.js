@@ -4,6 +4,7 @@
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const MAX_UNFOLDED = 300; // nodes of the first drawing, and of one group; more are folded
+  const MAX_SCOPES = 50; // depth of the groups, which some functions here descend by recursion
   const MAX_TEXT = 26; // characters in a node
   const HEATS = 6; // colours, from little to much
   const LEAST_ERROR_EXPONENT = -4; // own errors of 1e-4 and less have the lightest colour
@@ -74,7 +75,7 @@
 
   function scopesOf([name, operator]) {
     if (operator === "input" || operator === "output") return [];
-    return name.split("/").filter(Boolean).slice(0, -1);
+    return name.split("/").filter(Boolean).slice(0, -1).slice(0, MAX_SCOPES);
   }
 
   function withoutSingles(item) {

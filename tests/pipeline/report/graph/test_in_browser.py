@@ -192,6 +192,12 @@ def test_two_thousand_nodes_unfold_without_overlap(
         assert min(gaps, default=100) > 60
 
 
+def test_names_of_any_depth_are_drawn(show: "Callable[..., Page]") -> None:
+    scopes = "/".join(f"s{number}" for number in range(20_000))
+    shown = show(large_report(400, lambda index: f"/{scopes}/" if index > 397 else "/a/"))
+    assert len(unfolded(shown)) == 400
+
+
 def test_groups_that_read_each_other_are_laid_out(show: "Callable[..., Page]") -> None:
     shown = show(large_report(2000, lambda index: f"/part.{index % 3}/"))
     centres = positions_of(shown)
