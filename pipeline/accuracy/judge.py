@@ -269,13 +269,10 @@ class Judge:
             metric, metric_failures = self.metric.compared()
             chance = self.metric.chance() if metric else ""
             failures += [chance, *metric_failures] if chance else metric_failures
-            if samples.samples < ENOUGH_SAMPLES:
-                interval = ""
-                if metric:
-                    low, high = metric.interval.low, metric.interval.high
-                    interval = f" (95 % {low:+.4f} to {high:+.4f})"
+            if metric and samples.samples < ENOUGH_SAMPLES and _straddles_limit(metric):
+                interval = f"95 % {metric.interval.low:+.4f} to {metric.interval.high:+.4f}"
                 text = (
-                    f"{role}: {samples.samples} samples leave the drop uncertain{interval};"
+                    f"{role}: {samples.samples} samples leave the drop uncertain ({interval});"
                     f" {ENOUGH_SAMPLES} or more narrow its interval"
                 )
                 notes.append(Note(stage="validate", text=text))
@@ -326,6 +323,11 @@ class Judge:
             named = [f"output '{error.output}': {failure}" for failure in error.failures]
             failures = failures + named
         return outputs, failures
+
+
+def _straddles_limit(metric: MetricResult) -> bool:
+    """Return True if the interval of the drop does not say on which side of the limit it is."""
+    return metric.interval.low <= metric.max_drop < metric.interval.high
 
 
 def _scores_of(agreement: Floats | None, item: Batch) -> Floats | None:

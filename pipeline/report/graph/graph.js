@@ -4,7 +4,7 @@
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const MAX_UNFOLDED = 300; // nodes of the first drawing, and of one group; more are folded
-  const MAX_UNFOLD_ALL = 3000; // nodes that are laid out within seconds
+  const MAX_SCOPES = 50; // depth of the groups, which some functions here descend by recursion
   const MAX_TEXT = 26; // characters in a node
   const HEATS = 6; // colours, from little to much
   const LEAST_ERROR_EXPONENT = -4; // own errors of 1e-4 and less have the lightest colour
@@ -75,7 +75,7 @@
 
   function scopesOf([name, operator]) {
     if (operator === "input" || operator === "output") return [];
-    return name.split("/").filter(Boolean).slice(0, -1);
+    return name.split("/").filter(Boolean).slice(0, -1).slice(0, MAX_SCOPES);
   }
 
   function withoutSingles(item) {
@@ -190,6 +190,7 @@
     let chosen = new Set(); // indices of nodes
     let matches = new Set(); // indices of nodes that the search finds
     let shown = [];
+    let width = 0; // of the drawing, px
     let itemOf = new Map(); // of each node's index
     let current; // the item that Tab reaches
     let heat; // {layersOf, errorOf, total} of the engine
@@ -231,7 +232,7 @@
     addButton("−", "Zoom out", () => zoom(1 / 1.3));
     addButton("Fit", "Fit the whole graph", fit);
     if (groups.length) {
-      if (nodes.length <= MAX_UNFOLD_ALL) addButton("Unfold all", "Unfold all groups", () => unfoldAll(groups));
+      addButton("Unfold all", "Unfold all groups", () => unfoldAll(groups));
       addButton("Fold all", "Fold all groups", () => unfoldAll([]));
     }
     const legend = make("span", bar, { class: "graph-legend" });
@@ -269,16 +270,12 @@
         for (const item of group.items) if (item.items && open.has(item)) collect(item); else shown.push(item);
       })(root);
       itemOf = new Map(shown.flatMap((item) => item.nodes.map((node) => [node, item])));
-      const layout = new dagre.Graph();
-      layout.setGraph({ ranksep: 26, nodesep: 18, marginx: 12, marginy: 12 });
-      layout.setDefaultEdgeLabel(() => ({}));
       shown.forEach((item, index) => {
-        item.index = String(index);
+        item.index = index;
         item.lines = linesOf(item);
         item.width = 22 + 6.7 * Math.max(...item.lines.map((line) => line.length));
         item.before = new Set();
         item.after = new Set();
-        layout.setNode(item.index, { width: item.width, height: 36 });
       });
       nodes.forEach(([, , reads], index) => {
         for (const read of reads) {
@@ -286,13 +283,14 @@
           if (from === to) continue;
           from.after.add(to);
           to.before.add(from);
-          layout.setEdge(from.index, to.index);
         }
       });
-      dagre.layout(layout);
+      const edges = shown.flatMap((item) => [...item.after].map((to) => [item.index, to.index]));
+      const { x, y, lines, width: whole } = layeredLayout(shown.map((item) => item.width), edges);
+      width = whole;
       stage.textContent = "";
-      for (const edge of layout.edges()) draw("path", stage, { d: curve(layout.edge(edge).points) });
-      for (const item of shown) drawItem(item, layout.node(item.index));
+      for (const line of lines) if (line) draw("path", stage, { d: line });
+      shown.forEach((item, index) => drawItem(item, { x: x[index], y: y[index] }));
       if (!shown.includes(current)) [current] = shown;
       current.mark.setAttribute("tabindex", 0);
       paint();
@@ -303,18 +301,6 @@
       if (item.items) return [shortened(item.name), `${item.nodes.length} nodes`];
       if (operator === "input" || operator === "output") return [shortened(name), operator];
       return [shortened(operator), shortened(name)];
-    }
-
-    function curve(points) {
-      const [first, ...rest] = points;
-      let path = `M${first.x} ${first.y}`;
-      rest.forEach((point, index) => {
-        const next = rest[index + 1];
-        path += next
-          ? `Q${point.x} ${point.y} ${(point.x + next.x) / 2} ${(point.y + next.y) / 2}`
-          : `L${point.x} ${point.y}`;
-      });
-      return path;
     }
 
     function drawItem(item, { x, y }) {
@@ -454,7 +440,7 @@
         }
       } else {
         detail.textContent =
-          "Data flows downwards. Drag to move; Ctrl and the wheel, or + and −, zoom. Arrow keys move along the edges," +
+          "Data flows downwards. Drag to move; Ctrl and the wheel, two fingers, or + and −, zoom. Arrow keys move along the edges," +
           " Enter selects a node or unfolds a group, Backspace folds it again.";
       }
     }
@@ -534,9 +520,8 @@
     }
 
     function extent() {
-      const right = Math.max(...shown.map((item) => item.x + item.width / 2));
-      const bottom = Math.max(...shown.map((item) => item.y + 18));
-      return { width: right + 12, height: bottom + 12 };
+      const bottom = shown.reduce((most, item) => Math.max(most, item.y + 18), 0);
+      return { width, height: bottom + 12 };
     }
 
     function fit() {
@@ -576,27 +561,48 @@
       apply();
     }
 
+    function drag(x, y) {
+      view.x += x;
+      view.y += y;
+      apply();
+    }
+
+    // One of two fingers moves, the other rests. What is between them stays between them.
+    function pinch(last, now, other) {
+      const distance = ({ x, y }) => Math.max(Math.hypot(x - other.x, y - other.y), 1);
+      const bounds = svg.getBoundingClientRect();
+      drag((now.x - last.x) / 2, (now.y - last.y) / 2);
+      const [x, y] = [(now.x + other.x) / 2 - bounds.left, (now.y + other.y) / 2 - bounds.top];
+      zoom(distance(now) / distance(last), x, y);
+    }
+
     function listenForPointer() {
-      let from = null;
+      const pointers = new Map(); // {x, y} of each that is down
       let moved = false;
       svg.addEventListener("pointerdown", (event) => {
-        from = { x: event.clientX - view.x, y: event.clientY - view.y, startX: event.clientX, startY: event.clientY };
-        moved = false;
+        moved = pointers.size > 0; // two fingers are no click
+        pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
+        if (moved) for (const id of pointers.keys()) svg.setPointerCapture(id);
       });
       svg.addEventListener("pointermove", (event) => {
-        if (!from || !event.buttons) return;
-        if (!moved && Math.hypot(event.clientX - from.startX, event.clientY - from.startY) < 5) return;
+        const last = pointers.get(event.pointerId);
+        if (!last || !event.buttons) return;
+        const now = { x: event.clientX, y: event.clientY };
+        if (!moved && Math.hypot(now.x - last.x, now.y - last.y) < 5) return;
         if (!moved) svg.setPointerCapture(event.pointerId);
         moved = true;
         svg.classList.add("dragged");
-        view.x = event.clientX - from.x;
-        view.y = event.clientY - from.y;
-        apply();
+        const others = [...pointers].filter(([id]) => id !== event.pointerId);
+        pointers.set(event.pointerId, now);
+        if (others.length) pinch(last, now, others[0][1]);
+        else drag(now.x - last.x, now.y - last.y);
       });
-      svg.addEventListener("pointerup", () => {
-        from = null;
-        svg.classList.remove("dragged");
-      });
+      for (const end of ["pointerup", "pointercancel"]) {
+        svg.addEventListener(end, (event) => {
+          pointers.delete(event.pointerId);
+          if (!pointers.size) svg.classList.remove("dragged");
+        });
+      }
       svg.addEventListener(
         "click",
         (event) => {

@@ -8,7 +8,7 @@
   or as a static file.
 
 The names of nodes and layers are untrusted. The data escape them, and the script sets them as text
-only. dagre, which computes the layout, is unmodified.
+only.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _indices_of(names: Sequence[str], indices: dict[str, list[int]]) -> list[int
 
 @cache
 def graph_script() -> str:
-    """Return the script: dagre with its licence, which is a comment, and what draws the graph."""
-    return "\n".join(map(_text, ("dagre.min.js.LEGAL.txt", "dagre.min.js", "graph.js")))
+    """Return the script: what computes the layout, and what draws the graph."""
+    return "\n".join(map(_text, ("layout.js", "graph.js")))
 
 
 @cache

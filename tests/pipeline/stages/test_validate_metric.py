@@ -49,6 +49,13 @@ def test_few_samples_are_a_warning_and_one_is_an_error(bench: Bench) -> None:
         bench.validate(bench.engine(SAME), bench.samples(x[:1], labels[:1]))
 
 
+def test_few_samples_are_enough_if_the_whole_interval_is_within_the_limit(bench: Bench) -> None:
+    report = bench.validate(bench.engine(SAME), bench.samples(labelled(20)[0]))
+    assert report.metric is not None
+    assert report.metric.interval.high < report.metric.max_drop
+    assert report.notes == ()
+
+
 def test_without_labels_auto_is_cosine_and_top1_is_refused(bench: Bench) -> None:
     samples = bench.samples(labelled()[0])
     report = bench.validate(bench.engine(SAME), samples)

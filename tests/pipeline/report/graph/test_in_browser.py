@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,6 +149,106 @@ def test_a_large_graph_is_folded_by_the_names_of_its_nodes(show: "Callable[..., 
 def test_a_large_graph_without_scopes_is_folded_too(show: "Callable[..., Page]") -> None:
     shown = show(large_report(2000, lambda index: ""))
     assert 20 < nodes_of(shown).count() <= 300
+
+
+def positions_of(shown: "Page") -> dict[str, tuple[float, float]]:
+    """The centre of each node by its name."""
+    transforms = nodes_of(shown).evaluate_all(
+        "all => all.map(node => [node.querySelector('title').textContent,"
+        " node.getAttribute('transform')])"
+    )
+    centres = {}
+    for name, transform in transforms:
+        x, y = re.findall(r"[-\d.]+", transform)
+        centres[name] = (float(x), float(y))
+    return centres
+
+
+def unfolded(shown: "Page") -> dict[str, tuple[float, float]]:
+    shown.get_by_role("button", name="Unfold all").click()
+    return positions_of(shown)
+
+
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_two_thousand_nodes_unfold_without_overlap(
+    show: "Callable[..., Page]", reads_all: bool
+) -> None:
+    # A chain is as deep as a graph can be; an output that reads all needs the most lines.
+    report = large_report(2000, lambda index: f"/layer.{index // 100}/")
+    if reads_all:
+        last = report.graph[-1].model_copy(update={"reads": tuple(range(1999))})
+        report = report.model_copy(update={"graph": (*report.graph[:-1], last)})
+    centres = unfolded(show(report))
+    assert set(centres) == {node.name for node in report.graph}
+    for node in report.graph:
+        for read in node.reads:
+            assert centres[report.graph[read].name][1] < centres[node.name][1]
+    rows: dict[float, list[float]] = {}
+    for x, y in centres.values():
+        rows.setdefault(y, []).append(x)
+    for row in rows.values():
+        ordered = sorted(row)
+        gaps = [right - left for left, right in pairwise(ordered)]
+        assert min(gaps, default=100) > 60
+
+
+def test_names_of_any_depth_are_drawn(show: "Callable[..., Page]") -> None:
+    scopes = "/".join(f"s{number}" for number in range(20_000))
+    shown = show(large_report(400, lambda index: f"/{scopes}/" if index > 397 else "/a/"))
+    assert len(unfolded(shown)) == 400
+
+
+def test_groups_that_read_each_other_are_laid_out(show: "Callable[..., Page]") -> None:
+    shown = show(large_report(2000, lambda index: f"/part.{index % 3}/"))
+    centres = positions_of(shown)
+    assert len(centres) > 3
+    assert len(set(centres.values())) == len(centres)
+
+
+def test_lines_of_a_chain_are_straight(show: "Callable[..., Page]") -> None:
+    graph = [GraphNode(name="x", operator="input")]
+    graph += [GraphNode(name=f"n{i}" * (1 + i % 4), operator="Add", reads=(i,)) for i in range(20)]
+    shown = show(proven_report().model_copy(update={"graph": tuple(graph)}))
+    assert len({x for x, _ in positions_of(shown).values()}) == 1
+    paths = shown.locator(".model-graph path").evaluate_all(
+        "all => all.map(path => path.getAttribute('d'))"
+    )
+    assert len(paths) == 20
+    assert not [path for path in paths if "C" in path]
+
+
+def test_two_fingers_zoom_about_their_middle(show: "Callable[..., Page]") -> None:
+    shown = show(proven_report())
+    shown.locator(".graph-box svg").scroll_into_view_if_needed()
+    box = shown.locator(".graph-box svg").bounding_box()
+    assert box is not None
+    stage = shown.locator(".graph-box svg > g")
+
+    def view() -> list[float]:
+        return [float(n) for n in re.findall(r"[-\d.]+", str(stage.get_attribute("transform")))]
+
+    def touch(kind: str, **fingers: float) -> None:
+        touches = [
+            {"x": box["x"] + x, "y": box["y"] + 100, "id": ord(finger)}
+            for finger, x in fingers.items()
+        ]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": touches})
+
+    session = shown.context.new_cdp_session(shown)
+    x, y, scale = view()
+    touch("touchStart", a=300)
+    touch("touchStart", a=300, b=400)
+    touch("touchMove", a=250, b=450)
+    new_x, new_y, new_scale = view()
+    assert new_scale == pytest.approx(2 * scale)
+    # The point under the middle of both fingers, (350, 100), stays there.
+    assert (350 - new_x) / new_scale == pytest.approx((350 - x) / scale)
+    assert (100 - new_y) / new_scale == pytest.approx((100 - y) / scale)
+    touch("touchEnd", a=250)  # lifts one finger; the other drags
+    touch("touchMove", b=480)
+    touch("touchEnd")
+    assert view() == pytest.approx([new_x + 30, new_y, new_scale])
+    assert shown.locator(".model-graph g.chosen").count() == 0
 
 
 def test_arrow_keys_follow_the_edges(show: "Callable[..., Page]") -> None:

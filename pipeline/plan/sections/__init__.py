@@ -1,0 +1,1 @@
+"""The sections of the plan, one module for each part of a compile."""
