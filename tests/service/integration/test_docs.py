@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -70,11 +70,14 @@ def is_server(command: str) -> bool:
     return "crucible serve" in command
 
 
+def served(command: str, home: Path, **variables: str) -> AbstractContextManager[str]:
+    """A server as a page starts it, on a port that is free; its address once it takes jobs."""
+    return served_by(None, command, home, **variables)
+
+
 @contextmanager
-def served(command: str, home: Path, user: int | None = None, **variables: str) -> Iterator[str]:
-    """A server as a page starts it, on a port that is free; its address once it takes jobs.
-    `user`: it runs as this user and group, in no other group.
-    """
+def served_by(user: int | None, command: str, home: Path, **variables: str) -> Iterator[str]:
+    """Like `served`, by a process of this user and group, in no other group."""
     *settings, _, _ = command.replace("$PWD", str(home.parent)).split()
     more = {
         "CRUCIBLE_HOME": str(home),
