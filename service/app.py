@@ -24,7 +24,7 @@ from service.context import Probe, open_service, probe
 from service.errors import Answer, MethodNotAllowed
 from service.http.access_log import AccessLog
 from service.http.error_responses import answer_error
-from service.http.guard import Guard, is_page
+from service.http.guard import Guard, is_page, json_response
 from service.http.routers import (
     docs,
     documentation,
@@ -126,13 +126,20 @@ def create_app(
         return await answer(request, MethodNotAllowed(message, next_step, {"Allow": allowed}))
 
     middleware = [
-        Middleware(AccessLog, metrics=metrics, folders=folders, refused=refused),
+        Middleware(
+            AccessLog,
+            metrics=metrics,
+            folders=folders,
+            refused=refused,
+            respond=refusal_response,
+        ),
         Middleware(
             Guard,
             settings=settings,
             verify=verify,
             session_key=session_key,
             bytes_in_flight=bytes_in_flight,
+            respond=refusal_response,
         ),
     ]
     if traces is None:  # with traces, FastAPI's routing creates the spans
@@ -163,7 +170,7 @@ def refusal_response(request: Request, refusal: Answer) -> Response:
     """Send a refusal as JSON, or as a page to a reader of pages."""
     if is_page(request.url.path):
         return error_page(request, refusal)
-    return Response(refusal.json, refusal.status, refusal.headers, "application/json")
+    return json_response(request, refusal)
 
 
 def methods_at(scope: Scope) -> set[str]:

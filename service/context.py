@@ -279,10 +279,11 @@ class Service:
             await asyncio.to_thread(self.sandbox.find)
 
     def proof(self) -> asyncio.Task[Proof]:
-        """Return the proof of what the sandbox holds; the first call starts it. Await it only when
-        the server has started.
+        """Return the proof of what the sandbox holds; the first call starts it, and another one if
+        the acts could not be tried. Await it only when the server has started.
         """
-        if self._proof is None:
+        proof = self._proof
+        if proof is None or (proof.done() and (proof.exception() or proof.result().fault)):
             find = partial(prove_sandbox, self.sandbox, self.settings.database)
             self._proof = asyncio.create_task(asyncio.to_thread(find))
         return self._proof

@@ -5,15 +5,23 @@ unhandled errors.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 
 from starlette.requests import ClientDisconnect
 
 from service import logs
 from service.auth import Caller
 from service.http.error_responses import answer_error
-from service.http.guard import Application, Message, Receive, Send, send_answer
+from service.http.guard import (
+    Application,
+    Message,
+    Receive,
+    Respond,
+    Scope,
+    Send,
+    json_response,
+    send_answer,
+)
 from service.observability.prometheus import Metrics
 from service.storage.layout import Folders
 
@@ -30,12 +38,17 @@ class AccessLog:
     """Middleware that logs and measures the application's requests."""
 
     def __init__(
-        self, app: Application, metrics: Metrics, folders: Folders, refused: Refused
+        self,
+        app: Application,
+        metrics: Metrics,
+        folders: Folders,
+        refused: Refused,
+        respond: Respond = json_response,
     ) -> None:
         self._application, self._metrics, self._folders = app, metrics, folders
-        self._refused = refused
+        self._refused, self._respond = refused, respond
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
@@ -53,17 +66,15 @@ class AccessLog:
         except ClientDisconnect:
             pass
         except Exception as error:  # noqa: BLE001  the edge of a request: others go on
-            request_id = scope.get("state", {}).get("request_id", "")
+            request_id = scope["state"]["request_id"]
             answer = answer_error(error, request_id, self._folders)
             # otherwise the connection is cut, and the client notices an incomplete answer
             if not status:
-                await send_answer(counting_send, answer, request_id)
+                await send_answer(scope, counting_send, answer, self._respond)
         finally:
             self._record(scope, status, sent, time.perf_counter() - begin)
 
-    def _record(
-        self, scope: MutableMapping[str, Any], status: int, sent: int, seconds: float
-    ) -> None:
+    def _record(self, scope: Scope, status: int, sent: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", NO_ROUTE)
         method = scope["method"] if route != NO_ROUTE else NO_ROUTE
         self._metrics.requests.labels(method, route, str(status)).inc()

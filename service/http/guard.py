@@ -14,6 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from service.auth import (
     NOBODY,
     Caller,
@@ -38,7 +41,10 @@ from service.settings import Settings
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+Scope = MutableMapping[str, Any]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+Respond = Callable[[Request, Answer], Response]
+"""Gives a refusal the form that its reader expects: JSON, or a page."""
 
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 # paths without data that a key protects
@@ -71,6 +77,10 @@ def request_id_from(client_id: str) -> str:
     return client_id if REQUEST_ID.fullmatch(client_id) else secrets.token_hex(8)
 
 
+def json_response(_: Request, answer: Answer) -> Response:
+    return Response(answer.json, answer.status, answer.headers, "application/json")
+
+
 class Guard:
     """Passes a request to the application with its Caller and request id in the scope's state, or
     refuses it.
@@ -83,12 +93,13 @@ class Guard:
         verify: Verify,
         session_key: SessionKey,
         bytes_in_flight: BytesInFlight,
+        respond: Respond = json_response,
     ) -> None:
-        self._application, self._settings = app, settings
+        self._application, self._settings, self._respond = app, settings, respond
         self._verify, self._session_key, self._hosts = verify, session_key, settings.hosts
         self._bytes_in_flight = bytes_in_flight
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
@@ -105,10 +116,11 @@ class Guard:
                 share.grow(_memory_bytes(scope["path"], headers))
             except ServiceError as error:
                 state["refusal"] = error
-                await send_answer(send, answer_to(error), request_id)
+                state.setdefault("caller", Caller("", (), source=state["source"]))
+                await send_answer(scope, send, answer_to(error), self._respond)
                 return
             state["share"] = share
-            body = _CountedBody(receive, send, self._limit(scope["path"]), request_id)
+            body = _CountedBody(scope, receive, send, self._limit(scope["path"]), self._respond)
             is_empty = headers.get("content-length", "0") == "0"
             body.complete = is_empty and "transfer-encoding" not in headers
             if "content-length" not in headers and scope["path"] not in UPLOADS:
@@ -193,8 +205,11 @@ class _CountedBody:
     is refused.
     """
 
-    def __init__(self, receive: Receive, send: Send, limit: int, request_id: str) -> None:
-        self._receive, self._send, self._limit, self._request_id = receive, send, limit, request_id
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, limit: int, respond: Respond
+    ) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._limit, self._respond = limit, respond
         self._count = 0
         self._started = self._over = False
         self.complete = False  # no more of the body will arrive
@@ -227,7 +242,7 @@ class _CountedBody:
         if message["type"] == "http.response.start":
             self._started = True
             headers = list(message.get("headers", ()))
-            headers.append((b"x-request-id", self._request_id.encode()))
+            headers.append((b"x-request-id", self._scope["state"]["request_id"].encode()))
             if not self.complete:
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
@@ -235,7 +250,7 @@ class _CountedBody:
 
     async def _refuse(self, error: ServiceError) -> None:
         if not self._started and not self._over:
-            await send_answer(self._send, answer_to(error), self._request_id)
+            await send_answer(self._scope, self._send, answer_to(error), self._respond)
         self._over = True
 
 
@@ -258,20 +273,15 @@ def _headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in raw}
 
 
-async def send_answer(send: Send, answer: Answer, request_id: str) -> None:
+async def send_answer(
+    scope: Scope, send: Send, answer: Answer, respond: Respond = json_response
+) -> None:
     """Answer instead of the application. Closes the connection, so that no more of the request is
     read.
     """
-    body = answer.json
-    fixed = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        "connection": "close",
-        "x-request-id": request_id,
-    }
-    headers = [
-        (name.lower().encode(), value.encode("latin-1"))
-        for name, value in {**fixed, **answer.headers}.items()
-    ]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    response = respond(Request(scope), answer)
+    response.headers["connection"] = "close"
+    response.headers["x-request-id"] = scope["state"]["request_id"]
+    start = {"status": response.status_code, "headers": response.raw_headers}
+    await send({"type": "http.response.start", **start})
+    await send({"type": "http.response.body", "body": response.body})

@@ -18,6 +18,7 @@ from service.http.guard import session_token
 from service.http.routers.dependencies import caller_of
 
 FIELD, HEADER = "csrf", "x-csrf-token"
+MAX_TEXT_BYTES = 16 << 20  # of one text field: JSON of tensors; a larger one is sent as a file
 
 
 async def _visitor(request: Request) -> Caller:
@@ -31,7 +32,8 @@ async def _author(request: Request) -> Caller:
     caller = await _visitor(request)
     given = ""
     if csrf_token(request) and HEADER not in request.headers:
-        given = str((await request.form()).get(FIELD, ""))
+        form = await request.form(max_part_size=MAX_TEXT_BYTES)
+        given = str(form.get(FIELD, ""))
     check_token(request, given)
     return caller
 

@@ -112,9 +112,15 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
     return HTMLResponse(fragment(template, **frame, **values), status, HEADERS)
 
 
+RETRY_MS = 5000  # until a page asks again for a stream that was refused
+
+
 def error_page(request: Request, refusal: Answer) -> Response:
     """Show a refusal as a page; one without a session leads to the page of signing in."""
     is_fragment = "hx-request" in request.headers
+    if request.url.path.endswith("/live") and refusal.status in (429, 503):
+        # the page keeps what it shows, and the browser connects again
+        return Response(f"retry: {RETRY_MS}\n\n", 200, HEADERS, "text/event-stream")
     if refusal.status == 401:
         here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         back = here if request.method == "GET" and not is_fragment else "/"

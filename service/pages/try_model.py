@@ -19,7 +19,7 @@ from service.http.routers.infer import JSON, NPY, parse_body
 from service.http.routers.inference_io import infer_while_connected
 from service.http.routers.models import Name
 from service.inference import InferAnswer, InferRequest, Served
-from service.pages.access import Author, Visitor
+from service.pages.access import MAX_TEXT_BYTES, Author, Visitor
 from service.pages.example_requests import Example, Sent, examples
 from service.pages.rendering import page
 from service.registry.models import ModelView, Version
@@ -74,7 +74,7 @@ async def try_model(
     caller.require("infer")
     model = await service.models.view(caller, name)
     served = service.serving.find(caller, name)
-    async with request.form() as form:
+    async with request.form(max_part_size=MAX_TEXT_BYTES) as form:
         fields, sent = _fields(_answering(model), form), []
         for number, field in enumerate(fields):
             try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -95,6 +96,37 @@ def test_the_cookie_is_out_of_reach_of_scripts_and_other_sites(tmp_path: Path) -
         assert refused.status_code == 403
 
     at_desk(tmp_path, story, keys_required=True)
+
+
+def test_what_the_guard_refuses_is_a_page_for_readers_of_pages(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        host = {"Host": "evil.example"}
+        for path, form in (("/ui/models", "text/html"), ("/models", "application/json")):
+            refused = await desk.client.get(path, headers=host)
+            assert refused.status_code == 421, refused.text
+            assert refused.headers["Content-Type"].startswith(form)
+            assert refused.headers["X-Request-Id"]
+            assert "evil.example" in refused.text
+        large = await desk.client.post("/ui/sign-in", content=b"x" * 2000)
+        assert large.status_code == 413
+        assert "expected at most 1000" in large.text
+        assert large.text.startswith("<!doctype html>")
+
+    at_desk(tmp_path, story, max_body_bytes=1000)
+
+
+def test_a_stream_that_is_refused_is_asked_for_again(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        job = (await desk.compile("hang")).json()["id"]
+        with ExitStack() as stack:
+            for _ in range(desk.service.settings.max_streams):
+                stack.enter_context(desk.service.limits.stream(""))
+            refused = await desk.client.get(f"/ui/jobs/{job}/live")
+        assert (refused.status_code, refused.text) == (200, "retry: 5000\n\n")
+        assert refused.headers["Content-Type"].startswith("text/event-stream")
+        await desk.client.post(f"/jobs/{job}/cancel")
+
+    at_desk(tmp_path, story)
 
 
 def test_a_second_cookie_of_another_site_ends_no_check(tmp_path: Path) -> None:
