@@ -1,6 +1,6 @@
 """Commands of pages that the tests cannot run, run where they can be.
 
-python -m tests.docs.recorded gpu      on a GPU host: run the GPU blocks of the tutorials; write their
+python -m tests.docs.recorded gpu      on a GPU host: run the GPU blocks of tutorials, write their
                                        output, revision and date into the page
 python -m tests.docs.recorded howtos   run the how-tos that no test runs, and print each result
 

@@ -1,0 +1,36 @@
+"""The hand-written pages stay short enough to be read."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAX_WORDS = 25_000
+HAND_WRITTEN_REFERENCE = ("glossary.md", "support-matrix.md")
+OTHERS = ("README.md", "benchmarks/README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+
+def hand_written() -> list[Path]:
+    """The pages that nothing generates."""
+    docs = ROOT / "docs"
+    pages = [
+        page
+        for page in sorted(docs.rglob("*.md"))
+        if page.parent != docs / "benchmarks"
+        and (page.parent != docs / "reference" or page.name in HAND_WRITTEN_REFERENCE)
+    ]
+    return [*pages, *(ROOT / name for name in OTHERS)]
+
+
+def words_of(text: str) -> int:
+    return len(text.split())
+
+
+def test_the_hand_written_pages_have_few_words() -> None:
+    counts = {
+        str(page.relative_to(ROOT)): words_of(page.read_text("utf-8")) for page in hand_written()
+    }
+    for name, words in sorted(counts.items(), key=lambda each: -each[1]):
+        print(f"{words:6,} {name}")
+    total = sum(counts.values())
+    print(f"{total:6,} words, at most {MAX_WORDS:,}")
+    assert len(counts) > 40
+    assert total <= MAX_WORDS, f"{total - MAX_WORDS} words too many: cut or merge pages"
