@@ -176,6 +176,12 @@ def main(kind: str) -> int:
     from tests.builders.cli import environment
     from tests.docs.test_tutorials import quick
 
+    def short(line: str) -> str:
+        """The command with few candidates; none in int8 where a model comes without data."""
+        if line.startswith("crucible compile") and ".onnx" in line:
+            line += " --set 'candidates=[{backend: onnxruntime, precision: fp32}]'"
+        return quick(line)
+
     with tempfile.TemporaryDirectory() as name:
         folder = checkout(Path(name))
         run = shell(folder, environment({"CRUCIBLE_HOME": str(folder / "home")}))
@@ -184,7 +190,7 @@ def main(kind: str) -> int:
             def run_quick(lines: Sequence[str]) -> tuple[int, str]:
                 # Several pages read the demo's result.
                 demo = quick("crucible compile configs/digits.yaml")
-                return run([f"test -e crucible-out/digits || {demo}", *map(quick, lines)])
+                return run([f"test -e crucible-out/digits || {demo}", *map(short, lines)])
 
             return run_howtos(HOWTOS, run_quick)
         if shutil.which("nvidia-smi") is None:
