@@ -99,6 +99,12 @@ def test_each_how_to_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run_howtos(pages[:1], shell(tmp_path, {"PATH": "/usr/bin:/bin"})) == 0
 
 
+def test_int8_is_left_out_where_nothing_calibrates_it() -> None:
+    assert recorded.calibrates("configs/digits.yaml")
+    assert not recorded.calibrates("configs/surgery.yaml")
+    assert not recorded.calibrates("model.onnx")
+
+
 def test_the_pages_exist_and_the_gpu_pages_have_blocks() -> None:
     texts = [page.read_text() for page in recorded.GPU_PAGES]
     assert sum(len(recorded.BLOCK.findall(text)) for text in texts) >= 2
