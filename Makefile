@@ -24,7 +24,7 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RESULTS ?= build/gpu-tests.json
 GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
 
-.PHONY: demo test check docs reference protos image-test test-gpu bench-gpu gpu-site bench soak fuzz attack serve clean
+.PHONY: demo test check docs docs-gpu docs-howtos reference protos image-test test-gpu bench-gpu gpu-site bench soak fuzz attack serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -41,6 +41,15 @@ check: $(VENV)/.ready
 # The site of the documentation, in build/docs.
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# On a GPU host: runs the GPU commands of the tutorials and writes their output into the pages.
+docs-gpu: $(VENV)/.ready-gpu
+	$(BIN)/python -m tests.docs.recorded gpu
+
+# Runs the commands of the how-to pages and prints each result. Takes minutes: for a nightly run.
+docs-howtos: $(VENV)/.ready
+	$(BIN)/python -m tests.docs.recorded howtos
+	$(BIN)/python -m pytest tests/service/integration/test_docs.py
 
 # The generated pages of docs/reference, from the code.
 reference: $(VENV)/.ready

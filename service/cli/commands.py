@@ -207,6 +207,12 @@ def submit(
             "expected a model with optional plan and data, or --config NAME alone",
             "see `crucible submit --help`",
         )
+    if model is not None and model.suffix in (".yaml", ".yml"):
+        raise PlanError(
+            f"expected a model, got the plan {model}",
+            f"`crucible onnx {model} --out model.onnx` writes its model; then"
+            " `crucible submit model.onnx`, with the data and keys of the plan as options",
+        )
     if plan and profiles:
         raise PlanError(
             "expected --profile or a plan, got both",

@@ -175,6 +175,15 @@ def export(
     )
 
 
+def _command_of(error: TyperException) -> str:
+    """The command whose arguments are wrong, such as `crucible keys create`."""
+    names, context = list[str](), getattr(error, "ctx", None)
+    while context and context.parent:
+        names.insert(0, context.info_name)
+        context = context.parent
+    return " ".join(["crucible", *names])
+
+
 def main() -> NoReturn:
     """Entry point of the `crucible` command."""
     # exit in order, so that children are stopped and folders removed
@@ -186,9 +195,7 @@ def main() -> NoReturn:
     except typer.Exit as finished:
         code = finished.exit_code
     except TyperException as error:
-        code = _fail(
-            PlanError(error.format_message(), "see `crucible --help`, or `crucible COMMAND --help`")
-        )
+        code = _fail(PlanError(error.format_message(), f"see `{_command_of(error)} --help`"))
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:

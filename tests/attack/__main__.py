@@ -16,7 +16,7 @@ from tests.attack.attacks import ATTACKS
 from tests.attack.record import Attack, Outcome, in_page, make, table_of
 from tests.attack.targets import Targets
 
-PAGE = Path(__file__).parents[2] / "docs" / "explain" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "attacks.md"
 
 
 def main(words: Sequence[str]) -> int:

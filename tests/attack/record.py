@@ -67,7 +67,7 @@ def table_of(outcomes: list[Outcome]) -> str:
 
 
 def in_page(page: str, table: str) -> str:
-    """Return a page with the table of its section `## Attacks` replaced."""
+    """Return a page with its table of attacks replaced."""
     before, _, rest = page.partition("| attack | what must hold |")
     _, gap, after = rest.partition("\n\n")
     return f"{before}{table}{gap or chr(10)}{after}"

@@ -335,3 +335,20 @@ def test_a_model_is_asked_with_a_file(tmp_path: Path) -> None:
         ):
             refused = at(server, "infer", *arguments)
             assert (refused.code, message in refused.err) == (1, True), refused.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "next_step"),
+    [
+        (("infer", "mine", "x.npy"), "see `crucible infer --help`"),
+        (("keys", "create"), "see `crucible keys create --help`"),
+        (("nonsense",), "see `crucible --help`"),
+        (("submit", "plan.yaml"), "`crucible onnx plan.yaml --out model.onnx` writes its model"),
+    ],
+)
+def test_wrong_arguments_name_the_help_of_their_command(
+    arguments: tuple[str, ...], next_step: str
+) -> None:
+    result = crucible(*arguments)
+    assert result.code == 1
+    assert f"next {next_step}" in result.err

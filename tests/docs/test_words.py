@@ -1,0 +1,43 @@
+"""The hand-written pages stay short enough to be read."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAX_WORDS = 27_650  # may only fall; the aim is 25,000
+CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+HAND_WRITTEN_REFERENCE = ("glossary.md", "support-matrix.md")
+OTHERS = ("README.md", "benchmarks/README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+
+def hand_written() -> list[Path]:
+    """The pages that nothing generates."""
+    docs = ROOT / "docs"
+    pages = [
+        page
+        for page in sorted(docs.rglob("*.md"))
+        if page.parent != docs / "benchmarks"
+        and (page.parent != docs / "reference" or page.name in HAND_WRITTEN_REFERENCE)
+    ]
+    return [*pages, *(ROOT / name for name in OTHERS)]
+
+
+def words_of(text: str) -> int:
+    """The words outside of blocks of code: what has a letter or a digit."""
+    return sum(1 for word in CODE.sub("", text).split() if re.search(r"[^\W_]", word))
+
+
+def test_words_are_counted_outside_of_code() -> None:
+    assert words_of("# One `two`\n\n```yaml\na: 1\n```\n\n| three | - | 4 |\n") == 4
+
+
+def test_the_hand_written_pages_have_few_words() -> None:
+    counts = {
+        str(page.relative_to(ROOT)): words_of(page.read_text("utf-8")) for page in hand_written()
+    }
+    for name, words in sorted(counts.items(), key=lambda each: -each[1]):
+        print(f"{words:6,} {name}")
+    total = sum(counts.values())
+    print(f"{total:6,} words, at most {MAX_WORDS:,}")
+    assert len(counts) > 40
+    assert total <= MAX_WORDS, f"{total - MAX_WORDS} words too many: cut or merge pages"
