@@ -57,6 +57,11 @@ class RemoteStore:
             raise BackendUnavailable(
                 f"'{url}' needs the extra `s3`, which is not installed", "pip install -e '.[s3]'"
             ) from error
+        self._unreachable = (
+            *s3fs.core.S3_RETRYABLE_ERRORS,
+            self._exceptions.HTTPClientError,
+            self._exceptions.ConnectionError,
+        )
         self._wait_s = wait_s
         self._fs = s3fs.S3FileSystem(
             skip_instance_cache=True,
@@ -149,8 +154,7 @@ class RemoteStore:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _is_away(self, error: Exception) -> bool:
-        unreachable = (self._exceptions.HTTPClientError, self._exceptions.ConnectionError)
-        if isinstance(error, (*unreachable, ConnectionError, TimeoutError)):
+        if isinstance(error, (*self._unreachable, ConnectionError, TimeoutError)):
             return True
         return isinstance(error, OSError) and error.errno in AWAY
 
