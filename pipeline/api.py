@@ -54,17 +54,16 @@ def compile(
     whether to use the engine.
     """
     from pipeline.compiler.compile import compile_plan, publish_report
+    from pipeline.execution.remote_store import open_store
     from pipeline.execution.stage_runner import Runner
-    from pipeline.execution.store import Store
     from pipeline.host.environment import usable_cores
-    from pipeline.plan.files import home
     from pipeline.report.bundle import check_folder
 
     folder = Path(out)
     parsed, command = _plan_and_command(plan, _checked(overrides), folder)
     check_folder(folder)
     runner = Runner(
-        Store(home()),
+        open_store(),
         emit or _ignore,
         plan=parsed.name,
         workers=min(usable_cores(), MAX_WORKERS),

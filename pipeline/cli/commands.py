@@ -32,8 +32,9 @@ from pipeline.cli.options import (
 from pipeline.cli.record import record
 from pipeline.core import Engine
 from pipeline.errors import PlanError
+from pipeline.execution.remote_store import open_store
 from pipeline.execution.stage_runner import Runner
-from pipeline.execution.store import Store
+from pipeline.execution.store import bytes_of
 from pipeline.formatting import profiles_text
 from pipeline.host.environment import usable_cores
 from pipeline.plan import files as config
@@ -512,6 +513,25 @@ def doctor(
         )
 
 
+@app.command()
+def store(as_json: JsonOption = False) -> None:
+    """Show the sizes of the local store and, if CRUCIBLE_STORE is set, of the shared one.
+
+    Example: CRUCIBLE_STORE=s3://bucket/prefix crucible store
+    """
+    opened = open_store()
+    folders = [folder for folder, _ in opened.artifacts()]
+    sizes = [("local", str(opened.root), len(folders), sum(map(bytes_of, folders)))]
+    if opened.remote:
+        sizes.append(("remote", opened.remote.url, *opened.remote.size()))
+    if as_json:
+        names = ("place", "address", "artifacts", "bytes")
+        print(json.dumps([dict(zip(names, row, strict=True)) for row in sizes]))
+        return
+    for place, address, count, size in sizes:
+        print(f"{place}: {count} artifacts, {size / 2**20:.1f} MiB, {address}")
+
+
 def delivered_engine(folder: Path) -> Engine:
     """Load the engine of an output folder, and verify its files.
 
@@ -535,8 +555,7 @@ def _plan(path: Path, overrides: list[str], profiles: list[str]) -> Plan:
 def _runner(quiet: bool, plan: str) -> Iterator[Runner]:
     console = terminal.console(stderr=True)
     with terminal.StageProgress(console, quiet) as progress:
-        store = Store(
-            config.home(),
+        store = open_store(
             on_wait=lambda text: (
                 None if quiet else console.print(f"[yellow]{escape(text)}", highlight=False)
             ),

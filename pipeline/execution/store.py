@@ -10,13 +10,18 @@ an artifact sets the modification time of its manifest, which is the time of its
 
 A store can read through to a second, `shared` store. It never writes there, except for the
 last-used times. Jobs of the service use this: the shared store adopts their artifacts after the
-job has ended (`Store.adopt`).
+job has job has ended (`Store.adopt`).
+
+With a `remote` store this one is its cache. An artifact that is missing here is fetched and
+checked, and one that was made here is pushed. `unpushed/` names those that still have to be. Above
+`cache_bytes` the least recently used go, except those that an open store has found.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import fcntl
 import hashlib
 import json
 import os
@@ -26,9 +31,10 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -37,7 +43,13 @@ from pipeline.core import Artifact, Frozen, Note, Provenance, Target
 from pipeline.errors import ChildDied, CrucibleError, DiskFull, InternalError, StoreError
 from pipeline.execution.exit_causes import DISK_FAULTS, MORE_DISK, first_line
 
+if TYPE_CHECKING:
+    from pipeline.execution.remote_store import RemoteStore
+
 A = TypeVar("A", bound=BaseModel)
+
+BuildLock = Callable[[str], AbstractContextManager[object]]
+"""Called with a key's digest: held by one of all hosts while it makes that artifact."""
 MANIFEST = "artifact.json"
 TRANSIENT = ".passing-"  # in the folder name of an artifact that is not cached, after the digest
 LAYOUT = 2  # of this folder; raised when older artifacts become unreadable
@@ -90,11 +102,17 @@ class Store:
         root: Path,
         on_wait: Callable[[str], None] = lambda text: None,
         shared: Path | None = None,
+        remote: RemoteStore | None = None,
+        build_lock: BuildLock | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
-        self.root, self.shared = root, shared
-        self._on_wait = on_wait
+        """Open the store in `root`. Without `build_lock`, two hosts may make the same artifact."""
+        self.root, self.shared, self.remote = root, shared, remote
+        self._on_wait, self._build_lock, self._cache_bytes = on_wait, build_lock, cache_bytes
+        # files locked while this store is open, by digest: an artifact in use is not evicted
+        self._uses: dict[str, IO[bytes]] = {}
         try:
-            for folder in ("artifacts", "locks", "tmp"):
+            for folder in ("artifacts", "locks", "tmp", *(("unpushed",) if remote else ())):
                 (root / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if error.errno in DISK_FAULTS:  # the caller reports a full disk
@@ -112,6 +130,8 @@ class Store:
 
         None if neither has it. A damaged artifact adds a note.
         """
+        if self._cache_bytes is not None:
+            self._hold(key.digest)
         cached = (
             _folder(root, key.stage, key.digest)
             for root in (self.root, self.shared)
@@ -124,15 +144,9 @@ class Store:
                 _mark_used(folder)  # before the read, so that retention does not remove it now
                 return _read(folder, key, kind)
             except (OSError, ValueError) as error:
-                note = Note(
-                    stage="store",
-                    text=(
-                        f"{key.stage} {key.digest[:12]} was damaged and is made again:"
-                        f" {damage(error)}"
-                    ),
+                self._note(
+                    f"{key.stage} {key.digest[:12]} was damaged and is made again: {damage(error)}"
                 )
-                if note not in self.notes:
-                    self.notes.append(note)
         return None
 
     def get(
@@ -150,23 +164,135 @@ class Store:
         stored = self.find(key, kind)
         if stored is not None:
             return stored
+        self._push_pending()
         with self._lock(key.stage, key.digest):
-            stored = self.find(key, kind)  # again: another process may have made it meanwhile
-            if stored is not None:
-                return stored
-            with self._work_folder(key) as work:
-                started = time.perf_counter()
-                value = make(work)
-                write_manifest(work, value, _provenance(key, time.perf_counter() - started))
-                final = _folder(self.root, key.stage, key.digest)
-                self._publish(work, final if is_cacheable(value) else self._transient_folder(final))
+            # again: another process may have made it meanwhile
+            stored = self.find(key, kind) or self._fetch(key, kind)
+            if stored is None:
+                with self._build_lock(key.digest) if self._build_lock else contextlib.nullcontext():
+                    if self._build_lock:  # again: another host may have made it meanwhile
+                        stored = self._fetch(key, kind)
+                    stored = stored or self._make(key, kind, make, is_cacheable)
+        self._shrink()
+        return stored
+
+    def _make(
+        self,
+        key: Key,
+        kind: type[A],
+        make: Callable[[Path], A],
+        is_cacheable: Callable[[A], bool],
+    ) -> Stored[A]:
+        """Make an artifact, publish it and push it. The caller holds the locks of the key."""
+        with self._work_folder(key) as work:
+            started = time.perf_counter()
+            value = make(work)
+            write_manifest(work, value, _provenance(key, time.perf_counter() - started))
+            final = _folder(self.root, key.stage, key.digest)
+            is_kept = is_cacheable(value)
+            self._publish(work, final if is_kept else self._transient_folder(final))
         published = self.find(key, kind)
         if published is None:
             raise StoreError(
                 f"{key.stage} {key.digest[:12]} was published but cannot be read back",
                 "check the disk of CRUCIBLE_HOME",
             )
+        if self.remote and is_kept:
+            self._pending(final).touch()  # before the upload, which may be killed
+            try:
+                self._push(self.remote, final)
+            except StoreError as error:  # the result is here, and the next use pushes it
+                self._note(f"{key.stage} {key.digest[:12]} is not shared yet: {error.message}")
         return replace(published, reused=False)
+
+    # -- as the cache of a remote store ----------------------------------------------------------
+
+    def _fetch(self, key: Key, kind: type[A]) -> Stored[A] | None:
+        """Copy an artifact from the remote store, and check it. None if it has none intact."""
+        if self.remote is None:
+            return None
+        with self._work_folder(key) as work:
+            try:
+                if not self.remote.fetch(key.stage, key.digest, work):
+                    work.rmdir()
+                    return None
+                check_manifest(work)
+            except ValueError as error:
+                shutil.rmtree(work)
+                self._note(
+                    f"{key.stage} {key.digest[:12]} is damaged in '{self.remote.url}' and is made"
+                    f" again: {damage(error)}"
+                )
+                return None
+            self._publish(work, _folder(self.root, key.stage, key.digest))
+        return self.find(key, kind)
+
+    def _push_pending(self) -> None:
+        """Push what an earlier run made and could not push, unless another process works on it."""
+        if self.remote is None:
+            return
+        for marker in sorted((self.root / "unpushed").iterdir()):
+            stage, _, digest = marker.name.rpartition("-")
+            folder = _folder(self.root, stage, digest)
+            with contextlib.suppress(Timeout), self._file_lock(digest).acquire(timeout=0):
+                try:
+                    check_manifest(folder)
+                except (OSError, ValueError):  # it is made again when it is needed
+                    marker.unlink(missing_ok=True)
+                    continue
+                self._push(self.remote, folder)
+
+    def _push(self, remote: RemoteStore, folder: Path) -> None:
+        remote.push(folder)
+        self._pending(folder).unlink(missing_ok=True)
+
+    def _pending(self, folder: Path) -> Path:
+        return self.root / "unpushed" / "-".join(folder.parts[-2:])
+
+    def _hold(self, digest: str) -> None:
+        """Keep an artifact from eviction until this store is closed, or its process ends."""
+        if digest not in self._uses:
+            file = self._use_file(digest)
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if self._uses.setdefault(digest, file) is not file:  # another thread was first
+                file.close()
+            else:
+                weakref.finalize(self, file.close)
+
+    def _use_file(self, digest: str) -> IO[bytes]:
+        return (self.root / "locks" / f"{digest}.use").open("ab")
+
+    def _shrink(self) -> None:
+        """Remove the least recently used artifacts above the limit of the cache.
+
+        What is in use, or not pushed yet, stays, even above the limit.
+        """
+        if self._cache_bytes is None:
+            return
+        found = sorted(self.artifacts(), key=lambda item: item[1])
+        sizes = {folder: bytes_of(folder) for folder, _ in found}
+        excess = sum(sizes.values()) - self._cache_bytes
+        for folder, _ in found:
+            if excess > 0 and not self._pending(folder).exists() and self._evict(folder):
+                excess -= sizes[folder]
+
+    def _evict(self, folder: Path) -> bool:
+        """Remove an artifact unless a process makes or uses it. Returns whether it was removed."""
+        digest = folder.name
+        with (
+            contextlib.suppress(Timeout, BlockingIOError),
+            self._file_lock(digest).acquire(timeout=0),
+            self._use_file(digest) as file,
+        ):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._remove(folder)
+            return True
+        return False
+
+    def _note(self, text: str) -> None:
+        note = Note(stage="store", text=text)
+        if note not in self.notes:
+            self.notes.append(note)
 
     @contextlib.contextmanager
     def _work_folder(self, key: Key) -> Iterator[Path]:
@@ -205,7 +331,7 @@ class Store:
                 continue
             final = _folder(self.root, stage, digest)
             try:
-                _check_key(check_files(folder, other / "artifacts").provenance, folder)
+                check_key(check_files(folder, other / "artifacts").provenance, stage, digest)
             except (OSError, ValueError) as error:
                 refusals.append(f"{stage} {digest[:12]}: {damage(error)}")
                 continue
@@ -227,11 +353,14 @@ class Store:
             # 1 ms covers the rounding between clock and float
             if not folder.exists() or _last_used(folder) > used_s + 1e-3:
                 return False
-            work = self.root / "tmp" / digest
-            shutil.rmtree(work, ignore_errors=True)
-            folder.rename(work)
-            shutil.rmtree(work)
+            self._remove(folder)
         return True
+
+    def _remove(self, folder: Path) -> None:
+        work = self.root / "tmp" / folder.name
+        shutil.rmtree(work, ignore_errors=True)
+        folder.rename(work)
+        shutil.rmtree(work)
 
     def _free_bytes(self) -> int:
         return shutil.disk_usage(self.root).free
@@ -248,7 +377,7 @@ class Store:
 
     @contextlib.contextmanager
     def _lock(self, stage: str, digest: str) -> Iterator[None]:
-        lock = FileLock(self.root / "locks" / f"{digest}.lock")
+        lock = self._file_lock(digest)
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -258,6 +387,9 @@ class Store:
             yield
         finally:
             lock.release()
+
+    def _file_lock(self, digest: str) -> FileLock:
+        return FileLock(self.root / "locks" / f"{digest}.lock")
 
     def _publish(self, work: Path, final: Path) -> None:
         for file in work.rglob("*"):
@@ -310,8 +442,8 @@ def check_files(folder: Path, within: Path, besides: tuple[str, ...] = ()) -> Ma
     return check_manifest(folder, besides)
 
 
-def _check_key(provenance: Provenance, folder: Path) -> None:
-    """Raise ValueError unless the path of `folder` is the key of the provenance."""
+def check_key(provenance: Provenance, stage: str, digest: str) -> None:
+    """Raise ValueError unless this is the key of the provenance."""
     key = Key(
         stage=provenance.stage,
         version=provenance.stage_version,
@@ -320,7 +452,7 @@ def _check_key(provenance: Provenance, folder: Path) -> None:
         tools=provenance.tools,
         target=provenance.target,
     )
-    if (key.stage, key.digest) != folder.parts[-2:]:
+    if (key.stage, key.digest) != (stage, digest):
         raise ValueError("it lies under another key than that of its provenance")
 
 
@@ -360,7 +492,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest and check its own digest. ValueError if it does not match."""
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"'{MANIFEST}' is missing")
-    manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    return manifest_from((folder / MANIFEST).read_bytes())
+
+
+def manifest_from(content: bytes) -> Manifest:
+    """Parse a manifest and check its own digest. ValueError if it does not match."""
+    manifest = Manifest.model_validate_json(content)
     sealed = manifest.sealed()
     if sealed.sha256 != manifest.sha256:
         raise ValueError(_changed(MANIFEST, manifest.sha256, sealed.sha256))
@@ -422,6 +559,15 @@ def write_manifest(
 
 def _files(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
+
+
+def bytes_of(folder: Path) -> int:
+    """Return the size of all files in `folder`. A file that is removed meanwhile counts nothing."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.lstat().st_size if file.is_file() else 0
+    return total
 
 
 def _damaged(work: Path) -> Path:
