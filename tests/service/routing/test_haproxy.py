@@ -111,6 +111,9 @@ class Proxy:
     def states(self, server: Server) -> set[ServerState]:
         return {each.state for each in self.runtime.status(server.address)}
 
+    def until(self, server: Server, state: ServerState) -> None:
+        until(lambda: self.states(server) == {state})
+
     def get(self, path: str = "/") -> str:
         answer = httpx.get(self.url + path, timeout=WITHIN_S)
         assert answer.status_code == 200, answer.text
@@ -138,7 +141,7 @@ def started(home: Path, *servers: Server) -> Iterator[Proxy]:
         pool.update([server.address for server in servers])
         proxy = Proxy(home, f"http://127.0.0.1:{port}", f"127.0.0.1:{port + 1}", runtime, pool)
         for server in servers:
-            until(lambda server=server: proxy.states(server) == {ServerState.UP})  # type: ignore[misc]
+            proxy.until(server, ServerState.UP)
         yield proxy
 
 
@@ -178,11 +181,11 @@ def test_a_killed_server_gets_no_more_requests(
 ) -> None:
     killed, other = servers
     killed.kill()
-    until(lambda: proxy.states(killed) == {ServerState.DOWN})
+    proxy.until(killed, ServerState.DOWN)
     with method(proxy, "do") as do:
         assert {proxy.get() for _ in range(10)} == {do() for _ in range(10)} == {other.pid}
     other.kill()
-    until(lambda: proxy.states(other) == {ServerState.DOWN})
+    proxy.until(other, ServerState.DOWN)
     answer = httpx.get(proxy.url)
     assert (answer.status_code, answer.json()["code"]) == (503, "service.unavailable")
     with method(proxy, "do") as do, pytest.raises(grpc.RpcError) as refused:
@@ -213,6 +216,12 @@ def test_a_drain_lets_requests_in_flight_end(proxy: Proxy, servers: tuple[Server
     assert proxy.states(busy) == {ServerState.UP}
 
 
+def until_more(answers: Counter[str], pid: str) -> None:
+    """Wait for 100 more answers of a process."""
+    before = answers[pid]
+    until(lambda: answers[pid] > before + 100)
+
+
 def test_no_request_is_lost_while_servers_are_replaced(
     proxy: Proxy, servers: tuple[Server, Server]
 ) -> None:
@@ -239,13 +248,12 @@ def test_no_request_is_lost_while_servers_are_replaced(
         thread.start()
     try:
         for server in servers:
-            before = sum(answers.values())
-            until(lambda before=before: sum(answers.values()) > before + 100)  # type: ignore[misc]
+            until_more(answers, server.pid)
             proxy.command("drain", str(server.address))
             server.kill()
             server.start()
             proxy.command("enable", str(server.address))
-            until(lambda server=server: answers[server.pid] > 100)  # type: ignore[misc]
+            until_more(answers, server.pid)
     finally:
         ended.set()
         for thread in threads:
@@ -264,7 +272,7 @@ def test_servers_of_a_list_are_added_and_removed(
         assert proxy.states(second) == {ServerState.DOWN}  # it has to answer a check first
         assert {proxy.get() for _ in range(10)} == {pid}
         second.start()
-        until(lambda: proxy.states(second) == {ServerState.UP})
+        proxy.until(second, ServerState.UP)
         assert {proxy.get() for _ in range(10)} == {first.pid, second.pid}
 
         def removed() -> bool:
