@@ -20,6 +20,7 @@ METHOD = "/test.Server/"
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one packet
 
     def do_GET(self) -> None:
         if self.path == "/release":
