@@ -20,11 +20,12 @@ SOAK ?=
 FUZZ ?=
 SOAK_FAULTS ?=
 ATTACK ?=
+TENSORRT ?= build/tensorrt
 GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RESULTS ?= build/gpu-tests.json
 GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
 
-.PHONY: demo test check docs docs-gpu docs-howtos reference protos image-test test-gpu bench-gpu gpu-site bench soak fuzz attack serve clean
+.PHONY: demo test check docs docs-gpu docs-howtos reference protos image-test image-test-gpu test-gpu bench-gpu gpu-site bench soak fuzz attack serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -62,8 +63,13 @@ protos: $(VENV)/.ready
 test-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)
 	$(GPU_PYTHON) -m pytest -m gpu $(TESTS) --ignore tests/service --ignore tests/docker --gpu-results=$(GPU_RESULTS)  # not collected: no GPU test is there, and they need more packages
 
+# Builds docker/Dockerfile.cpu, and docker/Dockerfile.gpu with stubs, by buildah, as root; skipped, with the reason, where that cannot be.
 image-test: $(VENV)/.ready
-	$(BIN)/python -m pytest -s --timeout=1500 tests/docker/check_image.py  # builds docker/Dockerfile.cpu with buildah, as root; skipped, with the reason, where that cannot be
+	$(BIN)/python -m pytest -s --timeout=1500 tests/docker/check_image.py tests/docker/check_gpu_stub.py
+
+# The whole GPU image, nightly: TENSORRT=DIR, a folder that docker/fetch_tensorrt.sh filled.
+image-test-gpu: $(VENV)/.ready
+	CRUCIBLE_TENSORRT=$(TENSORRT) $(BIN)/python -m pytest -s --timeout=3000 tests/docker/check_gpu_image.py
 
 # PARTS="digits/float resnet50 --into DIR": see benchmarks/gpu/tensorrt_compile.py
 bench-gpu: $(if $(WHEELS),gpu-site,$(VENV)/.ready-gpu)

@@ -10,6 +10,7 @@ import typer
 
 from pipeline.cli import terminal
 from service.cli import models as model_commands
+from service.cli import proxy
 from service.cli.audit import audit
 from service.cli.gc import gc
 from service.cli.options import (
@@ -36,6 +37,7 @@ keys = typer.Typer(
     )
 )
 app.add_typer(keys, name="keys")
+app.add_typer(proxy.app, name="proxy")
 app.command()(gc)
 app.command()(audit)
 app.add_typer(model_commands.app)

@@ -27,7 +27,7 @@ from tests.docker.fixtures_image import (
     WITHIN_S,
     Container,
     Image,
-    images,
+    Images,
     lacking,
     running,
     until,
@@ -51,21 +51,11 @@ X = np.random.default_rng(0).normal(0, 1, (3, FEATURES)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
-def image() -> Iterator[Image]:
-    with images() as builder:
-        image = builder.build(SERVE)
-        sizes = [size / 10**6 for size in (image.size_bytes, builder.size_bytes("localhost/base"))]
-        print("\nthe image has {:.0f} MB, {:.0f} of them the base".format(*sizes))
-        yield image
-
-
-@pytest.fixture(scope="module")
-def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made as the page makes it: the user of the image reads it, and its folder is closed."""
-    folder = tmp_path_factory.mktemp("key")
-    before, _ = container_commands()
-    subprocess.run(["bash", "-c", "\n".join([SHELL, *before])], cwd=folder, check=True)
-    return folder / "keys" / "admin.key"
+def image(builder: Images) -> Image:
+    image = builder.build(SERVE)
+    sizes = [size / 10**6 for size in (image.size_bytes, builder.size_bytes("localhost/base"))]
+    print("\nthe image has {:.0f} MB, {:.0f} of them the base".format(*sizes))
+    return image
 
 
 @pytest.fixture(scope="module")

@@ -65,12 +65,22 @@ class Recipe:
     target: str = ""  # the last one
     context: Path = ROOT
     arguments: tuple[str, ...] = ()  # NAME=value
+    named_contexts: tuple[tuple[str, Path], ...] = ()  # name and folder
     port: str = "CRUCIBLE_SERVICE_PORT"  # the variable that tells the server where to listen
     ready: str = "/readyz"
 
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile.cpu"
 SERVE, FULL = Recipe(DOCKERFILE, "serve"), Recipe(DOCKERFILE, "full")
+
+
+def gpu_recipe(libraries: Path, extras: str) -> Recipe:
+    """The GPU image with TensorRT's libraries from a folder. NVIDIA's index is not asked."""
+    return Recipe(
+        ROOT / "docker" / "Dockerfile.gpu",
+        arguments=(f"EXTRAS={extras}", "PIP_EXTRA_INDEX_URL="),
+        named_contexts=(("tensorrt", libraries),),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,11 @@ class Images:
         if certificates:
             options.append("PIP_CERT=/etc/host-ca.crt")
         arguments = [part for option in options for part in ("--build-arg", option)]
+        named = [
+            part
+            for each, folder in recipe.named_contexts
+            for part in ("--build-context", f"{each}={folder}")
+        ]
         isolation = (
             "--isolation",
             "chroot",
@@ -148,7 +163,7 @@ class Images:
             name,
             recipe.context,
         )
-        self.buildah("bud", *isolation, *arguments, *certificates, *what)
+        self.buildah("bud", *isolation, *arguments, *named, *certificates, *what)
         config = json.loads(self.buildah("inspect", "--type", "image", name))["Docker"]["config"]
         container = self.buildah("from", "--pull-never", name)
         return image_of(

@@ -56,7 +56,7 @@ def complaints(text: str) -> list[str]:
             problems.append(f"no instruction: {name}")
         if name == "FROM":
             base, _, stage = argument.partition(" AS ")
-            if base != "${BASE}" and base not in stages:
+            if base not in ("${BASE}", "scratch") and base not in stages:
                 problems.append(f"no such stage: {base}")
             known = {
                 "PATH"
@@ -201,11 +201,21 @@ def test_what_the_gpu_image_installs_can_be_had_together() -> None:
     }
 
 
+def test_a_named_context_takes_the_place_of_tensorrts_libraries() -> None:
+    text = GPU.read_text()
+    assert "\nFROM scratch AS tensorrt\n" in text  # empty, where no context is named
+    assert "--mount=type=bind,from=tensorrt,target=/tensorrt " in text
+    script = (ROOT / "docker" / "fetch_tensorrt.sh").read_text()
+    version = re.search(r"^ARG TENSORRT=\S+==(\d+\.\d+)\.", text, re.MULTILINE)
+    assert version is not None
+    assert f"\nversion={version[1]}-" in script
+
+
 def test_tensorrt_asks_pip_for_its_libraries_and_pip_knows_where_they_are() -> None:
     """Its package would run the pip of the environment otherwise, which has none; NVIDIA's index
     has the libraries.
     """
-    stage = GPU.read_text().split("\nFROM ")[1]
+    stage = GPU.read_text().split(" AS build\n")[1].partition("\nFROM ")[0]
     assert "venv --without-pip /opt/crucible" in stage
     assert "NVIDIA_TENSORRT_DISABLE_INTERNAL_PIP=1" in stage
     assert "ARG PIP_EXTRA_INDEX_URL=https://pypi.nvidia.com\n" in stage

@@ -67,6 +67,33 @@ def test_kubernetes_takes_the_deployment(version: str) -> None:
     assert kinds == ["PersistentVolumeClaim", "Deployment", "Service"]
 
 
+@pytest.mark.parametrize("version", ["1.29", "1.34"])
+def test_kubernetes_takes_the_job(version: str) -> None:
+    (document,) = documents("job.yaml")
+    kubernetes_validate.validate(document, version, strict=True)
+    assert document["kind"] == "Job"
+    document["spec"]["backOffLimit"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError, match="backOffLimit"):
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_job_compiles_once_with_the_rights_of_the_service() -> None:
+    (document,) = documents("job.yaml")
+    pod, served = document["spec"]["template"]["spec"], deployment_pod()
+    (container,), (server,) = pod["containers"], served["containers"]
+    assert pod["securityContext"] == served["securityContext"]
+    assert container["securityContext"] == server["securityContext"]
+    assert (container["image"], pod["restartPolicy"]) == (server["image"], "Never")
+    command, plan, option, out = container["args"]
+    assert (command, option) == ("compile", "--out")
+    (work,) = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "work"]
+    assert all(
+        Path(path).is_relative_to(work) for path in (plan, out, environment(pod)["CRUCIBLE_HOME"])
+    )
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert document["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+
+
 def test_a_misspelt_field_would_be_found() -> None:
     _, deployment, _ = documents("deployment.yaml")
     deployment["spec"]["template"]["spec"]["terminationGracePeriod"] = 40
@@ -217,6 +244,16 @@ def test_compose_names_files_and_targets_that_are_there() -> None:
         assert set(service.get("secrets", ())) <= set(compose()["secrets"])
         assert set(service.get("depends_on", ())) <= set(services)
     assert [name for name, service in services.items() if "profiles" not in service] == ["crucible"]
+
+
+def test_compose_runs_the_same_service_on_gpus() -> None:
+    both = yaml.safe_load((DOCKER / "compose.gpu.yaml").read_text())["services"]["crucible"]
+    plain = compose()["services"]["crucible"]
+    file = (ROOT / both["build"]["dockerfile"]).read_text()
+    assert f" AS {plain['build']['target']}\n" in file  # the target of compose.yaml holds here too
+    (device,) = both["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert both["image"] != plain["image"]
 
 
 def test_keys_are_read_where_they_are_made_and_stay_out_of_git() -> None:

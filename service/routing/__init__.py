@@ -1,0 +1,1 @@
+"""HAProxy as the router before several servers: its configuration, its process, its servers."""

@@ -1,0 +1,117 @@
+"""The configuration of HAProxy: one frontend and one backend for HTTP, and one of each for gRPC.
+
+It names no server. All are added over the runtime socket, so there is one way to add a server.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.errors import TimedOut, Unavailable
+
+HTTP, GRPC = "http", "grpc"
+BACKENDS = (HTTP, GRPC)
+DRAIN_S = 30
+"""How long requests may take after the proxy is told to end."""
+
+CHECK = "check inter 1s fastinter 250ms downinter 500ms fall 2 rise 1"
+"""A server that stops answers requests for 2 s more (LINGER_S in service/server.py). It is found
+within 1.25 s: one interval, and a second check after 250 ms.
+"""
+
+PURGE = "pool-purge-delay 2s"
+"""Idle connections end before the server ends them after 5 s, uvicorn's default: a request could
+be on its way.
+"""
+
+UNANSWERED = (
+    (502, Unavailable.code, "the server behind the proxy ended before it answered"),
+    (503, Unavailable.code, "no server behind the proxy is ready"),
+    (504, TimedOut.code, "the server behind the proxy did not answer in time"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyOptions:
+    """Where the proxy listens, and the socket over which it is told what to do."""
+
+    host: str
+    port: int  # of HTTP; gRPC: the port after it
+    socket: Path
+    max_connections: int = 4096
+
+
+def configuration(options: ProxyOptions) -> str:
+    """Return the text of the configuration file.
+
+    A request goes to the server with the fewest requests; every stream of a gRPC connection is
+    chosen a server of its own. A request that found no connection is tried on another server.
+    No other request is sent twice: it may have had its effect.
+    """
+    return f"""\
+global
+    stats socket {options.socket} mode 600 level admin
+    hard-stop-after {DRAIN_S}s
+    maxconn {options.max_connections}
+
+defaults
+    mode http
+    balance leastconn
+    retries 3
+    retry-on conn-failure
+    option redispatch 1
+    timeout connect 2s
+    # Streams of events and of gRPC are silent for as long as a job's stage takes.
+    timeout client 6h
+    timeout server 6h
+    timeout http-request 30s
+    timeout http-keep-alive 60s
+{_error_answers()}
+frontend {HTTP}-clients
+    bind {_bind(options.host, options.port)}
+    default_backend {HTTP}
+
+frontend {GRPC}-clients
+    bind {_bind(options.host, options.port + 1)} proto h2
+    default_backend {GRPC}
+
+backend {HTTP}
+{_health_check()}
+backend {GRPC}
+{_health_check()}"""
+
+
+def server_options(backend: str, port: int) -> str:
+    """Return the words that describe a server, behind its name and address. `port`: its HTTP port,
+    which answers health checks for gRPC too.
+    """
+    if backend == HTTP:
+        return f"{CHECK} {PURGE}"
+    return f"proto h2 {CHECK} port {port} check-proto h1 {PURGE}"
+
+
+def _health_check() -> str:
+    """Servers answer to `localhost`, whatever address they are reached by."""
+    return """\
+    option httpchk
+    http-check send meth GET uri /readyz ver HTTP/1.1 hdr Host localhost
+    http-check expect status 200
+"""
+
+
+def _error_answers() -> str:
+    """Answers in the form of the service's own errors."""
+    lines = []
+    for status, code, message in UNANSWERED:
+        body = json.dumps({"error": message, "code": code, "next": "try again later"})
+        lines.append(
+            f"    http-error status {status} content-type application/json string '{body}'\n"
+        )
+    return "".join(lines)
+
+
+def _bind(host: str, port: int) -> str:
+    """HAProxy takes IPv6 addresses without brackets."""
+    return f"{host.strip('[]')}:{port}"

@@ -1,0 +1,302 @@
+"""A real HAProxy before two real servers, each with HTTP and gRPC."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from pipeline.errors import HostError, PlanError
+from service.routing.addresses import Address
+from service.routing.configuration import ProxyOptions
+from service.routing.follow import Pool, wait_until_idle
+from service.routing.haproxy import program, running, socket_of
+from service.routing.runtime import Runtime, ServerState
+from tests.builders.cli import crucible
+from tests.service.builders.routed_server import METHOD
+
+WITHIN_S = 60.0
+
+
+def lacking() -> str:
+    try:
+        program()
+    except HostError as error:
+        return error.message
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"proxy test: {lacking()}")
+
+
+def free_pair() -> int:
+    """A free port whose next one is free too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def until(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + WITHIN_S
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Server:
+    """A process of `routed_server`."""
+
+    def __init__(self, port: int) -> None:
+        self.address = Address("127.0.0.1", port)
+        self.start()
+
+    def start(self) -> None:
+        module = "tests.service.builders.routed_server"
+        self.process = subprocess.Popen([sys.executable, "-m", module, str(self.address.port)])
+        until(self._answers)
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"http://{self.address}/readyz").text == self.pid
+        except httpx.TransportError:
+            return False
+
+    @property
+    def pid(self) -> str:
+        return str(self.process.pid)
+
+    def release(self) -> None:
+        """Let requests to `hold` be answered."""
+        httpx.get(f"http://{self.address}/release")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[Server, Server]]:
+    both = (Server(free_pair()), Server(free_pair()))
+    yield both
+    for server in both:
+        server.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    home: Path
+    url: str
+    rpc: str
+    runtime: Runtime
+    pool: Pool
+
+    def states(self, server: Server) -> set[ServerState]:
+        return {each.state for each in self.runtime.status(server.address)}
+
+    def until(self, server: Server, state: ServerState) -> None:
+        until(lambda: self.states(server) == {state})
+
+    def get(self, path: str = "/") -> str:
+        answer = httpx.get(self.url + path, timeout=WITHIN_S)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    def command(self, *words: str) -> str:
+        result = crucible("proxy", *words, "--home", str(self.home))
+        assert result.code == 0, result.err
+        return result.out
+
+
+@pytest.fixture
+def proxy(tmp_path: Path, servers: tuple[Server, Server]) -> Iterator[Proxy]:
+    with started(tmp_path, *servers) as proxy:
+        yield proxy
+
+
+@contextmanager
+def started(home: Path, *servers: Server) -> Iterator[Proxy]:
+    """A proxy that sends requests to all of these servers."""
+    port = free_pair()
+    options = ProxyOptions("127.0.0.1", port, socket_of(home))
+    with running(options) as (_, runtime):
+        pool = Pool(runtime)
+        pool.update([server.address for server in servers])
+        proxy = Proxy(home, f"http://127.0.0.1:{port}", f"127.0.0.1:{port + 1}", runtime, pool)
+        for server in servers:
+            proxy.until(server, ServerState.UP)
+        yield proxy
+
+
+@contextmanager
+def method(proxy: Proxy, name: str) -> Iterator[Callable[[], str]]:
+    """Calls over one connection."""
+    with grpc.insecure_channel(proxy.rpc) as channel:
+        call: Callable[..., bytes] = channel.unary_unary(METHOD + name)
+        yield lambda: call(b"", timeout=WITHIN_S).decode()
+
+
+def test_requests_go_to_the_server_with_the_fewest(
+    proxy: Proxy, servers: tuple[Server, Server]
+) -> None:
+    with ThreadPoolExecutor(4) as pool, method(proxy, "hold") as hold, method(proxy, "do") as do:
+        held = pool.submit(proxy.get, "/hold")
+        until(lambda: sum(map(proxy.runtime.active, addresses(servers))) == 1)
+        (busy,) = [each for each in servers if proxy.runtime.active(each.address)]
+        (idle,) = [each for each in servers if each is not busy]
+        assert {proxy.get() for _ in range(20)} == {idle.pid}
+
+        call = pool.submit(hold)
+        until(lambda: sum(map(proxy.runtime.active, addresses(servers))) == 2)
+        assert len({do() for _ in range(20)}) == 1
+        for server in servers:
+            server.release()
+        assert held.result() == busy.pid
+        assert call.result() in {busy.pid, idle.pid}
+
+
+def addresses(servers: tuple[Server, ...]) -> list[Address]:
+    return [server.address for server in servers]
+
+
+def test_a_killed_server_gets_no_more_requests(
+    proxy: Proxy, servers: tuple[Server, Server]
+) -> None:
+    killed, other = servers
+    killed.kill()
+    proxy.until(killed, ServerState.DOWN)
+    with method(proxy, "do") as do:
+        assert {proxy.get() for _ in range(10)} == {do() for _ in range(10)} == {other.pid}
+    other.kill()
+    proxy.until(other, ServerState.DOWN)
+    answer = httpx.get(proxy.url)
+    assert (answer.status_code, answer.json()["code"]) == (503, "service.unavailable")
+    with method(proxy, "do") as do, pytest.raises(grpc.RpcError) as refused:
+        do()
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_drain_lets_requests_in_flight_end(proxy: Proxy, servers: tuple[Server, Server]) -> None:
+    with ThreadPoolExecutor(4) as pool, method(proxy, "hold") as hold:
+        held = pool.submit(proxy.get, "/hold")
+        until(lambda: sum(map(proxy.runtime.active, addresses(servers))) == 1)
+        (busy,) = [each for each in servers if proxy.runtime.active(each.address)]
+        (idle,) = [each for each in servers if each is not busy]
+        proxy.runtime.drain(busy.address)
+        with pytest.raises(HostError, match="still answers 1 requests"):
+            wait_until_idle(proxy.runtime, busy.address, 0)
+        assert {proxy.get() for _ in range(10)} == {idle.pid}
+        call = pool.submit(hold)  # it goes to the other one
+        until(lambda: proxy.runtime.active(idle.address) == 1)
+        busy.release()
+        assert held.result() == busy.pid
+        assert "answers no request" in proxy.command("drain", str(busy.address))
+        idle.release()
+        assert call.result() == idle.pid
+    assert proxy.states(busy) == {ServerState.DRAIN}
+    assert "DRAIN" in proxy.command("list")
+    proxy.command("enable", str(busy.address))
+    assert proxy.states(busy) == {ServerState.UP}
+
+
+def until_more(answers: Counter[str], pid: str) -> None:
+    """Wait for 100 more answers of a process."""
+    before = answers[pid]
+    until(lambda: answers[pid] > before + 100)
+
+
+def test_no_request_is_lost_while_servers_are_replaced(
+    proxy: Proxy, servers: tuple[Server, Server]
+) -> None:
+    answers: Counter[str] = Counter()
+    ended = threading.Event()
+    first = [server.pid for server in servers]
+
+    def ask_http() -> None:
+        with httpx.Client(timeout=WITHIN_S) as web:
+            while not ended.is_set():
+                answer = web.get(proxy.url)
+                answers[answer.text if answer.status_code == 200 else f"HTTP {answer}"] += 1
+
+    def ask_grpc() -> None:
+        with method(proxy, "do") as do:
+            while not ended.is_set():
+                try:
+                    answers[do()] += 1
+                except grpc.RpcError as error:
+                    answers[str(error)] += 1
+
+    threads = [threading.Thread(target=target) for target in (*[ask_http] * 2, *[ask_grpc] * 2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for server in servers:
+            until_more(answers, server.pid)
+            proxy.command("drain", str(server.address))
+            server.kill()
+            server.start()
+            proxy.command("enable", str(server.address))
+            until_more(answers, server.pid)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert set(answers) == {*first, *(server.pid for server in servers)}
+
+
+def test_servers_of_a_list_are_added_and_removed(
+    tmp_path: Path, servers: tuple[Server, Server]
+) -> None:
+    first, second = servers
+    with started(tmp_path, first) as proxy:
+        pid = proxy.get()
+        second.kill()
+        proxy.pool.update([first.address, second.address])
+        assert proxy.states(second) == {ServerState.DOWN}  # it has to answer a check first
+        assert {proxy.get() for _ in range(10)} == {pid}
+        second.start()
+        proxy.until(second, ServerState.UP)
+        assert {proxy.get() for _ in range(10)} == {first.pid, second.pid}
+
+        def removed() -> bool:
+            proxy.pool.update([second.address])
+            return {each.name for each in proxy.runtime.servers()} == {second.address.name}
+
+        until(removed)
+        assert {proxy.get() for _ in range(10)} == {second.pid}
+
+
+def test_a_server_that_is_unknown_and_a_second_proxy_are_refused(proxy: Proxy) -> None:
+    refused = crucible("proxy", "drain", "127.0.0.1:1", "--home", str(proxy.home))
+    assert (refused.code, "the proxy has no server 127.0.0.1:1" in refused.err) == (1, True)
+    with (
+        pytest.raises(PlanError, match="a proxy runs already"),
+        running(ProxyOptions("127.0.0.1", free_pair(), socket_of(proxy.home))),
+    ):
+        pass
+
+
+def test_a_port_that_is_in_use_is_named(tmp_path: Path, servers: tuple[Server, Server]) -> None:
+    port = servers[0].address.port
+    with (
+        pytest.raises(HostError, match=f"does not start on 127.0.0.1, ports {port} and"),
+        running(ProxyOptions("127.0.0.1", port, socket_of(tmp_path))),
+    ):
+        pass
