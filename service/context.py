@@ -285,8 +285,8 @@ class Service:
         proof = self._proof
         if proof is None or (proof.done() and (proof.exception() or proof.result().fault)):
             find = partial(prove_sandbox, self.sandbox, self.settings.database)
-            self._proof = asyncio.create_task(asyncio.to_thread(find))
-        return self._proof
+            proof = self._proof = asyncio.create_task(asyncio.to_thread(find))
+        return proof
 
     async def _tidy(self) -> None:
         """Collect garbage once a day."""
