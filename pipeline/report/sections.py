@@ -130,7 +130,7 @@ def _candidate_section(report: Report) -> Section:
         text.append("GPU memory and energy are explained below, under Latency.")
         rows = tuple((*cells, *gpu_cells(row)) for cells, row in zip(rows, first_rows, strict=True))
     tables = (
-        Table(columns, rows, emphasised=winner_row(lines)),
+        Table(columns, rows, emphasised=winner_row(lines), row_key="entry"),
         _not_chosen(lines),
         _not_compared(lines),
     )

@@ -46,6 +46,7 @@ class Table:
     folded: bool = False  # HTML shows the table closed, under its title
     text_rows: int | None = None  # how many rows Markdown shows; None: all
     key: str = ""  # its id in HTML, by which the script of the graph finds it
+    row_key: str = ""  # with the first cell of a row, the id of that row in HTML: `entry-1`
 
     @property
     def headings(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from service.http.schemas import JobView, view_of_job
 from service.http.sse import HEARTBEAT, HEARTBEAT_S, EventStream
 from service.jobs.state import State
 from service.pages.access import Author, Visitor, csrf_token, session_of
-from service.pages.plot import Plot, plot_of
+from service.pages.plot import Histogram, Plot, histogram_of, plot_of
 from service.pages.rendering import fragment, page
 from service.registry.models import Version
 from service.storage.layout import MAX_LOG_BYTES
@@ -149,12 +149,19 @@ async def _values(service: Service, job_id: str, caller: Caller) -> dict[str, An
 def _values_of_report(report: Report | None) -> dict[str, Any]:
     """Return the parts of a result; this may take a second for a large model."""
     if report is None:
-        return {"headline": "", "sections": (), "graph": "", "plot": Plot()}
+        return {
+            "headline": "",
+            "sections": (),
+            "graph": "",
+            "plot": Plot(),
+            "histogram": Histogram(),
+        }
     return {
         "headline": headline(report),
         "sections": sections(report),
         "graph": graph_json(report),
         "plot": plot_of(report),
+        "histogram": histogram_of(report),
     }
 
 

@@ -1,11 +1,15 @@
-"""The plot of a result: each engine by its latency and its accuracy, as data of an SVG."""
+"""The plots of a result as data of SVGs: each engine by its latency and its accuracy, and how the
+latencies of the winner and the fastest baseline are spread.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from pipeline.formatting import time_text
+import numpy as np
+
+from pipeline.formatting import shape_text, time_text
 from pipeline.measurement.clock import Samples
 from pipeline.report.entries import Entry, entries
 from pipeline.results.report import Report
@@ -13,6 +17,10 @@ from pipeline.results.report import Report
 WIDTH, HEIGHT = 640, 320
 LEFT, RIGHT, TOP, BOTTOM = 80, 40, 20, 50
 TICKS = 4
+LOW_HEIGHT = 200  # of the histogram
+BINS = 60
+MIN_VALUES = 50  # of an engine; a histogram of fewer shows chance
+OUTER = 1.0  # percent of the values at either end that may lie outside the axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,26 @@ class Plot:
     x_ticks: tuple[Tick, ...] = ()
     y_ticks: tuple[Tick, ...] = ()
     y_title: str = ""
+    shape: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The outline of one engine's histogram."""
+
+    label: str
+    state: str
+    path: str
+    median: float  # in pixels
+    text: str  # the median
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Empty unless the winner and a baseline have at least MIN_VALUES latencies at one shape."""
+
+    curves: tuple[Curve, ...] = ()
+    x_ticks: tuple[Tick, ...] = ()
     shape: str = ""
 
 
@@ -97,8 +125,49 @@ def plot_of(report: Report) -> Plot:
         tuple(Tick(x.at(value), time_text(math.exp(value))) for value in x.ticks),
         tuple(Tick(y.at(value), f"{value:.3g}") for value in y.ticks),
         f"drop of {metric}" if metric else "1 - cosine to the reference",
-        ", ".join(f"{name} {size}" for name, size in _sizes(report).items()),
+        shape_text(_sizes(report)),
     )
+
+
+def histogram_of(report: Report) -> Histogram:
+    """Show how the latencies of the winner and of the fastest other baseline are spread."""
+    sizes = _sizes(report)
+    measured = [
+        (entry, np.log(row.end_to_end.values_s))
+        for entry in entries(report)
+        if (row := entry.row(sizes)) and len(row.end_to_end.values_s) >= MIN_VALUES
+    ]
+    found = [next((each for each in measured if each[0].state == "winner"), None)]
+    found.append(next((each for each in measured if each[0].state == "baseline"), None))
+    shown = [each for each in found if each is not None]
+    if len(shown) < 2:
+        return Histogram()
+    ends = [np.percentile(values, [OUTER, 100 - OUTER]) for _, values in shown]
+    x = _scale([float(end) for pair in ends for end in pair], LEFT, WIDTH - RIGHT)
+    counts = [
+        np.histogram(np.clip(values, x.low, x.high), BINS, (x.low, x.high))[0] / len(values)
+        for _, values in shown
+    ]
+    y = _Scale(0, max(float(each.max()) for each in counts), LOW_HEIGHT - BOTTOM, TOP)
+    edges = [x.at(value) for value in np.linspace(x.low, x.high, BINS + 1)]
+    curves = tuple(
+        Curve(
+            entry.label,
+            entry.state,
+            _steps(edges, [y.at(float(share)) for share in shares], y.begin),
+            x.at(float(np.median(values))),
+            time_text(math.exp(float(np.median(values)))),
+        )
+        for (entry, values), shares in zip(shown, counts, strict=True)
+    )
+    ticks = tuple(Tick(x.at(value), time_text(math.exp(value))) for value in x.ticks)
+    return Histogram(curves, ticks, shape_text(sizes))
+
+
+def _steps(edges: list[float], tops: list[float], ground: float) -> str:
+    """Return the path of a closed outline of bars."""
+    bars = "".join(f"V{top}H{edge}" for top, edge in zip(tops, edges[1:], strict=True))
+    return f"M{edges[0]} {ground}{bars}V{ground}Z"
 
 
 def _scale(values: list[float], begin: float, end: float) -> _Scale:
