@@ -211,6 +211,35 @@ def compare_processes(baseline: Processes, candidate: Processes) -> Interval:
     )
 
 
+def compare_apart(first: Samples, second: Samples) -> Interval:
+    """Return median(first) / median(second) of two engines that did not run in turns.
+
+    Welch's 95 % interval over the logarithms of the undisturbed processes' medians. It holds what
+    differs between processes, and not what the host did otherwise in either run. Raises
+    NotMeasurable.
+    """
+    logs = []
+    for samples in (first, second):
+        processes = processes_from_samples(samples)
+        if not _enough(processes.disturbed):
+            used = int((~processes.disturbed).sum())
+            text = f"{used} undisturbed processes of one engine, expected at least {MIN_PAIRS}"
+            raise NotMeasurable(Obstacle.OUT_OF_TIME, text)
+        if 2 * int(processes.waited.sum()) > processes.waited.size:
+            text = "most processes of one engine had to wait for a CPU"
+            raise NotMeasurable(Obstacle.DISTURBED, text)
+        logs.append(np.log(processes.medians_s[~processes.disturbed]))
+    errors = [float(each.var(ddof=1)) / each.size for each in logs]  # of each mean, squared
+    total = sum(errors)
+    parts = sum(error**2 / (each.size - 1) for error, each in zip(errors, logs, strict=True))
+    degrees = int(total**2 / parts) if parts else sum(each.size - 1 for each in logs)
+    centre = float(logs[0].mean() - logs[1].mean())
+    half = WIDENING * student_quantile(max(degrees, 1)) * math.sqrt(total)
+    return Interval(
+        value=math.exp(centre), low=math.exp(centre - half), high=math.exp(centre + half)
+    )
+
+
 def _enough(disturbed: NDArray[np.bool_]) -> bool:
     """Return True if at least MIN_PAIRS pairs and more than half of all are undisturbed."""
     undisturbed = int((~disturbed).sum())

@@ -17,6 +17,7 @@ from pipeline.measurement.comparison import (
     Obstacle,
     Processes,
     compare,
+    compare_apart,
     compare_processes,
     pairs_of,
     processes_from_samples,
@@ -154,3 +155,27 @@ def test_on_a_host_with_load_on_every_core_nothing_is_told() -> None:
 @pytest.mark.parametrize("ratio", [1.0, 9.0])
 def test_a_race_that_ends_by_itself_finds_no_difference_between_equal_engines(ratio: float) -> None:
     assert synthetic_clock.ended(ratio, 0.05, TRIALS).coverage >= 0.89
+
+
+def run_of(medians_s: Sequence[float]) -> Samples:
+    """Samples of one process for each median."""
+    values = tuple(float(each) for each in medians_s)
+    ones = (1,) * len(values)
+    return Samples(values_s=values, blocks=ones, processes=ones)
+
+
+def test_engines_of_two_runs_are_compared_by_all_their_processes() -> None:
+    random = np.random.default_rng(0)
+    covered = []
+    for _ in range(TRIALS):
+        slow, fast = random.lognormal(0.7, 0.05, 8), random.lognormal(0, 0.02, 6)
+        ratio = compare_apart(run_of(slow), run_of(fast))
+        covered.append(ratio.low <= math.exp(0.7) <= ratio.high)
+    assert np.mean(covered) >= 0.91
+    disturbed = compare_apart(run_of([2.0, 2.1, 2.0, 2.1, 2.0, 90.0]), run_of([1.0, 1.1] * 3))
+    assert disturbed.high < 2.5
+    with pytest.raises(NotMeasurable, match="3 undisturbed processes of one engine, expected"):
+        compare_apart(run_of([1.0] * 3), run_of([1.0] * 8))
+    busy = run_of([1.0] * 4).model_copy(update={"waiting": (0.5, 0.5, 0.5, 0.0)})
+    with pytest.raises(NotMeasurable, match="had to wait for a CPU"):
+        compare_apart(run_of([2.0] * 4), busy)
