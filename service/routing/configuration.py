@@ -52,7 +52,7 @@ def configuration(options: ProxyOptions) -> str:
     """
     return f"""\
 global
-    stats socket {options.socket} mode 600 level admin
+    stats socket "{options.socket}" mode 600 level admin
     hard-stop-after {DRAIN_S}s
     maxconn {options.max_connections}
 

@@ -127,7 +127,7 @@ class Proxy:
 
 @pytest.fixture
 def proxy(tmp_path: Path, servers: tuple[Server, Server]) -> Iterator[Proxy]:
-    with started(tmp_path, *servers) as proxy:
+    with started(tmp_path / "a home", *servers) as proxy:
         yield proxy
 
 
