@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from benchmarks.pages import write
+from benchmarks.pages.figures import FOLDER
+from benchmarks.pages.write import PAGES, PART
 from tests.attack.__main__ import PAGE
 from tests.docs import reference
 
@@ -13,7 +14,7 @@ CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 GENERATED = {
     PAGE,
     *(reference.REFERENCE / name for name in reference.pages()),
-    *(write.FOLDER / f"{name}.md" for name in write.PAGES),
+    *(FOLDER / f"{name}.md" for name in PAGES),
 }
 OTHERS = ("README.md", "benchmarks/README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
@@ -29,7 +30,7 @@ def words_of(text: str) -> int:
 
     A word has a letter or a digit.
     """
-    written = CODE.sub("", write.PART.sub("", text))
+    written = CODE.sub("", PART.sub("", text))
     return sum(1 for word in written.split() if re.search(r"[^\W_]", word))
 
 
