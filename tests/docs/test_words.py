@@ -3,28 +3,35 @@
 import re
 from pathlib import Path
 
+from benchmarks.pages.figures import FOLDER
+from benchmarks.pages.write import PAGES, PART
+from tests.attack.__main__ import PAGE
+from tests.docs import reference
+
 ROOT = Path(__file__).parents[2]
-MAX_WORDS = 27_650  # may only fall; the aim is 25,000
+MAX_WORDS = 25_000  # may only fall
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-HAND_WRITTEN_REFERENCE = ("glossary.md", "support-matrix.md")
+GENERATED = {
+    PAGE,
+    *(reference.REFERENCE / name for name in reference.pages()),
+    *(FOLDER / f"{name}.md" for name in PAGES),
+}
 OTHERS = ("README.md", "benchmarks/README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
 def hand_written() -> list[Path]:
     """The pages that nothing generates."""
-    docs = ROOT / "docs"
-    pages = [
-        page
-        for page in sorted(docs.rglob("*.md"))
-        if page.parent != docs / "benchmarks"
-        and (page.parent != docs / "reference" or page.name in HAND_WRITTEN_REFERENCE)
-    ]
+    pages = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in GENERATED]
     return [*pages, *(ROOT / name for name in OTHERS)]
 
 
 def words_of(text: str) -> int:
-    """The words outside of blocks of code: what has a letter or a digit."""
-    return sum(1 for word in CODE.sub("", text).split() if re.search(r"[^\W_]", word))
+    """The words outside of blocks of code and of parts that `python -m benchmarks pages` writes.
+
+    A word has a letter or a digit.
+    """
+    written = CODE.sub("", PART.sub("", text))
+    return sum(1 for word in written.split() if re.search(r"[^\W_]", word))
 
 
 def test_words_are_counted_outside_of_code() -> None:
