@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -157,7 +157,7 @@ def test_a_race_that_ends_by_itself_finds_no_difference_between_equal_engines(ra
     assert synthetic_clock.ended(ratio, 0.05, TRIALS).coverage >= 0.89
 
 
-def run_of(medians_s: Sequence[float]) -> Samples:
+def run_of(medians_s: Iterable[float]) -> Samples:
     """Samples of one process for each median."""
     values = tuple(float(each) for each in medians_s)
     ones = (1,) * len(values)
