@@ -4,13 +4,13 @@ import contextlib
 import errno
 import gc
 import json
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import pytest
 from filelock import FileLock
 
 from pipeline.cli.commands import store as show_store
-from pipeline.core import Artifact
-from pipeline.errors import BackendUnavailable, PlanError, StoreError
+from pipeline.core import Artifact, Progress
+from pipeline.errors import BackendUnavailable, ChildDied, PlanError, StoreError
+from pipeline.execution.child_process import call_in_child
 from pipeline.execution.remote_store import RemoteStore, open_store
 from pipeline.execution.store import Key, Manifest, Store
 
@@ -181,15 +182,13 @@ class KilledBeforeTheManifest(RemoteStore):
         return super()._call(function, *arguments, **options)
 
 
-def make_and_die(root: Path) -> None:
+def make_and_die(root: Path, progress: Progress) -> None:
     Store(root, remote=KilledBeforeTheManifest(URL)).get(KEY, Text, make)
 
 
 def test_a_killed_upload_is_not_read_and_the_next_use_completes_it(tmp_path: Path, s3: Any) -> None:
-    worker = multiprocessing.get_context("spawn").Process(target=make_and_die, args=(tmp_path,))
-    worker.start()
-    worker.join()
-    assert worker.exitcode == -signal.SIGKILL
+    with pytest.raises(ChildDied, match="SIGKILL"):
+        call_in_child(make_and_die, tmp_path, name="killed")
     assert names(s3) == [blob(s3)]
     (tmp_path / "other").mkdir()
     assert not RemoteStore(URL).fetch("export", KEY.digest, tmp_path / "other")
@@ -311,7 +310,7 @@ def test_the_command_shows_both_sizes(
     assert f"remote: 1 artifacts, 0.0 MiB, {URL}" in capsys.readouterr().out
 
 
-def race(root: Path, lock: Path, built: Path) -> None:
+def race(root: Path, lock: Path, built: Path, progress: Progress) -> None:
     def make_and_count(folder: Path) -> Text:
         with built.open("a") as file:
             file.write("built\n")
@@ -322,16 +321,14 @@ def race(root: Path, lock: Path, built: Path) -> None:
 
 
 def test_two_hosts_with_one_lock_build_once(tmp_path: Path, s3: Any) -> None:
-    context, built = multiprocessing.get_context("spawn"), tmp_path / "built"
-    hosts = [
-        context.Process(target=race, args=(tmp_path / name, tmp_path / "lock", built))
-        for name in ("a", "b")
-    ]
-    for each in hosts:
-        each.start()
-    for each in hosts:
-        each.join()
-    assert [each.exitcode for each in hosts] == [0, 0]
+    built = tmp_path / "built"
+    with ThreadPoolExecutor(2) as pool:
+        hosts = [
+            pool.submit(call_in_child, race, tmp_path / name, tmp_path / "lock", built, name=name)
+            for name in ("a", "b")
+        ]
+        for each in hosts:
+            each.result()
     assert built.read_text() == "built\n"
 
 
