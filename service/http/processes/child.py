@@ -48,6 +48,8 @@ from service.http.slow_bodies import OpenBodies
 from service.serving.shared_memory import Body
 from service.settings import Settings
 
+STARTING_S = 0.01  # between looks whether the server has begun
+
 
 class ChildHttp(Http):
     """A connection that says when it is lost."""
@@ -74,6 +76,7 @@ class Child:
         self._piece = piece_buffer()
         self._open_bodies: OpenBodies
         self._started: asyncio.Future[Server] = self._loop.create_future()
+        self._stopping: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
         server = await self._started
@@ -95,7 +98,7 @@ class Child:
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
         elif kind == "stop":
-            self._started.result().should_exit = True
+            self._stopping = self._loop.create_task(self._stop())
         else:
             events = self._events(packet) if kind == "events" else []
             request = self._requests.get(head["number"])
@@ -112,6 +115,13 @@ class Child:
         config = uvicorn_config(self.application, settings, grace_s)
         config.load()
         self._started.set_result(Server(config))
+
+    async def _stop(self) -> None:
+        """End the server, once it has begun: it would not tell connections that came before."""
+        server = self._started.result()
+        while not server.started:
+            await asyncio.sleep(STARTING_S)
+        server.should_exit = True
 
     async def _connect(self, number: int, accepted: socket.socket) -> None:
         """Serve a connection to its end."""
