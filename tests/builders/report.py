@@ -27,11 +27,11 @@ from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import AccuracyConfig, DataConfig, LatencyLimit, ModelConfig, Plan
 from pipeline.report.graph.view import graph_script
+from pipeline.results.graph_node import GraphNode
 from pipeline.results.precision_audit import mislabelled
 from pipeline.results.report import (
     BenchmarkReport,
     Candidate,
-    GraphNode,
     LatencyRow,
     LoadCurve,
     LoadPoint,

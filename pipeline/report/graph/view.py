@@ -24,7 +24,8 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from pipeline.report.layer_sections import EngineLayers, layers_of_engines
-from pipeline.results.report import GraphNode, Report
+from pipeline.results.graph_node import GraphNode
+from pipeline.results.report import Report
 
 
 def graph_json(report: Report) -> Markup:

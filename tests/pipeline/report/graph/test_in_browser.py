@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.report.html import page
-from pipeline.results.report import GraphNode, Report
+from pipeline.results.graph_node import GraphNode
+from pipeline.results.report import Report
 from tests.builders.report import EVIL, proven_report
 
 if TYPE_CHECKING:
