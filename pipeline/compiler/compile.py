@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from pipeline.backends.onnxruntime.backend import AS_WRITTEN, gpu_providers
+from pipeline.backends.onnxruntime.backend import gpu_providers
 from pipeline.backends.pytorch import backend as pytorch_
 from pipeline.benchmark.cpu_peaks import with_limits
 from pipeline.benchmark.elimination import Role
@@ -60,6 +60,7 @@ from pipeline.execution.store import canonical
 from pipeline.onnx_graph.files import file_size, operator_histogram, read_proto
 from pipeline.plan.recipes import (
     AS_GIVEN,
+    AS_WRITTEN,
     baseline_recipes,
     call_of,
     cpu_recipe_as_given,
