@@ -177,8 +177,9 @@ def _roofline_paragraphs(report: Report, engines: Sequence[EngineLayers]) -> lis
     text = [
         "FLOPs and bytes of a layer are those of its nodes. What fused nodes pass to each other"
         ' does not count as moved. "Of roofline" is the share of the measured time that the layer'
-        " needs at the device's peak of arithmetic or memory, whichever takes longer. More than"
-        " 100 % means that data stayed in caches, or that the kernel saves multiplications."
+        ' needs at the device\'s peak of arithmetic or memory, whichever takes longer. "Limit" is'
+        " that one, or why the share is not known. More than 100 % means that data stayed in"
+        " caches, or that the kernel saves multiplications."
     ]
     text += [
         gaps for engine in engines if engine.entry.state == "winner" if (gaps := _gaps(engine))
@@ -313,9 +314,7 @@ def _work_cells(work: LayerWork) -> tuple[str, ...]:
 
 def limit_text(work: LayerWork) -> str:
     """Return which peak limits a layer, or why that is not known."""
-    if work.unknown:
-        return f"not known: {work.unknown}"
-    return str(work.limit)
+    return str(work.unknown or work.limit)
 
 
 def operator_text(layer: Layer) -> str:

@@ -40,19 +40,19 @@ class Limit(StrEnum):
 
 
 class Unknown(StrEnum):
-    """Why the work or the roofline of a layer is not known, as reports show it."""
+    """Why the work or the roofline of a layer is not known, in a few words for tables."""
 
-    NO_GRAPH = "the report holds no work of nodes"
-    OTHER_SIZES = "timed at other sizes than the graph's work"
-    NO_NODES = "computes no node of the graph"
-    NO_PRODUCT = "names no node that multiplies"
-    SHARED = "shares nodes with other layers"
-    SHAPES = "shapes are known only when it runs"
-    OPERATORS = "FLOPs of its operators are not known"
-    NO_WORK = "computes and moves nothing"
-    PEAKS = "the device's peaks are not known"
-    PRECISION = "no peak is known for its precision"
-    TIME = "it was not timed"
+    NO_GRAPH = "no work in this report"
+    OTHER_SIZES = "timed at other sizes"
+    NO_NODES = "no node of the graph"
+    NO_PRODUCT = "names no product"
+    SHARED = "shares its nodes"
+    SHAPES = "shapes not known"
+    OPERATORS = "FLOPs not known"
+    NO_WORK = "no work"
+    PEAKS = "peaks not known"
+    PRECISION = "no peak of its precision"
+    TIME = "not timed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -434,8 +434,8 @@
     }
 
     function rooflineText(held, share) {
-      if (share === undefined) return `share of its roofline ${held.length === 1 ? held[0].limit : "not known"}`;
-      return `${percentText(share)} of its roofline${held.length === 1 ? ` (${held[0].limit})` : ""}`;
+      const limit = held.length === 1 ? ` (${held[0].limit})` : "";
+      return share === undefined ? `share of its roofline not known${limit}` : `${percentText(share)} of its roofline${limit}`;
     }
 
     // -- selection

@@ -1,6 +1,7 @@
 """The original model beside its engine: what runs, what is refused, and how they differ."""
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -101,6 +102,27 @@ def test_the_answer_of_the_original_stands_beside_that_of_the_engine(tmp_path: P
         assert (uploads / "model.onnx").stat().st_nlink == 1
         held = [lease for lease in desk.service.devices.held if "original" in lease.holder]
         assert held == []
+
+    at_desk(tmp_path / "home", story)
+
+
+def test_classes_have_the_scores_of_both(tmp_path: Path) -> None:
+    scores: Values = {"y": (TensorProto.FLOAT, ["batch", 5])}
+    inputs: Values = {"x": scores["y"]}
+    nodes, constants = times(1.0)
+    engine = engine_of(tmp_path / "e", nodes, inputs, scores, constants)
+
+    async def story(desk: Desk) -> None:
+        uploads = await promoted(desk, engine)
+        nodes, _ = times(1.0)
+        factors = {"factor": np.array([[1, 1, 9, 1, 1]], np.float32)}
+        write_original(uploads / "model.onnx", nodes, inputs, scores, factors)
+        text = await send(desk, "[[1, 2, 3, 4, 5], [0, 0, 1, 0, 0]]")
+        rows = re.findall(r"<tr><td>(class \d)</td>" + 2 * r'<td class="number">([^<]+)</td>', text)
+        assert rows[0] == ("class 4", "5", "5")
+        assert rows[2] == ("class 2", "3", "27"), "in the order of the engine's scores"
+        assert "Original model</th>" in text
+        assert "difference 24; the highest class is the same in 1 of 2 rows." in text
 
     at_desk(tmp_path / "home", story)
 
