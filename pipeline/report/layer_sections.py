@@ -179,7 +179,8 @@ def _roofline_paragraphs(report: Report, engines: Sequence[EngineLayers]) -> lis
         ' does not count as moved. "Of roofline" is the share of the measured time that the layer'
         ' needs at the device\'s peak of arithmetic or memory, whichever takes longer. "Limit" is'
         " that one, or why the share is not known. More than 100 % means that data stayed in"
-        " caches, or that the kernel saves multiplications."
+        " caches, that the kernel saves multiplications, or that the peaks were measured on a busy"
+        " host."
     ]
     text += [
         gaps for engine in engines if engine.entry.state == "winner" if (gaps := _gaps(engine))

@@ -5,8 +5,9 @@ of the same layer reads stays in registers or caches, so it does not count as mo
 width of the types that the layer reads and writes.
 
 The roofline is the longer of two times: the layer's FLOPs at the peak of its precision, and its
-bytes at the peak of the memory. A share over 1 means that its data stayed in caches, or that its
-kernel saves multiplications (Winograd). All functions are pure.
+bytes at the peak of the memory. A share over 1 means that its data stayed in caches, that its
+kernel saves multiplications (Winograd), or that the peaks were measured on a busy host.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -103,7 +104,13 @@ class _Graph:
                 self.readers[read].add(index)
 
     def works(self, layers: Sequence[Layer], recipe: Recipe) -> tuple[LayerWork, ...]:
-        held = [self._indices_of(layer) for layer in layers]
+        named = [self._indices_of(layer) for layer in layers]
+        every = frozenset(index for found in self.indices.values() for index in found)
+        unnamed = every.difference(*named)
+        held = [
+            self._with_product(indices, unnamed) if layer.heavy else indices
+            for layer, indices in zip(layers, named, strict=True)
+        ]
         owners = _owners(layers, held)
         works = []
         for position, (layer, indices) in enumerate(zip(layers, held, strict=True)):
@@ -114,13 +121,32 @@ class _Graph:
     def _indices_of(self, layer: Layer) -> frozenset[int]:
         return frozenset(index for name in layer.nodes for index in self.indices.get(name, ()))
 
+    def _with_product(self, indices: frozenset[int], unnamed: frozenset[int]) -> frozenset[int]:
+        """Add the product to the nodes of a heavy layer that names none.
+
+        OpenVINO calls a MatMul with a bias by the name of the Add alone. No layer names that
+        product, and no other node reads it.
+        """
+        if self._has_product(indices):
+            return indices
+        read = {source for index in indices for source in self.nodes[index].reads}
+        products = [
+            source
+            for source in read & unnamed
+            if self._has_product({source}) and self.readers[source] <= indices
+        ]
+        return indices | {products[0]} if len(products) == 1 else indices
+
+    def _has_product(self, indices: Iterable[int]) -> bool:
+        return not PRODUCTS.isdisjoint(self.nodes[index].operator for index in indices)
+
     def _work(
         self, layer: Layer, indices: frozenset[int], is_whole: bool, recipe: Recipe
     ) -> LayerWork:
         """Return the work of a layer that computes these nodes, without its roofline."""
         if not indices:
             return LayerWork(unknown=Unknown.NO_NODES)
-        if layer.heavy and PRODUCTS.isdisjoint(self.nodes[index].operator for index in indices):
+        if layer.heavy and not self._has_product(indices):
             return LayerWork(unknown=Unknown.NO_PRODUCT)
         if not is_whole:
             return LayerWork(unknown=Unknown.SHARED)

@@ -133,6 +133,26 @@ def test_flops_of_an_unknown_operator_leave_its_bytes(graph: tuple[GraphNode, ..
     assert found == LayerWork(moved_bytes=320, unknown=Unknown.OPERATORS)
 
 
+def test_a_heavy_layer_named_after_its_bias_computes_the_product_before_it(
+    graph: tuple[GraphNode, ...],
+) -> None:
+    (found,) = work(graph, layer("fp32", nodes=("s",)))
+    (fused,) = work(graph, layer("fp32", nodes=("m", "s")))
+    assert found == fused
+    light, other = layer("fp32", nodes=("s",), heavy=False), layer("fp32", nodes=("r",))
+    (alone,) = work(graph, light)
+    assert alone.flops == 8 * 4, "a layer that multiplies nothing has no product"
+    assert work(graph, other)[0].unknown is Unknown.NO_PRODUCT, "its product is not next to it"
+    named = work(graph, layer("fp32", nodes=("s",)), layer("fp32", nodes=("m",)))
+    assert named[0].unknown is Unknown.NO_PRODUCT, "another layer computes it"
+
+
+def test_a_product_that_others_read_stays_out(tmp_path: Path) -> None:
+    graph = model_graph(save(tmp_path, MODEL.replace("Neg(s)", "Neg(m)")), SIZES).nodes
+    (found,) = work(graph, layer("fp32", nodes=("s",)))
+    assert found.unknown is Unknown.NO_PRODUCT
+
+
 def test_a_node_of_several_layers_is_that_of_the_heavy_one(graph: tuple[GraphNode, ...]) -> None:
     heavy, light = layer("fp32", nodes=("m",)), layer("fp32", nodes=("m", "r"), heavy=False)
     first, second = work(graph, heavy, light)
