@@ -63,6 +63,18 @@ class Precision(StrEnum):
     FP8 = "fp8"
 
 
+ITEM_BYTES = {
+    Precision.FP32: 4,
+    Precision.TF32: 4,
+    Precision.FP16: 2,
+    Precision.BF16: 2,
+    Precision.INT8: 1,
+    Precision.FP8: 1,
+    Precision.INT4: 0.5,
+}
+"""Bytes of one value."""
+
+
 class CalibrationMethod(StrEnum):
     """How activation ranges are chosen from the calibration samples."""
 

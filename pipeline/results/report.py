@@ -19,6 +19,7 @@ from pipeline.measurement.comparison import MAX_WAITING
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import Plan
 from pipeline.results.gpu_cost import GpuCost
+from pipeline.results.graph_node import GraphNode
 from pipeline.results.layer_table import LayerTable
 
 SCHEMA_VERSION = 1
@@ -338,14 +339,6 @@ class OperatorTable(Frozen):
     size_bytes: int
 
 
-class GraphNode(Frozen):
-    """One node of the model's graph."""
-
-    name: str  # a node without a name has that of its first output
-    operator: str  # "input" and "output" for the inputs and outputs of the model
-    reads: tuple[int, ...] = ()  # indices of the nodes whose outputs it reads
-
-
 State = Literal[
     "measured", "failed accuracy", "over the limit", "mislabelled", "built", "refused", "failed"
 ]
@@ -510,6 +503,13 @@ class Report(Frozen):
         description=(
             "The graph after simplification, in execution order. Empty: too large, or an older"
             " report."
+        ),
+    )
+    graph_sizes: dict[str, int] | None = Field(
+        default=None,
+        description=(
+            "The sizes at which the work of the nodes is counted: the opt sizes of the first"
+            " profile. null: it was not counted."
         ),
     )
     reference: str = Field(
