@@ -194,7 +194,7 @@ def test_the_slowest_to_load_starts_first_next_time_and_delays_nobody() -> None:
             [WORKLOAD.shape],
             SHORT,
             start,
-            lambda fraction, text: events.append(text),
+            lambda fraction, text, figures=None: events.append(text),
             cores=2,
         )
         race.load(stack)

@@ -77,7 +77,7 @@ def test_the_last_progress_is_told_again_while_a_child_is_silent(
     monkeypatch.setattr(process, "ALIVE_S", 0.2)
     events: list[tuple[float | None, str]] = []
 
-    def hear(fraction: float | None, text: str) -> None:
+    def hear(fraction: float | None, text: str, figures: object = None) -> None:
         events.append((fraction, text))
         if events.count((0.5, "half way")) == 3:
             (tmp_path / "enough").touch()
@@ -91,7 +91,11 @@ def test_a_child_returns_its_value_and_reports_progress(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert (
         call_in_child(
-            double, 21, name="double", log=log, progress=lambda f, t: events.append((f, t))
+            double,
+            21,
+            name="double",
+            log=log,
+            progress=lambda f, t, figures=None: events.append((f, t)),
         )
         == 42
     )
@@ -170,7 +174,7 @@ def test_another_thread_can_end_a_child_that_somebody_waits_for() -> None:
         Child(tell_and_hang, name="ended", conversation=False) as child,
     ):
         waiting = pool.submit(
-            child.result, None, lambda fraction, text: hangs.set() if text else None
+            child.result, None, lambda fraction, text, figures=None: hangs.set() if text else None
         )
         assert hangs.wait(60)
         child.end()
@@ -185,7 +189,7 @@ def test_the_children_of_every_thread_are_stopped_and_whoever_waits_hears_of_it(
     barrier = threading.Barrier(count + 1)
 
     def wait(number: int) -> None:
-        def progress(fraction: float | None, text: str) -> None:
+        def progress(fraction: float | None, text: str, figures: object = None) -> None:
             if text:
                 barrier.wait(60)
 

@@ -165,7 +165,7 @@ def test_a_double_can_run_the_stages(tmp_path: Path) -> None:
         names.append(name)
         out = arguments[-1]
         assert isinstance(out, Path)
-        return double(1, out, lambda fraction, text: None)
+        return double(1, out, lambda fraction, text, figures=None: None)
 
     assert Runner(Store(tmp_path), run=run).stage(call()).value == 2
     assert names == ["double"]
