@@ -318,6 +318,13 @@ def test_a_real_model_is_compiled_and_the_next_job_finds_what_the_first_made(
             ]
             assert {"export", "simplify", "reference", "build", "benchmark"} <= set(stages)
 
+            measured = {each.label: each for each in bench.store.figures(first.id)}
+            chosen = measured["onnxruntime fp32"]
+            assert chosen.latency is not None
+            assert chosen.accuracy is not None
+            assert chosen.accuracy.passed
+            assert any(each.is_baseline and each.latency for each in measured.values())
+
             again, _ = await bench.runner.submit(upload(bench, "again"))
             assert (await until_ended(bench, again)).state == "succeeded"
             states = {
@@ -325,6 +332,9 @@ def test_a_real_model_is_compiled_and_the_next_job_finds_what_the_first_made(
                 for event in bench.store.events(again.id)
                 if event.kind == "stage"
             }
+            renewed = {each.label: each for each in bench.store.figures(again.id)}
+            assert renewed.keys() == measured.keys()
+            assert renewed["onnxruntime fp32"].accuracy == chosen.accuracy
             assert states["export"] == states["simplify"] == states["build"] == "reused"
 
             broken, _ = await bench.runner.submit(
