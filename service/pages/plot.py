@@ -147,7 +147,7 @@ def _state_so_far(figures: CandidateFigures) -> str:
     if figures.accuracy is not None and not figures.accuracy.passed:
         return "failed accuracy"
     if figures.latency is None:
-        return "not measured yet"
+        return "not measured"
     return "stopped early" if figures.latency.is_eliminated else "measured"
 
 

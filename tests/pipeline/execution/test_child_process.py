@@ -16,6 +16,7 @@ from pipeline.core import Progress
 from pipeline.errors import ChildDied, ChildStopped, DataError, DiskFull, InternalError
 from pipeline.execution import child_process as process
 from pipeline.execution.child_process import Channel, Child, TimeLimit, call_in_child, stop_children
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 
 def double(number: int, progress: Progress) -> int:
@@ -102,6 +103,24 @@ def test_a_child_returns_its_value_and_reports_progress(tmp_path: Path) -> None:
     assert set(events) <= {(None, ""), (0.5, "half way")}  # the first while the child starts
     assert events[-1] == (0.5, "half way")
     assert "noise on stdout" in log.read_text()
+
+
+def measure(progress: Progress) -> None:
+    progress(0.5, "first runs", candidate("int8", accuracy(), latency()))
+    progress(0.6, "more")
+
+
+def test_figures_of_a_candidate_come_with_their_progress() -> None:
+    events: list[tuple[str, object]] = []
+    call_in_child(
+        measure,
+        name="measure",
+        progress=lambda fraction, text, figures=None: events.append((text, figures)),
+    )
+    assert [event for event in events if event[0]] == [
+        ("first runs", candidate("int8", accuracy(), latency())),
+        ("more", None),
+    ]
 
 
 def test_a_users_folder_on_our_path_hides_no_module_of_ours(

@@ -164,7 +164,16 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(
 
 def test_real_engines_under_load(model: OnnxModel, engine: Engine) -> None:
     options = SHORT.model_copy(update={"budget_s": 2.0})
-    run = benchmark_load(twins(engine), model.inputs, options, None)
+    events: list[object] = []
+    run = benchmark_load(
+        twins(engine),
+        model.inputs,
+        options,
+        None,
+        lambda fraction, text, figures=None: events.append(figures),
+    )
+    assert events
+    assert set(events) == {None}, "times under load are not those of the plot"
     assert run.baseline == engine.recipe.label
     for curve in run.curves:
         assert isinstance(curve, LoadCurve)

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from service.jobs.figures import MAX_CANDIDATES, joined_figures
-from tests.builders.figures import accuracy, candidate, latency
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 
 def test_accuracy_and_latency_of_a_candidate_are_joined_and_the_newest_counts() -> None:

@@ -25,7 +25,7 @@ from service.jobs.messages import (
     within_limits,
 )
 from service.sandbox.framing import MAX_HEAD_BYTES, BadMessage, Failed, decode, failed_from_error
-from tests.builders.figures import accuracy, candidate, latency
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 STAGE = Stage(event=StageEvent("build", state="finished", seconds=1.5))
 FAILED = Failed(code="data.invalid", message="bad\ndata", next_step="send good data")

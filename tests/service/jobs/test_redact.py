@@ -9,7 +9,7 @@ from pipeline.execution.stage_event import StageEvent
 from service.jobs.redact import scrub_file, scrubbed, scrubbed_event
 from service.jobs.state import CancelAsked, Died, Failure
 from service.storage.layout import Folders
-from tests.builders.figures import accuracy, candidate, latency
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 FOLDERS = Folders(Path("/srv/a&b/home"))
 JOB = "01931f3a5b2c07d1e9a44c6f21"

@@ -29,7 +29,7 @@ from service.jobs.state import (
 )
 from service.jobs.store import DamagedRow, JobStore, Once
 from service.storage.database import Database
-from tests.builders.figures import accuracy, candidate, latency
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
 DIED = Died(Failure(code="job.memory", message="too much", next_step="less"))

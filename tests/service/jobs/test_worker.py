@@ -205,8 +205,14 @@ def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(
     for why in doubts:
         old = doubted(old, why)
     (tmp_path / "compiled" / "report.json").write_text(old.model_dump_json())
-    runner = Runner(Store(tmp_path / "home"), run=with_figures_of(benchmarked))
+    events: list[StageEvent] = []
+    runner = Runner(Store(tmp_path / "home"), events.append, run=with_figures_of(benchmarked))
     report = measure_again(tmp_path / "compiled", plan, runner, "again")
+    known = [event.figures for event in events if event.figures]
+    assert [each.is_baseline for each in known] == [True, False]
+    winner = next(each for each in old.candidates if each.label == old.winner)
+    assert winner.selection is not None
+    assert known[1].accuracy == winner.selection.figures
     assert (report.verdict, report.command) == ("unproven" if doubts else "accepted", "again")
     expected = [CHOSEN_CONTENDED] if doubts else []
     assert [note for note in report.notes if note.code in DOUBTS] == expected

@@ -92,7 +92,7 @@ def test_candidates_appear_on_the_plot_as_they_are_measured(chromium: Any, serve
     job = send(server, "race")
     url = f"{server.url}/ui/jobs/{job}"
     with opened(chromium, url, **PHONE) as page:
-        page.wait_for_selector("td:text-is('not measured yet')", timeout=WITHIN_S * 1000)
+        page.wait_for_selector("td:text-is('not measured')", timeout=WITHIN_S * 1000)
         assert page.locator("circle").count() == 1
         for theme in THEMES:
             assert accessibility_faults(chromium, url, color_scheme=theme) == []

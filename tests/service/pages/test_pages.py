@@ -270,7 +270,7 @@ def test_candidates_appear_on_the_page_while_they_are_measured(tmp_path: Path) -
         job = (await desk.compile("race")).json()["id"]
         await desk.until(job, "running")
         url = f"/ui/jobs/{job}"
-        first = await until_shown(desk, url, "not measured yet")
+        first = await until_shown(desk, url, "not measured")
         assert first.count("<circle") == 1
         assert "<td>baseline</td>" in first
         assert "eager &lt;b&gt;" in first

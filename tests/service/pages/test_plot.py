@@ -26,7 +26,7 @@ from service.pages.plot import (
     plot_of,
     plot_of_measured,
 )
-from tests.builders.figures import accuracy, candidate, latency
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 from tests.service.builders.jobs import write_out
 
 
@@ -57,7 +57,7 @@ def test_candidates_are_placed_as_soon_as_both_figures_are_known() -> None:
     checked = candidate("checked", accuracy(0.1))
     measured = measured_so_far([checked, eager, fast, wrong, slow])
     assert [(each.number, each.state) for each in measured] == [
-        (1, "not measured yet"),
+        (1, "not measured"),
         (2, "baseline"),
         (3, "measured"),
         (4, "failed accuracy"),
