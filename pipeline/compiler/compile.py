@@ -44,6 +44,7 @@ from pipeline.compiler.profile_width import WIDTH, measure_width
 from pipeline.compiler.side_by_side import candidates_of, prepare_all
 from pipeline.compiler.speed import is_slower_or_equal, ratio_missing, ratio_of
 from pipeline.core import (
+    CandidateFigures,
     Engine,
     ModelSource,
     Note,
@@ -93,7 +94,7 @@ from pipeline.results.report import (
     ValidationReport,
 )
 from pipeline.serving_inputs import check_serving
-from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
+from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark, figures_of
 from pipeline.stages.export import export
 from pipeline.stages.postprocess import postprocess
 from pipeline.stages.preprocess import preprocess
@@ -502,7 +503,9 @@ def measure(
             ENOUGH_RUNS,
         ),
         depends_on=(labels, context.quiet_environment, context.plan.profiles),
+        figures=partial(figures_of, engines, [engine.recipe.label for engine in baselines]),
     )
+    report_baselines(context.runner, baselines)
     run = with_limits(
         context.runner.stage(call),
         engines,
@@ -526,6 +529,13 @@ def measure(
         run=run,
         call=call_of_fastest(run, baselines),
     )
+
+
+def report_baselines(runner: Runner, baselines: Iterable[Engine]) -> None:
+    """Report which engines are baselines: the race does not know all of them as such."""
+    for engine in baselines:
+        recipe = engine.recipe
+        runner.report(BENCHMARK, CandidateFigures(recipe.label, recipe.precision, is_baseline=True))
 
 
 def call_of_fastest(run: Benchmarks, baselines: Iterable[Engine]) -> str:

@@ -9,12 +9,22 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.core import Engine, Frozen, KeptNode, Note, Precision, Recipe
-from pipeline.formatting import number_text, time_text
+from pipeline.core import (
+    MAX_DROP,
+    AccuracyFigures,
+    CandidateFigures,
+    Engine,
+    Frozen,
+    KeptNode,
+    Note,
+    Precision,
+    Recipe,
+)
+from pipeline.formatting import number_text, shape_text, time_text
 from pipeline.host.environment import Environment
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse
-from pipeline.measurement.clock import Samples
+from pipeline.measurement.clock import Samples, latency_figures
 from pipeline.measurement.comparison import MAX_WAITING
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import Plan
@@ -122,6 +132,27 @@ class ValidationReport(Frozen):
     def cosine(self) -> float | None:
         """The smallest cosine of all outputs but indices, which have their agreement."""
         return smallest_cosine(self.outputs)
+
+    @property
+    def figures(self) -> AccuracyFigures | None:
+        """The drop as a plot shows it: of the metric, or else of the cosine. None if there is
+        neither, or if it is not finite.
+        """
+        if self.metric is not None:
+            measure, interval = self.metric.name, self.metric.interval
+            low, drop, high = interval.low, self.metric.drop, interval.high
+        elif self.cosine is not None:
+            measure, low = "", 1 - self.cosine
+            drop = high = low
+        else:
+            return None
+        if not all(abs(each) <= MAX_DROP for each in (low, drop, high)):  # NaN compares as False
+            return None
+        return AccuracyFigures(measure, drop, low, high, self.passed)
+
+    def figures_of(self, recipe: Recipe) -> CandidateFigures:
+        """Return the accuracy of the candidate that this report is about, for the live plot."""
+        return CandidateFigures(recipe.label, recipe.precision, accuracy=self.figures)
 
 
 def smallest_cosine(outputs: Iterable[OutputError]) -> float | None:
@@ -271,6 +302,14 @@ class BenchmarkReport(Frozen):
     load: LoadCurve | None = None  # None: the objective is latency
     stopped: str = ""  # why it ran in fewer processes than others, in words
     notes: tuple[Note, ...] = ()
+
+    def figures(self, precision: Precision, is_baseline: bool) -> CandidateFigures:
+        """Return the latency at the first shape, for the live plot."""
+        latency = None
+        if self.rows:
+            row = self.rows[0]
+            latency = latency_figures(row.end_to_end, shape_text(row.sizes), bool(self.stopped))
+        return CandidateFigures(self.label, precision, is_baseline, latency=latency)
 
 
 class BenchmarkFailure(Frozen):

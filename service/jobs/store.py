@@ -23,9 +23,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.core import CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from service import logs
 from service.errors import Conflict, NotFound, NotOwned, ServiceError, TooMany
+from service.jobs.figures import joined_figures
+from service.jobs.messages import MAX_FIGURES
 from service.jobs.state import (
     FINAL,
     CancelAsked,
@@ -47,6 +50,7 @@ ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
 # states in which an equal request gets the same job; in all others it makes a new one
 REUSED: tuple[State, ...] = ("queued", "running", "succeeded")
 
+FIGURES_KIND = "figures"  # of an event with figures of a candidate
 RECENT_JOBS, MEDIAN_JOBS = 200, 5  # jobs that an estimate reads, and jobs that it uses
 
 log = logs.get("service.job_store")
@@ -75,7 +79,7 @@ class StoredEvent:
 
     seq: int
     at: str  # UTC
-    kind: str  # "stage", or a State
+    kind: str  # "stage", FIGURES_KIND, or a State
     data: dict[str, Any]
 
 
@@ -242,6 +246,17 @@ class JobStore:
             ).fetchall()
         return tuple(_events(matches))
 
+    def figures(self, job_id: str) -> tuple[CandidateFigures, ...]:
+        """Return what the last attempt has measured of each candidate so far."""
+        with self._database.read() as rows:
+            matches = rows.execute(
+                "SELECT * FROM events WHERE job_id = ?1 AND kind = ?2"
+                " AND seq > coalesce((SELECT max(seq)"
+                " FROM events WHERE job_id = ?1 AND kind = 'running'), 0) ORDER BY seq LIMIT ?3",
+                (job_id, FIGURES_KIND, MAX_FIGURES),
+            ).fetchall()
+        return joined_figures(event.data for event in _events(matches))
+
     def unfinished(self) -> tuple[Job, ...]:
         """Return all jobs that have not ended, oldest first."""
         with self._database.read() as rows:
@@ -334,8 +349,12 @@ def client_event(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
     ids are left out.
     """
     match event:
-        case StageEvent():
-            return "stage", asdict(event)
+        case StageEvent(figures=None):
+            values = asdict(event)
+            del values["figures"]
+            return "stage", values
+        case StageEvent(figures=CandidateFigures() as figures):
+            return FIGURES_KIND, asdict(figures)
         case Started():
             return job.state, {"attempt": job.attempt}
         case Requeued() if job.state == "queued":
