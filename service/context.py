@@ -55,9 +55,10 @@ from service.serving.loader import LoaderContext
 from service.serving.manager import ModelManager
 from service.serving.stats import Figures
 from service.settings import Settings
-from service.storage.database import Database
+from service.storage.database import database_from
 from service.storage.drafts import Drafts
-from service.storage.keys import NEXT, Key, Keys
+from service.storage.key import Key
+from service.storage.keys import NEXT, Keys
 from service.storage.layout import DRAFT, HOME_MODE, Folders, secure_home
 from service.storage.sessions import Sessions
 
@@ -69,6 +70,7 @@ PROBE_LIMIT = TimeLimit(
 # threads, too
 UNPACKING = 2
 DRAFTS_S = 300.0  # between two looks for drafts that have ended
+LOCK = "server.lock"  # in the home
 HTTP_S = 4.0  # part of `shutdown_s`: for unfinished answers after all jobs have ended
 
 log = logs.get("service.service")
@@ -104,7 +106,7 @@ class Service:
     ) -> None:
         self.settings, self.metrics, self._probe = settings, metrics, probe
         self.folders = Folders(settings.home)
-        self.database = Database(settings.database)
+        self.database = database_from(settings)
         self.keys, self.jobs = Keys(self.database), JobStore(self.database)
         self.sessions = Sessions(self.database)
         self.drafts = Drafts(self.folders)
@@ -284,7 +286,9 @@ class Service:
         """
         proof = self._proof
         if proof is None or (proof.done() and (proof.exception() or proof.result().fault)):
-            find = partial(prove_sandbox, self.sandbox, self.settings.database)
+            # without a file of the database, any other file that only the server may read
+            secret = self.database.path or self.settings.home / LOCK
+            find = partial(prove_sandbox, self.sandbox, secret)
             proof = self._proof = asyncio.create_task(asyncio.to_thread(find))
         return proof
 
@@ -337,7 +341,7 @@ async def open_service(
 ) -> AsyncIterator[Service]:
     """Open the service on its home. StoreError if another server uses that home."""
     _secure_home(settings.home)
-    lock = FileLock(settings.home / "server.lock")
+    lock = FileLock(settings.home / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -57,7 +57,7 @@ from service.jobs.traces import current_trace
 from service.sandbox import process_tree as processes
 from service.sandbox.layers import Sandbox
 from service.settings import Settings
-from service.storage.audit import SERVICE, Actor, Details, Entry
+from service.storage.audit_entry import SERVICE, Actor, Details, Entry
 from service.storage.layout import Folders
 
 WORKER = (sys.executable, "-m", "service.jobs.worker")

@@ -24,7 +24,7 @@ from service.jobs.queue import MAX_INTERRUPTIONS
 from service.jobs.state import Job, JobEvent, Requeued, Started
 from service.jobs.store import JobStore, Once
 from service.sandbox.process_tree import of_jobs
-from service.storage.audit import Entry
+from service.storage.audit_entry import Entry
 from service.storage.database import Database
 from service.storage.layout import Folders
 from tests.service.builders.jobs import Bench, new_job, running
@@ -244,7 +244,7 @@ class DamagedWhileRunning(JobStore):
     ) -> tuple[Job, int]:
         if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
             with self._database.write() as rows:
-                rows.execute("UPDATE jobs SET job = '{' WHERE id = ?", (job_id,))
+                rows.exec_driver_sql("UPDATE jobs SET job = '{' WHERE id = ?", (job_id,))
         return super().append(job_id, event, now, entry)
 
 

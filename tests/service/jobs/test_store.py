@@ -3,12 +3,11 @@ damaged rows named.
 """
 
 import datetime as dt
-import sqlite3
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from pipeline.errors import DiskFull
 from pipeline.execution.stage_event import StageEvent, StageStatus
@@ -27,6 +26,7 @@ from service.jobs.state import (
 )
 from service.jobs.store import DamagedRow, JobStore, Once
 from service.storage.database import Database
+from service.storage.tables import events, jobs
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
 DIED = Died(Failure(code="job.memory", message="too much", next_step="less"))
@@ -50,13 +50,6 @@ def job(number: int, identity: str = "", owner: str = "me") -> Job:
         device="cpu",
         created=NOW.isoformat(timespec="milliseconds"),
     )
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(tmp_path / "crucible.db")
-    yield database
-    database.close()
 
 
 @pytest.fixture
@@ -140,19 +133,22 @@ def test_an_event_that_comes_too_late_changes_nothing(store: JobStore) -> None:
     assert (store.get("0001"), len(store.events("0001"))) == (ended, count)
 
 
-def test_a_full_disk_stores_neither_event_nor_job(store: JobStore, database: Database) -> None:
+def test_a_full_disk_stores_neither_event_nor_job(tmp_path: Path) -> None:
+    database = Database(tmp_path / "crucible.db")
+    store = JobStore(database)
     store.add(job(1), NOW)
     with database.write() as rows:
-        rows.execute(
+        rows.exec_driver_sql(
             "CREATE TRIGGER full BEFORE INSERT ON events BEGIN SELECT RAISE(ABORT, 'injected'); END"
         )
-    with pytest.raises(sqlite3.IntegrityError, match="injected"):
+    with pytest.raises(sa.exc.IntegrityError, match="injected"):
         store.append("0001", Started(1, 1.0), NOW)
     assert store.get("0001").state == "queued"
     with database.write() as rows:
-        rows.execute("DROP TRIGGER full")
+        rows.exec_driver_sql("DROP TRIGGER full")
     with database.read() as rows:
-        rows.execute(f"PRAGMA max_page_count = {rows.execute('PRAGMA page_count').fetchone()[0]}")
+        pages = rows.exec_driver_sql("PRAGMA page_count").scalar_one()
+        rows.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(DiskFull):
         take(
             store,
@@ -302,7 +298,7 @@ def test_a_damaged_row_is_named_and_left_out(
     for number in (1, 2):
         store.add(job(number), NOW)
     with database.write() as rows:
-        rows.execute("UPDATE jobs SET job = ? WHERE id = '0001'", (text,))
+        rows.execute(sa.update(jobs).where(jobs.c.id == "0001").values(job=text))
     assert (
         [job.id for job in store.list().jobs] == [job.id for job in store.unfinished()] == ["0002"]
     )
@@ -326,7 +322,7 @@ def test_the_last_start_is_known_per_device_and_owner(store: JobStore, database:
     expected = {("cpu", "me"): minutes[1], ("gpu:0", "me"): minutes[2]}
     assert store.last_starts() == expected
     with database.write() as rows:
-        rows.execute("UPDATE jobs SET job = '{' WHERE id = '0005'")
+        rows.execute(sa.update(jobs).where(jobs.c.id == "0005").values(job="{"))
     assert store.last_starts() == expected
 
 
@@ -334,7 +330,7 @@ def test_a_damaged_event_is_left_out(store: JobStore, database: Database) -> Non
     store.add(job(1), NOW)
     take(store, "0001", Started(1, 1.0), DIED)
     with database.write() as rows:
-        rows.execute("UPDATE events SET data = '{' WHERE kind = 'running'")
+        rows.execute(sa.update(events).where(events.c.kind == "running").values(data="{"))
     assert [event.kind for event in store.events("0001")] == ["queued", "failed"]
 
 
