@@ -61,6 +61,7 @@ from service.storage.key import Key
 from service.storage.keys import NEXT, Keys
 from service.storage.layout import DRAFT, HOME_MODE, Folders, secure_home
 from service.storage.sessions import Sessions
+from service.storage.sqlite import FILE_MODE
 
 # to import every installed backend from a slow disk
 PROBE_LIMIT = TimeLimit(
@@ -268,7 +269,8 @@ class Service:
 
     async def _start(self) -> None:
         host, _ = await asyncio.gather(self._probe(), self._find_sandbox())
-        await self.read(self._sweep)
+        if self.settings.database_url is None:  # else another server may write what has no job yet
+            await self.read(self._sweep)
         self._leases.devices = Devices(tuple(host.devices))
         await self.models.start()  # before the jobs, whose measurements it would disturb
         await self.runner.start()
@@ -343,7 +345,10 @@ async def open_service(
     _secure_home(settings.home)
     lock = FileLock(settings.home / LOCK)
     try:
-        lock.acquire(timeout=0)
+        if settings.database_url is None:  # else the servers on one database share its home
+            lock.acquire(timeout=0)
+        else:
+            Path(lock.lock_file).touch(FILE_MODE)
     except Timeout:
         raise StoreError(
             f"another server uses '{settings.home}'",

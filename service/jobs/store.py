@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -63,6 +63,10 @@ class DamagedRow(ServiceError):
     code = "service.damaged_row"
 
 
+class ClaimLost(StaleEvent):
+    """Another server has taken over the job of an event."""
+
+
 @dataclass(frozen=True, slots=True)
 class Once:
     """An Idempotency-Key and the digest of its request."""
@@ -93,7 +97,7 @@ class JobStore:
     """All jobs of one home. Safe for threads."""
 
     def __init__(self, database: Database) -> None:
-        self._database, self.audit = database, Audit(database)
+        self.database, self.audit = database, Audit(database)
 
     def add(
         self,
@@ -109,8 +113,8 @@ class JobStore:
         Conflict if the Idempotency-Key came with another request within 24 h; TooMany if the owner
         has `most_queued` jobs waiting.
         """
-        with self._database.write() as rows:
-            self._database.lock(rows, f"jobs of {job.owner}")  # else two requests count the same
+        with self.database.write() as rows:
+            self.database.lock(rows, f"jobs of {job.owner}")  # else two requests count the same
             of_key = self._of_key(rows, job.owner, once, now)
             known = of_key or self._of_identity(rows, job.owner, job.identity)
             if known is None:
@@ -150,17 +154,17 @@ class JobStore:
         """Return the job. NotFound if there is none, or if it has another owner. `owner` None: any
         owner.
         """
-        with self._database.read() as rows:
-            return _job(_row(rows, job_id, owner))
+        with self.database.read() as rows:
+            return job_from_row(_row(rows, job_id, owner))
 
     def of_identity(self, owner: str, identity: str) -> Job | None:
         """Return the job that an equal request would get; None if it would make a new one."""
-        with self._database.read() as rows:
+        with self.database.read() as rows:
             return self._of_identity(rows, owner, identity)
 
     def forget_identity(self, job_id: str) -> None:
         """Exclude this job from the answers to equal requests."""
-        with self._database.write() as rows:
+        with self.database.write() as rows:
             rows.execute(sa.update(jobs).where(jobs.c.id == job_id).values(identity=jobs.c.id))
 
     def usual_s(self, owner: str, name: str, device: str, measures: bool = False) -> float | None:
@@ -202,16 +206,23 @@ class JobStore:
         )
 
     def append(
-        self, job_id: str, event: JobEvent, now: dt.datetime, entry: Entry | None = None
+        self,
+        job_id: str,
+        event: JobEvent,
+        now: dt.datetime,
+        entry: Entry | None = None,
+        token: int | None = None,
     ) -> tuple[Job, int]:
         """Store an event, the resulting job, and `entry` in the audit, all or none. StaleEvent if
-        the event does not fit the job's state.
+        the event does not fit the job's state; ClaimLost if `token` is no more that of its claim.
         """
-        with self._database.write() as rows:
+        with self.database.write() as rows:
             # Locked before the event gets its number: so the events of a job are committed in
             # order, and a client that has read one misses none before it.
-            before = _job(_row(rows, job_id, None, locked=True))
-            job = step(before, event, now)
+            row = _row(rows, job_id, None, locked=True)
+            if token not in (None, row["fencing_token"]):
+                raise ClaimLost(f"job {job_id} belongs to another server now")
+            job = step(job_from_row(row), event, now)
             rows.execute(sa.update(jobs).where(jobs.c.id == job_id).values(_columns(job)))
             kind, data = client_event(event, job)
             if entry is not None:
@@ -227,6 +238,14 @@ class JobStore:
             .limit(limit)
         )
         return tuple(_events(self._rows(query)))
+
+    def newest_events(self, job_ids: Collection[str]) -> dict[str, int]:
+        """Return the number of the newest event of each of these jobs."""
+        newest = sa.func.max(events.c.seq).label("newest")
+        query = sa.select(events.c.job_id, newest).where(events.c.job_id.in_(job_ids))
+        with self.database.read() as rows:
+            found = rows.execute(query.group_by(events.c.job_id))
+            return {row.job_id: row.newest for row in found}
 
     def newest_of_stages(self, job_id: str) -> tuple[StoredEvent, ...]:
         """Return the newest event of each stage and subject of the last attempt, in the order in
@@ -253,22 +272,10 @@ class JobStore:
         query = sa.select(jobs).where(jobs.c.state.not_in(FINAL)).order_by(jobs.c.id)
         return tuple(_readable(self._rows(query)))
 
-    def last_starts(self) -> dict[tuple[str, str], str]:
-        """Return when the last job of each device and owner started, in UTC. Pairs without a job
-        that has started are left out.
-        """
-        query = (
-            sa.select(jobs.c.device, jobs.c.owner, sa.func.max(jobs.c.started))
-            .where(jobs.c.started.is_not(None))
-            .group_by(jobs.c.device, jobs.c.owner)
-        )
-        with self._database.read() as rows:
-            return {(device, owner): started for device, owner, started in rows.execute(query)}
-
     def counts(self, owner: str | None = None) -> dict[str, int]:
         """Return the number of jobs in each state. `owner` None: of all owners."""
         query = sa.select(jobs.c.state, sa.func.count().label("number")).where(*_of_owner(owner))
-        with self._database.read() as rows:
+        with self.database.read() as rows:
             found = rows.execute(query.group_by(jobs.c.state))
             return {row.state: row.number for row in found}
 
@@ -281,12 +288,12 @@ class JobStore:
         """Return the ids of all jobs, including those with damaged rows. `owner` None: of all
         owners.
         """
-        with self._database.read() as rows:
+        with self.database.read() as rows:
             return frozenset(rows.scalars(sa.select(jobs.c.id).where(*_of_owner(owner))))
 
     def remove(self, job_id: str, actor: Actor = SERVICE) -> None:
         """Delete a job that has ended, with its events. Conflict if it has not ended."""
-        with self._database.write() as rows:
+        with self.database.write() as rows:
             row = _row(rows, job_id, None, locked=True)
             if row["state"] not in FINAL:
                 raise Conflict(f"job {job_id} has not ended", "cancel it first")
@@ -296,10 +303,10 @@ class JobStore:
 
     def close(self) -> None:
         """Close the calling thread's connection."""
-        self._database.close()
+        self.database.close()
 
     def _rows(self, query: sa.Select[Any]) -> Sequence[sa.RowMapping]:
-        with self._database.read() as rows:
+        with self.database.read() as rows:
             return rows.execute(query).mappings().all()
 
     def _of_key(
@@ -320,7 +327,7 @@ class JobStore:
                 f"the Idempotency-Key '{once.key}' came with another request before",
                 "use a new key for a new request",
             )
-        return _job(_row(rows, row["job_id"], owner))
+        return job_from_row(_row(rows, row["job_id"], owner))
 
     def _of_identity(self, rows: sa.Connection, owner: str, identity: str) -> Job | None:
         query = (
@@ -356,9 +363,15 @@ def _of_owner(owner: str | None) -> tuple[sa.ColumnElement[bool], ...]:
     return () if owner is None else (jobs.c.owner == owner,)
 
 
-def _columns(job: Job) -> dict[str, str | None]:
-    """Return the columns that change with the job."""
-    return {"state": job.state, "started": job.started, "job": job.model_dump_json()}
+def _columns(job: Job) -> dict[str, str | int | None]:
+    """Return the columns that change with the job. A job that does not run has no server."""
+    columns: dict[str, str | int | None] = {
+        "state": job.state,
+        "started": job.started,
+        "attempt": job.attempt,
+        "job": job.model_dump_json(),
+    }
+    return columns if job.state in ("running", "cancelling") else columns | {"server": None}
 
 
 def _row(
@@ -372,7 +385,7 @@ def _row(
     return row
 
 
-def _job(row: sa.RowMapping) -> Job:
+def job_from_row(row: sa.RowMapping) -> Job:
     """Parse a row. DamagedRow names the job."""
     try:
         job = Job.model_validate_json(row["job"])
@@ -391,7 +404,7 @@ def _job(row: sa.RowMapping) -> Job:
 def _readable(rows: Iterable[sa.RowMapping]) -> Iterable[Job]:
     for row in rows:
         try:
-            yield _job(row)
+            yield job_from_row(row)
         except DamagedRow as error:
             log.error("job.damaged", job=row["id"], error=error.message)
 

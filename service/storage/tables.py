@@ -10,6 +10,8 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 METADATA = sa.MetaData()
 
@@ -35,6 +37,26 @@ class Text(sa.TypeDecorator[str]):
 
 
 BIG_INTEGER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+# since 1970, by the database's clock
+SECONDS: sa.Double[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
+
+
+class database_clock_s(FunctionElement[float]):  # noqa: N801 - the name of a function in SQL
+    """The time by the database's clock: servers need not agree on theirs."""
+
+    type = sa.Double()
+    inherit_cache = True
+
+
+@compiles(database_clock_s, "postgresql")
+def _postgresql_clock(_element: object, _compiler: object, **_: object) -> str:
+    return "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
+
+
+@compiles(database_clock_s, "sqlite")
+def _sqlite_clock(_element: object, _compiler: object, **_: object) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
 
 keys = sa.Table(
     "keys",
@@ -68,6 +90,12 @@ jobs = sa.Table(
     # copies of what `job` holds, for queries
     sa.Column("device", Text, nullable=False, server_default=""),
     sa.Column("started", Text),
+    sa.Column("attempt", sa.Integer, nullable=False, server_default=sa.text("0")),
+    # the claim: see service.jobs.claims
+    sa.Column("server", Text),
+    sa.Column("fencing_token", BIG_INTEGER, nullable=False, server_default=sa.text("0")),
+    sa.Column("heartbeat_at", SECONDS),
+    sa.Index("jobs_by_server", "server"),
     sa.Index("jobs_by_identity", "owner", "identity"),
     sa.Index("jobs_by_state", "state", "id"),
     sa.Index("jobs_by_device", "device", "owner", "started"),

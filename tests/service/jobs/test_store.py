@@ -309,23 +309,6 @@ def test_a_damaged_row_is_named_and_left_out(
     assert store.add(job(3, "i1"), NOW)[1]
 
 
-def test_the_last_start_is_known_per_device_and_owner(store: JobStore, database: Database) -> None:
-    for number, owner in enumerate(("me", "me", "other", "other", "me"), 1):
-        store.add(job(number, owner=owner), NOW)
-    store.add(job(6).model_copy(update={"device": "gpu:0"}), NOW)
-    minutes = [(NOW + dt.timedelta(minutes=n)).isoformat(timespec="milliseconds") for n in range(3)]
-    store.append("0001", Started(1, 1.0), dt.datetime.fromisoformat(minutes[1]))
-    take(store, "0002", Started(1, 1.0), DIED)
-    take(store, "0003", CancelAsked())
-    store.append("0006", Started(1, 1.0), dt.datetime.fromisoformat(minutes[2]))
-    store.append("0006", Requeued("stopped"), NOW)
-    expected = {("cpu", "me"): minutes[1], ("gpu:0", "me"): minutes[2]}
-    assert store.last_starts() == expected
-    with database.write() as rows:
-        rows.execute(sa.update(jobs).where(jobs.c.id == "0005").values(job="{"))
-    assert store.last_starts() == expected
-
-
 def test_a_damaged_event_is_left_out(store: JobStore, database: Database) -> None:
     store.add(job(1), NOW)
     take(store, "0001", Started(1, 1.0), DIED)

@@ -25,7 +25,7 @@ from service.storage.database import Database
 from service.storage.keys import Keys
 from service.storage.layout import Folders
 from service.storage.migrations import FOLDER, HEAD, Schema
-from service.storage.tables import METADATA
+from service.storage.tables import METADATA, jobs
 from tests.service.builders.postgresql import Server
 from tests.service.builders.schemas import newer_schema
 from tests.service.jobs.test_store import job
@@ -112,10 +112,15 @@ def test_an_old_home_keeps_its_jobs_and_goes_on(old: Path, tmp_path: Path) -> No
             store.get("0003")
         stages = store.newest_of_stages("0001")
         assert [(each.seq, each.data["subject"]) for each in stages] == [(5, "fp32"), (4, "a\0b")]
-        assert store.last_starts() == {
-            ("cpu", "me"): "2026-01-02T03:04:12.000+00:00",
-            ("gpu:0", "you"): "2026-01-02T03:04:10.000+00:00",
-        }
+        columns = (jobs.c.id, jobs.c.device, jobs.c.started, jobs.c.attempt)
+        with database.read() as rows:
+            found = rows.execute(sa.select(*columns).order_by(jobs.c.id)).all()
+        assert [tuple(row) for row in found] == [
+            ("0001", "cpu", "2026-01-02T03:04:06.000+00:00", 1),
+            ("0002", "gpu:0", "2026-01-02T03:04:10.000+00:00", 1),
+            ("0003", "", None, 0),
+            ("0004", "cpu", "2026-01-02T03:04:12.000+00:00", 1),
+        ]
         assert store.add(job(9), NOW, Once("key-1", "digest"))[0].id == "0001"
         cancelled, seq = store.append("0001", CancelAsked(), NOW)
         assert (cancelled.state, seq) == ("cancelling", 15), "14 was of a removed job"
