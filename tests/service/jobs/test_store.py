@@ -4,6 +4,7 @@ damaged rows named.
 
 import datetime as dt
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,42 @@ def test_threads_that_ask_for_the_same_at_once_get_one_job(
         thread.join()
     assert len({answer.id for answer, _ in answers}) == 1
     assert sum(is_new for _, is_new in answers) == 1
+
+
+def test_a_limit_holds_when_many_submit_at_once(store: JobStore) -> None:
+    def ask(number: int) -> bool:
+        try:
+            return store.add(job(number), NOW, most_queued=3)[1]
+        except TooMany:
+            return False
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(ask, range(24))) == 3
+    assert store.counts() == {"queued": 3}
+
+
+def test_a_client_misses_no_event_while_many_are_written(store: JobStore) -> None:
+    """Two jobs, so that numbers of one lie between those of the other; four writers of each."""
+    for number in (1, 2):
+        store.add(job(number), NOW)
+        store.append(f"{number:04}", Started(1, 1.0), NOW)
+    followed, after = list[int](), 0
+
+    def write(number: int) -> None:
+        for _ in range(25):
+            store.append(f"{number % 2 + 1:04}", SEEN, NOW)
+
+    with ThreadPoolExecutor(8) as threads:
+        writing = [threads.submit(write, number) for number in range(8)]
+        while not all(each.done() for each in writing):
+            events = store.events("0001", after)
+            followed += [event.seq for event in events]
+            after = followed[-1] if followed else 0
+        for each in writing:
+            each.result()
+    followed += [event.seq for event in store.events("0001", after)]
+    assert followed == [event.seq for event in store.events("0001")]
+    assert len(followed) == 2 + 100
 
 
 def test_an_idempotency_key_holds_for_a_day_and_for_one_request(store: JobStore) -> None:

@@ -3,7 +3,12 @@ them.
 """
 
 import asyncio
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,10 +17,13 @@ import sqlalchemy as sa
 from service.errors import TooMany
 from service.jobs.claims import LEASE_S
 from service.jobs.state import Job
+from service.jobs.store import JobStore
 from service.sandbox.process_tree import of_jobs
 from service.settings import Settings
+from service.storage.database import Database
+from service.storage.layout import Folders
 from service.storage.tables import jobs
-from tests.service.builders.jobs import Bench, running
+from tests.service.builders.jobs import Bench, running, write_out
 
 Story = Callable[[Bench, Bench], Awaitable[None]]
 
@@ -132,3 +140,37 @@ def test_a_stopped_server_leaves_its_job_to_the_other_one(tmp_path: Path, postgr
         assert (await one.until(third)).state == "succeeded"
 
     trying(tmp_path, postgresql, story)
+
+
+@pytest.mark.slow
+def test_the_job_of_a_killed_server_runs_on_the_other_one(tmp_path: Path, postgresql: str) -> None:
+    """SIGKILL, so that nothing is said to the database: its heartbeats cease."""
+    environment = {**os.environ, "CRUCIBLE_SERVICE_DATABASE_URL": postgresql}
+    command = (sys.executable, "-m", "tests.service.builders.server_double", str(tmp_path), "hang")
+    write_out(tmp_path / "template", tmp_path / "template-store")
+
+    def kill_when_it_runs(doomed: "subprocess.Popen[str]") -> str:
+        assert doomed.stdout is not None
+        job_id = next(line.split()[1] for line in doomed.stdout if line.startswith("accepted "))
+        with closing(Database(postgresql)) as database:
+            while JobStore(database).get(job_id).state != "running":
+                assert doomed.poll() is None
+                time.sleep(0.1)
+        doomed.kill()
+        return job_id
+
+    async def story() -> None:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True
+        ) as doomed:
+            try:
+                job_id = await asyncio.to_thread(kill_when_it_runs, doomed)
+            finally:
+                doomed.kill()
+        plan = Folders(tmp_path).load_plan(job_id).model_copy(update={"name": "succeed"})
+        Folders(tmp_path).save_plan(job_id, plan)
+        async with running(tmp_path, database_url=postgresql) as other:
+            ended = await other.until(other.store.get(job_id))
+            assert (ended.state, ended.attempt, ended.interruptions) == ("succeeded", 2, 1)
+
+    asyncio.run(story())
