@@ -46,7 +46,7 @@ from service.observability.prometheus import Metrics
 from service.pages import PAGE_ROUTERS
 from service.pages.rendering import error_page
 from service.settings import Settings
-from service.storage.keys import Key
+from service.storage.key import Key
 from service.storage.layout import Folders
 
 if TYPE_CHECKING:

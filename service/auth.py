@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from service.errors import Forbidden
 from service.settings import Settings
-from service.storage.audit import Actor
-from service.storage.keys import SCOPES, Key, Scope
+from service.storage.audit_entry import Actor
+from service.storage.key import SCOPES, Key, Scope
 
 
 @dataclass(frozen=True, slots=True)

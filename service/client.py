@@ -43,7 +43,7 @@ from service.registry.models import (
     RecompileRequest,
 )
 from service.registry.traffic import ShapesView
-from service.storage.keys import FORM
+from service.storage.key import FORM
 from service.submission.tar import untar
 
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -55,11 +55,13 @@ from service.serving.loader import LoaderContext
 from service.serving.manager import ModelManager
 from service.serving.stats import Figures
 from service.settings import Settings
-from service.storage.database import Database
+from service.storage.database import database_from
 from service.storage.drafts import Drafts
-from service.storage.keys import NEXT, Key, Keys
+from service.storage.key import Key
+from service.storage.keys import NEXT, Keys
 from service.storage.layout import DRAFT, HOME_MODE, Folders, secure_home
 from service.storage.sessions import Sessions
+from service.storage.sqlite import FILE_MODE
 
 # to import every installed backend from a slow disk
 PROBE_LIMIT = TimeLimit(
@@ -69,6 +71,7 @@ PROBE_LIMIT = TimeLimit(
 # threads, too
 UNPACKING = 2
 DRAFTS_S = 300.0  # between two looks for drafts that have ended
+LOCK = "server.lock"  # in the home
 HTTP_S = 4.0  # part of `shutdown_s`: for unfinished answers after all jobs have ended
 
 log = logs.get("service.service")
@@ -104,7 +107,7 @@ class Service:
     ) -> None:
         self.settings, self.metrics, self._probe = settings, metrics, probe
         self.folders = Folders(settings.home)
-        self.database = Database(settings.database)
+        self.database = database_from(settings)
         self.keys, self.jobs = Keys(self.database), JobStore(self.database)
         self.sessions = Sessions(self.database)
         self.drafts = Drafts(self.folders)
@@ -276,7 +279,8 @@ class Service:
 
     async def _start(self) -> None:
         host, _ = await asyncio.gather(self._probe(), self._find_sandbox())
-        await self.read(self._sweep)
+        if self.settings.database_url is None:  # else another server may write what has no job yet
+            await self.read(self._sweep)
         self._leases.devices = Devices(tuple(host.devices))
         await self.models.start()  # before the jobs, whose measurements it would disturb
         await self.runner.start()
@@ -294,7 +298,9 @@ class Service:
         """
         proof = self._proof
         if proof is None or (proof.done() and (proof.exception() or proof.result().fault)):
-            find = partial(prove_sandbox, self.sandbox, self.settings.database)
+            # without a file of the database, any other file that only the server may read
+            secret = self.database.path or self.settings.home / LOCK
+            find = partial(prove_sandbox, self.sandbox, secret)
             proof = self._proof = asyncio.create_task(asyncio.to_thread(find))
         return proof
 
@@ -347,9 +353,12 @@ async def open_service(
 ) -> AsyncIterator[Service]:
     """Open the service on its home. StoreError if another server uses that home."""
     _secure_home(settings.home)
-    lock = FileLock(settings.home / "server.lock")
+    lock = FileLock(settings.home / LOCK)
     try:
-        lock.acquire(timeout=0)
+        if settings.database_url is None:  # else the servers on one database share its home
+            lock.acquire(timeout=0)
+        else:
+            Path(lock.lock_file).touch(FILE_MODE)
     except Timeout:
         raise StoreError(
             f"another server uses '{settings.home}'",

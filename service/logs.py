@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from service.settings import Settings
-from service.storage.keys import FORM
+from service.storage.key import FORM
 
 bind = structlog.contextvars.bind_contextvars
 unbind = structlog.contextvars.unbind_contextvars

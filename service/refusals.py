@@ -16,9 +16,10 @@ from pipeline.errors import CrucibleError
 from service import logs
 from service.auth import Caller, Source
 from service.errors import Forbidden, NotOwned, TooMany, Unauthorized
-from service.storage.audit import Actor, Audit, Entry
+from service.storage.audit import Audit
+from service.storage.audit_entry import Actor, Entry
 from service.storage.database import Database
-from service.storage.keys import FORM
+from service.storage.key import FORM
 
 WINDOW_S = 60.0
 MAX_FAILURES = 20  # of one address in WINDOW_S; further ones are answered with 429

@@ -40,6 +40,14 @@ class Settings(Frozen):
         validate_default=True,
         description="Folder of all data. Default: `CRUCIBLE_HOME`, else the user's data folder.",
     )
+    database_url: str | None = Field(
+        default=None,
+        repr=False,  # it may hold a password
+        description=(
+            "Address of a PostgreSQL database, `postgresql+psycopg://USER@HOST/NAME`. Needs the"
+            " extra `postgres`. Default: SQLite in `home`."
+        ),
+    )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port of HTTP. 0: any free port.")
     http_processes: int = Field(
@@ -272,6 +280,7 @@ class Settings(Frozen):
 
     @property
     def database(self) -> Path:
+        """The file of SQLite, which `database_url` replaces."""
         return self.home / "crucible.db"
 
 

@@ -12,7 +12,7 @@ import typer
 from pipeline.cli import terminal
 from pipeline.errors import PlanError
 from service.cli.options import HomeOption, JsonOption
-from service.storage.audit import ACTIONS, Audit, Filter, StoredEntry
+from service.storage.audit_entry import ACTIONS, Filter, StoredEntry
 
 AGE = re.compile(r"(\d{1,5})([mhd])")
 UNITS = {"m": "minutes", "h": "hours", "d": "days"}
@@ -54,16 +54,17 @@ def audit(
     import json
 
     from service.settings import settings_from
-    from service.storage.database import Database
+    from service.storage.audit import Audit
+    from service.storage.database import database_from
 
     which = Filter(since_from(since, dt.datetime.now(dt.UTC)), _action(action), owner, object_)
     settings = settings_from(os.environ, home=home)
-    if not settings.database.is_file():
+    if settings.database_url is None and not settings.database.is_file():
         raise PlanError(
             f"no database '{settings.database}'",
             "give the service's home with --home or CRUCIBLE_HOME",
         )
-    found = Audit(Database(settings.database)).entries(which, limit)
+    found = Audit(database_from(settings)).entries(which, limit)
     if as_json:
         print(json.dumps([entry.model_dump() for entry in found]))
         return

@@ -142,12 +142,12 @@ def revoke(
 def _database(home: Path | None) -> Database:
     from service import logs
     from service.settings import settings_from
-    from service.storage.database import Database
+    from service.storage.database import database_from
 
     settings = settings_from(os.environ, home=home)
     # the lines of the audit are for the log of a server; a command has its own output
     logs.configure(settings.model_copy(update={"log_level": "error"}))
-    return Database(settings.database)
+    return database_from(settings)
 
 
 # -- jobs on a server --------------------------------------------------------

@@ -32,7 +32,7 @@ def gc(
     from service.jobs.store import JobStore
     from service.registry.repository import Repository
     from service.settings import settings_from
-    from service.storage.database import Database
+    from service.storage.database import database_from
     from service.storage.layout import Folders
 
     settings = settings_from(os.environ, home=home)
@@ -41,7 +41,7 @@ def gc(
             f"no folder '{settings.home}'", "give the service's home with --home or CRUCIBLE_HOME"
         )
     logs.configure(settings)
-    database = Database(settings.database)
+    database = database_from(settings)
     try:
         removed = collect(
             settings,

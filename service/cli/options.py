@@ -14,7 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from service.client import Client
-    from service.storage.audit import Actor
+    from service.storage.audit_entry import Actor
 
 HomeOption = Annotated[
     Path | None, typer.Option(help="The service's home. Default: $CRUCIBLE_HOME.")
@@ -42,7 +42,7 @@ def operator() -> Actor:
     """Whom the audit names for a command on this machine: the user who runs it."""
     import getpass
 
-    from service.storage.audit import Actor
+    from service.storage.audit_entry import Actor
 
     try:
         name = getpass.getuser()

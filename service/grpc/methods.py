@@ -27,7 +27,7 @@ from service.grpc.codec import (
 )
 from service.grpc.health_pb2 import HealthCheckRequest
 from service.regions import OwnRegions, Region
-from service.storage.keys import Scope
+from service.storage.key import Scope
 
 
 @dataclass(frozen=True, slots=True)

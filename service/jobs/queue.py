@@ -22,8 +22,10 @@ next start queues the jobs again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 import sys
-from collections import Counter
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,10 +35,12 @@ from weakref import WeakValueDictionary
 
 from psutil import Process
 
+from pipeline.errors import CrucibleError
 from service import logs
 from service.devices.leases import Clock, Leases, utc_now
 from service.errors import Conflict, Unavailable
 from service.jobs.attempt import Attempt, AttemptContext
+from service.jobs.claims import LEASE_S, Claim, Claims
 from service.jobs.process_limits import limits_from, machine_memory
 from service.jobs.redact import scrubbed_event
 from service.jobs.state import (
@@ -47,17 +51,15 @@ from service.jobs.state import (
     JobEvent,
     Requeued,
     StaleEvent,
-    Started,
     after_a_crash,
     new_id,
-    next_of,
 )
 from service.jobs.store import JobStore, Once
 from service.jobs.traces import current_trace
 from service.sandbox import process_tree as processes
 from service.sandbox.layers import Sandbox
 from service.settings import Settings
-from service.storage.audit import SERVICE, Actor, Details, Entry
+from service.storage.audit_entry import SERVICE, Actor, Details, Entry
 from service.storage.layout import Folders
 
 WORKER = (sys.executable, "-m", "service.jobs.worker")
@@ -65,6 +67,9 @@ MAX_INTERRUPTIONS = 5  # server crashes during one job; then the job counts as t
 STOP_S = 15.0  # to end all children and store their jobs
 CANCELLED = Died(Failure(code="job.cancelled", message="somebody cancelled the job"))
 RESTARTED = Requeued("the server was restarted")
+TAKEN = Requeued("the server lost its database")
+POLL_S = 1.0  # between two looks at what other servers have done; also between heartbeats
+MARGIN_S = 8.0  # to end a child before its job is taken for that of a dead server
 
 log = logs.get("service.runner")
 T = TypeVar("T")
@@ -92,41 +97,44 @@ class JobRunner:
         self._context = AttemptContext(
             self.folders,
             leases,
-            self._record,
+            self._record_attempt,
             worker,
             limits,
             settings.job_timeout_s,
             sandbox or Sandbox(settings.home),
         )
-        self._queued: dict[str, Job] = {}
-        self._last_starts: dict[tuple[str, str], str] = {}  # UTC, by device and owner
+        self._shared = settings.database_url is not None
+        self._poll_s = POLL_S if self._shared else None
+        self._claims = Claims(jobs.database, secrets.token_hex(8))
         self._attempts: dict[str, Attempt] = {}  # by device
+        self._tokens: dict[str, int] = {}  # of the claims of running jobs, by their id
+        self._unreleased: list[Claim] = []
+        self._renewed_s = time.monotonic()
+        self._seen: dict[str, int] = {}  # the newest event of each job that a client follows
+        self._wakeup = asyncio.Event()
+        self._queue: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
         self._thread = ThreadPoolExecutor(1, "crucible-jobs")
         self._stopping = False
 
     async def start(self) -> None:
-        """Kill children that an earlier server left, queue its jobs again, and start the queues."""
-        unfinished = await self._in_thread(self._jobs.unfinished)
-        self._last_starts = await self._in_thread(self._jobs.last_starts)
-        await asyncio.to_thread(_kill_leftovers, unfinished)
-        for job in unfinished:
-            current = (
-                job
-                if job.state == "queued"
-                else await self._record(job.id, after_a_crash(job, self._most_interruptions))
-            )
-            if current.state == "queued":
-                self._queued[current.id] = current
-        log.info("runner.started", queued=len(self._queued), devices=self._leases.devices.names)
-        self._pump()
+        """Take over the jobs of an earlier server, and start the queues. A server that shares its
+        database takes over only the jobs of servers that have died.
+        """
+        if not self._shared:
+            await self._recover(None)
+        self._queue = asyncio.create_task(self._run_queue())
+        log.info("runner.started", devices=self._leases.devices.names)
 
     async def stop(self, grace_s: float = STOP_S) -> None:
         """End all children, queue their jobs again and start no more. Repeated calls do nothing."""
         if self._stopping:
             return
         self._stopping = True
+        self._wakeup.set()
+        if self._queue is not None:
+            await asyncio.wait([self._queue], timeout=grace_s)
         for attempt in self._attempts.values():
             attempt.stop(RESTARTED)
         for job_id in list(self._changed):
@@ -189,7 +197,6 @@ class JobRunner:
             raise Conflict(
                 f"job {job_id} has ended", f"GET /jobs/{job_id} shows its state"
             ) from None
-        self._queued.pop(job_id, None)
         for attempt in self._attempts.values():
             if attempt.job.id == job_id:
                 attempt.stop(CANCELLED)
@@ -244,55 +251,122 @@ class JobRunner:
 
     def _enqueue(self, job: Job) -> None:
         self._wake(job.id)
-        self._queued[job.id] = job
-        self._pump()
+        self._wakeup.set()
 
-    def _pump(self) -> None:
-        """Start the next job of each device that runs none. Owners that run as many jobs as they
-        may are left out. Fail jobs for devices that this host does not have.
+    async def _run_queue(self) -> None:
+        """Start jobs whenever a device is free and a job waits, until the runner stops."""
+        while not self._stopping:
+            self._wakeup.clear()
+            try:
+                if self._shared:
+                    await self._follow_others()
+                while self._unreleased:
+                    await self._in_thread(partial(self._claims.release, self._unreleased[-1]))
+                    self._unreleased.pop()
+                await self._start_jobs()
+            except CrucibleError as error:  # the database cannot be reached now
+                log.error("queue.delayed", error=error.message)
+                self._lose_late_jobs()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wakeup.wait(), self._poll_s)
+
+    async def _start_jobs(self) -> None:
+        """Claim and start the next job of each device that runs none. Fail jobs for devices that
+        this host does not have, unless other servers may have them.
         """
-        if self._stopping:
-            return
         devices = self._leases.devices.names
-        running = Counter(attempt.job.owner for attempt in self._attempts.values())
-        most = self._settings.max_running or len(devices)
         for device in devices:
             if device in self._attempts:
                 continue
-            waiting = (
-                job
-                for job in self._queued.values()
-                if job.device == device and running[job.owner] < most
-            )
-            job = next_of(waiting, self._last_starts)
-            if job is not None:
-                running[job.owner] += 1
-                del self._queued[job.id]
-                self._attempts[device] = attempt = Attempt(job, self._context)
-                self._keep(asyncio.create_task(self._run(device, attempt)))
-        for job in [job for job in self._queued.values() if job.device not in devices]:
-            del self._queued[job.id]
-            message = f"this host has no device '{job.device}'; it has {', '.join(devices)}"
+            most = self._settings.max_running
+            claim = await self._in_thread(partial(self._claims.claim, device, most))
+            if claim is not None and self._stopping:
+                await self._in_thread(partial(self._claims.release, claim))
+            elif claim is not None:
+                self._attempts[device] = attempt = Attempt(claim.job, self._context)
+                self._tokens[claim.job.id] = claim.token
+                self._keep(asyncio.create_task(self._run(device, attempt, claim)))
+        if self._shared:
+            return
+        for claim in await self._in_thread(partial(self._claims.for_other_devices, devices)):
+            message = f"this host has no device '{claim.job.device}'; it has {', '.join(devices)}"
             failure = Failure(
                 code="backend.unavailable", message=message, next_step="send the model again"
             )
-            self._keep(asyncio.create_task(self._record(job.id, Died(failure))))
+            await self._record(claim.job.id, Died(failure), token=claim.token)
 
-    async def _run(self, device: str, attempt: Attempt) -> None:
+    async def _run(self, device: str, attempt: Attempt, claim: Claim) -> None:
         try:
             await attempt.run()
         finally:
-            del self._attempts[device]
-            self._pump()
+            del self._attempts[device], self._tokens[claim.job.id]
+            await self._release(claim)
+            self._wakeup.set()
 
-    async def _record(self, job_id: str, event: JobEvent, entry: Entry | None = None) -> Job:
+    async def _release(self, claim: Claim) -> None:
+        """Let other servers claim the job, if it was stopped before it started. Tried again where
+        the database cannot be reached now.
+        """
+        try:
+            await self._in_thread(partial(self._claims.release, claim))
+        except CrucibleError as error:
+            log.error("claim.kept", job=claim.job.id, error=error.message)
+            self._unreleased.append(claim)
+
+    async def _recover(self, after_s: float | None) -> None:
+        """Take over the jobs of servers that have died: kill what they left on this host, and
+        queue their jobs again.
+        """
+        claims = await self._in_thread(partial(self._claims.expired, after_s))
+        # A process id is one of this host only if no other one uses the database.
+        await asyncio.to_thread(
+            _kill_leftovers, [claim.job for claim in claims], by_pid=not self._shared
+        )
+        for claim in claims:
+            if claim.job.state == "queued":
+                await self._in_thread(partial(self._claims.release, claim))
+                continue
+            event = after_a_crash(claim.job, self._most_interruptions)
+            with contextlib.suppress(StaleEvent):
+                await self._record(claim.job.id, event, token=claim.token)
+
+    async def _follow_others(self) -> None:
+        """Send a heartbeat, and do what other servers want: end jobs that were cancelled there,
+        take over jobs of those that have died, and wake clients that wait for their events.
+        """
+        held = await self._in_thread(self._claims.renew)
+        self._renewed_s = time.monotonic()
+        for attempt in self._attempts.values():
+            job = held.get(attempt.job.id)
+            if job is None or job.token != self._tokens[attempt.job.id]:
+                attempt.stop(TAKEN)
+            elif job.state == "cancelling":
+                attempt.stop(CANCELLED)
+        await self._recover(LEASE_S)
+        newest = await self._in_thread(partial(self._jobs.newest_events, list(self._changed)))
+        for job_id, seq in newest.items():
+            if self._seen.get(job_id) != seq:
+                self._wake(job_id)
+        self._seen = newest
+
+    def _lose_late_jobs(self) -> None:
+        """End the attempts before another server takes their jobs for those of a dead one."""
+        if self._shared and time.monotonic() - self._renewed_s > LEASE_S - MARGIN_S:
+            for attempt in self._attempts.values():
+                attempt.stop(TAKEN)
+
+    async def _record_attempt(self, job_id: str, event: JobEvent) -> Job:
+        """Store an event of a job that runs here. ClaimLost if another server has taken it."""
+        return await self._record(job_id, event, token=self._tokens.get(job_id))
+
+    async def _record(
+        self, job_id: str, event: JobEvent, entry: Entry | None = None, token: int | None = None
+    ) -> Job:
         """Store an event with the host's paths removed, and wake the clients that wait for it."""
         scrubbed = scrubbed_event(event, self.folders)
         job, _ = await self._in_thread(
-            partial(self._jobs.append, job_id, scrubbed, self._clock(), entry)
+            partial(self._jobs.append, job_id, scrubbed, self._clock(), entry, token)
         )
-        if isinstance(event, Started) and job.started is not None:
-            self._last_starts[job.device, job.owner] = job.started
         self._wake(job_id)
         for observe in self._observers:
             observe(job, event)
@@ -316,19 +390,21 @@ class JobRunner:
         task.add_done_callback(self._tasks.discard)
 
 
-def _kill_leftovers(unfinished: Sequence[Job]) -> None:
-    """Kill children of an earlier server: by their environment mark and by the stored pid."""
+def _kill_leftovers(unfinished: Sequence[Job], by_pid: bool) -> None:
+    """Kill children of an earlier server: by their environment mark and, where that is one of this
+    host, by the stored pid.
+    """
     marked = {job.id for job in unfinished}
     known = [
         (job.pid, job.pid_started)
         for job in unfinished
-        if job.pid is not None and job.pid_started is not None
+        if by_pid and job.pid is not None and job.pid_started is not None
     ]
 
     def leftovers() -> list[Process]:
         by_mark = processes.of_jobs(marked)
-        by_pid = chain.from_iterable(processes.alive(pid, started) for pid, started in known)
-        return [*by_mark, *by_pid]
+        stored = chain.from_iterable(processes.alive(pid, started) for pid, started in known)
+        return [*by_mark, *stored]
 
     if marked and not processes.kill_all(leftovers):
         log.error("children.left", jobs=sorted(marked))

@@ -30,7 +30,7 @@ from service.jobs.process_limits import disk_use
 from service.jobs.state import Job
 from service.jobs.store import JobStore
 from service.settings import Settings
-from service.storage.audit import SERVICE, Actor
+from service.storage.audit_entry import SERVICE, Actor
 from service.storage.layout import Folders
 
 ORPHAN_AFTER = dt.timedelta(days=1)  # since the last write: an unfinished upload has no job yet

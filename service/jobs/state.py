@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime as dt
 import secrets
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -198,16 +197,3 @@ def after_a_crash(job: Job, most: int) -> JobEvent:
             next_step="see the server's log for the cause; then retry the job",
         )
     )
-
-
-def next_of(queued: Iterable[Job], last_starts: Mapping[tuple[str, str], str]) -> Job | None:
-    """Choose the next job of one device's queue: interrupted jobs first, then the oldest job of the
-    owner whose last job on this device started longest ago, or never. `last_starts` is that of
-    `JobStore.last_starts`.
-    """
-
-    def turn(job: Job) -> tuple[bool, str, str, str]:
-        last_start = last_starts.get((job.device, job.owner), "")  # never: before all others
-        return job.attempt == 0, last_start, job.created, job.id
-
-    return min(queued, key=turn, default=None)

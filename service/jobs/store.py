@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import sqlite3
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+import sqlalchemy as sa
 from pydantic import ValidationError
 
 from pipeline.core import CandidateFigures
@@ -43,8 +43,10 @@ from service.jobs.state import (
     step,
 )
 from service.limits import raised_by
-from service.storage.audit import SERVICE, Actor, Audit, Details, Entry
-from service.storage.database import Database
+from service.storage.audit import Audit
+from service.storage.audit_entry import SERVICE, Actor, Details, Entry
+from service.storage.database import Database, delete_unlocked
+from service.storage.tables import events, jobs, requests
 
 ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
 # states in which an equal request gets the same job; in all others it makes a new one
@@ -63,6 +65,10 @@ class DamagedRow(ServiceError):
     """
 
     code = "service.damaged_row"
+
+
+class ClaimLost(StaleEvent):
+    """Another server has taken over the job of an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ class JobStore:
     """All jobs of one home. Safe for threads."""
 
     def __init__(self, database: Database) -> None:
-        self._database, self.audit = database, Audit(database)
+        self.database, self.audit = database, Audit(database)
 
     def add(
         self,
@@ -111,14 +117,13 @@ class JobStore:
         Conflict if the Idempotency-Key came with another request within 24 h; TooMany if the owner
         has `most_queued` jobs waiting.
         """
-        with self._database.write() as rows:
-            known = self._of_key(rows, job.owner, once, now) or self._of_identity(
-                rows, job.owner, job.identity
-            )
+        with self.database.write() as rows:
+            self.database.lock(rows, f"jobs of {job.owner}")  # else two requests count the same
+            of_key = self._of_key(rows, job.owner, once, now)
+            known = of_key or self._of_identity(rows, job.owner, job.identity)
             if known is None:
-                queued = rows.execute(
-                    "SELECT count(*) FROM jobs WHERE owner = ? AND state = 'queued'", (job.owner,)
-                ).fetchone()[0]
+                waiting = (jobs.c.owner == job.owner) & (jobs.c.state == "queued")
+                queued = rows.scalar(sa.select(sa.func.count()).where(waiting)) or 0
                 if most_queued is not None and queued >= most_queued:
                     raise TooMany(
                         f"{queued} of your jobs are waiting, expected at most {most_queued}"
@@ -126,56 +131,57 @@ class JobStore:
                         f"wait for some, or cancel them; {raised_by('max_queued')}",
                         60,
                     )
-                values = (
-                    job.id,
-                    job.owner,
-                    job.identity,
-                    job.state,
-                    job.created,
-                    job.model_dump_json(),
-                )
-                rows.execute(
-                    "INSERT INTO jobs (id, owner, identity, state, created, job) VALUES (?, ?, ?,"
-                    " ?, ?, ?)",
-                    values,
-                )
+                new = {
+                    "id": job.id,
+                    "owner": job.owner,
+                    "identity": job.identity,
+                    "created": job.created,
+                    "device": job.device,
+                }
+                rows.execute(sa.insert(jobs).values(new | _columns(job)))
                 _insert_event(rows, job.id, job.created, "queued", {})
                 if entry is not None:
                     self.audit.add(rows, entry)
             chosen = known or job
-            if once is not None:
-                rows.execute(
-                    "INSERT OR IGNORE INTO requests VALUES (?, ?, ?, ?, ?)",
-                    (job.owner, once.key, once.digest, chosen.id, _text(now)),
-                )
+            if once is not None and of_key is None:
+                request = {
+                    "owner": job.owner,
+                    "idempotency_key": once.key,
+                    "digest": once.digest,
+                    "job_id": chosen.id,
+                    "created": _text(now),
+                }
+                rows.execute(sa.insert(requests).values(request))
         return chosen, known is None
 
     def get(self, job_id: str, owner: str | None = None) -> Job:
         """Return the job. NotFound if there is none, or if it has another owner. `owner` None: any
         owner.
         """
-        with self._database.read() as rows:
-            return _job(_row(rows, job_id, owner))
+        with self.database.read() as rows:
+            return job_from_row(_row(rows, job_id, owner))
 
     def of_identity(self, owner: str, identity: str) -> Job | None:
         """Return the job that an equal request would get; None if it would make a new one."""
-        with self._database.read() as rows:
+        with self.database.read() as rows:
             return self._of_identity(rows, owner, identity)
 
     def forget_identity(self, job_id: str) -> None:
         """Exclude this job from the answers to equal requests."""
-        with self._database.write() as rows:
-            rows.execute("UPDATE jobs SET identity = id WHERE id = ?", (job_id,))
+        with self.database.write() as rows:
+            rows.execute(sa.update(jobs).where(jobs.c.id == job_id).values(identity=jobs.c.id))
 
     def usual_s(self, owner: str, name: str, device: str, measures: bool = False) -> float | None:
         """Return how long this owner's jobs of this name and kind take on a device: the median of
         the last few that succeeded. None if none has.
         """
         query = (
-            "SELECT * FROM jobs WHERE owner = ? AND state = 'succeeded' ORDER BY id DESC LIMIT ?"
+            sa.select(jobs)
+            .where(jobs.c.owner == owner, jobs.c.state == "succeeded")
+            .order_by(jobs.c.id.desc())
+            .limit(RECENT_JOBS)
         )
-        with self._database.read() as rows:
-            recent = rows.execute(query, (owner, RECENT_JOBS)).fetchall()
+        recent = self._rows(query)
         criteria = (name, device, measures, 1)
         times_s = [
             job.took_s
@@ -192,30 +198,36 @@ class JobStore:
         after: str | None = None,
     ) -> Page:
         """List jobs, newest first. None stands for all owners and all states."""
-        condition = (
-            "(?1 IS NULL OR owner = ?1) AND (?2 IS NULL OR state = ?2) AND (?3 IS NULL OR id < ?3)"
-        )
-        query = f"SELECT * FROM jobs WHERE {condition} ORDER BY id DESC LIMIT ?4"
-        with self._database.read() as rows:
-            matches = rows.execute(query, (owner, state, after, limit + 1)).fetchall()
+        query = sa.select(jobs).where(*_of_owner(owner)).order_by(jobs.c.id.desc()).limit(limit + 1)
+        if state is not None:
+            query = query.where(jobs.c.state == state)
+        if after is not None:
+            query = query.where(jobs.c.id < after)
+        matches = self._rows(query)
         return Page(
             tuple(_readable(matches[:limit])),
             matches[limit - 1]["id"] if len(matches) > limit else None,
         )
 
     def append(
-        self, job_id: str, event: JobEvent, now: dt.datetime, entry: Entry | None = None
+        self,
+        job_id: str,
+        event: JobEvent,
+        now: dt.datetime,
+        entry: Entry | None = None,
+        token: int | None = None,
     ) -> tuple[Job, int]:
         """Store an event, the resulting job, and `entry` in the audit, all or none. StaleEvent if
-        the event does not fit the job's state.
+        the event does not fit the job's state; ClaimLost if `token` is no more that of its claim.
         """
-        with self._database.write() as rows:
-            before = _job(_row(rows, job_id, None))
-            job = step(before, event, now)
-            rows.execute(
-                "UPDATE jobs SET state = ?, job = ? WHERE id = ?",
-                (job.state, job.model_dump_json(), job_id),
-            )
+        with self.database.write() as rows:
+            # Locked before the event gets its number: so the events of a job are committed in
+            # order, and a client that has read one misses none before it.
+            row = _row(rows, job_id, None, locked=True)
+            if token not in (None, row["fencing_token"]):
+                raise ClaimLost(f"job {job_id} belongs to another server now")
+            job = step(job_from_row(row), event, now)
+            rows.execute(sa.update(jobs).where(jobs.c.id == job_id).values(_columns(job)))
             kind, data = client_event(event, job)
             if entry is not None:
                 self.audit.add(rows, entry)
@@ -223,28 +235,41 @@ class JobStore:
 
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> tuple[StoredEvent, ...]:
         """Return the events of a job with a number above `after`, in order."""
-        with self._database.read() as rows:
-            matches = rows.execute(
-                "SELECT * FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
-                (job_id, after, limit),
-            ).fetchall()
-        return tuple(_events(matches))
+        query = (
+            sa.select(events)
+            .where(events.c.job_id == job_id, events.c.seq > after)
+            .order_by(events.c.seq)
+            .limit(limit)
+        )
+        return tuple(_events(self._rows(query)))
+
+    def newest_events(self, job_ids: Collection[str]) -> dict[str, int]:
+        """Return the number of the newest event of each of these jobs."""
+        newest = sa.func.max(events.c.seq).label("newest")
+        query = sa.select(events.c.job_id, newest).where(events.c.job_id.in_(job_ids))
+        with self.database.read() as rows:
+            found = rows.execute(query.group_by(events.c.job_id))
+            return {row.job_id: row.newest for row in found}
 
     def newest_of_stages(self, job_id: str) -> tuple[StoredEvent, ...]:
         """Return the newest event of each stage and subject of the last attempt, in the order in
         which they began.
         """
-        with self._database.read() as rows:
-            matches = rows.execute(
-                "SELECT events.* FROM events JOIN (SELECT min(seq) AS first, max(seq) AS last FROM"
-                " events WHERE job_id = ?1 AND kind = 'stage' AND json_valid(data)"
-                " AND seq > coalesce((SELECT max(seq)"
-                " FROM events WHERE job_id = ?1 AND kind = 'running'), 0) GROUP BY"
-                " json_extract(data, '$.stage'), json_extract(data, '$.subject')) ON seq = last"
-                " ORDER BY first",
-                (job_id,),
-            ).fetchall()
-        return tuple(_events(matches))
+        of_job = events.c.job_id == job_id
+        last_start = sa.select(sa.func.max(events.c.seq)).where(of_job, events.c.kind == "running")
+        stages = (
+            sa.select(
+                sa.func.min(events.c.seq).label("first"), sa.func.max(events.c.seq).label("last")
+            )
+            .where(of_job, events.c.stage.is_not(None))
+            .where(events.c.seq > sa.func.coalesce(last_start.scalar_subquery(), 0))
+            .group_by(events.c.stage, events.c.subject)
+            .subquery()
+        )
+        query = (
+            sa.select(events).join(stages, events.c.seq == stages.c.last).order_by(stages.c.first)
+        )
+        return tuple(_events(self._rows(query)))
 
     def figures(self, job_id: str) -> tuple[CandidateFigures, ...]:
         """Return what the last attempt has measured of each candidate so far."""
@@ -259,72 +284,57 @@ class JobStore:
 
     def unfinished(self) -> tuple[Job, ...]:
         """Return all jobs that have not ended, oldest first."""
-        with self._database.read() as rows:
-            matches = rows.execute(
-                f"SELECT * FROM jobs WHERE state NOT IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)
-            ).fetchall()
-        return tuple(_readable(matches))
-
-    def last_starts(self) -> dict[tuple[str, str], str]:
-        """Return when the last job of each device and owner started, in UTC. Pairs without a job
-        that has started are left out.
-        """
-        query = (
-            "SELECT json_extract(job, '$.device') AS device, owner,"
-            " max(json_extract(job, '$.started')) AS started"
-            " FROM jobs WHERE json_valid(job) GROUP BY 1, 2 HAVING started IS NOT NULL"
-        )
-        with self._database.read() as rows:
-            return {(device, owner): started for device, owner, started in rows.execute(query)}
+        query = sa.select(jobs).where(jobs.c.state.not_in(FINAL)).order_by(jobs.c.id)
+        return tuple(_readable(self._rows(query)))
 
     def counts(self, owner: str | None = None) -> dict[str, int]:
         """Return the number of jobs in each state. `owner` None: of all owners."""
-        query = "SELECT state, count(*) FROM jobs WHERE ?1 IS NULL OR owner = ?1 GROUP BY state"
-        with self._database.read() as rows:
-            return dict(rows.execute(query, (owner,)).fetchall())
+        query = sa.select(jobs.c.state, sa.func.count().label("number")).where(*_of_owner(owner))
+        with self.database.read() as rows:
+            found = rows.execute(query.group_by(jobs.c.state))
+            return {row.state: row.number for row in found}
 
     def ended(self) -> tuple[Job, ...]:
         """Return all jobs that have ended, oldest first."""
-        with self._database.read() as rows:
-            matches = rows.execute(
-                f"SELECT * FROM jobs WHERE state IN {_marks(FINAL)} ORDER BY id", sorted(FINAL)
-            ).fetchall()
-        return tuple(_readable(matches))
+        query = sa.select(jobs).where(jobs.c.state.in_(FINAL)).order_by(jobs.c.id)
+        return tuple(_readable(self._rows(query)))
 
     def ids(self, owner: str | None = None) -> frozenset[str]:
         """Return the ids of all jobs, including those with damaged rows. `owner` None: of all
         owners.
         """
-        query = "SELECT id FROM jobs WHERE ?1 IS NULL OR owner = ?1"
-        with self._database.read() as rows:
-            return frozenset(row["id"] for row in rows.execute(query, (owner,)))
+        with self.database.read() as rows:
+            return frozenset(rows.scalars(sa.select(jobs.c.id).where(*_of_owner(owner))))
 
     def remove(self, job_id: str, actor: Actor = SERVICE) -> None:
         """Delete a job that has ended, with its events. Conflict if it has not ended."""
-        with self._database.write() as rows:
-            row = _row(rows, job_id, None)
+        with self.database.write() as rows:
+            row = _row(rows, job_id, None, locked=True)
             if row["state"] not in FINAL:
                 raise Conflict(f"job {job_id} has not ended", "cancel it first")
-            rows.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+            rows.execute(sa.delete(jobs).where(jobs.c.id == job_id))
             details: Details = {"owner": row["owner"]}
             self.audit.add(rows, Entry(actor, "job.removed", f"job/{job_id}", details))
 
     def close(self) -> None:
         """Close the calling thread's connection."""
-        self._database.close()
+        self.database.close()
+
+    def _rows(self, query: sa.Select[Any]) -> Sequence[sa.RowMapping]:
+        with self.database.read() as rows:
+            return rows.execute(query).mappings().all()
 
     def _of_key(
-        self, rows: sqlite3.Connection, owner: str, once: Once | None, now: dt.datetime
+        self, rows: sa.Connection, owner: str, once: Once | None, now: dt.datetime
     ) -> Job | None:
         """Return the job of an earlier request with the same Idempotency-Key. Keys older than
         ONCE_FOR are deleted first.
         """
-        rows.execute("DELETE FROM requests WHERE created <= ?", (_text(now - ONCE_FOR),))
+        rows.execute(delete_unlocked(requests, requests.c.created <= _text(now - ONCE_FOR)))
         if once is None:
             return None
-        row = rows.execute(
-            "SELECT * FROM requests WHERE owner = ? AND idempotency_key = ?", (owner, once.key)
-        ).fetchone()
+        this = (requests.c.owner == owner) & (requests.c.idempotency_key == once.key)
+        row = rows.execute(sa.select(requests).where(this)).mappings().first()
         if row is None:
             return None
         if row["digest"] != once.digest:
@@ -332,16 +342,15 @@ class JobStore:
                 f"the Idempotency-Key '{once.key}' came with another request before",
                 "use a new key for a new request",
             )
-        return _job(_row(rows, row["job_id"], owner))
+        return job_from_row(_row(rows, row["job_id"], owner))
 
-    def _of_identity(self, rows: sqlite3.Connection, owner: str, identity: str) -> Job | None:
+    def _of_identity(self, rows: sa.Connection, owner: str, identity: str) -> Job | None:
         query = (
-            f"SELECT * FROM jobs WHERE owner = ? AND identity = ? AND state IN {_marks(REUSED)}"
-            " ORDER BY id DESC"
+            sa.select(jobs)
+            .where(jobs.c.owner == owner, jobs.c.identity == identity, jobs.c.state.in_(REUSED))
+            .order_by(jobs.c.id.desc())
         )
-        return next(
-            iter(_readable(rows.execute(query, (owner, identity, *REUSED)).fetchall())), None
-        )
+        return next(iter(_readable(rows.execute(query).mappings().all())), None)
 
 
 def client_event(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
@@ -368,15 +377,34 @@ def client_event(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
     raise StaleEvent(f"job {job.id}: {event}")
 
 
-def _row(rows: sqlite3.Connection, job_id: str, owner: str | None) -> sqlite3.Row:
-    row: sqlite3.Row | None = rows.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+def _of_owner(owner: str | None) -> tuple[sa.ColumnElement[bool], ...]:
+    """Return the condition that a job belongs to an owner; none for all owners."""
+    return () if owner is None else (jobs.c.owner == owner,)
+
+
+def _columns(job: Job) -> dict[str, str | int | None]:
+    """Return the columns that change with the job. A job that does not run has no server."""
+    columns: dict[str, str | int | None] = {
+        "state": job.state,
+        "started": job.started,
+        "attempt": job.attempt,
+        "job": job.model_dump_json(),
+    }
+    return columns if job.state in ("running", "cancelling") else columns | {"server": None}
+
+
+def _row(
+    rows: sa.Connection, job_id: str, owner: str | None, locked: bool = False
+) -> sa.RowMapping:
+    query = sa.select(jobs).where(jobs.c.id == job_id)
+    row = rows.execute(query.with_for_update() if locked else query).mappings().first()
     if row is None or owner not in (None, row["owner"]):
         refusal = NotFound if row is None else NotOwned
         raise refusal(f"no job '{job_id}'", "GET /jobs lists yours")
     return row
 
 
-def _job(row: sqlite3.Row) -> Job:
+def job_from_row(row: sa.RowMapping) -> Job:
     """Parse a row. DamagedRow names the job."""
     try:
         job = Job.model_validate_json(row["job"])
@@ -392,15 +420,15 @@ def _job(row: sqlite3.Row) -> Job:
     return job
 
 
-def _readable(rows: Iterable[sqlite3.Row]) -> Iterable[Job]:
+def _readable(rows: Iterable[sa.RowMapping]) -> Iterable[Job]:
     for row in rows:
         try:
-            yield _job(row)
+            yield job_from_row(row)
         except DamagedRow as error:
             log.error("job.damaged", job=row["id"], error=error.message)
 
 
-def _events(rows: Iterable[sqlite3.Row]) -> Iterable[StoredEvent]:
+def _events(rows: Iterable[sa.RowMapping]) -> Iterable[StoredEvent]:
     for row in rows:
         try:
             yield StoredEvent(row["seq"], row["at"], row["kind"], json.loads(row["data"]))
@@ -409,17 +437,14 @@ def _events(rows: Iterable[sqlite3.Row]) -> Iterable[StoredEvent]:
 
 
 def _insert_event(
-    rows: sqlite3.Connection, job_id: str, at: str, kind: str, data: dict[str, Any]
+    rows: sa.Connection, job_id: str, at: str, kind: str, data: dict[str, Any]
 ) -> int:
-    cursor = rows.execute(
-        "INSERT INTO events (job_id, at, kind, data) VALUES (?, ?, ?, ?)",
-        (job_id, at, kind, json.dumps(data)),
-    )
-    return int(cursor.lastrowid or 0)
-
-
-def _marks(values: Iterable[object]) -> str:
-    return f"({', '.join('?' for _ in values)})"
+    event = {"job_id": job_id, "at": at, "kind": kind, "data": json.dumps(data)}
+    if kind == "stage":
+        event |= {"stage": data["stage"], "subject": data["subject"]}
+    inserted = rows.execute(sa.insert(events).values(event).returning(events.c.seq))
+    seq: int = inserted.scalar_one()
+    return seq
 
 
 def _text(moment: dt.datetime) -> str:

@@ -13,8 +13,8 @@ from service.http.routers.dependencies import CurrentService
 from service.http.routers.limits import limits
 from service.pages.access import Author, Visitor
 from service.pages.rendering import page
-from service.storage.audit import ACTIONS, Filter
-from service.storage.keys import SCOPES
+from service.storage.audit_entry import ACTIONS, Filter
+from service.storage.key import SCOPES
 
 router = APIRouter(include_in_schema=False)
 ENTRIES = 100

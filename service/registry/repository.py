@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-import sqlite3
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import sqlalchemy as sa
 from pydantic import ValidationError
 
 from pipeline.core import Engine
@@ -29,9 +30,11 @@ from service.errors import Conflict, NotFound, NotOwned
 from service.jobs.publish import ENGINE, check_form, published_engine
 from service.jobs.store import DamagedRow
 from service.registry.models import DeploymentOptions, Version, prunable, version_name
-from service.storage.audit import SERVICE, Audit, Entry
+from service.storage.audit import Audit
+from service.storage.audit_entry import SERVICE, Entry
 from service.storage.database import Database
 from service.storage.layout import Folders
+from service.storage.tables import models, versions
 
 TAKE_AGAIN = (
     "`crucible models {model}` shows the job of the version, and `crucible promote {model} JOB` "
@@ -71,10 +74,11 @@ class Repository:
 
     def list(self, owner: str | None = None) -> tuple[Model, ...]:
         """The models by name; None: of all owners. Damaged models are logged and left out."""
+        query = sa.select(models).order_by(models.c.name)
+        if owner is not None:
+            query = query.where(models.c.owner == owner)
         with self._database.read() as rows:
-            model_rows = rows.execute(
-                "SELECT * FROM models WHERE ?1 IS NULL OR owner = ?1 ORDER BY name", (owner,)
-            ).fetchall()
+            model_rows = rows.execute(query).mappings().all()
             return tuple(_readable(rows, model_rows))
 
     def get(self, name: str, owner: str | None = None) -> Model:
@@ -182,6 +186,7 @@ class Repository:
         Conflict if the name belongs to another owner.
         """
         with self._staged(engine) as staged, self._database.write() as rows:
+            self._database.lock(rows, f"model {version.model}")  # it may have no row to lock
             added = _numbered(rows, version)
             folder = self._folders.version(added.model, added.version)
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +202,7 @@ class Repository:
     def set_current(self, name: str, version: int, entry: Entry | None = None) -> None:
         """Make a version current, and add `entry` to the audit."""
         with self._database.write() as rows:
-            rows.execute("UPDATE models SET current = ? WHERE name = ?", (version, name))
+            rows.execute(sa.update(models).where(models.c.name == name).values(current=version))
             if entry is not None:
                 self._audit.add(rows, entry)
 
@@ -208,14 +213,12 @@ class Repository:
 
         None: it is not deployed any more; its last options are kept.
         """
+        change = sa.update(models).where(models.c.name == name)
         with self._database.write() as rows:
             if options is None:
-                rows.execute("UPDATE models SET deployed = 0 WHERE name = ?", (name,))
+                rows.execute(change.values(deployed=0))
             else:
-                rows.execute(
-                    "UPDATE models SET deployed = 1, deployment = ? WHERE name = ?",
-                    (options.model_dump_json(), name),
-                )
+                rows.execute(change.values(deployed=1, deployment=options.model_dump_json()))
             if entry is not None:
                 self._audit.add(rows, entry)
 
@@ -224,34 +227,30 @@ class Repository:
 
         A higher value may include memory of other processes on the GPU.
         """
+        if memory_bytes <= 0:
+            return
+        stored = versions.c.memory_bytes
+        lower = (
+            sa.update(versions)
+            .where(versions.c.model == version.model, versions.c.version == version.version)
+            .where(stored.is_(None) | (stored > memory_bytes))
+        )
         with self._database.write() as rows:
-            rows.execute(
-                "UPDATE versions SET memory_bytes = min(coalesce(memory_bytes, ?1), ?1) WHERE ?1 >"
-                " 0 AND model = ?2 AND version = ?3",
-                (memory_bytes, version.model, version.version),
-            )
+            rows.execute(lower.values(memory_bytes=memory_bytes))
 
-    def remove(self, name: str, versions: Collection[int]) -> None:
+    def remove(self, name: str, numbers: Collection[int]) -> None:
         """Remove versions, but never the current one.
 
         A rollback to a removed version goes to the version before that.
         """
         with self._database.write() as rows:
-            current = rows.execute("SELECT current FROM models WHERE name = ?", (name,)).fetchone()[
-                "current"
-            ]
-            removed = sorted(set(versions) - {current})
+            self._database.lock(rows, f"model {name}")
+            row = sa.select(models.c.current).where(models.c.name == name)
+            current = rows.scalar(row.with_for_update())
+            removed = sorted(set(numbers) - {current})
             for version in removed:
-                before = rows.execute(
-                    "SELECT before FROM versions WHERE model = ? AND version = ?", (name, version)
-                ).fetchone()
-                rows.execute(
-                    "UPDATE versions SET before = ? WHERE model = ? AND before = ?",
-                    (before and before["before"], name, version),
-                )
-                rows.execute(
-                    "DELETE FROM versions WHERE model = ? AND version = ?", (name, version)
-                )
+                _delete(rows, name, version)
+            for version in removed:  # all rows first: the audit makes other servers wait
                 entry = Entry(SERVICE, "version.removed", f"model/{name}", {"version": version})
                 self._audit.add(rows, entry)
         for version in removed:
@@ -272,15 +271,13 @@ class Repository:
     def jobs(self) -> frozenset[str]:
         """The jobs whose reports prove a stored version."""
         with self._database.read() as rows:
-            return frozenset(row["job_id"] for row in rows.execute("SELECT job_id FROM versions"))
+            return frozenset(rows.scalars(sa.select(versions.c.job_id)))
 
     def sweep(self) -> int:
         """Remove folders without a version; return their number. Not during a promotion."""
         with self._database.read() as rows:
-            known = {
-                (row["model"], str(row["version"]))
-                for row in rows.execute("SELECT model, version FROM versions")
-            }
+            stored = rows.execute(sa.select(versions.c.model, versions.c.version))
+            known = {(model, str(version)) for model, version in stored}
         staged = [folder for folder in self._folders.models.glob(".*") if folder.is_dir()]
         orphans = [
             folder
@@ -326,9 +323,9 @@ def _name(version: Version) -> str:
     return version_name(version.model, version.version)
 
 
-def _numbered(rows: sqlite3.Connection, version: Version) -> Version:
+def _numbered(rows: sa.Connection, version: Version) -> Version:
     """Return the version with the next number, and with the current version as `before`."""
-    row = rows.execute("SELECT * FROM models WHERE name = ?", (version.model,)).fetchone()
+    row = rows.execute(_named(version.model)).mappings().first()
     if row is None:
         return version.model_copy(update={"version": 1, "before": None})
     if row["owner"] != version.owner:
@@ -336,40 +333,53 @@ def _numbered(rows: sqlite3.Connection, version: Version) -> Version:
     return version.model_copy(update={"version": row["latest"] + 1, "before": row["current"]})
 
 
-def _insert(rows: sqlite3.Connection, version: Version, current: bool) -> None:
+def _insert(rows: sa.Connection, version: Version, current: bool) -> None:
     name, number = version.model, version.version
-    values = (name, version.owner, number, number)
-    rows.execute(
-        "INSERT INTO models (name, owner, current, latest) VALUES (?, ?, ?, ?) ON CONFLICT (name)"
-        " DO UPDATE SET latest = excluded.latest",
-        values,
-    )
+    model = sa.update(models).where(models.c.name == name)
+    if number == 1:
+        row = {"name": name, "owner": version.owner, "current": number, "latest": number}
+        rows.execute(sa.insert(models).values(row))
+    else:
+        rows.execute(model.values(latest=number))
     if current:
-        rows.execute("UPDATE models SET current = ? WHERE name = ?", (number, name))
-    about = version.model_dump_json()
-    rows.execute(
-        "INSERT INTO versions (model, version, job_id, before, about) VALUES (?, ?, ?, ?, ?)",
-        (name, number, version.job, version.before, about),
-    )
+        rows.execute(model.values(current=number))
+    row_of_version = {
+        "model": name,
+        "version": number,
+        "job_id": version.job,
+        "before": version.before,
+        "about": version.model_dump_json(),
+    }
+    rows.execute(sa.insert(versions).values(row_of_version))
 
 
-def _row(rows: sqlite3.Connection, name: str, owner: str | None) -> sqlite3.Row:
-    row: sqlite3.Row | None = rows.execute(
-        "SELECT * FROM models WHERE name = ?", (name,)
-    ).fetchone()
+def _delete(rows: sa.Connection, name: str, version: int) -> None:
+    """Delete a version. A rollback to it goes to the version before it."""
+    of_model, this = versions.c.model == name, versions.c.version == version
+    before = rows.scalar(sa.select(versions.c.before).where(of_model, this))
+    after = sa.update(versions).where(of_model, versions.c.before == version)
+    rows.execute(after.values(before=before))
+    rows.execute(sa.delete(versions).where(of_model, this))
+
+
+def _named(name: str) -> sa.Select[Any]:
+    return sa.select(models).where(models.c.name == name)
+
+
+def _row(rows: sa.Connection, name: str, owner: str | None) -> sa.RowMapping:
+    row = rows.execute(_named(name)).mappings().first()
     if row is None or owner not in (None, row["owner"]):
         refusal = NotFound if row is None else NotOwned
         raise refusal(f"no model '{name}'", "GET /models lists yours")
     return row
 
 
-def _model(rows: sqlite3.Connection, row: sqlite3.Row) -> Model:
+def _model(rows: sa.Connection, row: sa.RowMapping) -> Model:
     """Read a model with its versions. DamagedRow names the model."""
-    version_rows = rows.execute(
-        "SELECT * FROM versions WHERE model = ? ORDER BY version DESC", (row["name"],)
-    ).fetchall()
+    query = sa.select(versions).where(versions.c.model == row["name"])
+    version_rows = rows.execute(query.order_by(versions.c.version.desc())).mappings().all()
     try:
-        versions = tuple(_version(version_row) for version_row in version_rows)
+        read = tuple(_version(version_row) for version_row in version_rows)
         options = (
             DeploymentOptions.model_validate_json(row["deployment"]) if row["deployment"] else None
         )
@@ -378,18 +388,16 @@ def _model(rows: sqlite3.Connection, row: sqlite3.Row) -> Model:
             f"the database rows of model '{row['name']}' are damaged: {error}",
             "promote its report under another name",
         ) from error
-    return Model(
-        row["name"], row["owner"], row["current"], versions, bool(row["deployed"]), options
-    )
+    return Model(row["name"], row["owner"], row["current"], read, bool(row["deployed"]), options)
 
 
-def _version(row: sqlite3.Row) -> Version:
+def _version(row: sa.RowMapping) -> Version:
     return Version.model_validate_json(row["about"]).model_copy(
         update={"before": row["before"], "memory_bytes": row["memory_bytes"]}
     )
 
 
-def _readable(rows: sqlite3.Connection, model_rows: Iterable[sqlite3.Row]) -> Iterable[Model]:
+def _readable(rows: sa.Connection, model_rows: Iterable[sa.RowMapping]) -> Iterable[Model]:
     """Yield the models; log and skip those with damaged rows."""
     for row in model_rows:
         try:

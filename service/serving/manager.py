@@ -48,7 +48,7 @@ from service.registry.traffic import ShapesView
 from service.serving.deployed_model import DeployedModel, LeasedDeployment
 from service.serving.loader import Loader, LoaderContext, device_for
 from service.serving.stats import Traffic
-from service.storage.audit import Details, Entry
+from service.storage.audit_entry import Details, Entry
 
 CHECK_S = 0.5  # between two checks for idle models
 SOON_S, LATER_S = 1, 5  # `Retry-After` of what changes by itself within seconds, and of the rest

@@ -11,89 +11,17 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import sqlite3
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, get_args
 
+import sqlalchemy as sa
 import structlog
 
-from pipeline.core import Frozen
+from service.storage.audit_entry import SERVICE, Entry, Filter, StoredEntry
 from service.storage.database import Database
-
-Action = Literal[
-    "job.submitted",
-    "job.retried",
-    "job.cancelled",
-    "job.removed",
-    "model.promoted",
-    "model.rolled_back",
-    "model.deployed",
-    "model.unloaded",
-    "version.removed",
-    "key.created",
-    "session.begun",
-    "session.ended",
-    "key.revoked",
-    "report.read",
-    "upload.refused",
-    "access.refused",
-    "authentication.refused",
-    "audit.expired",
-]
-ACTIONS: tuple[Action, ...] = get_args(Action)
-Details = dict[str, str | int | bool]
+from service.storage.tables import audit
 
 log = structlog.get_logger("service.audit")  # service.logs configures it, and imports this folder
-
-
-@dataclass(frozen=True, slots=True)
-class Actor:
-    """Who acts. Empty: not known, or not over the network."""
-
-    owner: str
-    key: str = ""  # the key's prefix
-    address: str = ""
-    request: str = ""  # id of the request
-
-
-SERVICE = Actor("service")
-"""The service itself, such as its daily garbage collection."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One action, or one refusal."""
-
-    actor: Actor
-    action: Action
-    object: str  # `job/ID`, `model/NAME`, `key/PREFIX`, or the method and path of a request
-    details: Details = field(default_factory=dict)
-
-
-class StoredEntry(Frozen):
-    """An entry as it is read."""
-
-    seq: int
-    at: str  # UTC
-    action: str
-    object: str
-    owner: str
-    key: str
-    address: str
-    request: str
-    details: Details
-
-
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Which entries to read. Empty: all."""
-
-    since: dt.datetime | None = None
-    action: str = ""  # `job.cancelled`, or `job` for all of jobs
-    owner: str = ""
-    object: str = ""
 
 
 class Audit:
@@ -104,7 +32,7 @@ class Audit:
     ) -> None:
         self._database, self._clock = database, clock
 
-    def add(self, rows: sqlite3.Connection, entry: Entry) -> None:
+    def add(self, rows: sa.Connection, entry: Entry) -> None:
         """Add an entry to the transaction of `rows`, and log it when that is committed."""
         actor = entry.actor
         values = {
@@ -116,11 +44,7 @@ class Audit:
             "address": actor.address,
             "request": actor.request,
         }
-        rows.execute(
-            "INSERT INTO audit (at, action, object, owner, key, address, request, details) VALUES"
-            " (:at, :action, :object, :owner, :key, :address, :request, :details)",
-            {**values, "details": json.dumps(entry.details)},
-        )
+        rows.execute(sa.insert(audit).values(**values, details=json.dumps(entry.details)))
         self._database.after_commit(partial(log.info, "audit", **values, details=entry.details))
 
     def record(self, entry: Entry) -> None:
@@ -130,37 +54,34 @@ class Audit:
 
     def entries(self, which: Filter, limit: int) -> tuple[StoredEntry, ...]:
         """Return the newest entries, oldest first."""
-        query = (
-            "SELECT * FROM audit WHERE (:since IS NULL OR at >= :since) AND (:action = '' OR action"
-            " = :action OR substr(action, 1, length(:action) + 1) = :action || '.') AND (:owner ="
-            " '' OR owner = :owner) AND (:object = '' OR object = :object) ORDER BY seq DESC LIMIT"
-            " :limit"
-        )
-        values = {
-            "since": which.since and _text(which.since),
-            "action": which.action,
-            "owner": which.owner,
-            "object": which.object,
-            "limit": limit,
-        }
+        query = sa.select(audit).order_by(audit.c.seq.desc()).limit(limit)
+        if which.since is not None:
+            query = query.where(audit.c.at >= _text(which.since))
+        if which.action:
+            group = f"{which.action}."
+            in_group = sa.func.substr(audit.c.action, 1, len(group)) == group
+            query = query.where((audit.c.action == which.action) | in_group)
+        if which.owner:
+            query = query.where(audit.c.owner == which.owner)
+        if which.object:
+            query = query.where(audit.c.object == which.object)
         with self._database.read() as rows:
-            found = rows.execute(query, values).fetchall()
+            found = rows.execute(query).mappings().all()
         return tuple(_entry(row) for row in reversed(found))
 
     def expire(self, before: dt.datetime, dry_run: bool = False) -> int:
         """Delete the entries before a moment, and return their number. An entry says so first."""
         moment = _text(before)
         with self._database.write() as rows:
-            count = int(
-                rows.execute("SELECT count(*) FROM audit WHERE at < ?", (moment,)).fetchone()[0]
-            )
+            self._database.lock(rows, "audit expiry")  # else two servers count the same entries
+            count = rows.scalar(sa.select(sa.func.count()).where(audit.c.at < moment)) or 0
             if count and not dry_run:
                 self.add(rows, Entry(SERVICE, "audit.expired", moment, {"entries": count}))
-                rows.execute("DELETE FROM audit WHERE at < ?", (moment,))
+                rows.execute(sa.delete(audit).where(audit.c.at < moment))
         return count
 
 
-def _entry(row: sqlite3.Row) -> StoredEntry:
+def _entry(row: sa.RowMapping) -> StoredEntry:
     return StoredEntry.model_validate({**dict(row), "details": json.loads(row["details"])})
 
 

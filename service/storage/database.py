@@ -1,121 +1,61 @@
-"""The database: one SQLite file with many readers and one writer at a time, migrated step by step.
+"""The database of the service: SQLite in a file, or PostgreSQL at an address. The same code uses
+both, through SQLAlchemy.
 
-    with database.write() as rows: rows.execute(...)      one transaction, durable on the disk when
-                                                          it returns, or rolled back
-    with database.read() as rows: rows.execute(...)
+    with database.write() as rows: rows.execute(...)      one transaction, durable when it returns,
+                                                          or rolled back
+    with database.read() as rows: rows.execute(...)       queries that see one moment
+    database.lock(rows, "owner/me")                       other writers with the same subject wait
 
-Only the user of the service may read the file: it holds the digests of all keys. SQLite gives the
-files beside it (-wal, -shm) the same mode.
-
-Times are stored as UTC in ISO 8601. `MIGRATIONS[n]` migrates version n to n + 1; the version is in
-`PRAGMA user_version`.
+On SQLite, writers run one after another. On PostgreSQL they run at once, also those of other
+servers: a transaction that decides by what it has read first locks that row (`with_for_update`), or
+a subject if there may be no row. Opening migrates the database: see `migrations`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeline.errors import DiskFull, StoreError
-from service.storage.layout import HOME_MODE
+import sqlalchemy as sa
 
-FILE_MODE = 0o600
-BUSY_S = 10.0  # how long a write waits for another process, such as `crucible keys`
+from service.settings import Settings
+from service.storage.migrations import Schema, check_revision, revision_of, upgrade
+from service.storage.postgresql import PostgreSQL, url_from
+from service.storage.sqlite import SQLite
 
-MIGRATIONS: tuple[str, ...] = (
-    """
-    CREATE TABLE keys (
-        prefix TEXT PRIMARY KEY, sha256 TEXT NOT NULL, name TEXT NOT NULL, owner TEXT NOT NULL,
-        scopes TEXT NOT NULL, created TEXT NOT NULL, revoked TEXT
-    ) STRICT;
-    CREATE TABLE jobs (
-        id TEXT PRIMARY KEY, owner TEXT NOT NULL, identity TEXT NOT NULL, state TEXT NOT NULL,
-        created TEXT NOT NULL, job TEXT NOT NULL
-    ) STRICT;
-    CREATE INDEX jobs_by_identity ON jobs (owner, identity);
-    CREATE INDEX jobs_by_state ON jobs (state, id);
-    CREATE TABLE events (
-        seq INTEGER PRIMARY KEY AUTOINCREMENT,
-        job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
-        at TEXT NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
-    ) STRICT;
-    CREATE INDEX events_by_job ON events (job_id, seq);
-    CREATE TABLE requests (
-        owner TEXT NOT NULL, idempotency_key TEXT NOT NULL, digest TEXT NOT NULL,
-        job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
-        created TEXT NOT NULL, PRIMARY KEY (owner, idempotency_key)
-    ) STRICT;
-    """,
-    """
-    CREATE TABLE models (
-        name TEXT PRIMARY KEY, owner TEXT NOT NULL, current INTEGER NOT NULL,
-        latest INTEGER NOT NULL, deployed INTEGER NOT NULL DEFAULT 0, deployment TEXT
-    ) STRICT;
-    CREATE TABLE versions (
-        model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE, version INTEGER NOT NULL,
-        job_id TEXT NOT NULL, before INTEGER, about TEXT NOT NULL, PRIMARY KEY (model, version)
-    ) STRICT;
-    """,
-    "ALTER TABLE versions ADD COLUMN memory_bytes INTEGER",
-    # An entry is never changed. It is deleted only after an entry `audit.expired` has announced, as
-    # its object, the time before which entries are deleted. So every deletion leaves an entry.
-    """
-    CREATE TABLE audit (
-        seq INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, action TEXT NOT NULL,
-        object TEXT NOT NULL, key TEXT NOT NULL, owner TEXT NOT NULL, address TEXT NOT NULL,
-        request TEXT NOT NULL, details TEXT NOT NULL,
-        CHECK (action != 'audit.expired' OR object < at)
-    ) STRICT;
-    CREATE INDEX audit_by_action ON audit (action, object);
-    CREATE TRIGGER audit_replace BEFORE INSERT ON audit
-        WHEN EXISTS (SELECT 1 FROM audit WHERE seq = NEW.seq)
-        BEGIN SELECT RAISE(ABORT, 'an audit entry cannot be changed'); END;
-    CREATE TRIGGER audit_update BEFORE UPDATE ON audit
-        BEGIN SELECT RAISE(ABORT, 'an audit entry cannot be changed'); END;
-    CREATE TRIGGER audit_delete BEFORE DELETE ON audit
-        WHEN OLD.at >= coalesce(
-            (SELECT max(object) FROM audit WHERE action = 'audit.expired'), ''
-        )
-        BEGIN SELECT RAISE(ABORT, 'an audit entry has not expired'); END;
-    """,
-    """
-    CREATE TABLE sessions (
-        sha256 TEXT PRIMARY KEY, key TEXT NOT NULL REFERENCES keys (prefix), expires TEXT NOT NULL
-    ) STRICT;
-    """,
-)
+CURRENT = Schema()
 
 
 class Database:
-    """The service's state on disk. Thread-safe; each thread has its own connection."""
+    """The service's state. Thread-safe: each block has a connection for itself."""
 
-    def __init__(self, path: Path, migrations: Sequence[str] = MIGRATIONS) -> None:
-        self.path = path
+    def __init__(self, location: Path | str, schema: Schema = CURRENT) -> None:
+        """Open the file of this path, or the PostgreSQL of this address, and migrate it."""
+        self._backend = (
+            SQLite(location) if isinstance(location, Path) else PostgreSQL(url_from(location))
+        )
+        self.path = location if isinstance(location, Path) else None
         self._local = threading.local()
-        self._writer = threading.Lock()
-        path.parent.mkdir(mode=HOME_MODE, parents=True, exist_ok=True)
-        self._secure_files()
-        with self._translated_errors(), contextlib.closing(self._open()) as rows:
-            self._migrate(rows, migrations)
+        self._lock, self._blocks = threading.Lock(), 0  # blocks that have a connection now
+        with self._translated_errors():
+            self._engine = self._backend.open()
+            self._reading = self._backend.reading(self._engine)
+            self._writing = self._backend.writing(self._engine)
+            try:
+                self._migrate(schema)
+            except BaseException:
+                self._engine.dispose()
+                raise
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
+    def write(self) -> Iterator[sa.Connection]:
         """One transaction, committed at the end, rolled back on any exception."""
-        rows = self._connection()
-        self._local.after_commit = []
-        with self._writer, self._translated_errors():
-            rows.execute("BEGIN IMMEDIATE")
-            try:
-                yield rows
-                rows.execute("COMMIT")
-            except BaseException:
-                if rows.in_transaction:  # a full disk has ended it already
-                    rows.execute("ROLLBACK")
-                raise
+        self._local.used, self._local.after_commit = True, []
+        with self._backend.turn(), self._block(), self._writing.begin() as rows:
+            yield rows
         for call in self._local.after_commit:
             call()
 
@@ -124,93 +64,74 @@ class Database:
         self._local.after_commit.append(call)
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[sqlite3.Connection]:
+    def read(self) -> Iterator[sa.Connection]:
         """Yield a connection for queries."""
-        with self._translated_errors():
-            yield self._connection()
+        self._local.used = True
+        with self._block(), self._reading.connect() as rows:
+            yield rows
+
+    def lock(self, rows: sa.Connection, subject: str) -> None:
+        """Let other transactions that lock the same subject wait until this one has ended."""
+        self._backend.lock(rows, subject)
 
     @property
     def is_open_here(self) -> bool:
-        """Whether the calling thread has used the database, and not closed its connection."""
-        return hasattr(self._local, "rows")
+        """Whether the calling thread has used the database since it last closed it."""
+        return getattr(self._local, "used", False)
 
     def close(self) -> None:
-        """Close this thread's connection."""
-        rows = getattr(self._local, "rows", None)
-        if rows is not None:
-            rows.close()
-            del self._local.rows
-
-    def _connection(self) -> sqlite3.Connection:
-        if not self.is_open_here:
-            self._local.rows = self._open()
-        rows: sqlite3.Connection = self._local.rows
-        return rows
-
-    def _secure_files(self) -> None:
-        """Create the file for its user alone, or remove the rights of others from existing files.
-        StoreError if they belong to another user.
+        """Close all connections, unless another thread uses one now: then they stay open, and
+        that thread closes them. The next use opens new ones.
         """
+        self._local.used = False
+        with self._lock:
+            if self._blocks == 0:
+                self._engine.dispose()
+
+    @contextlib.contextmanager
+    def _block(self) -> Iterator[None]:
+        with self._lock:
+            self._blocks += 1
         try:
-            self.path.touch(FILE_MODE)
-            for suffix in ("", "-wal", "-shm"):
-                file = self.path.with_name(f"{self.path.name}{suffix}")
-                if file.exists() and stat.S_IMODE(file.stat().st_mode) & ~FILE_MODE:
-                    file.chmod(FILE_MODE)
-        except OSError as error:
-            raise StoreError(
-                f"cannot use '{self.path}': {error.strerror}",
-                "run this command as the user to whom the service's home belongs",
-            ) from error
+            with self._translated_errors():
+                yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
 
-    def _open(self) -> sqlite3.Connection:
-        rows = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
-        rows.row_factory = sqlite3.Row
-        # FULL: a committed change survives a power cut
-        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
-            rows.execute(f"PRAGMA {pragma}")
-        return rows
-
-    def _migrate(self, rows: sqlite3.Connection, migrations: Sequence[str]) -> None:
-        damage = rows.execute("PRAGMA quick_check").fetchone()[0]
-        if damage != "ok":
-            raise sqlite3.DatabaseError(damage)
-        version = rows.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(migrations):
-            message = (
-                f"'{self.path}' is of schema version {version}, this Crucible knows up to"
-                f" {len(migrations)}"
-            )
-            raise StoreError(message, "start the newer version of Crucible, or give another home")
-        for number in range(version, len(migrations)):
-            rows.executescript(
-                f"BEGIN IMMEDIATE;\n{migrations[number]};\nPRAGMA user_version ="
-                f" {number + 1};\nCOMMIT;"
-            )
+    def _migrate(self, schema: Schema) -> None:
+        with self._reading.connect() as rows:
+            self._backend.check(rows)
+            revision = revision_of(rows)
+            check_revision(revision, schema, self._backend.name)
+        if revision == schema.revision:
+            return
+        with self._writing.begin() as rows:
+            self._backend.lock(rows, "schema")  # another server may do the same
+            upgrade(rows, schema)
 
     @contextlib.contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Translate SQLite's errors to Crucible's."""
+        """Translate the driver's errors to Crucible's."""
         try:
             yield
-        except (sqlite3.IntegrityError, sqlite3.ProgrammingError):  # bugs
+        except (sa.exc.IntegrityError, sa.exc.ProgrammingError, sa.exc.DataError):  # bugs
             raise
-        except sqlite3.Error as error:
-            raise self._crucible_error(error) from error
+        except sa.exc.DBAPIError as error:
+            raise self._backend.crucible_error(error.orig or error) from error
+        except (sa.exc.TimeoutError, sqlite3.DatabaseError) as error:
+            raise self._backend.crucible_error(error) from error
 
-    def _crucible_error(self, error: sqlite3.Error) -> DiskFull | StoreError:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
-            return DiskFull(
-                f"the disk is full while writing '{self.path}'",
-                "free some space, or move the service's home to a larger disk",
-            )
-        if isinstance(error, sqlite3.OperationalError):
-            return StoreError(
-                f"cannot use '{self.path}': {error}",
-                "check the disk, its permissions, and that no other server uses this home",
-            )
-        advice = (
-            "restore it from a backup, or move it away: this loses its jobs and keys, but not the"
-            " reports beside it"
-        )
-        return StoreError(f"'{self.path}' is damaged: {error}", advice)
+
+def delete_unlocked(table: sa.Table, condition: sa.ColumnElement[bool]) -> sa.Delete:
+    """Delete rows, except those that another transaction deletes or changes now. So two servers
+    that delete what has expired never wait for each other, and so never forever.
+    """
+    key = sa.tuple_(*table.primary_key.columns)
+    expired = sa.select(*table.primary_key.columns).where(condition)
+    return sa.delete(table).where(key.in_(expired.with_for_update(skip_locked=True)))
+
+
+def database_from(settings: Settings) -> Database:
+    """Open the database that the settings name."""
+    return Database(settings.database_url or settings.database)

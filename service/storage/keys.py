@@ -3,7 +3,9 @@
 cru_3f9a0c1d7b_Zk4…      prefix, then the secret
 
 A verified key is cached for KNOWN_FOR_S, so that a request need not wait for the database. Each
-revocation, by any process, adds a line to a file beside the database and invalidates the cache.
+revocation, by any process, adds a line to a file beside the database and invalidates the cache. A
+database without a file, which several hosts use, has no such line: a revoked key may be cached for
+KNOWN_FOR_S by the other processes.
 """
 
 from __future__ import annotations
@@ -11,40 +13,28 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import hmac
-import re
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
-from pipeline.core import Frozen
+import sqlalchemy as sa
+
 from pipeline.errors import PlanError, UserError
 from service.errors import NotFound, Unauthorized
-from service.storage.audit import SERVICE, Actor, Audit, Details, Entry
-from service.storage.database import FILE_MODE, Database
+from service.storage.audit import Audit
+from service.storage.audit_entry import SERVICE, Actor, Details, Entry
+from service.storage.database import Database
+from service.storage.key import FORM, SCOPES, Key
+from service.storage.sqlite import FILE_MODE
+from service.storage.tables import keys
 
-Scope = Literal["compile", "infer", "metrics", "admin"]
-SCOPES: tuple[Scope, ...] = get_args(Scope)
-FORM = re.compile(r"cru_([0-9a-f]{10})_([A-Za-z0-9_-]{43})")
 SECRET_BYTES = 32
 KNOWN_FOR_S = 5.0
 MAX_KNOWN = 1000  # cached keys; at more, the cache is cleared
 REFUSED = "this key is not known, or was revoked"
 NEXT = "send `Authorization: Bearer KEY` with a key from `crucible keys create` on the server"
-
-
-class Key(Frozen):
-    """The stored properties of a key, without its secret."""
-
-    prefix: str
-    name: str
-    owner: str  # the key may see this owner's jobs and models
-    scopes: tuple[Scope, ...]
-    created: str  # UTC
-    revoked: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +52,7 @@ class Keys:
     def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
         self._database, self._clock = database, clock
         self._audit = Audit(database)
-        self._revoked = database.path.with_name(f"{database.path.name}-revoked")
+        self._revoked = _file_beside(database.path)
         self._known: dict[str, _CachedKey] = {}  # by digest
 
     def create(
@@ -99,13 +89,16 @@ class Keys:
             scopes=valid,
             created=_now(),
         )
-        row = (key.prefix, _digest(text), key.name, key.owner, " ".join(key.scopes), key.created)
+        row = {
+            "prefix": key.prefix,
+            "sha256": _digest(text),
+            "name": key.name,
+            "owner": key.owner,
+            "scopes": " ".join(key.scopes),
+            "created": key.created,
+        }
         with self._database.write() as rows:
-            rows.execute(
-                "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, ?, ?,"
-                " ?, ?, ?)",
-                row,
-            )
+            rows.execute(sa.insert(keys).values(row))
             details: Details = {"name": name, "owner": key.owner, "scopes": " ".join(key.scopes)}
             self._audit.add(rows, Entry(actor, "key.created", f"key/{key.prefix}", details))
         return key
@@ -151,46 +144,54 @@ class Keys:
 
     def list(self) -> tuple[Key, ...]:
         """Return all keys, oldest first, including revoked ones."""
+        query = sa.select(keys).order_by(keys.c.created, keys.c.prefix)
         with self._database.read() as rows:
-            return tuple(
-                map(key_from_row, rows.execute("SELECT * FROM keys ORDER BY created, prefix"))
-            )
+            return tuple(map(key_from_row, rows.execute(query).mappings()))
 
     def revoke(self, prefix: str, actor: Actor = SERVICE) -> Key:
         """Revoke a key from now on. NotFound if there is no valid key with this prefix."""
+        valid = (keys.c.prefix == prefix) & keys.c.revoked.is_(None)
         with self._database.write() as rows:
-            changed = rows.execute(
-                "UPDATE keys SET revoked = ? WHERE prefix = ? AND revoked IS NULL", (_now(), prefix)
-            ).rowcount
+            changed = rows.execute(sa.update(keys).where(valid).values(revoked=_now())).rowcount
             if changed:
                 self._audit.add(rows, Entry(actor, "key.revoked", f"key/{prefix}"))
-        self._revoked.touch(FILE_MODE)
-        with self._revoked.open("a", encoding="ascii") as file:
-            file.write(f"{prefix}\n")
+        self._known.clear()
+        self._tell_processes(prefix)
         row = self._row(prefix)
         if row is None or not changed:
             raise NotFound(f"no valid key '{prefix}'", "`crucible keys list` names them by prefix")
         return key_from_row(row)
 
+    def _tell_processes(self, prefix: str) -> None:
+        """Add a line to the file that invalidates the caches of this host's processes."""
+        if self._revoked is not None:
+            self._revoked.touch(FILE_MODE)
+            with self._revoked.open("a", encoding="ascii") as file:
+                file.write(f"{prefix}\n")
+
     def _count_revocations(self) -> int:
-        """Return a number that each revocation raises: the size of the file."""
+        """Return a number that each revocation raises: the size of the file. 0 without a file."""
+        if self._revoked is None:
+            return 0
         try:
             return self._revoked.stat().st_size
         except FileNotFoundError:
             return 0
 
-    def _row(self, prefix: str) -> sqlite3.Row | None:
+    def _row(self, prefix: str) -> sa.RowMapping | None:
+        query = sa.select(keys).where(keys.c.prefix == prefix)
         with self._database.read() as rows:
-            row: sqlite3.Row | None = rows.execute(
-                "SELECT * FROM keys WHERE prefix = ?", (prefix,)
-            ).fetchone()
-        return row
+            return rows.execute(query).mappings().first()
 
 
-def key_from_row(row: sqlite3.Row) -> Key:
+def key_from_row(row: sa.RowMapping) -> Key:
     columns = ("prefix", "name", "owner", "created", "revoked")
     values = {name: row[name] for name in columns}
     return Key.model_validate(values | {"scopes": tuple(row["scopes"].split())})
+
+
+def _file_beside(path: Path | None) -> Path | None:
+    return None if path is None else path.with_name(f"{path.name}-revoked")
 
 
 def _digest(text: str) -> str:

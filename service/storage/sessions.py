@@ -11,9 +11,14 @@ import hashlib
 import secrets
 from collections.abc import Callable
 
-from service.storage.audit import Actor, Audit, Entry
-from service.storage.database import Database
-from service.storage.keys import Key, key_from_row
+import sqlalchemy as sa
+
+from service.storage.audit import Audit
+from service.storage.audit_entry import Actor, Entry
+from service.storage.database import Database, delete_unlocked
+from service.storage.key import Key
+from service.storage.keys import key_from_row
+from service.storage.tables import keys, sessions
 
 SESSION_S = 12 * 3600
 TOKEN_BYTES = 32
@@ -35,28 +40,34 @@ class Sessions:
         token, now = secrets.token_urlsafe(TOKEN_BYTES), self._clock()
         expires = now + dt.timedelta(seconds=SESSION_S)
         with self._database.write() as rows:
-            rows.execute("DELETE FROM sessions WHERE expires <= ?", (now.isoformat(),))
+            rows.execute(delete_unlocked(sessions, sessions.c.expires <= now.isoformat()))
             rows.execute(
-                "INSERT INTO sessions (sha256, key, expires) VALUES (?, ?, ?)",
-                (_digest(token), key.prefix, expires.isoformat()),
+                sa.insert(sessions).values(
+                    sha256=_digest(token), key=key.prefix, expires=expires.isoformat()
+                )
             )
             self._audit.add(rows, Entry(actor, "session.begun", f"key/{key.prefix}"))
         return token
 
     def key_of(self, token: str) -> Key | None:
         """Return the key of a session; None if it has ended or never began."""
+        query = (
+            sa.select(keys)
+            .join(sessions)
+            .where(
+                sessions.c.sha256 == _digest(token),
+                sessions.c.expires > self._clock().isoformat(),
+                keys.c.revoked.is_(None),
+            )
+        )
         with self._database.read() as rows:
-            row = rows.execute(
-                "SELECT keys.* FROM sessions JOIN keys ON keys.prefix = sessions.key"
-                " WHERE sessions.sha256 = ? AND expires > ? AND revoked IS NULL",
-                (_digest(token), self._clock().isoformat()),
-            ).fetchone()
+            row = rows.execute(query).mappings().first()
         return key_from_row(row) if row is not None else None
 
     def end(self, token: str, actor: Actor) -> None:
         """End a session. No effect if it has ended."""
         with self._database.write() as rows:
-            ended = rows.execute("DELETE FROM sessions WHERE sha256 = ?", (_digest(token),))
+            ended = rows.execute(sa.delete(sessions).where(sessions.c.sha256 == _digest(token)))
             if ended.rowcount:
                 self._audit.add(rows, Entry(actor, "session.ended", f"key/{actor.key}"))
 

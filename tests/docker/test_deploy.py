@@ -6,9 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from pipeline.errors import StoreError
-from service.storage.database import MIGRATIONS, Database
+from service.storage import tables
+from service.storage.database import Database
+from tests.service.builders.schemas import newer_schema
 from tests.service.integration.test_docs import HOW_TOS, MARKED, WITH_KEYS, commands
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +68,7 @@ def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(
     def names() -> list[str]:
         database = Database(home / "crucible.db")
         with database.read() as rows:
-            models = [row["name"] for row in rows.execute("SELECT name FROM models")]
+            models = list(rows.scalars(sa.select(tables.models.c.name)))
         database.close()
         return models
 
@@ -74,14 +77,12 @@ def test_a_home_is_copied_before_an_upgrade_and_put_back_for_the_old_version(
     )
     old = Database(home / "crucible.db")
     with old.write() as rows:
-        rows.execute(
-            "INSERT INTO models (name, owner, current, latest) VALUES ('kept', 'me', 1, 1)"
-        )
+        rows.execute(sa.insert(tables.models).values(name="kept", owner="me", current=1, latest=1))
     old.close()
     (home / "models" / "kept" / "1").mkdir(parents=True)
     run(save)
 
-    new = Database(home / "crucible.db", (*MIGRATIONS, "DELETE FROM models"))
+    new = Database(home / "crucible.db", newer_schema(tmp_path, "op.execute('DELETE FROM models')"))
     (home / ".newer").mkdir()
     shutil.rmtree(home / "models")
     new.close()

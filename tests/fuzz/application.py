@@ -33,7 +33,7 @@ from service.http.guard import Message, Receive, Send
 from service.jobs.queue import JobRunner
 from service.jobs.state import Job
 from service.jobs.store import Once
-from service.storage.audit import SERVICE, Actor
+from service.storage.audit_entry import SERVICE, Actor
 from tests.fuzz import messages
 from tests.fuzz.mutation import Make, bytes_from, json_from, mutated, zip_from
 from tests.fuzz.parsers import PARSERS, make_archive, make_oip, make_plan

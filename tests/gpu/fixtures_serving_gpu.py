@@ -134,7 +134,7 @@ class Site:
             closing(Database(self.folder / "home" / "crucible.db")) as database,
             database.write() as rows,
         ):
-            rows.execute("UPDATE versions SET memory_bytes = NULL")
+            rows.exec_driver_sql("UPDATE versions SET memory_bytes = NULL")
 
     def figures(self) -> str:
         return httpx.get(f"{self.url}/metrics").text

@@ -1,10 +1,14 @@
 """Fixtures of the service's tests."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
+
+from service.storage.database import Database
+from tests.service.builders.postgresql import Server, missing, running_server
 
 
 @pytest.fixture
@@ -20,3 +24,56 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr}")
     yield tmp_path
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[Server]:
+    """One PostgreSQL for all tests. Skipped and counted where there is none."""
+    if reason := missing():
+        pytest.skip(reason)
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def migrated(postgresql_server: Server) -> Iterator[str]:
+    """The name of a PostgreSQL database with all tables, to copy."""
+    with postgresql_server.database() as url:
+        Database(url).close()
+        yield make_url(url).database or ""
+
+
+@pytest.fixture
+def postgresql(postgresql_server: Server, migrated: str) -> Iterator[str]:
+    """The address of a PostgreSQL database with all tables, and no rows."""
+    with postgresql_server.database(migrated) as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    """Where a new database is: the test runs once on SQLite and once on PostgreSQL."""
+    if request.param == "sqlite":
+        return tmp_path / "crucible.db"
+    url: str = request.getfixturevalue("postgresql")
+    return url
+
+
+@pytest.fixture
+def open_database(location: Path | str) -> Iterator[Callable[[], Database]]:
+    """Opens one database as often as it is called, as several processes do."""
+    opened = list[Database]()
+
+    def open_again() -> Database:
+        opened.append(Database(location))
+        return opened[-1]
+
+    yield open_again
+    for database in opened:
+        database.close()
+
+
+@pytest.fixture
+def database(open_database: Callable[[], Database]) -> Database:
+    """A new database, of each kind."""
+    return open_database()

@@ -27,7 +27,8 @@ from service.http.schemas import EXAMPLE_ID
 from service.jobs.state import new_id
 from service.settings import Settings
 from service.storage.database import Database
-from service.storage.keys import Key, Keys
+from service.storage.key import Key
+from service.storage.keys import Keys
 from service.storage.layout import HOME_MODE
 from service.submission.plan import parse
 from tests.service.builders.app import HOST, URL, Desk, at_desk, known_host, opened_desk
@@ -125,7 +126,7 @@ def test_a_corrupt_row_is_told_and_the_others_are_served(tmp_path: Path) -> None
     async def story(desk: Desk) -> None:
         good, bad = await desk.end_of("succeed"), await desk.end_of("fail")
         with desk.service.database.write() as rows:
-            rows.execute("UPDATE jobs SET job = '{' WHERE id = ?", (bad["id"],))
+            rows.exec_driver_sql("UPDATE jobs SET job = '{' WHERE id = ?", (bad["id"],))
         answer = await desk.client.get(f"/jobs/{bad['id']}")
         assert answer.status_code == 500
         assert "damaged" in answer.json()["error"]

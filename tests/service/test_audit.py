@@ -16,7 +16,8 @@ from service.grpc import grpc_service_pb2 as pb
 from service.grpc.descriptors import SERVICE
 from service.grpc.server import rpc_server
 from service.refusals import MAX_FAILURES
-from service.storage.audit import Audit, Filter, StoredEntry
+from service.storage.audit import Audit
+from service.storage.audit_entry import Filter, StoredEntry
 from service.storage.database import Database
 from tests.service.builders.app import Desk, at_desk
 from tests.service.builders.jobs import WITHIN_S
@@ -224,7 +225,7 @@ def test_what_cannot_be_recorded_is_not_done(tmp_path: Path, path: str) -> None:
         job = await asyncio.to_thread(partial(report, desk, linear(tmp_path / "e")))
         jobs = await desk.service.read(desk.service.jobs.ids)
         with desk.service.database.write() as rows:
-            rows.execute("DROP TABLE audit")
+            rows.exec_driver_sql("DROP TABLE audit")
         if path == "/compile":
             answer = await desk.compile("succeed")
         else:

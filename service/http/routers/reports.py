@@ -28,7 +28,7 @@ from service.http.schemas import (
     samples_of_report,
 )
 from service.jobs.publish import ENGINE, check_form, published_engine, published_report
-from service.storage.audit import Entry
+from service.storage.audit_entry import Entry
 from service.submission.tar import size_of_tar, tar
 
 router = APIRouter(prefix="/reports/{job_id}", tags=["reports"], responses=REFUSALS)

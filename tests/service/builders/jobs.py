@@ -25,7 +25,7 @@ from service.jobs.state import Job, new_id
 from service.jobs.store import JobStore
 from service.sandbox.process_tree import of_jobs
 from service.settings import Settings
-from service.storage.database import Database
+from service.storage.database import database_from
 from service.storage.layout import Folders
 from tests.builders.report import sample_report
 
@@ -121,6 +121,7 @@ async def running(
     worker: tuple[str, ...] = WORKER,
     store_kind: type[JobStore] = JobStore,
     clock: Clock = utc_now,
+    options: Settings | None = None,
     **settings: object,
 ) -> AsyncIterator[Bench]:
     """A started runner, stopped at the end; nothing that carries its jobs' marks may be left
@@ -128,9 +129,9 @@ async def running(
     """
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
-    database = Database(home / "crucible.db")
+    options = options or Settings(home=home, **settings)  # type: ignore[arg-type]
+    database = database_from(options)
     store = store_kind(database)
-    options = Settings(home=home, **settings)  # type: ignore[arg-type]
     runner = JobRunner(options, store, Leases(Devices(devices), clock), worker)
     await runner.start()
     try:

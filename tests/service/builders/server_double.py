@@ -5,6 +5,7 @@ Prints a line per accepted job. On uvloop, as `crucible serve`.
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -14,15 +15,16 @@ from service.devices.leases import Leases
 from service.devices.policy import Devices
 from service.jobs.queue import JobRunner
 from service.jobs.store import JobStore
-from service.settings import Settings
-from service.storage.database import Database
+from service.settings import settings_from
+from service.storage.database import database_from
 from tests.service.builders.jobs import WORKER, new_job
 
 
 async def main(home: Path, names: list[str]) -> None:
-    store = JobStore(Database(home / "crucible.db"))
+    settings = settings_from(os.environ, home=home)
+    store = JobStore(database_from(settings))
     runner = JobRunner(
-        Settings(home=home),
+        settings,
         store,
         Leases(Devices(("cpu", "gpu:0"))),
         WORKER,

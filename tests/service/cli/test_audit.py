@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.errors import PlanError
 from service.cli.audit import since_from
-from service.storage.audit import Actor, Audit, Entry
+from service.storage.audit import Audit
+from service.storage.audit_entry import Actor, Entry
 from service.storage.database import Database
 from tests.builders.cli import crucible
 

@@ -26,7 +26,7 @@ from service.http import protocol as connection
 from service.http.guard import Guard, Message, Receive, Send
 from service.serving.shared_memory import in_place
 from service.settings import Settings
-from service.storage.keys import Key
+from service.storage.key import Key
 from tests.service.builders.connections import listening
 
 WITHIN_S = 60.0

@@ -14,7 +14,8 @@ from service.errors import Forbidden
 from service.http.guard import UPLOAD_MEMORY_BYTES, Application, Guard, Receive, Send
 from service.settings import GIB, Settings
 from service.storage.database import Database
-from service.storage.keys import Key, Keys
+from service.storage.key import Key
+from service.storage.keys import Keys
 
 
 class Inside:

@@ -24,7 +24,7 @@ from service.jobs.queue import MAX_INTERRUPTIONS
 from service.jobs.state import Job, JobEvent, Requeued, Started
 from service.jobs.store import JobStore, Once
 from service.sandbox.process_tree import of_jobs
-from service.storage.audit import Entry
+from service.storage.audit_entry import Entry
 from service.storage.database import Database
 from service.storage.layout import Folders
 from tests.service.builders.jobs import Bench, new_job, running
@@ -171,12 +171,17 @@ class FullDisk(JobStore):
     faults = 3
 
     def append(
-        self, job_id: str, event: JobEvent, now: dt.datetime, entry: Entry | None = None
+        self,
+        job_id: str,
+        event: JobEvent,
+        now: dt.datetime,
+        entry: Entry | None = None,
+        token: int | None = None,
     ) -> tuple[Job, int]:
         if not isinstance(event, Started) and self.faults:
             self.faults -= 1
             raise DiskFull("the disk is full while writing 'crucible.db'", "free some space")
-        return super().append(job_id, event, now, entry)
+        return super().append(job_id, event, now, entry, token)
 
 
 def test_a_disk_that_is_full_ends_the_job_and_how_is_stored_once_there_is_space(
@@ -197,11 +202,16 @@ class Faulty(JobStore):
     """A bug of ours in the middle of a job."""
 
     def append(
-        self, job_id: str, event: JobEvent, now: dt.datetime, entry: Entry | None = None
+        self,
+        job_id: str,
+        event: JobEvent,
+        now: dt.datetime,
+        entry: Entry | None = None,
+        token: int | None = None,
     ) -> tuple[Job, int]:
         if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
             raise ZeroDivisionError("injected")
-        return super().append(job_id, event, now, entry)
+        return super().append(job_id, event, now, entry, token)
 
 
 def test_a_bug_fails_its_job_only(tmp_path: Path) -> None:
@@ -240,12 +250,17 @@ class DamagedWhileRunning(JobStore):
     """The row of a job is damaged under it."""
 
     def append(
-        self, job_id: str, event: JobEvent, now: dt.datetime, entry: Entry | None = None
+        self,
+        job_id: str,
+        event: JobEvent,
+        now: dt.datetime,
+        entry: Entry | None = None,
+        token: int | None = None,
     ) -> tuple[Job, int]:
         if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
-            with self._database.write() as rows:
-                rows.execute("UPDATE jobs SET job = '{' WHERE id = ?", (job_id,))
-        return super().append(job_id, event, now, entry)
+            with self.database.write() as rows:
+                rows.exec_driver_sql("UPDATE jobs SET job = '{' WHERE id = ?", (job_id,))
+        return super().append(job_id, event, now, entry, token)
 
 
 def test_a_row_that_is_damaged_under_a_job_does_not_stop_the_others(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from service.jobs.state import CancelAsked, Job
 from service.jobs.store import JobStore
 from service.registry.repository import Repository
 from service.settings import Settings
-from service.storage.audit import SERVICE, Audit, Entry
+from service.storage.audit import Audit
+from service.storage.audit_entry import SERVICE, Entry
 from service.storage.database import Database
 from service.storage.layout import Folders
 from tests.service.builders.app import Desk, at_desk
@@ -186,7 +187,7 @@ def test_entries_of_the_audit_go_after_their_own_time(old: Home) -> None:
 def test_folders_of_no_job_go_and_those_of_a_damaged_row_stay(old: Home) -> None:
     damaged, lost = old.job(end=True), old.job(end=True)
     with old.database.write() as rows:
-        rows.execute("UPDATE jobs SET job = '{' WHERE id = ?", (damaged.id,))
+        rows.exec_driver_sql("UPDATE jobs SET job = '{' WHERE id = ?", (damaged.id,))
     old.jobs.remove(lost.id)
     assert old.collect(0.9).folders == 0
     assert (old.collect(1.1).folders, old.files(lost)) == (1, [False, True, True])

@@ -20,7 +20,6 @@ from service.jobs.state import (
     Succeeded,
     after_a_crash,
     new_id,
-    next_of,
     step,
 )
 
@@ -123,57 +122,3 @@ def test_ids_sort_by_time_and_differ() -> None:
     ids = [new_id(NOW + dt.timedelta(milliseconds=n)) for n in range(50)]
     assert ids == sorted(set(ids))
     assert len({new_id(NOW) for _ in range(50)}) == 50
-
-
-def test_what_was_interrupted_goes_first_then_the_oldest() -> None:
-    old, young = (
-        QUEUED,
-        QUEUED.model_copy(
-            update={"id": "2", "created": (NOW + dt.timedelta(seconds=1)).isoformat()}
-        ),
-    )
-    again = young.model_copy(update={"id": "3", "attempt": 1})
-    assert next_of([young, old], {}) == old
-    assert next_of([young, old, again], {}) == again
-    assert next_of([], {}) is None
-
-
-def waiting_job(number: int, owner: str) -> Job:
-    created = (NOW + dt.timedelta(seconds=number)).isoformat()
-    return QUEUED.model_copy(update={"id": f"{number:04}", "owner": owner, "created": created})
-
-
-def in_order(queued: list[Job], starts: int) -> list[Job]:
-    """The first jobs that start, one a minute."""
-    waiting, last_starts, order = list(queued), dict[tuple[str, str], str](), list[Job]()
-    for minute in range(starts):
-        job = next_of(waiting, last_starts)
-        assert job is not None
-        waiting.remove(job)
-        started = step(job, Started(1, 1.0), NOW + dt.timedelta(minutes=minute)).started
-        assert started is not None
-        last_starts[job.device, job.owner] = started
-        order.append(job)
-    return order
-
-
-def test_a_thousand_jobs_of_one_owner_delay_another_owners_job_by_one() -> None:
-    many = [waiting_job(number, "many") for number in range(1000)]
-    one = waiting_job(1000, "one")
-    assert in_order([*many, one], 4) == [many[0], one, many[1], many[2]]
-
-
-def test_owners_take_turns_with_their_oldest_jobs() -> None:
-    queued = [waiting_job(number, owner) for number, owner in enumerate("aaabbcc")]
-    assert in_order(queued, 7) == [queued[number] for number in (0, 3, 5, 1, 4, 6, 2)]
-    assert in_order(queued[:3], 3) == queued[:3]
-    last_starts = {("cpu", owner): NOW.isoformat() for owner in "ab"}
-    assert next_of(queued[:5], last_starts) == queued[0]
-    assert next_of(queued, last_starts) == queued[5]
-
-
-def test_a_start_on_one_device_costs_no_turn_on_another() -> None:
-    queued = [waiting_job(number, owner) for number, owner in enumerate("ba")]
-    later = (NOW + dt.timedelta(minutes=1)).isoformat()
-    last_starts = {("gpu:0", "a"): later, ("cpu", "b"): NOW.isoformat()}
-    assert next_of(queued, last_starts) == queued[1]

@@ -3,13 +3,13 @@ damaged rows named.
 """
 
 import datetime as dt
-import sqlite3
 import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from pipeline.core import CandidateFigures
 from pipeline.errors import DiskFull
@@ -29,6 +29,7 @@ from service.jobs.state import (
 )
 from service.jobs.store import DamagedRow, JobStore, Once
 from service.storage.database import Database
+from service.storage.tables import events, jobs
 from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
@@ -53,13 +54,6 @@ def job(number: int, identity: str = "", owner: str = "me") -> Job:
         device="cpu",
         created=NOW.isoformat(timespec="milliseconds"),
     )
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(tmp_path / "crucible.db")
-    yield database
-    database.close()
 
 
 @pytest.fixture
@@ -168,19 +162,22 @@ def test_an_event_that_comes_too_late_changes_nothing(store: JobStore) -> None:
     assert (store.get("0001"), len(store.events("0001"))) == (ended, count)
 
 
-def test_a_full_disk_stores_neither_event_nor_job(store: JobStore, database: Database) -> None:
+def test_a_full_disk_stores_neither_event_nor_job(tmp_path: Path) -> None:
+    database = Database(tmp_path / "crucible.db")
+    store = JobStore(database)
     store.add(job(1), NOW)
     with database.write() as rows:
-        rows.execute(
+        rows.exec_driver_sql(
             "CREATE TRIGGER full BEFORE INSERT ON events BEGIN SELECT RAISE(ABORT, 'injected'); END"
         )
-    with pytest.raises(sqlite3.IntegrityError, match="injected"):
+    with pytest.raises(sa.exc.IntegrityError, match="injected"):
         store.append("0001", Started(1, 1.0), NOW)
     assert store.get("0001").state == "queued"
     with database.write() as rows:
-        rows.execute("DROP TRIGGER full")
+        rows.exec_driver_sql("DROP TRIGGER full")
     with database.read() as rows:
-        rows.execute(f"PRAGMA max_page_count = {rows.execute('PRAGMA page_count').fetchone()[0]}")
+        pages = rows.exec_driver_sql("PRAGMA page_count").scalar_one()
+        rows.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(DiskFull):
         take(
             store,
@@ -259,6 +256,42 @@ def test_threads_that_ask_for_the_same_at_once_get_one_job(
     assert sum(is_new for _, is_new in answers) == 1
 
 
+def test_a_limit_holds_when_many_submit_at_once(store: JobStore) -> None:
+    def ask(number: int) -> bool:
+        try:
+            return store.add(job(number), NOW, most_queued=3)[1]
+        except TooMany:
+            return False
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(ask, range(24))) == 3
+    assert store.counts() == {"queued": 3}
+
+
+def test_a_client_misses_no_event_while_many_are_written(store: JobStore) -> None:
+    """Two jobs, so that numbers of one lie between those of the other; four writers of each."""
+    for number in (1, 2):
+        store.add(job(number), NOW)
+        store.append(f"{number:04}", Started(1, 1.0), NOW)
+    followed, after = list[int](), 0
+
+    def write(number: int) -> None:
+        for _ in range(25):
+            store.append(f"{number % 2 + 1:04}", SEEN, NOW)
+
+    with ThreadPoolExecutor(8) as threads:
+        writing = [threads.submit(write, number) for number in range(8)]
+        while not all(each.done() for each in writing):
+            events = store.events("0001", after)
+            followed += [event.seq for event in events]
+            after = followed[-1] if followed else 0
+        for each in writing:
+            each.result()
+    followed += [event.seq for event in store.events("0001", after)]
+    assert followed == [event.seq for event in store.events("0001")]
+    assert len(followed) == 2 + 100
+
+
 def test_an_idempotency_key_holds_for_a_day_and_for_one_request(store: JobStore) -> None:
     first, _ = store.add(job(1, "a"), NOW, Once("key", "digest"))
     take(store, first.id, CancelAsked())
@@ -330,7 +363,7 @@ def test_a_damaged_row_is_named_and_left_out(
     for number in (1, 2):
         store.add(job(number), NOW)
     with database.write() as rows:
-        rows.execute("UPDATE jobs SET job = ? WHERE id = '0001'", (text,))
+        rows.execute(sa.update(jobs).where(jobs.c.id == "0001").values(job=text))
     assert (
         [job.id for job in store.list().jobs] == [job.id for job in store.unfinished()] == ["0002"]
     )
@@ -341,28 +374,11 @@ def test_a_damaged_row_is_named_and_left_out(
     assert store.add(job(3, "i1"), NOW)[1]
 
 
-def test_the_last_start_is_known_per_device_and_owner(store: JobStore, database: Database) -> None:
-    for number, owner in enumerate(("me", "me", "other", "other", "me"), 1):
-        store.add(job(number, owner=owner), NOW)
-    store.add(job(6).model_copy(update={"device": "gpu:0"}), NOW)
-    minutes = [(NOW + dt.timedelta(minutes=n)).isoformat(timespec="milliseconds") for n in range(3)]
-    store.append("0001", Started(1, 1.0), dt.datetime.fromisoformat(minutes[1]))
-    take(store, "0002", Started(1, 1.0), DIED)
-    take(store, "0003", CancelAsked())
-    store.append("0006", Started(1, 1.0), dt.datetime.fromisoformat(minutes[2]))
-    store.append("0006", Requeued("stopped"), NOW)
-    expected = {("cpu", "me"): minutes[1], ("gpu:0", "me"): minutes[2]}
-    assert store.last_starts() == expected
-    with database.write() as rows:
-        rows.execute("UPDATE jobs SET job = '{' WHERE id = '0005'")
-    assert store.last_starts() == expected
-
-
 def test_a_damaged_event_is_left_out(store: JobStore, database: Database) -> None:
     store.add(job(1), NOW)
     take(store, "0001", Started(1, 1.0), DIED)
     with database.write() as rows:
-        rows.execute("UPDATE events SET data = '{' WHERE kind = 'running'")
+        rows.execute(sa.update(events).where(events.c.kind == "running").values(data="{"))
     assert [event.kind for event in store.events("0001")] == ["queued", "failed"]
 
 

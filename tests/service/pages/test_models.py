@@ -13,7 +13,7 @@ from service.pages.jobs import model_name
 from service.pages.models import live
 from service.registry.models import NAME, DeploymentOptions, PromoteRequest
 from service.serving.loader import Loader
-from service.storage.keys import Scope
+from service.storage.key import Scope
 from tests.service.builders.app import Desk, at_desk
 from tests.service.pages.test_pages import HOSTILE, Scripts, csrf_of, signed_in
 from tests.service.serving.models import Host, ended_job

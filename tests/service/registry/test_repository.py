@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from pipeline.core import Engine, Precision, TensorSpec
 from pipeline.errors import DamagedError
@@ -17,8 +18,9 @@ from service.errors import Conflict, NotFound
 from service.jobs.store import DamagedRow
 from service.registry.models import DeploymentOptions, Version, prunable
 from service.registry.repository import Repository, promoted_engine
-from service.storage.database import MIGRATIONS, Database
+from service.storage.database import Database
 from service.storage.layout import Folders
+from service.storage.migrations import Schema
 from tests.service.builders.jobs import write_out
 from tests.service.serving.models import PROVED
 
@@ -51,10 +53,10 @@ def version(
 
 
 class Home:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, location: Path | str | None = None) -> None:
         write_out(folder / "report", folder / "store")
         self.engine: Engine = load_engine(folder / "report")
-        self.folders, self.database = Folders(folder), Database(folder / "crucible.db")
+        self.folders, self.database = Folders(folder), Database(location or folder / "crucible.db")
         self.repository = Repository(self.database, self.folders)
 
     def add(self, model: str = "m", owner: str = "me", current: bool = True) -> int:
@@ -62,8 +64,8 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    opened = Home(tmp_path)
+def home(tmp_path: Path, location: Path | str) -> Iterator[Home]:
+    opened = Home(tmp_path, location)
     yield opened
     opened.database.close()
 
@@ -195,7 +197,7 @@ def test_a_damaged_row_is_named_and_the_others_are_told(home: Home) -> None:
     home.add()
     home.add("n")
     with home.database.write() as rows:
-        rows.execute("UPDATE versions SET about = '{' WHERE model = 'm'")
+        rows.exec_driver_sql("UPDATE versions SET about = '{' WHERE model = 'm'")
     assert [model.name for model in home.repository.list()] == ["n"]
     with pytest.raises(DamagedRow, match="the database rows of model 'm'"):
         home.repository.get("m")
@@ -210,35 +212,33 @@ def test_what_a_version_held_when_it_was_loaded_is_remembered(home: Home) -> Non
 
 
 def test_a_home_of_before_gets_the_tables_and_keeps_what_it_has(tmp_path: Path) -> None:
-    before = Database(tmp_path / "crucible.db", MIGRATIONS[:1])
+    before = Database(tmp_path / "crucible.db", Schema("0001"))
     with before.write() as rows:
-        rows.execute(
+        rows.exec_driver_sql(
             "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES ('p', 'x', 'n',"
             " 'o', '', 'now')"
         )
     with before.read() as rows:
-        assert "models" not in {
-            row["name"] for row in rows.execute("SELECT name FROM sqlite_master")
-        }
+        assert not sa.inspect(rows).has_table("models")
     before.close()
     home = Home(tmp_path)
     assert home.add() == 1
     with home.database.read() as rows:
-        assert [row["prefix"] for row in rows.execute("SELECT prefix FROM keys")] == ["p"]
+        assert list(rows.scalars(sa.text("SELECT prefix FROM keys"))) == ["p"]
     home.database.close()
 
 
 def test_models_of_the_schema_before_this_one_are_served_on(tmp_path: Path) -> None:
     """Its rows as it wrote them: of versions it did not know what they hold in memory."""
-    old = Database(tmp_path / "crucible.db", MIGRATIONS[:2])
+    old = Database(tmp_path / "crucible.db", Schema("0002"))
     with old.write() as rows:
-        rows.execute(
+        rows.exec_driver_sql(
             "INSERT INTO models VALUES ('m', 'me', 1, 2, 1, ?)",
             (DeploymentOptions(instances=2).model_dump_json(),),
         )
         for number, before in ((1, None), (2, 1)):
             about = version(number=number).model_dump_json(exclude={"memory_bytes", "peak_bytes"})
-            rows.execute(
+            rows.exec_driver_sql(
                 "INSERT INTO versions VALUES ('m', ?, ?, ?, ?)",
                 (number, f"job of {number}", before, about),
             )

@@ -3,35 +3,36 @@ newer.
 """
 
 import contextlib
-import sqlite3
 import stat
 import subprocess
 import threading
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from pipeline.errors import DiskFull, StoreError
-from service.storage.database import FILE_MODE, MIGRATIONS, Database
+from service.storage.database import Database
 from service.storage.layout import HOME_MODE
+from service.storage.migrations import HEAD
+from service.storage.sqlite import FILE_MODE
+from service.storage.tables import keys
+from tests.service.builders.schemas import newer_schema
 
-KEY = (
-    "INSERT INTO keys (prefix, sha256, name, owner, scopes, created) VALUES (?, 'x', 'n', 'o', '',"
-    " 'now')"
-)
+KEY = sa.insert(keys).values(sha256="x", name="n", owner="o", scopes="", created="now")
 
 
 def add(database: Database, *prefixes: str, fault: Exception | None = None) -> None:
     with database.write() as rows:
         for prefix in prefixes:
-            rows.execute(KEY, (prefix,))
+            rows.execute(KEY.values(prefix=prefix))
         if fault:
             raise fault
 
 
 def count(database: Database) -> int:
     with database.read() as rows:
-        return int(rows.execute("SELECT count(*) FROM keys").fetchone()[0])
+        return rows.execute(sa.select(sa.func.count()).select_from(keys)).scalar_one()
 
 
 def test_a_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -60,29 +61,28 @@ def test_threads_write_one_after_another(tmp_path: Path) -> None:
     assert count(database) == 80
 
 
+COLOUR = "op.execute(\"ALTER TABLE keys ADD COLUMN colour TEXT NOT NULL DEFAULT 'red'\")"
+
+
 def test_an_older_file_is_migrated_and_keeps_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "crucible.db"
     before = Database(path)
     add(before, "a")
     before.close()
-    after = Database(
-        path, (*MIGRATIONS, "ALTER TABLE keys ADD COLUMN colour TEXT NOT NULL DEFAULT 'red'")
-    )
+    after = Database(path, newer_schema(tmp_path, COLOUR))
     with after.read() as rows:
-        assert [(row["prefix"], row["colour"]) for row in rows.execute("SELECT * FROM keys")] == [
-            ("a", "red")
-        ]
+        found = rows.exec_driver_sql("SELECT prefix, colour FROM keys").all()
+        assert [tuple(row) for row in found] == [("a", "red")]
 
 
 def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "crucible.db"
     Database(path).close()
     with pytest.raises(StoreError):
-        Database(path, (*MIGRATIONS, "ALTER TABLE keys ADD COLUMN colour TEXT; nonsense"))
-    database = Database(path)
-    with database.read() as rows:
-        assert rows.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS)
-        assert "colour" not in [row["name"] for row in rows.execute("PRAGMA table_info(keys)")]
+        Database(path, newer_schema(tmp_path, COLOUR, "op.execute('nonsense')"))
+    with Database(path).read() as rows:
+        assert rows.exec_driver_sql("PRAGMA user_version").scalar_one() == int(HEAD)
+        assert "colour" not in [column["name"] for column in sa.inspect(rows).get_columns("keys")]
 
 
 @pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
@@ -105,7 +105,7 @@ def test_what_follows_a_transaction_follows_only_its_commit(tmp_path: Path) -> N
     database, calls = Database(tmp_path / "crucible.db"), []
     for fault in (None, ZeroDivisionError()):
         with contextlib.suppress(ZeroDivisionError), database.write() as rows:
-            rows.execute(KEY, (str(fault),))
+            rows.execute(KEY.values(prefix=str(fault)))
             database.after_commit(lambda: calls.append(count(database)))
             assert calls == ([1] if fault else [])
             if fault:
@@ -115,10 +115,10 @@ def test_what_follows_a_transaction_follows_only_its_commit(tmp_path: Path) -> N
 
 def test_a_newer_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "crucible.db"
-    Database(path, (*MIGRATIONS, "SELECT 1")).close()
+    Database(path, newer_schema(tmp_path, "op.execute('SELECT 1')")).close()
+    version = int(HEAD)
     with pytest.raises(
-        StoreError,
-        match=f"schema version {len(MIGRATIONS) + 1}, this Crucible knows up to {len(MIGRATIONS)}",
+        StoreError, match=f"schema version {version + 1}, this Crucible knows up to {version}"
     ):
         Database(path)
 
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_a_broken_rule_of_the_schema_is_our_bug_and_not_the_disks(tmp_path: Path) -> None:
     database = Database(tmp_path / "crucible.db")
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(sa.exc.IntegrityError):
         add(database, "a", "a")
     assert count(database) == 0
 

@@ -1,29 +1,35 @@
 """Keys: shown once, stored as a digest, verified in the same words whatever is wrong."""
 
-import sqlite3
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from pipeline.errors import PlanError, UserError
 from service.errors import NotFound, Unauthorized
+from service.storage import tables
 from service.storage.database import Database
-from service.storage.keys import FORM, KNOWN_FOR_S, MAX_KNOWN, REFUSED, SCOPES, Keys, _CachedKey
+from service.storage.key import FORM, SCOPES
+from service.storage.keys import KNOWN_FOR_S, MAX_KNOWN, REFUSED, Keys, _CachedKey
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    return Keys(Database(tmp_path / "crucible.db"))
+def keys(database: Database) -> Keys:
+    return Keys(database)
 
 
-def test_a_key_is_verified_by_its_text_which_is_stored_nowhere(keys: Keys, tmp_path: Path) -> None:
+def test_a_key_is_verified_by_its_text_which_is_stored_nowhere(
+    keys: Keys, database: Database, tmp_path: Path
+) -> None:
     key, text = keys.create("ci", ["compile", "infer"])
     assert FORM.fullmatch(text)
     assert keys.verify(text) == key
     assert key.scopes == ("compile", "infer")
     assert key.owner == f"key:{key.prefix}"
-    secret = text.split("_", 2)[2].encode()  # it may hold a _ itself
-    assert not any(secret in file.read_bytes() for file in tmp_path.iterdir())
+    secret = text.split("_", 2)[2]  # it may hold a _ itself
+    with database.read() as rows:
+        assert secret not in repr(rows.execute(sa.select(tables.keys)).all())
+    assert not any(secret.encode() in file.read_bytes() for file in tmp_path.iterdir())
 
 
 class Clock:
@@ -33,9 +39,9 @@ class Clock:
         return self.now_s
 
 
-def test_a_verified_key_is_known_for_a_moment_without_the_database(tmp_path: Path) -> None:
+def test_a_verified_key_is_known_for_a_moment_without_the_database(database: Database) -> None:
     clock = Clock()
-    keys = Keys(Database(tmp_path / "crucible.db"), clock)
+    keys = Keys(database, clock)
     key, text = keys.create("ci", ["infer"])
     assert keys.known(text) is None
     keys.verify(text)
@@ -64,11 +70,29 @@ def test_a_revoked_key_is_known_to_no_process(tmp_path: Path) -> None:
     assert server.verify(keys[2][1]) == server.known(keys[2][1])
 
 
+def test_a_key_revoked_by_another_host_is_refused_within_five_seconds(postgresql: str) -> None:
+    """No file beside the database tells it. On the host that revokes it, it is refused at once."""
+    clock, here, there = Clock(), Database(postgresql), Database(postgresql)
+    revoking, serving = Keys(here), Keys(there, clock)
+    key, text = revoking.create("ci", ["infer"])
+    for each in (revoking, serving):
+        each.verify(text)
+    revoking.revoke(key.prefix)
+    assert revoking.known(text) is None
+    assert KNOWN_FOR_S <= 5
+    clock.now_s += KNOWN_FOR_S + 0.001
+    assert serving.known(text) is None
+    with pytest.raises(Unauthorized):
+        serving.verify(text)
+    here.close()
+    there.close()
+
+
 def test_what_was_verified_while_it_was_revoked_is_not_known(tmp_path: Path) -> None:
     class Late(Keys):
         """The row is read, then the key is revoked, then the answer comes."""
 
-        def _row(self, prefix: str) -> sqlite3.Row | None:
+        def _row(self, prefix: str) -> sa.RowMapping | None:
             row = super()._row(prefix)
             if row is not None and not row["revoked"]:
                 Keys(database).revoke(prefix)
@@ -81,8 +105,7 @@ def test_what_was_verified_while_it_was_revoked_is_not_known(tmp_path: Path) -> 
     assert late.known(text) is None
 
 
-def test_so_many_keys_are_known_and_no_more(tmp_path: Path) -> None:
-    keys = Keys(Database(tmp_path / "crucible.db"))
+def test_so_many_keys_are_known_and_no_more(keys: Keys) -> None:
     texts = [keys.create("k", ["infer"])[1] for _ in range(3)]
     key = keys.verify(texts[0])
     keys._known.update({str(number): _CachedKey(key, 0.0, 0) for number in range(MAX_KNOWN)})

@@ -4,10 +4,13 @@ import datetime as dt
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
-from service.storage.audit import Actor
+from service.storage import tables
+from service.storage.audit_entry import Actor
 from service.storage.database import Database
-from service.storage.keys import Key, Keys
+from service.storage.key import Key
+from service.storage.keys import Keys
 from service.storage.sessions import SESSION_S, Sessions
 
 ACTOR = Actor("ann", "0123456789", "127.0.0.1", "r")
@@ -18,11 +21,6 @@ class Clock:
 
     def __call__(self) -> dt.datetime:
         return self.now
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Database:
-    return Database(tmp_path / "crucible.sqlite")
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def test_a_session_stands_for_its_key_until_its_end(database: Database, key: Key
     assert sessions.key_of(other) is None
     sessions.begin(key, ACTOR)
     with database.read() as rows:
-        assert rows.execute("SELECT count(*) FROM sessions").fetchone()[0] == 1, "forgotten"
+        assert rows.exec_driver_sql("SELECT count(*) FROM sessions").scalar_one() == 1, "forgotten"
 
 
 def test_a_revoked_key_ends_its_sessions(database: Database, key: Key) -> None:
@@ -55,8 +53,10 @@ def test_a_revoked_key_ends_its_sessions(database: Database, key: Key) -> None:
     assert sessions.key_of(token) is None
 
 
-def test_the_database_does_not_hold_the_token(database: Database, key: Key) -> None:
+def test_the_database_does_not_hold_the_token(database: Database, key: Key, tmp_path: Path) -> None:
     token = Sessions(database).begin(key, ACTOR)
+    with database.read() as rows:
+        assert token not in repr(rows.execute(sa.select(tables.sessions)).all())
     database.close()
-    for file in database.path.parent.iterdir():
+    for file in tmp_path.iterdir():
         assert token.encode() not in file.read_bytes()

@@ -1,0 +1,159 @@
+"""Claims: each job is run by one server at a time, of all that use the database.
+
+    claim = claims.claim("cpu", None)     the next job of the device's queue, now this server's
+    store.append(..., token=claim.token)  each write of the job says by which claim it is made
+    claims.renew()                        a heartbeat for all jobs of this server
+    claims.expired(LEASE_S)               jobs whose server has sent none for so long: now this
+                                          server's, to end or queue again
+
+`fencing_token` rises with every claim. So a server that was cut off, and comes back after another
+one took its job, can write nothing more of it: ClaimLost. All times are those of the database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from service import logs
+from service.jobs.state import Job, State
+from service.jobs.store import DamagedRow, job_from_row
+from service.storage.database import Database
+from service.storage.tables import database_clock_s, jobs
+
+LEASE_S = 20.0  # without a heartbeat for so long, a server is taken for dead
+
+log = logs.get("service.claims")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to run a job, and to write of it."""
+
+    job: Job
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A job of this server, as the database has it."""
+
+    token: int
+    state: State
+
+
+class Claims:
+    """The claims of one server. Safe for threads."""
+
+    def __init__(self, database: Database, server: str) -> None:
+        self._database, self._server = database, server
+
+    def claim(self, device: str, most_running: int | None) -> Claim | None:
+        """Claim the next job of a device's queue; None if no job waits. Owners that run
+        `most_running` jobs, on all servers together, are left out.
+
+        Interrupted jobs come first, then the oldest job of the owner whose last job on this device
+        started longest ago, or never. A job with a damaged row is claimed and logged, and the next
+        one is returned: a repair needs it as it is.
+        """
+        following = _unlocked(self._next(device, most_running))
+        condition = jobs.c.id == following.scalar_subquery()  # IN might claim more than one
+        while taken := self._take(condition, most_running is not None):
+            if claims := _claims(taken):
+                return claims[0]
+        return None
+
+    def release(self, claim: Claim) -> None:
+        """Let other servers claim a job that has not started. No effect if it is not held."""
+        held = (jobs.c.id == claim.job.id) & (jobs.c.fencing_token == claim.token)
+        waiting = sa.update(jobs).where(held, jobs.c.state == "queued")
+        with self._database.write() as rows:
+            rows.execute(waiting.values(server=None))
+
+    def renew(self) -> dict[str, Held]:
+        """Send a heartbeat, and return this server's jobs by their id."""
+        heartbeat = (
+            sa.update(jobs)
+            .where(jobs.c.server == self._server)
+            .values(heartbeat_at=database_clock_s())
+            .returning(jobs.c.id, jobs.c.fencing_token, jobs.c.state)
+        )
+        with self._database.write() as rows:
+            found = rows.execute(heartbeat)
+            return {row.id: Held(row.fencing_token, row.state) for row in found}
+
+    def expired(self, after_s: float | None) -> tuple[Claim, ...]:
+        """Claim the jobs that no server runs, although one should: it has sent no heartbeat for
+        `after_s`. None: whatever it has sent, because it is known to have ended.
+        """
+        orphaned = jobs.c.server.is_(None) & jobs.c.state.in_(("running", "cancelling"))
+        late = jobs.c.heartbeat_at < database_clock_s() - (after_s or 0.0)
+        dead = jobs.c.server.is_not(None) & (late if after_s is not None else sa.true())
+        query = sa.select(jobs.c.id).where(orphaned | dead)
+        return _claims(self._take(jobs.c.id.in_(_unlocked(query))))
+
+    def for_other_devices(self, devices: Collection[str]) -> tuple[Claim, ...]:
+        """Claim the waiting jobs for devices other than these."""
+        waiting = sa.select(jobs.c.id).where(
+            jobs.c.state == "queued", jobs.c.server.is_(None), jobs.c.device.not_in(devices)
+        )
+        return _claims(self._take(jobs.c.id.in_(_unlocked(waiting))))
+
+    def _next(self, device: str, most_running: int | None) -> sa.Select[tuple[str]]:
+        """Return the query for the id of the next job of a device's queue."""
+        waiting, other = jobs.alias("waiting"), jobs.alias("other")
+        last_start = (
+            sa.select(sa.func.max(other.c.started))
+            .where(other.c.device == device, other.c.owner == waiting.c.owner)
+            .scalar_subquery()
+        )
+        query = sa.select(waiting.c.id).where(
+            waiting.c.state == "queued",
+            waiting.c.server.is_(None),
+            waiting.c.device == device,
+        )
+        if most_running is not None:
+            running = (
+                sa.select(sa.func.count())
+                .where(other.c.owner == waiting.c.owner, other.c.server.is_not(None))
+                .scalar_subquery()
+            )
+            query = query.where(running < most_running)
+        interrupted_first = sa.case((waiting.c.attempt > 0, 0), else_=1)
+        turn = (interrupted_first, sa.func.coalesce(last_start, ""), waiting.c.created)
+        return query.order_by(*turn, waiting.c.id).limit(1)
+
+    def _take(
+        self, condition: sa.ColumnElement[bool], counts: bool = False
+    ) -> Sequence[sa.RowMapping]:
+        """Claim the jobs of a condition. `counts`: it counts running jobs, so that it must not be
+        used on two servers at once.
+        """
+        claim = {
+            "server": self._server,
+            "fencing_token": jobs.c.fencing_token + 1,
+            "heartbeat_at": database_clock_s(),
+        }
+        change = sa.update(jobs).where(condition).values(claim).returning(jobs)
+        with self._database.write() as rows:
+            if counts:
+                self._database.lock(rows, "running jobs")
+            return rows.execute(change).mappings().all()
+
+
+def _unlocked(query: sa.Select[tuple[str]]) -> sa.Select[tuple[str]]:
+    """Leave out, and do not wait for, the jobs that another server claims now."""
+    return query.with_for_update(skip_locked=True, of=query.columns_clause_froms[0])
+
+
+def _claims(taken: Sequence[sa.RowMapping]) -> tuple[Claim, ...]:
+    """Return the claims of these rows, by the age of their jobs. Damaged rows are logged."""
+    claims = list[Claim]()
+    for row in sorted(taken, key=lambda row: str(row["id"])):
+        try:
+            claims.append(Claim(job_from_row(row), row["fencing_token"]))
+        except DamagedRow as error:
+            log.error("job.damaged", job=row["id"], error=error.message)
+    return tuple(claims)

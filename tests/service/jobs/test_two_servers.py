@@ -1,0 +1,176 @@
+"""Two servers on one PostgreSQL and one home: each job runs once, and all works from each of
+them.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from service.errors import TooMany
+from service.jobs.claims import LEASE_S
+from service.jobs.state import Job
+from service.jobs.store import JobStore
+from service.sandbox.process_tree import of_jobs
+from service.settings import Settings
+from service.storage.database import Database
+from service.storage.layout import Folders
+from service.storage.tables import jobs
+from tests.service.builders.jobs import Bench, running, write_out
+
+Story = Callable[[Bench, Bench], Awaitable[None]]
+
+
+def is_running(job: Job) -> bool:
+    return job.state == "running"
+
+
+def trying(
+    home: Path, url: str, story: Story, max_running: int | None = None, max_queued: int = 1000
+) -> None:
+    options = Settings(home=home, database_url=url, max_running=max_running, max_queued=max_queued)
+
+    async def run() -> None:
+        async with (
+            running(home, options=options) as one,
+            running(home, options=options) as two,
+        ):
+            try:
+                await story(one, two)
+            finally:  # together: else one may start what the other one has left
+                await asyncio.gather(one.runner.stop(), two.runner.stop())
+
+    asyncio.run(run())
+
+
+def test_jobs_of_both_run_once_on_either(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Bench, two: Bench) -> None:
+        submitted = [await bench.submit("succeed") for bench in (one, one, two, two)]
+        for bench in (one, two):
+            ended = [await bench.until(job) for job in submitted]
+            assert [(job.state, job.attempt) for job in ended] == [("succeeded", 1)] * 4
+        for job in submitted:
+            kinds = one.kinds(job)
+            assert (kinds.count("running"), kinds.count("succeeded")) == (1, 1)
+            assert one.folders.report(job.id).is_dir()
+
+    trying(tmp_path, postgresql, story)
+
+
+def test_events_of_the_other_server_wake_a_client(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Bench, two: Bench) -> None:
+        job = await one.submit("hang")
+        await one.until(job, is_running)
+        changed = [bench.runner.changed(job.id) for bench in (one, two)]
+        await one.runner.cancel(job.id)
+        for event in changed:
+            await asyncio.wait_for(event.wait(), 30)
+
+    trying(tmp_path, postgresql, story)
+
+
+@pytest.mark.parametrize("canceller", [0, 1])
+def test_either_server_cancels_a_running_job(
+    tmp_path: Path, postgresql: str, canceller: int
+) -> None:
+    async def story(*both: Bench) -> None:
+        job = await both[0].submit("hang")
+        await both[0].until(job, is_running)
+        await both[canceller].runner.cancel(job.id)
+        ended = await both[1 - canceller].until(job)
+        assert ended.state == "cancelled"
+        assert of_jobs([job.id]) == []
+
+    trying(tmp_path, postgresql, story)
+
+
+def test_limits_of_an_owner_hold_over_both(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Bench, two: Bench) -> None:
+        first = await one.submit("hang")
+        await one.until(first, is_running)
+        second = await two.submit("hang")
+        await asyncio.sleep(3)  # both have looked for jobs meanwhile
+        assert one.store.get(second.id).state == "queued"
+        with pytest.raises(TooMany):
+            await one.submit("succeed")
+
+    trying(tmp_path, postgresql, story, max_running=1, max_queued=1)
+
+
+def test_the_job_of_a_dead_server_runs_on_the_other_one(tmp_path: Path, postgresql: str) -> None:
+    """Its claim is that of a server which sends no heartbeat. A late write of it is refused."""
+
+    async def story(one: Bench, two: Bench) -> None:
+        job = await one.submit("hang")
+        await one.until(job, is_running)
+        with one.store.database.write() as rows:
+            rows.execute(
+                sa.update(jobs).values(
+                    server="dead", heartbeat_at=jobs.c.heartbeat_at - 2 * LEASE_S
+                )
+            )
+        again = await two.until(job, lambda job: job.attempt == 2)
+        assert again.interruptions == 1
+        assert one.kinds(job).count("running") == 2
+        await one.runner.cancel(job.id)
+        assert (await two.until(job)).state == "cancelled"
+        assert of_jobs([job.id]) == []
+
+    trying(tmp_path, postgresql, story)
+
+
+def test_a_stopped_server_leaves_its_job_to_the_other_one(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Bench, two: Bench) -> None:
+        jobs_of_both = [await one.submit("hang") for _ in range(2)]  # one on each server
+        for job in jobs_of_both:
+            await one.until(job, is_running)
+        third = await one.submit("succeed")
+        await two.runner.stop()
+        states = sorted(one.store.get(job.id).state for job in jobs_of_both)
+        assert states == ["queued", "running"]
+        for job in jobs_of_both:
+            await one.runner.cancel(job.id)
+        assert (await one.until(third)).state == "succeeded"
+
+    trying(tmp_path, postgresql, story)
+
+
+@pytest.mark.slow
+def test_the_job_of_a_killed_server_runs_on_the_other_one(tmp_path: Path, postgresql: str) -> None:
+    """SIGKILL, so that nothing is said to the database: its heartbeats cease."""
+    environment = {**os.environ, "CRUCIBLE_SERVICE_DATABASE_URL": postgresql}
+    command = (sys.executable, "-m", "tests.service.builders.server_double", str(tmp_path), "hang")
+    write_out(tmp_path / "template", tmp_path / "template-store")
+
+    def kill_when_it_runs(doomed: "subprocess.Popen[str]") -> str:
+        assert doomed.stdout is not None
+        job_id = next(line.split()[1] for line in doomed.stdout if line.startswith("accepted "))
+        with closing(Database(postgresql)) as database:
+            while JobStore(database).get(job_id).state != "running":
+                assert doomed.poll() is None
+                time.sleep(0.1)
+        doomed.kill()
+        return job_id
+
+    async def story() -> None:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True
+        ) as doomed:
+            try:
+                job_id = await asyncio.to_thread(kill_when_it_runs, doomed)
+            finally:
+                doomed.kill()
+        plan = Folders(tmp_path).load_plan(job_id).model_copy(update={"name": "succeed"})
+        Folders(tmp_path).save_plan(job_id, plan)
+        async with running(tmp_path, database_url=postgresql) as other:
+            ended = await other.until(other.store.get(job_id))
+            assert (ended.state, ended.attempt, ended.interruptions) == ("succeeded", 2, 1)
+
+    asyncio.run(story())

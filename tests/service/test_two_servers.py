@@ -1,0 +1,72 @@
+"""Two servers on one PostgreSQL and one home, over HTTP: a client need not know which it asks."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from service.storage.keys import KNOWN_FOR_S
+from tests.service.builders.app import Desk, opened_desk
+
+Story = Callable[[Desk, Desk], Awaitable[None]]
+
+
+def at_two_desks(home: Path, url: str, story: Story, keys_required: bool = False) -> None:
+    async def run() -> None:
+        async with (
+            opened_desk(home, database_url=url, keys_required=keys_required) as one,
+            opened_desk(home, database_url=url, keys_required=keys_required) as two,
+        ):
+            await story(one, two)
+
+    asyncio.run(run())
+
+
+def test_a_job_of_one_server_is_seen_whole_at_the_other(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        job = await one.end_of("succeed")
+        assert job["state"] == "succeeded"
+        for path in ("", "/log", "/events"):
+            answers = [await desk.client.get(f"/jobs/{job['id']}{path}") for desk in (one, two)]
+            assert [answer.status_code for answer in answers] == [200, 200], path
+            assert answers[0].text == answers[1].text
+        report = await two.client.get(f"/reports/{job['id']}")
+        assert report.status_code == 200, report.text
+        again = await two.compile("succeed")
+        assert again.json()["id"] == job["id"], "an equal request gets the same job"
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
+def test_the_events_of_a_running_job_stream_from_the_other_server(
+    tmp_path: Path, postgresql: str
+) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        job_id = (await one.compile("hang")).json()["id"]
+        await one.until(job_id, "running")
+
+        async def follow(desk: Desk) -> list[str]:
+            text = (await desk.client.get(f"/jobs/{job_id}/events")).text
+            return [line for line in text.splitlines() if line.startswith(("id:", "event:"))]
+
+        following = [asyncio.create_task(follow(desk)) for desk in (one, two)]
+        await asyncio.sleep(0.1)
+        assert (await two.client.delete(f"/jobs/{job_id}")).is_success
+        streams = await asyncio.gather(*following)
+        assert streams[0] == streams[1]
+        assert "event: cancelled" in streams[0][-2:]
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
+def test_a_key_revoked_at_one_server_is_refused_at_both(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        header = one.key("compile")
+        for desk in (one, two):
+            assert (await desk.client.get("/jobs", headers=header)).status_code == 200
+        prefix = header["Authorization"].split("_")[1]
+        await asyncio.to_thread(one.service.keys.revoke, prefix)
+        assert (await one.client.get("/jobs", headers=header)).status_code == 401
+        await asyncio.sleep(KNOWN_FOR_S)
+        assert (await two.client.get("/jobs", headers=header)).status_code == 401
+
+    at_two_desks(tmp_path, postgresql, story, keys_required=True)
