@@ -255,14 +255,12 @@ class JobStore:
         """Return the newest event of each stage and subject of the last attempt, in the order in
         which they began.
         """
-        of_job = events.c.job_id == job_id
-        last_start = sa.select(sa.func.max(events.c.seq)).where(of_job, events.c.kind == "running")
         stages = (
             sa.select(
                 sa.func.min(events.c.seq).label("first"), sa.func.max(events.c.seq).label("last")
             )
-            .where(of_job, events.c.stage.is_not(None))
-            .where(events.c.seq > sa.func.coalesce(last_start.scalar_subquery(), 0))
+            .where(events.c.job_id == job_id, events.c.stage.is_not(None))
+            .where(events.c.seq > _last_start(job_id))
             .group_by(events.c.stage, events.c.subject)
             .subquery()
         )
@@ -273,14 +271,14 @@ class JobStore:
 
     def figures(self, job_id: str) -> tuple[CandidateFigures, ...]:
         """Return what the last attempt has measured of each candidate so far."""
-        with self._database.read() as rows:
-            matches = rows.execute(
-                "SELECT * FROM events WHERE job_id = ?1 AND kind = ?2"
-                " AND seq > coalesce((SELECT max(seq)"
-                " FROM events WHERE job_id = ?1 AND kind = 'running'), 0) ORDER BY seq LIMIT ?3",
-                (job_id, FIGURES_KIND, MAX_FIGURES),
-            ).fetchall()
-        return joined_figures(event.data for event in _events(matches))
+        query = (
+            sa.select(events)
+            .where(events.c.job_id == job_id, events.c.kind == FIGURES_KIND)
+            .where(events.c.seq > _last_start(job_id))
+            .order_by(events.c.seq)
+            .limit(MAX_FIGURES)
+        )
+        return joined_figures(event.data for event in _events(self._rows(query)))
 
     def unfinished(self) -> tuple[Job, ...]:
         """Return all jobs that have not ended, oldest first."""
@@ -351,6 +349,13 @@ class JobStore:
             .order_by(jobs.c.id.desc())
         )
         return next(iter(_readable(rows.execute(query).mappings().all())), None)
+
+
+def _last_start(job_id: str) -> sa.ColumnElement[int]:
+    """The number of the event with which the last attempt began; 0 before the first."""
+    starts = sa.select(sa.func.max(events.c.seq))
+    starts = starts.where(events.c.job_id == job_id, events.c.kind == "running")
+    return sa.func.coalesce(starts.scalar_subquery(), 0)
 
 
 def client_event(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:

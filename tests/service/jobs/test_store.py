@@ -132,7 +132,7 @@ def test_figures_are_events_of_their_own_and_those_of_the_last_attempt_are_found
     assert (event.kind, event.data) == ("figures", asdict(measured))
     assert [each.data["stage"] for each in store.newest_of_stages("0001")] == ["build"]
     with database.write() as rows:
-        rows.execute("UPDATE events SET data = '{' WHERE seq = ?", (event.seq,))
+        rows.execute(sa.update(events).where(events.c.seq == event.seq).values(data="{"))
     assert store.figures("0001") == (checked,)
     take(store, "0001", Requeued("why"), Started(43, 1.0))
     assert store.figures("0001") == ()
