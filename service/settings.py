@@ -45,7 +45,8 @@ class Settings(Frozen):
         repr=False,  # it may hold a password
         description=(
             "Address of a PostgreSQL database, `postgresql+psycopg://USER@HOST/NAME`. Needs the"
-            " extra `postgres`. Default: SQLite in `home`."
+            " extra `postgres`. Servers that share it must share the folder `home`. Default:"
+            " SQLite in `home`."
         ),
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")

