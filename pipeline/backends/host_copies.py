@@ -147,8 +147,8 @@ def _parallel_torch() -> Any:
 
 def _numbers_at(address: int, size: int) -> NDArray[Any]:
     """The memory at an address as an array that can be written, whoever owns it."""
-    memory = (ctypes.c_char * size).from_address(address)
-    numbers: NDArray[Any] = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]  # it takes any buffer
+    memory = memoryview((ctypes.c_char * size).from_address(address))
+    numbers: NDArray[Any] = np.frombuffer(memory, np.uint8)
     return numbers.view(np.int64) if size % 8 == 0 else numbers
 
 
