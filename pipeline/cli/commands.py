@@ -30,6 +30,7 @@ from pipeline.cli.options import (
     SetOption,
 )
 from pipeline.cli.record import record
+from pipeline.cli.stage_progress import StageProgress
 from pipeline.core import Engine
 from pipeline.errors import PlanError
 from pipeline.execution.remote_store import open_store
@@ -554,7 +555,7 @@ def _plan(path: Path, overrides: list[str], profiles: list[str]) -> Plan:
 @contextlib.contextmanager
 def _runner(quiet: bool, plan: str) -> Iterator[Runner]:
     console = terminal.console(stderr=True)
-    with terminal.StageProgress(console, quiet) as progress:
+    with StageProgress(console, quiet) as progress:
         store = open_store(
             on_wait=lambda text: (
                 None if quiet else console.print(f"[yellow]{escape(text)}", highlight=False)

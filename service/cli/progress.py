@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from pipeline.cli import terminal
+from pipeline.cli.stage_progress import StageProgress
 from pipeline.execution.stage_event import StageEvent
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ def print_job(client: Client, job: JobView, wait: bool, as_json: bool) -> None:
 def follow(client: Client, job_id: str, as_json: bool) -> NoReturn:
     """Show a job's events to its end, then its result. Ends the command with its exit code."""
     errors = terminal.console(stderr=True)
-    with terminal.StageProgress(errors, quiet=as_json) as progress:
+    with StageProgress(errors, quiet=as_json) as progress:
         for event in client.events(job_id):
             if event.kind == "stage":
                 progress(stage_of(event))
-            elif event.kind != "figures" and not as_json:
+            elif event.kind == "figures":
+                progress(figures_of(event))
+            elif not as_json:
                 reason = event.data.get("why")
                 errors.print(
                     f"{event.kind}: {reason}" if reason else event.kind,
@@ -71,6 +74,21 @@ def stage_of(event: Event) -> StageEvent:
     values = {name: value for name, value in event.data.items() if name in known}
     values["stage"] = escape(values["stage"])
     return StageEvent(**values)
+
+
+def figures_of(event: Event) -> StageEvent:
+    """Convert figures of a candidate for the terminal. Those of a form that a newer server sends
+    are left out.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from pipeline.core import CandidateFigures
+
+    try:
+        figures = TypeAdapter(CandidateFigures).validate_python(event.data)
+    except ValidationError:
+        figures = None
+    return StageEvent("", state="progress", figures=figures)
 
 
 def _print_verdict(client: Client, job: JobView) -> None:

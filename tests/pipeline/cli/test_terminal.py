@@ -6,18 +6,14 @@ import time
 import pytest
 from rich.console import Console
 
-from pipeline.cli.terminal import (
-    StageProgress,
-    benchmark_table,
-    candidate_table,
-    console,
-    expectation,
-)
+from pipeline.cli.stage_progress import StageProgress, expectation
+from pipeline.cli.terminal import benchmark_table, candidate_table, console
+from pipeline.core import AccuracyFigures, CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from pipeline.measurement.clock import Samples
 from pipeline.results.report import BenchmarkReport, LatencyRow
 from tests.builders.report import sample_report
-from tests.pipeline.execution.figures import candidate
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 
 def test_a_percentile_that_too_few_values_do_not_give_is_a_gap() -> None:
@@ -99,13 +95,37 @@ def test_what_is_expected_of_a_stage(elapsed_s: float, estimate_s: float | None,
     assert expectation(elapsed_s, estimate_s) == text
 
 
-def test_figures_leave_the_lines_of_stages_as_they_are() -> None:
+def test_the_first_figures_of_a_candidate_are_a_line_each() -> None:
     clock, console = Clock(), plain()
     shown = StageProgress(console, every_s=30, clock=clock)
-    shown(StageEvent("benchmark", "", 0.5, state="progress", figures=candidate("int8")))
+
+    def measured(*found: CandidateFigures) -> str:
+        for figures in found:
+            shown(StageEvent("benchmark", "", 0.5, state="progress", figures=figures))
+        return output_of(console)
+
+    checked = candidate("int8[a]", accuracy(0.01, "top1"))
+    assert measured(checked, checked) == (
+        "  passes             int8[a]: loss of top1 0.01 (0.005 to 0.015)\n"
+    )
+    exact = AccuracyFigures("", 2e-5, 2e-5, 2e-5, passed=False)
+    assert measured(candidate("fp16", exact)).endswith(
+        "  fails              fp16: 1 - cosine 2e-05\n"
+    )
+    timed = candidate("int8[a]", latency=latency(0.00123))
+    text = measured(timed, candidate("int8[a]", latency=latency(0.002)), candidate("bf16"))
+    assert text.endswith("  timing             int8[a]: first runs 1.23 ms\n")
     clock.now += 60
     shown.say_alive()
-    assert output_of(console) == "", "no stage runs"
+    assert output_of(console) == text, "no stage runs"
+
+
+def test_nothing_is_said_of_candidates_where_quiet() -> None:
+    console = plain()
+    shown = StageProgress(console, quiet=True)
+    figures = candidate("int8", accuracy())
+    shown(StageEvent("validate", "", state="progress", figures=figures))
+    assert output_of(console) == ""
 
 
 def test_a_long_stage_says_that_it_is_alive() -> None:

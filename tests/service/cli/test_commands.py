@@ -5,6 +5,7 @@ the job worker.
 import io
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pipeline.cli.terminal import StageProgress
+from pipeline.cli.stage_progress import StageProgress
 from pipeline.report.bundle import load_engine
 from pipeline.report.files import JSON_NAME
-from service.cli.progress import stage_of
+from service.cli.progress import figures_of, stage_of
 from service.client import Client, Event, RemoteError, Upload
 from service.storage.layout import Folders
 from tests.builders.cli import Result, crucible
+from tests.pipeline.execution.figures import candidate, latency
 from tests.service.builders.app import MODEL
 from tests.service.builders.jobs import write_out
 from tests.service.builders.serving import serving_models
@@ -264,6 +266,15 @@ def test_what_a_stage_is_called_is_no_markup() -> None:
     with console.capture() as shown:
         StageProgress(console)(stage_of(Event(1, "stage", data)))
     assert shown.get() == "  done       1.0 s  [/red] [/b]\n"
+
+
+def test_figures_of_an_unknown_form_are_left_out() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    measured = asdict(candidate("[/b]", latency=latency(0.002)))
+    with console.capture() as shown:
+        for data in (measured, {**measured, "newer": 1}, {}):
+            StageProgress(console)(figures_of(Event(1, "figures", data)))
+    assert shown.get() == "  timing             [/b]: first runs 2 ms\n"
 
 
 @pytest.mark.parametrize(
