@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import ml_dtypes
 import numpy as np
@@ -33,13 +34,6 @@ from pydantic import (
 
 Tensors = Mapping[str, NDArray[Any]]
 """Tensors by name, as host arrays."""
-
-Progress = Callable[[float | None, str], None]
-"""Called by long work with the fraction done (0 to 1, or None if unknown) and a short text."""
-
-
-def silent(fraction: float | None, text: str) -> None:
-    """Ignore progress: the default of every stage."""
 
 
 class Frozen(BaseModel):
@@ -61,6 +55,18 @@ class Precision(StrEnum):
     INT8 = "int8"
     INT4 = "int4"  # of weights only
     FP8 = "fp8"
+
+
+ITEM_BYTES = {
+    Precision.FP32: 4,
+    Precision.TF32: 4,
+    Precision.FP16: 2,
+    Precision.BF16: 2,
+    Precision.INT8: 1,
+    Precision.FP8: 1,
+    Precision.INT4: 0.5,
+}
+"""Bytes of one value."""
 
 
 class CalibrationMethod(StrEnum):
@@ -752,3 +758,61 @@ class Refusal(Frozen):
     opset: int
     reason: str
     remedy: str
+
+
+# -- progress ----------------------------------------------------------------
+
+MAX_LATENCY_S = 1e9
+MAX_DROP = 1e30  # a metric may be any number; the plot subtracts and scales them
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyFigures:
+    """The accuracy of one candidate on the selection set, as a plot shows it."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    measure: str  # name of the task metric; empty: 1 - the smallest cosine to the reference
+    drop: Annotated[float, Field(ge=-MAX_DROP, le=MAX_DROP, allow_inf_nan=False)]
+    # 95 % interval of the drop; both the drop if the measure has none
+    low: Annotated[float, Field(ge=-MAX_DROP, le=MAX_DROP, allow_inf_nan=False)]
+    high: Annotated[float, Field(ge=-MAX_DROP, le=MAX_DROP, allow_inf_nan=False)]
+    passed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyFigures:
+    """The latency of one candidate, end to end, from the runs so far at the first shape."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    median_s: Annotated[float, Field(gt=0, le=MAX_LATENCY_S, allow_inf_nan=False)]
+    # quartiles; both the median of too few values
+    low_s: Annotated[float, Field(gt=0, le=MAX_LATENCY_S, allow_inf_nan=False)]
+    high_s: Annotated[float, Field(gt=0, le=MAX_LATENCY_S, allow_inf_nan=False)]
+    shape: str  # in words
+    is_eliminated: bool = False  # it gets no further runs
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateFigures:
+    """What a stage has just measured of one candidate or baseline. None: not by this stage."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    label: str
+    precision: Precision
+    is_baseline: bool = False
+    accuracy: AccuracyFigures | None = None
+    latency: LatencyFigures | None = None
+
+
+class Progress(Protocol):
+    """Called by long work with the fraction done (0 to 1, or None if unknown), a short text, and
+    the figures of a candidate that it has just measured.
+    """
+
+    def __call__(
+        self, fraction: float | None, text: str, figures: CandidateFigures | None = None, /
+    ) -> None: ...
+
+
+def silent(fraction: float | None, text: str, figures: CandidateFigures | None = None) -> None:
+    """Ignore progress: the default of every stage."""

@@ -28,6 +28,15 @@ def bytes_text(count: int) -> str:
     raise AssertionError("unreachable")
 
 
+def flops_text(count: float) -> str:
+    """Decimal units: 512 FLOP, 2.10 MFLOP."""
+    for unit in ("", "k", "M", "G"):
+        if count < 999.5:
+            return f"{_three_digits(count) if unit else round(count)} {unit}FLOP"
+        count /= 1000
+    return f"{number_text(count)} TFLOP"
+
+
 def number_text(value: float) -> str:
     """Three digits, thousands marked."""
     return f"{value:,.0f}" if value >= 100 else _three_digits(value)

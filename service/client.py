@@ -138,7 +138,7 @@ class Event:
     """One event of a job."""
 
     seq: int  # rises; pass the last one to `events` to continue after it
-    kind: str  # "stage", or the job's new State
+    kind: str  # "stage", "figures" of a candidate, or the job's new State
     data: Mapping[str, Any]
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -143,6 +143,7 @@ class Service:
         self._reader = ThreadPoolExecutor(1, "crucible-read")
         self._key_reader = ThreadPoolExecutor(1, "crucible-keys")
         self.unpacking = asyncio.Semaphore(UNPACKING)
+        self.comparing = asyncio.Lock()  # the original of a model runs, beside its engine
         self.stopping = False
         self._tidying: tuple[asyncio.Task[None], ...] = ()
         self._proof: asyncio.Task[Proof] | None = None
@@ -179,6 +180,15 @@ class Service:
     def devices(self) -> Devices:
         """The devices of this host, who uses them, and who waits."""
         return self._leases.devices
+
+    @contextmanager
+    def serving_on(self, device: str, holder: str) -> Iterator[None]:
+        """Hold a lease to serve, so that no measurement goes on unmarked beside other work."""
+        self._leases.serve(holder, device)
+        try:
+            yield
+        finally:
+            self._leases.give_back(holder, device, "serve")
 
     def _startup_step(self) -> str:
         """Describe the current step of the startup, without model names, which would need a key."""

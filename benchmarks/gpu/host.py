@@ -84,7 +84,9 @@ class Watch:
     turns: int = 0
     states: list[dict[str, float]] = field(default_factory=list)
 
-    def __call__(self, fraction: float | None, text: str) -> None:
+    def __call__(self, fraction: float | None, text: str, figures: object = None) -> None:
+        if figures is not None:  # no turn
+            return
         if self.turns % EVERY == 0:
             self.states.append(gpu_state())
         self.turns += 1

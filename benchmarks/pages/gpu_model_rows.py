@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.gpu.rows import Row, choice_from_heading, row_named
-from pipeline.benchmark.roofline import ITEM_BYTES
-from pipeline.core import Precision, TensorRTOptions
+from pipeline.core import ITEM_BYTES, Precision, TensorRTOptions
 
 CURVE = "async_curve"
 ENGINES = ("ours", "bare", "torch")

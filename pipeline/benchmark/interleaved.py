@@ -30,7 +30,14 @@ from pipeline import backends
 from pipeline.backends.base import Session, run_session
 from pipeline.benchmark.elimination import MAX_PAIRS, Role, Runner, Stop, is_decided, stops
 from pipeline.benchmark.gpu_cost import measure_gpu_cost
-from pipeline.core import Engine, Progress, Tensors, nearest_profile, silent
+from pipeline.core import (
+    CandidateFigures,
+    Engine,
+    Progress,
+    Tensors,
+    nearest_profile,
+    silent,
+)
 from pipeline.errors import CrucibleError, InternalError
 from pipeline.execution.child_process import Channel
 from pipeline.host.contention import CpuClock, cpu_clock
@@ -39,7 +46,9 @@ from pipeline.host.gpu import memory_in_use
 from pipeline.measurement.clock import (
     NANOSECOND_DIGITS,
     Clock,
+    Samples,
     WarmUpOptions,
+    latency_figures,
     measure_block,
     monotonic,
     thinned,
@@ -191,12 +200,26 @@ class Contestant:
     def is_racing(self) -> bool:
         return not self.failure and self.stop is None
 
+    @property
+    def is_first_block(self) -> bool:
+        """True once it has one block, at the first workload."""
+        return sum(map(len, self.blocks)) == 1
+
     def waiting(self, workload: int) -> list[float]:
         """Return each child's share of time spent waiting for a CPU: the median of its blocks."""
         shares = np.array([block.waiting for block in self.blocks[workload]])
         ends = np.cumsum(self.processes)
         starts = ends - self.processes
         return [float(np.median(shares[a:b])) for a, b in zip(starts, ends, strict=True)]
+
+    def figures(self, shape: str) -> CandidateFigures:
+        """Return its latency so far at the first workload, whose `shape` is given in words."""
+        recipe = self.engine.recipe
+        times = tuple(time for block in self.blocks[0] for time in block.end_to_end_s)
+        latency = None
+        if times and not self.failure:
+            latency = latency_figures(Samples(values_s=times), shape, self.stop is not None)
+        return CandidateFigures(recipe.label, recipe.precision, latency=latency)
 
     def runner(self) -> Runner:
         """Return the results at the first workload, which decide whether it continues."""
@@ -297,6 +320,7 @@ class Race:
         reasons = stops([contestant.runner() for contestant in racing])
         for contestant, reason in zip(racing, reasons, strict=True):
             contestant.stop = reason
+            self._report(contestant)
         now_s = self.clock()
         self.generation_s, self.generation_began_s = now_s - self.generation_began_s, now_s
         self.generation += 1
@@ -337,9 +361,7 @@ class Race:
                 contestant.warmups[index] += self._turn(contestant, f"warm up, {shape}", warm) or ()
             for _ in range(rounds):
                 for contestant in self._in_random_order():
-                    block = self._turn(contestant, shape, take)
-                    if block is not None:
-                        contestant.blocks[index].append(block)
+                    self._take(contestant, index, take)
             if self.gpu and self.generation == 0:
                 self._measure_gpu_costs(shape, is_last=index == len(self.shapes) - 1)
             for contestant in self.racing():
@@ -348,6 +370,14 @@ class Race:
         for contestant in racing:
             contestant.processes.append(rounds)
             contestant.generations.append(self.generation)
+
+    def _take(self, contestant: Contestant, index: int, take: Take) -> None:
+        """Run one block of a contestant at a shape, and report the first one of all."""
+        block = self._turn(contestant, self.shapes[index], take)
+        if block is not None:
+            contestant.blocks[index].append(block)
+            if contestant.is_first_block:
+                self._report(contestant)
 
     def _measure_gpu_costs(self, shape: str, is_last: bool) -> None:
         """Measure memory and energy of the engines on the GPU.
@@ -381,10 +411,20 @@ class Race:
 
     def _turn(self, contestant: Contestant, text: str, message: object | None) -> Any:
         """Let a contestant run, and return its reply; None if it has left the race."""
+        self._tell(contestant, text)
+        return _answer(contestant, message)
+
+    def _report(self, contestant: Contestant) -> None:
+        """Report the latency of a contestant so far."""
+        shape = self.shapes[0]
+        self._tell(contestant, shape, contestant.figures(shape))
+
+    def _tell(
+        self, contestant: Contestant, text: str, figures: CandidateFigures | None = None
+    ) -> None:
         spent = (self.clock() - self.began_s) / self.options.budget_s
         process = f"process {self.generation + 1}, {text}: {contestant.engine.recipe.label}"
-        self.progress(min(spent, 1.0), process)
-        return _answer(contestant, message)
+        self.progress(min(spent, 1.0), process, figures)
 
 
 def warm_up_of_process(options: BenchmarkConfig) -> WarmUpOptions:

@@ -8,7 +8,7 @@ the second limit is an upper estimate. All functions are pure.
 
 from __future__ import annotations
 
-from pipeline.core import Precision
+from pipeline.core import ITEM_BYTES, Precision
 from pipeline.formatting import number_text, time_text
 from pipeline.host.gpu import Peaks
 from pipeline.results.report import BenchmarkReport, Bound, LatencyRow
@@ -20,15 +20,6 @@ FAR = 4.0  # times both limits: neither arithmetic nor memory explains the time
 TINY_S = 200e-6
 """Starting kernels and passing work to threads takes as long as this."""
 
-ITEM_BYTES = {
-    Precision.FP32: 4,
-    Precision.TF32: 4,
-    Precision.FP16: 2,
-    Precision.BF16: 2,
-    Precision.INT8: 1,
-    Precision.FP8: 1,
-    Precision.INT4: 0.5,
-}
 MEASURE_CPU = (
     "measure the peaks once: `crucible doctor --measure`, with --threads where the plan sets"
     " benchmark.threads"

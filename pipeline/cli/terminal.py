@@ -149,6 +149,8 @@ class StageProgress:
 
     def _show(self, event: StageEvent) -> None:
         name = _name(event)
+        if event.figures is not None:
+            return
         if event.state in ("started", "progress"):
             self._running[name] = (self._clock() - event.elapsed_s, event)
         if self._live and event.state in ("started", "progress", "waiting"):

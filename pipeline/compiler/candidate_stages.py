@@ -20,6 +20,7 @@ from pipeline.compiler.fallback import ANY_SHAPE
 from pipeline.core import (
     CalibrationMethod,
     CalibrationTable,
+    CandidateFigures,
     Engine,
     OnnxModel,
     Precision,
@@ -27,7 +28,7 @@ from pipeline.core import (
     Recipe,
 )
 from pipeline.data.samples import CalibrationSet, SampleSet
-from pipeline.execution.stage_runner import Stage, StageCall
+from pipeline.execution.stage_runner import Stage, StageCall, no_figures
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.plan.schema import GeneratedData
 from pipeline.plan.source import code_digest
@@ -213,8 +214,17 @@ def check_engine(
         partial(validate, engine, expected, samples, accuracy, steps, batch_rows(context)),
         depends_on=(engine.recipe, *code),
         subject=f"{engine.recipe.label} on {samples.role}",
+        # the plot compares candidates, which all run the selection set
+        figures=(
+            partial(accuracy_figures, engine) if samples is context.data.selection else no_figures
+        ),
     )
     return context.runner.stage(call)
+
+
+def accuracy_figures(engine: Engine, report: ValidationReport) -> tuple[CandidateFigures, ...]:
+    """Return the accuracy of an engine for the live plot."""
+    return (report.figures_of(engine.recipe),)
 
 
 def reference_outputs(

@@ -26,6 +26,7 @@ from pipeline.compiler.compile import (
     delivered_engine,
     export_model,
     raw_model,
+    report_baselines,
 )
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
 from pipeline.compiler.decision import Baseline, decide, why_undelivered
@@ -202,6 +203,10 @@ def _measured(
     last = Role.CANDIDATE if entries else Role.BASELINE
     entries.append(RaceEntry(engines[-1], last))
     check_if_sealed(engines[-1])  # again: earlier steps may have taken minutes
+    report_baselines(runner, (entry.engine for entry in entries if entry.role is Role.BASELINE))
+    for candidate in report.candidates:
+        if candidate.label == engines[-1].recipe.label and candidate.selection:
+            runner.report(BENCHMARK, candidate.selection.figures_of(candidate.recipe))
     run: Benchmarks = runner.anew(
         BENCHMARK, engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None
     )

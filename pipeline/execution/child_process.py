@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.core import Progress, silent
+from pipeline.core import CandidateFigures, Progress, silent
 from pipeline.errors import ChildDied, ChildKilled, ChildStopped, CrucibleError, InternalError
 from pipeline.execution.exit_causes import (
     NEXT_STEPS,
@@ -75,6 +75,7 @@ class Report:
 
     fraction: float | None
     text: str
+    figures: CandidateFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ class Child:
                 return message.value
             if isinstance(message, Report):
                 last = message
-                progress(message.fraction, message.text)
+                progress(message.fraction, message.text, message.figures)
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End the child and its children, and release its log. No effect on an ended child."""
@@ -359,7 +360,10 @@ def _main(descriptor: int) -> None:
             value = function(Channel(connection), *start.arguments)
         else:
             value = function(
-                *start.arguments, lambda fraction, text: connection.send(Report(fraction, text))
+                *start.arguments,
+                lambda fraction, text, figures=None: connection.send(
+                    Report(fraction, text, figures)
+                ),
             )
         answer: object = Done(value)
     except Exception as error:  # noqa: BLE001  the edge of a process: the parent must know

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from pipeline.core import CandidateFigures
+
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 StageState = Literal["started", "progress", "finished", "reused", "waiting", "failed", "cancelled"]
 
@@ -33,3 +35,4 @@ class StageEvent(StageStatus):
 
     state: StageState
     seconds: Seconds = 0.0  # of a finished stage
+    figures: CandidateFigures | None = None  # of a candidate that it has just measured

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from pipeline.core import Progress, Target, silent
+from pipeline.core import CandidateFigures, Progress, Target, silent
 from pipeline.errors import ChildStopped
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.content import text_of_content
@@ -59,6 +59,11 @@ class Stage:
     is_cacheable: Callable[[Any], bool] = lambda value: True
 
 
+def no_figures(value: object) -> tuple[CandidateFigures, ...]:
+    """Return no figures: the artifact of most stages has none."""
+    return ()
+
+
 @dataclass(frozen=True)
 class StageCall(Generic[A]):
     """One call of a stage's function, and the cache key that follows from its fields."""
@@ -69,6 +74,8 @@ class StageCall(Generic[A]):
     depends_on: tuple[object, ...] = ()  # inputs of the artifact besides the arguments
     subject: str = ""  # shown after the stage's name
     target: Target | None = None  # where the artifact is valid; None: everywhere
+    # what the artifact says of candidates; reported when the stage has finished, or is reused
+    figures: Callable[[A], Iterable[CandidateFigures]] = no_figures
 
     @property
     def key(self) -> Key:
@@ -158,8 +165,14 @@ class Runner:
         if not stored.reused:
             device = call.target.device if call.target else ""
             self.history.add(stage.name, subject, step.seconds, self.plan, device)
+        for figures in call.figures(stored.value):
+            self.report(stage, figures, subject)
         emit("reused" if stored.reused else "finished", seconds=step.seconds)
         return stored.value
+
+    def report(self, stage: Stage, figures: CandidateFigures, subject: str = "") -> None:
+        """Emit the figures of a candidate as progress of a stage."""
+        self.emit(StageEvent(stage.name, subject, state="progress", figures=figures))
 
     def anew(
         self, stage: Stage, subject: str, function: Callable[..., Any], *arguments: object
@@ -226,7 +239,9 @@ class Runner:
     def _progress(self, stage: str, subject: str, estimate_s: float | None) -> Progress:
         begin = monotonic()
 
-        def progress(fraction: float | None, text: str) -> None:
+        def progress(
+            fraction: float | None, text: str, figures: CandidateFigures | None = None
+        ) -> None:
             self.emit(
                 StageEvent(
                     stage,
@@ -236,6 +251,7 @@ class Runner:
                     elapsed_s=monotonic() - begin,
                     estimate_s=estimate_s,
                     state="progress",
+                    figures=figures,
                 )
             )
 

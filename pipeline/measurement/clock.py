@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
-from pipeline.core import Frozen
+from pipeline.core import MAX_LATENCY_S, Frozen, LatencyFigures
 
 Clock = Callable[[], float]
 """Seconds from an arbitrary start, never going back."""
@@ -97,6 +97,14 @@ class Samples(Frozen):
             return None
         return float(np.percentile(self.values_s, percent))
 
+    @property
+    def quartiles_s(self) -> tuple[float, float]:
+        """The quartiles in seconds; of too few values, twice the median."""
+        low, high = self.percentile_or_absent(25), self.percentile_or_absent(75)
+        if low is None or high is None:
+            return self.median_s, self.median_s
+        return low, high
+
     def by_block(self) -> tuple[Floats, ...]:
         """Return the values of each block, in order."""
         values = np.asarray(self.values_s, dtype=np.float64)
@@ -123,6 +131,16 @@ def values_needed(percent: float) -> int:
     if beyond <= 0:
         return sys.maxsize
     return math.ceil(round(TAIL_VALUES * 100 / beyond, 6))
+
+
+def latency_figures(
+    times: Samples, shape: str, is_eliminated: bool = False
+) -> LatencyFigures | None:
+    """Return the latency as a plot shows it; None for one that no logarithmic axis can show."""
+    low, high = times.quartiles_s
+    if not (min(low, times.median_s) > 0 and max(high, times.median_s) <= MAX_LATENCY_S):
+        return None
+    return LatencyFigures(times.median_s, low, high, shape, is_eliminated)
 
 
 def samples_from_blocks(

@@ -4,6 +4,7 @@ One multiply-accumulate counts as 2 FLOPs. Matrix products and convolutions are 
 Pooling, normalisation and activations are counted roughly, by a fixed number of operations per
 element. Nodes that move data (Transpose, Gather, Concat, Cast) have 0 FLOPs. Views (Reshape) have 0
 bytes, too. Bytes are those of a node's own inputs and outputs, as if nothing were fused or cached.
+Of a tensor from which a node takes a part (Gather, Slice), only that part counts.
 """
 
 from __future__ import annotations
@@ -39,13 +40,20 @@ class NodeCost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class SizedTensor:
+    """A tensor whose shape is known before running."""
+
     shape: Shape
-    item_bytes: float
+    dtype: str  # numpy's name, or ONNX's where numpy has none
+    item_bytes: float  # 0 for strings, whose size is not fixed
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> float:
+        return self.size * self.item_bytes
 
 
 def node_costs(path: Path, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
@@ -53,9 +61,17 @@ def node_costs(path: Path, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
 
     If, Loop and Scan count as one node of unknown FLOPs. ModelError names a symbol without a size.
     """
-    proto = inliner.inline_local_functions(_bound(read_proto(path, weights=False), sizes))
+    proto = _sized_model(path, sizes)
     known = _known_tensors(proto)
-    return tuple(_cost(node, known) for node in proto.graph.node)
+    return tuple(node_cost(node, known) for node in proto.graph.node)
+
+
+def sized_tensors(path: Path, sizes: Mapping[str, int]) -> dict[str, SizedTensor]:
+    """Return every tensor of the main graph whose shape is known before running, by its name.
+
+    ModelError names a symbol without a size.
+    """
+    return _known_tensors(_sized_model(path, sizes))
 
 
 def total(amounts: Iterable[float | None]) -> float | None:
@@ -66,6 +82,10 @@ def total(amounts: Iterable[float | None]) -> float | None:
             return None
         known.append(amount)
     return sum(known, 0.0)
+
+
+def _sized_model(path: Path, sizes: Mapping[str, int]) -> onnx.ModelProto:
+    return inliner.inline_local_functions(_bound(read_proto(path, weights=False), sizes))
 
 
 def _bound(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
@@ -93,7 +113,7 @@ def _bound(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
     return proto
 
 
-def _known_tensors(proto: onnx.ModelProto) -> dict[str, _Tensor]:
+def _known_tensors(proto: onnx.ModelProto) -> dict[str, SizedTensor]:
     """Return every tensor whose shape can be computed before running.
 
     Shape inference and the folding of computed sizes take turns until nothing is added. onnx's own
@@ -112,7 +132,7 @@ def _known_tensors(proto: onnx.ModelProto) -> dict[str, _Tensor]:
             return known
 
 
-def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, _Tensor]) -> bool:
+def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, SizedTensor]) -> bool:
     """Replace nodes that compute sizes from known shapes and constants by constants.
 
     Return True if a node was replaced.
@@ -143,7 +163,7 @@ def _fold_sizes(proto: onnx.ModelProto, known: Mapping[str, _Tensor]) -> bool:
 
 def _size_of(
     node: onnx.NodeProto,
-    known: Mapping[str, _Tensor],
+    known: Mapping[str, SizedTensor],
     values: Mapping[str, NDArray[np.generic]],
     opset: dict[str, int],
 ) -> NDArray[np.generic] | None:
@@ -166,7 +186,7 @@ def _size_of(
     return np.asarray(value)
 
 
-def _inferred_tensors(proto: onnx.ModelProto) -> dict[str, _Tensor]:
+def _inferred_tensors(proto: onnx.ModelProto) -> dict[str, SizedTensor]:
     """Return every tensor whose shape is declared or inferred."""
     try:
         graph = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
@@ -174,8 +194,7 @@ def _inferred_tensors(proto: onnx.ModelProto) -> dict[str, _Tensor]:
     except onnx.shape_inference.InferenceError:
         graph = proto.graph
     known = {
-        tensor.name: _Tensor(tuple(tensor.dims), _item_bytes(tensor.data_type))
-        for tensor in graph.initializer
+        tensor.name: _sized(tuple(tensor.dims), tensor.data_type) for tensor in graph.initializer
     }
     for value in (*graph.input, *graph.value_info, *graph.output):
         kind = value.type.tensor_type
@@ -183,39 +202,58 @@ def _inferred_tensors(proto: onnx.ModelProto) -> dict[str, _Tensor]:
             continue
         if all(dim.HasField("dim_value") for dim in kind.shape.dim):
             shape = tuple(dim.dim_value for dim in kind.shape.dim)
-            known.setdefault(value.name, _Tensor(shape, _item_bytes(kind.elem_type)))
+            known.setdefault(value.name, _sized(shape, kind.elem_type))
     return known
 
 
-def _item_bytes(elem_type: int) -> float:
-    name = type_name(elem_type)
-    if name in ("string", "undefined"):
-        return 0.0
-    if name.endswith("int4") or name.startswith("float4"):
-        return 0.5
-    return float(onnx.helper.tensor_dtype_to_np_dtype(elem_type).itemsize)
+def _sized(shape: Shape, elem_type: int) -> SizedTensor:
+    dtype = type_name(elem_type)
+    if dtype in ("string", "undefined"):
+        return SizedTensor(shape, dtype, 0.0)
+    if dtype.endswith("int4") or dtype.startswith("float4"):
+        return SizedTensor(shape, dtype, 0.5)
+    if dtype.endswith("int2"):
+        return SizedTensor(shape, dtype, 0.25)
+    return SizedTensor(shape, dtype, onnx.helper.tensor_dtype_to_np_dtype(elem_type).itemsize)
 
 
-def _cost(node: onnx.NodeProto, known: Mapping[str, _Tensor]) -> NodeCost:
+def node_cost(node: onnx.NodeProto, known: Mapping[str, SizedTensor]) -> NodeCost:
+    """Return the cost of one node from the tensors whose shapes are known."""
     operator = operator_of(node)
-    reads = [known.get(name) for name in node.input if name]
-    writes = [known.get(name) for name in node.output if name]
     if operator in VIEWS:
         return NodeCost(node.name, operator, 0.0, 0, 0)
+    reads = bytes_read(node, known)
     return NodeCost(
-        node.name, operator, _flops(node, operator, known), _bytes(reads), _bytes(writes)
+        node.name,
+        operator,
+        _flops(node, operator, known),
+        None if reads is None else math.ceil(sum(reads.values())),
+        bytes_written(node, known),
     )
 
 
-def _bytes(tensors: list[_Tensor | None]) -> int | None:
-    if any(tensor is None for tensor in tensors):
+def bytes_read(node: onnx.NodeProto, known: Mapping[str, SizedTensor]) -> dict[str, float] | None:
+    """Return the bytes that a node reads of each tensor; None if a necessary shape is unknown."""
+    takes_part = operator_of(node) in PARTIAL_READERS
+    needed = (*node.input, *node.output[:1]) if takes_part else node.input
+    if any(name not in known for name in needed if name):
         return None
-    return math.ceil(
-        sum(tensor.size * tensor.item_bytes for tensor in tensors if tensor is not None)
-    )
+    reads = {name: known[name].bytes for name in node.input if name}
+    if takes_part:
+        data = node.input[0]
+        reads[data] = min(reads[data], known[node.output[0]].size * known[data].item_bytes)
+    return reads
 
 
-def _flops(node: onnx.NodeProto, operator: str, known: Mapping[str, _Tensor]) -> float | None:
+def bytes_written(node: onnx.NodeProto, known: Mapping[str, SizedTensor]) -> int | None:
+    """Return the bytes of all outputs of a node; None if the shape of one is unknown."""
+    names = [name for name in node.output if name]
+    if any(name not in known for name in names):
+        return None
+    return math.ceil(sum(known[name].bytes for name in names))
+
+
+def _flops(node: onnx.NodeProto, operator: str, known: Mapping[str, SizedTensor]) -> float | None:
     if operator in MOVERS:
         return 0.0
     if node.domain not in DEFAULT_DOMAINS or any(
@@ -339,6 +377,7 @@ VIEWS = frozenset(
     """Constant Dropout Flatten Identity Reshape Shape Size Squeeze
     Unsqueeze""".split()  # noqa: SIM905
 )
+PARTIAL_READERS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 MOVERS = frozenset(
     """Cast CastLike Compress Concat ConstantOfShape DepthToSpace EyeLike Expand Gather
     GatherElements GatherND NonZero OneHot Pad Range ScatterElements ScatterND Slice SpaceToDepth

@@ -648,6 +648,11 @@ def missing_backend_note(backend: str, reason: str) -> Note:
 # -- baselines ----------------------------------------------------------------------------------
 
 AS_GIVEN = "as given"
+AS_WRITTEN = "as written"
+"""Variant of a recipe of ONNX Runtime: Q/DQ nodes are computed in fp32, as they are in the graph.
+
+The int8 kernels that ONNX Runtime would otherwise use in their place can saturate.
+"""
 """Variant of a recipe: the unchanged ONNX file of the user."""
 
 BEST_MODES: tuple[CompileMode | None, ...] = (None, "reduce-overhead", "max-autotune")

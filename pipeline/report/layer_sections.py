@@ -1,4 +1,4 @@
-"""The section about what really ran: the time per precision, and every layer."""
+"""The section about what really ran: the time per precision, and every layer with its roofline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.core import KeptNode, Precision
-from pipeline.formatting import shape_text, time_text
+from pipeline.formatting import bytes_text, flops_text, shape_text, time_text
+from pipeline.host.gpu import Peaks
 from pipeline.report.entries import Entry, entries, winner_row
 from pipeline.report.layer_errors import (
     LAYER_ERRORS_TITLE,
@@ -16,6 +17,7 @@ from pipeline.report.layer_errors import (
 )
 from pipeline.report.tables import Section, Table, left, right
 from pipeline.results.layer_table import Layer, LayerTable
+from pipeline.results.layer_work import LayerWork, Unknown, work_of_layers
 from pipeline.results.precision_audit import (
     SILENT,
     forced_share,
@@ -23,13 +25,13 @@ from pipeline.results.precision_audit import (
     node_text,
     percent_text,
     reformats,
-    slowest,
     time_by_precision,
 )
 from pipeline.results.report import Candidate, Report
 
 MAX_LAYERS = 15  # of one engine in Markdown
 MAX_NODE_NAMES = 4  # of one layer
+GAPS_NAMED = 3  # layers with the most time above their roofline
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,18 @@ class EngineLayers:
     entry: Entry
     table: LayerTable
     layers: tuple[Layer, ...]
+    works: tuple[LayerWork, ...]  # of each layer
     errors: Mapping[str, float]  # own errors of the nodes that are low, as far as they are known
 
     @property
     def label(self) -> str:
         profile = self.table.profile
         return f"{self.entry.label}, profile {profile + 1}" if profile else self.entry.label
+
+    @property
+    def has_work(self) -> bool:
+        """True if the FLOPs or bytes of a layer are known."""
+        return any(work.moved_bytes is not None for work in self.works)
 
     def error_of(self, layer: Layer) -> float | None:
         """Return the largest own error of the nodes of a layer; None if it is not known."""
@@ -60,12 +68,36 @@ def layers_of_engines(report: Report) -> tuple[EngineLayers, ...]:
         if candidate is None or candidate.layers is None:
             continue
         errors = _own_errors(report, candidate)
+        peaks = _peaks_of(report, candidate)
         for table in (candidate.layers, *candidate.other_layers):
-            timed = slowest(table.layers, len(table.layers))
-            untimed = tuple(layer for layer in table.layers if layer.seconds is None)
+            works = work_of_layers(report.graph, report.graph_sizes, table, candidate.recipe, peaks)
+            rows = sorted(zip(table.layers, works, strict=True), key=lambda row: _slowness(row[0]))
             key = f"layers-{len(found) + 1}"
-            found.append(EngineLayers(key, entry, table, (*timed, *untimed), errors))
+            found.append(
+                EngineLayers(
+                    key,
+                    entry,
+                    table,
+                    tuple(layer for layer, _ in rows),
+                    tuple(work for _, work in rows),
+                    errors,
+                )
+            )
     return tuple(found)
+
+
+def _slowness(layer: Layer) -> float:
+    """Sort the slowest layer first, and those without a time last."""
+    return 1.0 if layer.seconds is None else -layer.seconds
+
+
+def _peaks_of(report: Report, candidate: Candidate) -> Peaks | None:
+    """Return the peaks of the device on which a candidate ran; None if they are not known."""
+    if candidate.engine is None:
+        return None
+    device = candidate.engine.target.device
+    # The peaks of a CPU name the number of threads, too.
+    return next((each for each in report.peaks if f"{each.device},".startswith(f"{device},")), None)
 
 
 def _own_errors(report: Report, candidate: Candidate) -> dict[str, float]:
@@ -120,6 +152,8 @@ def _paragraphs(report: Report, engines: Sequence[EngineLayers]) -> tuple[str, .
     ]
     if without:
         text.append(f"Layers were not timed for {', '.join(without)}.")
+    if engines:
+        text += _roofline_paragraphs(report, engines)
     if engines and any(engine.errors for engine in engines):
         text.append(
             "The own error of a layer is the largest of its nodes, as under"
@@ -131,6 +165,61 @@ def _paragraphs(report: Report, engines: Sequence[EngineLayers]) -> tuple[str, .
             " them."
         )
     return tuple(text)
+
+
+def _roofline_paragraphs(report: Report, engines: Sequence[EngineLayers]) -> list[str]:
+    """Return what the columns of the roofline mean, what the winner could gain, and what is
+    missing.
+    """
+    if report.graph_sizes is None:
+        reason = "its graph is without the work of its nodes" if report.graph else "it has no graph"
+        return [f"FLOPs, bytes and rooflines of layers are not in this report: {reason}."]
+    text = [
+        "FLOPs and bytes of a layer are those of its nodes. What fused nodes pass to each other"
+        ' does not count as moved. "Of roofline" is the share of the measured time that the layer'
+        ' needs at the device\'s peak of arithmetic or memory, whichever takes longer. "Limit" is'
+        " that one, or why the share is not known. More than 100 % means that data stayed in"
+        " caches, that the kernel saves multiplications, or that the peaks were measured on a busy"
+        " host."
+    ]
+    text += [
+        gaps for engine in engines if engine.entry.state == "winner" if (gaps := _gaps(engine))
+    ]
+    without = [
+        engine for engine in engines if any(work.unknown is Unknown.PEAKS for work in engine.works)
+    ]
+    if without:
+        labels = ", ".join(dict.fromkeys(engine.label for engine in without))
+        text.append(
+            f"The peaks of the device of {labels} are not known, and so neither are shares of the"
+            " roofline. `crucible doctor --measure` measures those of a CPU; compile again after"
+            " it."
+        )
+    return text
+
+
+def _gaps(engine: EngineLayers) -> str:
+    """Return how far an engine is from its roofline, and where the most time is above it."""
+    known = [
+        (layer, work.least_s, layer.seconds)
+        for layer, work in zip(engine.layers, engine.works, strict=True)
+        if work.least_s is not None and layer.seconds is not None
+    ]
+    if not known:
+        return ""
+    total_s = sum(seconds for _, _, seconds in known)
+    least_s = sum(min(least_s, seconds) for _, least_s, seconds in known)
+    by_gap = sorted(known, key=lambda each: each[1] - each[2])
+    gaps = [
+        f"{layer.name} ({time_text(seconds - least_s)})"
+        for layer, least_s, seconds in by_gap[:GAPS_NAMED]
+        if seconds > least_s
+    ]
+    text = (
+        f"The layers of {engine.label} whose roofline is known take {time_text(total_s)}; at their"
+        f" rooflines they would take {time_text(least_s)}."
+    )
+    return f"{text} Furthest above it: {', '.join(gaps)}." if gaps else text
 
 
 def _precision_table(engines: Sequence[EngineLayers]) -> Table:
@@ -174,7 +263,10 @@ def _kept_cell(engine: EngineLayers) -> str:
 
 
 def _layer_table(engine: EngineLayers) -> Table:
-    columns = (*left("layer", "operator"), *right("time", "share"), *left("precision", "known by"))
+    columns = (*left("layer", "operator"), *right("time", "share"))
+    if engine.has_work:
+        columns += (*right("of roofline"), *left("limit"), *right("FLOPs", "bytes moved"))
+    columns += left("precision", "known by")
     if engine.errors:
         columns += right("own error")
     columns += left("ONNX nodes", "kernel")
@@ -182,7 +274,10 @@ def _layer_table(engine: EngineLayers) -> Table:
     in_text = engine.entry.state in ("winner", "mislabelled")
     return Table(
         columns,
-        tuple(_layer_cells(engine, layer, total_s) for layer in engine.layers),
+        tuple(
+            _layer_cells(engine, layer, work, total_s)
+            for layer, work in zip(engine.layers, engine.works, strict=True)
+        ),
         f"The layers of {engine.label}, slowest first",
         folded=engine.entry.state != "winner",
         text_rows=MAX_LAYERS if in_text else 0,
@@ -190,7 +285,9 @@ def _layer_table(engine: EngineLayers) -> Table:
     )
 
 
-def _layer_cells(engine: EngineLayers, layer: Layer, total_s: float) -> tuple[str, ...]:
+def _layer_cells(
+    engine: EngineLayers, layer: Layer, work: LayerWork, total_s: float
+) -> tuple[str, ...]:
     error = engine.error_of(layer)
     own_error = ("-" if error is None else error_text(error),) if engine.errors else ()
     return (
@@ -198,12 +295,27 @@ def _layer_cells(engine: EngineLayers, layer: Layer, total_s: float) -> tuple[st
         operator_text(layer),
         "-" if layer.seconds is None else time_text(layer.seconds),
         "-" if layer.seconds is None else percent_text(layer.seconds / total_s),
+        *(_work_cells(work) if engine.has_work else ()),
         str(layer.precision),
         layer.evidence if layer.evidence != "none" else "-",
         *own_error,
         node_text(layer, MAX_NODE_NAMES) if layer.nodes else "-",
         layer.tactic or layer.kind,
     )
+
+
+def _work_cells(work: LayerWork) -> tuple[str, ...]:
+    return (
+        "-" if work.share is None else percent_text(work.share),
+        limit_text(work),
+        "-" if work.flops is None else flops_text(work.flops),
+        "-" if work.moved_bytes is None else bytes_text(round(work.moved_bytes)),
+    )
+
+
+def limit_text(work: LayerWork) -> str:
+    """Return which peak limits a layer, or why that is not known."""
+    return str(work.unknown or work.limit)
 
 
 def operator_text(layer: Layer) -> str:

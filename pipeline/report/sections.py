@@ -84,7 +84,7 @@ def headline(report: Report) -> str:
     elif report.best_point and report.is_baseline_over_limit:
         parts.append("is within the limit, which no baseline meets,")
     elif report.ratio_missing:
-        parts.append("was chosen, but its speed could not be measured")
+        parts.append("was chosen (its speed could not be measured)")
     if report.validation is not None and report.validation.metric is not None:
         metric = report.validation.metric
         parts.append(

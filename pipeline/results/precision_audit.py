@@ -319,7 +319,7 @@ def _and_more(count: int) -> str:
 
 def percent_text(share: float) -> str:
     """`45 %`, with a digit more near 0 and 1."""
-    digits = 0 if 0.1 <= share <= 0.99 or share in (0.0, 1.0) else 1
+    digits = 0 if 0.1 <= share <= 0.99 or share == 0.0 or share >= 1.0 else 1
     return f"{100 * share:.{digits}f} %"
 
 

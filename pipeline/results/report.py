@@ -9,16 +9,27 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.core import Engine, Frozen, KeptNode, Note, Precision, Recipe
-from pipeline.formatting import number_text, time_text
+from pipeline.core import (
+    MAX_DROP,
+    AccuracyFigures,
+    CandidateFigures,
+    Engine,
+    Frozen,
+    KeptNode,
+    Note,
+    Precision,
+    Recipe,
+)
+from pipeline.formatting import number_text, shape_text, time_text
 from pipeline.host.environment import Environment
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse
-from pipeline.measurement.clock import Samples
+from pipeline.measurement.clock import Samples, latency_figures
 from pipeline.measurement.comparison import MAX_WAITING
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import Plan
 from pipeline.results.gpu_cost import GpuCost
+from pipeline.results.graph_node import GraphNode
 from pipeline.results.layer_table import LayerTable
 
 SCHEMA_VERSION = 1
@@ -121,6 +132,27 @@ class ValidationReport(Frozen):
     def cosine(self) -> float | None:
         """The smallest cosine of all outputs but indices, which have their agreement."""
         return smallest_cosine(self.outputs)
+
+    @property
+    def figures(self) -> AccuracyFigures | None:
+        """The drop as a plot shows it: of the metric, or else of the cosine. None if there is
+        neither, or if it is not finite.
+        """
+        if self.metric is not None:
+            measure, interval = self.metric.name, self.metric.interval
+            low, drop, high = interval.low, self.metric.drop, interval.high
+        elif self.cosine is not None:
+            measure, low = "", 1 - self.cosine
+            drop = high = low
+        else:
+            return None
+        if not all(abs(each) <= MAX_DROP for each in (low, drop, high)):  # NaN compares as False
+            return None
+        return AccuracyFigures(measure, drop, low, high, self.passed)
+
+    def figures_of(self, recipe: Recipe) -> CandidateFigures:
+        """Return the accuracy of the candidate that this report is about, for the live plot."""
+        return CandidateFigures(recipe.label, recipe.precision, accuracy=self.figures)
 
 
 def smallest_cosine(outputs: Iterable[OutputError]) -> float | None:
@@ -271,6 +303,14 @@ class BenchmarkReport(Frozen):
     stopped: str = ""  # why it ran in fewer processes than others, in words
     notes: tuple[Note, ...] = ()
 
+    def figures(self, precision: Precision, is_baseline: bool) -> CandidateFigures:
+        """Return the latency at the first shape, for the live plot."""
+        latency = None
+        if self.rows:
+            row = self.rows[0]
+            latency = latency_figures(row.end_to_end, shape_text(row.sizes), bool(self.stopped))
+        return CandidateFigures(self.label, precision, is_baseline, latency=latency)
+
 
 class BenchmarkFailure(Frozen):
     """The reason why an engine could not be measured."""
@@ -336,14 +376,6 @@ class OperatorTable(Frozen):
     stage: str
     operators: dict[str, int]
     size_bytes: int
-
-
-class GraphNode(Frozen):
-    """One node of the model's graph."""
-
-    name: str  # a node without a name has that of its first output
-    operator: str  # "input" and "output" for the inputs and outputs of the model
-    reads: tuple[int, ...] = ()  # indices of the nodes whose outputs it reads
 
 
 State = Literal[
@@ -510,6 +542,13 @@ class Report(Frozen):
         description=(
             "The graph after simplification, in execution order. Empty: too large, or an older"
             " report."
+        ),
+    )
+    graph_sizes: dict[str, int] | None = Field(
+        default=None,
+        description=(
+            "The sizes at which the work of the nodes is counted: the opt sizes of the first"
+            " profile. null: it was not counted."
         ),
     )
     reference: str = Field(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,7 +37,17 @@ from pipeline.benchmark.load import (
     session_threads,
     tail_s,
 )
-from pipeline.core import Engine, Note, OnnxModel, Point, Profile, Progress, TensorSpec, silent
+from pipeline.core import (
+    CandidateFigures,
+    Engine,
+    Note,
+    OnnxModel,
+    Point,
+    Profile,
+    Progress,
+    TensorSpec,
+    silent,
+)
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import Child
 from pipeline.host.environment import usable_cores
@@ -108,6 +118,27 @@ def benchmark(
     )
 
 
+def figures_of(
+    engines: Sequence[Engine], baselines: Collection[str], run: Benchmarks
+) -> tuple[CandidateFigures, ...]:
+    """Return the latency of each engine of a run, for the live plot. `baselines` are labels."""
+    return tuple(
+        result.figures(engine.recipe.precision, result.label in baselines)
+        for engine, result in zip(engines, run.results, strict=True)
+        if isinstance(result, BenchmarkReport)
+    )
+
+
+def without_figures(progress: Progress) -> Progress:
+    """Return a progress that leaves figures out: times under load are not those of the plot."""
+
+    def forward(fraction: float | None, text: str, figures: CandidateFigures | None = None) -> None:
+        if figures is None:
+            progress(fraction, text)
+
+    return forward
+
+
 @dataclass(frozen=True, slots=True)
 class BusyHost:
     """The load of the host, for the message about a missing ratio."""
@@ -175,7 +206,11 @@ def benchmark_load(
 
     racing = [entry for entry in entries if best[entry.engine.digest]]
     quarter = options.model_copy(update={"budget_s": options.budget_s / 4})
-    contestants = race(racing, ["best point"], quarter, start_at_best, progress) if racing else []
+    contestants = []
+    if racing:
+        contestants = race(
+            racing, ["best point"], quarter, start_at_best, without_figures(progress)
+        )
     host = BusyHost(os.getloadavg()[0], cores)
     baseline = baseline_of(contestants)
     return LoadRun(

@@ -35,7 +35,7 @@ def follow(client: Client, job_id: str, as_json: bool) -> NoReturn:
         for event in client.events(job_id):
             if event.kind == "stage":
                 progress(stage_of(event))
-            elif not as_json:
+            elif event.kind != "figures" and not as_json:
                 reason = event.data.get("why")
                 errors.print(
                     f"{event.kind}: {reason}" if reason else event.kind,

@@ -1,7 +1,7 @@
 """A job's events as server-sent events: each exactly once, over restarts of client and server.
 
     id: 17                      the event's number, which a client returns as Last-Event-ID
-    event: stage                or the job's new state
+    event: stage                figures of a candidate, or the job's new state
     data: {"at": ..., ...}
 
 The stream ends after the job's last event, or with `event: server-restarting`, after which a client

@@ -17,14 +17,16 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from pipeline.core import Frozen
+from pipeline.core import CandidateFigures, Frozen
 from pipeline.execution.stage_event import StageEvent
 from service.sandbox.framing import Failed, cut
 
 # of one attempt, besides progress: a compile of 64 candidates sends about 2,000
 MAX_MESSAGES = 20_000
 PROGRESS_EVERY_S = 0.5
-NAME, TEXT = 100, 500
+# of candidates, of one attempt: a long race of 64 candidates reports about 2,000
+MAX_FIGURES = 4_000
+NAME, LABEL, TEXT = 100, 200, 500
 
 
 class HostIdentity(Frozen):
@@ -71,12 +73,25 @@ def within_limits(event: StageEvent) -> StageEvent:
         subject=cut(event.subject, TEXT),
         text=cut(event.text, TEXT),
         fraction=None if event.fraction is None else min(max(event.fraction, 0.0), 1.0),
+        figures=None if event.figures is None else _figures_within_limits(event.figures),
+    )
+
+
+def _figures_within_limits(figures: CandidateFigures) -> CandidateFigures:
+    accuracy, latency = figures.accuracy, figures.latency
+    return replace(
+        figures,
+        label=cut(figures.label, LABEL),
+        accuracy=accuracy and replace(accuracy, measure=cut(accuracy.measure, NAME)),
+        latency=latency and replace(latency, shape=cut(latency.shape, LABEL)),
     )
 
 
 def _check_limits(event: StageEvent) -> StageEvent:
     if event != within_limits(event):
         raise ValueError("a text is too long")
+    if event.figures is not None and event.state != "progress":
+        raise ValueError("figures come only with progress")
     return event
 
 
@@ -112,14 +127,18 @@ FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(FromServer)
 
 
 class Pace:
-    """Limits progress of one stage to one message every PROGRESS_EVERY_S, and passes all else. Used
-    on both sides.
+    """Limits progress of one stage to one message every PROGRESS_EVERY_S, and figures to
+    MAX_FIGURES, and passes all else. Used on both sides.
     """
 
     def __init__(self) -> None:
         self._last: tuple[str, str, float] | None = None  # one stage runs at a time
+        self._figures = 0
 
     def lets(self, event: StageEvent, now_s: float) -> bool:
+        if event.figures is not None:
+            self._figures += 1
+            return self._figures <= MAX_FIGURES
         if event.state != "progress":
             self._last = None
             return True

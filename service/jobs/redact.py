@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.core import CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from service.jobs.state import Died, Failure, JobEvent
 from service.storage.layout import Folders
@@ -35,8 +36,24 @@ def scrubbed_event(event: JobEvent, folders: Folders) -> JobEvent:
             }
             return Died(Failure(code=failure.code, **texts))
         case StageEvent(text=text, subject=subject):
-            return replace(event, text=scrubbed(text, folders), subject=scrubbed(subject, folders))
+            figures = event.figures and _scrubbed_figures(event.figures, folders)
+            return replace(
+                event,
+                text=scrubbed(text, folders),
+                subject=scrubbed(subject, folders),
+                figures=figures,
+            )
     return event
+
+
+def _scrubbed_figures(figures: CandidateFigures, folders: Folders) -> CandidateFigures:
+    accuracy, latency = figures.accuracy, figures.latency
+    return replace(
+        figures,
+        label=scrubbed(figures.label, folders),
+        accuracy=accuracy and replace(accuracy, measure=scrubbed(accuracy.measure, folders)),
+        latency=latency and replace(latency, shape=scrubbed(latency.shape, folders)),
+    )
 
 
 def scrub_file(file: Path, folders: Folders) -> None:

@@ -23,9 +23,12 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from pipeline.core import CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from service import logs
 from service.errors import Conflict, NotFound, NotOwned, ServiceError, TooMany
+from service.jobs.figures import joined_figures
+from service.jobs.messages import MAX_FIGURES
 from service.jobs.state import (
     FINAL,
     CancelAsked,
@@ -49,6 +52,7 @@ ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
 # states in which an equal request gets the same job; in all others it makes a new one
 REUSED: tuple[State, ...] = ("queued", "running", "succeeded")
 
+FIGURES_KIND = "figures"  # of an event with figures of a candidate
 RECENT_JOBS, MEDIAN_JOBS = 200, 5  # jobs that an estimate reads, and jobs that it uses
 
 log = logs.get("service.job_store")
@@ -81,7 +85,7 @@ class StoredEvent:
 
     seq: int
     at: str  # UTC
-    kind: str  # "stage", or a State
+    kind: str  # "stage", FIGURES_KIND, or a State
     data: dict[str, Any]
 
 
@@ -251,14 +255,12 @@ class JobStore:
         """Return the newest event of each stage and subject of the last attempt, in the order in
         which they began.
         """
-        of_job = events.c.job_id == job_id
-        last_start = sa.select(sa.func.max(events.c.seq)).where(of_job, events.c.kind == "running")
         stages = (
             sa.select(
                 sa.func.min(events.c.seq).label("first"), sa.func.max(events.c.seq).label("last")
             )
-            .where(of_job, events.c.stage.is_not(None))
-            .where(events.c.seq > sa.func.coalesce(last_start.scalar_subquery(), 0))
+            .where(events.c.job_id == job_id, events.c.stage.is_not(None))
+            .where(events.c.seq > _last_start(job_id))
             .group_by(events.c.stage, events.c.subject)
             .subquery()
         )
@@ -266,6 +268,17 @@ class JobStore:
             sa.select(events).join(stages, events.c.seq == stages.c.last).order_by(stages.c.first)
         )
         return tuple(_events(self._rows(query)))
+
+    def figures(self, job_id: str) -> tuple[CandidateFigures, ...]:
+        """Return what the last attempt has measured of each candidate so far."""
+        query = (
+            sa.select(events)
+            .where(events.c.job_id == job_id, events.c.kind == FIGURES_KIND)
+            .where(events.c.seq > _last_start(job_id))
+            .order_by(events.c.seq)
+            .limit(MAX_FIGURES)
+        )
+        return joined_figures(event.data for event in _events(self._rows(query)))
 
     def unfinished(self) -> tuple[Job, ...]:
         """Return all jobs that have not ended, oldest first."""
@@ -338,13 +351,24 @@ class JobStore:
         return next(iter(_readable(rows.execute(query).mappings().all())), None)
 
 
+def _last_start(job_id: str) -> sa.ColumnElement[int]:
+    """The number of the event with which the last attempt began; 0 before the first."""
+    starts = sa.select(sa.func.max(events.c.seq))
+    starts = starts.where(events.c.job_id == job_id, events.c.kind == "running")
+    return sa.func.coalesce(starts.scalar_subquery(), 0)
+
+
 def client_event(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
     """Return an event's kind and data for clients, from the event and the resulting job. Process
     ids are left out.
     """
     match event:
-        case StageEvent():
-            return "stage", asdict(event)
+        case StageEvent(figures=None):
+            values = asdict(event)
+            del values["figures"]
+            return "stage", values
+        case StageEvent(figures=CandidateFigures() as figures):
+            return FIGURES_KIND, asdict(figures)
         case Started():
             return job.state, {"attempt": job.attempt}
         case Requeued() if job.state == "queued":

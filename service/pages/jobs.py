@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from fastapi.sse import format_sse_event
 
+from pipeline.core import CandidateFigures
 from pipeline.errors import CrucibleError
 from pipeline.execution.stage_event import StageEvent
 from pipeline.report.graph.view import graph_json
@@ -28,7 +29,16 @@ from service.http.schemas import JobView, view_of_job
 from service.http.sse import HEARTBEAT, HEARTBEAT_S, EventStream
 from service.jobs.state import State
 from service.pages.access import Author, Visitor, csrf_token, session_of
-from service.pages.plot import Histogram, Plot, histogram_of, plot_of
+from service.pages.plot import (
+    Histogram,
+    Plot,
+    histogram_of,
+    measure_of,
+    measured_so_far,
+    plot_of,
+    plot_of_measured,
+    title_of,
+)
 from service.pages.rendering import fragment, page
 from service.registry.models import Version
 from service.storage.layout import MAX_LOG_BYTES
@@ -134,16 +144,21 @@ async def _values(service: Service, job_id: str, caller: Caller) -> dict[str, An
     events = await service.read(lambda: service.jobs.newest_of_stages(job_id))
     view = view_of_job(job, utc_now())
     report, damage = await _report(service, view, caller)
+    figures = () if report else await service.read(lambda: service.jobs.figures(job_id))
     values = await asyncio.to_thread(_values_of_report, report)
-    return values | {
-        "job": view,
-        "stages": [StageEvent(**event.data) for event in events],
-        "report": report,
-        "damage": damage,
-        "versions": await _versions(service, job_id, caller) if report else [],
-        "may_promote": caller.may("admin") and bool(report and report.has_engine),
-        "model_name": model_name(job.name),
-    }
+    return (
+        values
+        | _values_of_figures(figures)
+        | {
+            "job": view,
+            "stages": [StageEvent(**event.data) for event in events],
+            "report": report,
+            "damage": damage,
+            "versions": await _versions(service, job_id, caller) if report else [],
+            "may_promote": caller.may("admin") and bool(report and report.has_engine),
+            "model_name": model_name(job.name),
+        }
+    )
 
 
 def _values_of_report(report: Report | None) -> dict[str, Any]:
@@ -162,6 +177,17 @@ def _values_of_report(report: Report | None) -> dict[str, Any]:
         "graph": graph_json(report),
         "plot": plot_of(report),
         "histogram": histogram_of(report),
+    }
+
+
+def _values_of_figures(figures: Sequence[CandidateFigures]) -> dict[str, Any]:
+    """Return the plot and the table of what a job without a report has measured so far."""
+    measured = measured_so_far(figures)
+    measure = measure_of(measured)
+    return {
+        "measured": [(each, each.drop(measure)) for each in measured],
+        "live_plot": plot_of_measured(measured),
+        "drop_title": title_of(measure),
     }
 
 

@@ -1,16 +1,18 @@
-"""The plots of a result as data of SVGs: each engine by its latency and its accuracy, and how the
-latencies of the winner and the fastest baseline are spread.
+"""The plots of a job as data of SVGs: each engine by its latency and its accuracy, while they are
+measured and in the result, and how the latencies of the winner and the fastest baseline are spread.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.core import AccuracyFigures, CandidateFigures, LatencyFigures
 from pipeline.formatting import shape_text, time_text
-from pipeline.measurement.clock import Samples
+from pipeline.measurement.clock import latency_figures
 from pipeline.report.entries import Entry, entries
 from pipeline.results.report import Report
 
@@ -46,7 +48,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Empty if fewer than two engines have both a latency and an accuracy."""
+    """Empty if no engine has both a latency and an accuracy. A result needs two."""
 
     points: tuple[Point, ...] = ()
     x_ticks: tuple[Tick, ...] = ()
@@ -93,40 +95,100 @@ class _Scale:
         return [self.low + (self.high - self.low) * n / TICKS for n in range(TICKS + 1)]
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An engine with what is known of it, as a point and as a row of the table beside it."""
+
+    number: int
+    label: str
+    state: str
+    precision: str
+    is_baseline: bool
+    accuracy: AccuracyFigures | None
+    latency: LatencyFigures | None
+
+    def drop(self, measure: str) -> tuple[float, float, float] | None:
+        """Return low, middle and high of the drop in a measure; None if it is not known.
+
+        A baseline is the reference and has none.
+        """
+        if self.is_baseline:
+            return (0.0, 0.0, 0.0)
+        if self.accuracy is None or self.accuracy.measure != measure:
+            return None
+        return (self.accuracy.low, self.accuracy.drop, self.accuracy.high)
+
+
 def plot_of(report: Report) -> Plot:
     """Place every engine that was measured and whose accuracy is known, all in the same measure."""
-    metric = _metric(report)
+    plot = plot_of_measured([_measured_of_entry(entry) for entry in entries(report)])
+    return plot if len(plot.points) >= 2 else Plot()
+
+
+def measured_so_far(figures: Sequence[CandidateFigures]) -> tuple[Measured, ...]:
+    """Number the candidates of a running job in the order in which they appeared."""
+    return tuple(
+        Measured(
+            number,
+            each.label,
+            _state_so_far(each),
+            each.precision,
+            each.is_baseline,
+            each.accuracy,
+            each.latency,
+        )
+        for number, each in enumerate(figures, start=1)
+    )
+
+
+def _state_so_far(figures: CandidateFigures) -> str:
+    if figures.is_baseline:
+        return "baseline"
+    if figures.accuracy is not None and not figures.accuracy.passed:
+        return "failed accuracy"
+    if figures.latency is None:
+        return "not measured"
+    return "stopped early" if figures.latency.is_eliminated else "measured"
+
+
+def plot_of_measured(engines: Sequence[Measured]) -> Plot:
+    """Place every engine whose latency and accuracy are known. Empty if there is none."""
+    measure = measure_of(engines)
     found = [
-        (entry, entry.benchmark.rows[0].end_to_end, drop)
-        for entry in entries(report)
-        if entry.benchmark and entry.benchmark.rows and (drop := _drop(entry, metric))
+        (engine, engine.latency, drop)
+        for engine in engines
+        if engine.latency and (drop := engine.drop(measure))
     ]
-    if len(found) < 2:
+    if not found:
         return Plot()
-    quartiles = [_quartiles(times) for _, times, _ in found]
-    x = _scale([math.log(each) for pair in quartiles for each in pair], LEFT, WIDTH - RIGHT)
+    times = [each for _, latency, _ in found for each in (latency.low_s, latency.high_s)]
+    x = _scale([math.log(each) for each in times], LEFT, WIDTH - RIGHT)
     y = _scale([each for _, _, drop in found for each in drop], TOP, HEIGHT - BOTTOM)
     points = tuple(
         Point(
-            entry.number,
-            entry.label,
-            entry.state,
-            x.at(math.log(times.median_s)),
+            engine.number,
+            engine.label,
+            engine.state,
+            x.at(math.log(latency.median_s)),
             y.at(drop[1]),
-            x.at(math.log(low)),
-            x.at(math.log(high)),
+            x.at(math.log(latency.low_s)),
+            x.at(math.log(latency.high_s)),
             y.at(drop[0]),
             y.at(drop[2]),
         )
-        for (entry, times, drop), (low, high) in zip(found, quartiles, strict=True)
+        for engine, latency, drop in found
     )
     return Plot(
         points,
         tuple(Tick(x.at(value), time_text(math.exp(value))) for value in x.ticks),
         tuple(Tick(y.at(value), f"{value:.3g}") for value in y.ticks),
-        f"drop of {metric}" if metric else "1 - cosine to the reference",
-        shape_text(_sizes(report)),
+        title_of(measure),
+        found[0][1].shape,
     )
+
+
+def title_of(measure: str) -> str:
+    return f"drop of {measure}" if measure else "1 - cosine to the reference"
 
 
 def histogram_of(report: Report) -> Histogram:
@@ -176,35 +238,25 @@ def _scale(values: list[float], begin: float, end: float) -> _Scale:
     return _Scale(low - margin, high + margin, begin, end)
 
 
-def _quartiles(times: Samples) -> tuple[float, float]:
-    """Return the quartiles; of too few values, twice the median."""
-    low, high = times.percentile_or_absent(25), times.percentile_or_absent(75)
-    if low is None or high is None:
-        return times.median_s, times.median_s
-    return low, high
+def _measured_of_entry(entry: Entry) -> Measured:
+    candidate, rows = entry.candidate, entry.benchmark.rows if entry.benchmark else ()
+    selection = candidate.selection if candidate else None
+    latency = latency_figures(rows[0].end_to_end, shape_text(rows[0].sizes)) if rows else None
+    return Measured(
+        entry.number,
+        entry.label,
+        entry.state,
+        candidate.recipe.precision if candidate else "",
+        candidate is None,
+        selection.figures if selection else None,
+        latency,
+    )
 
 
-def _drop(entry: Entry, metric: str) -> tuple[float, float, float] | None:
-    """Return low, middle and high of the drop; a baseline is the reference and has none."""
-    if entry.candidate is None:
-        return (0.0, 0.0, 0.0)
-    validation = entry.candidate.selection
-    if validation is None:
-        return None
-    if metric:
-        found = validation.metric
-        return None if found is None else (found.interval.low, found.drop, found.interval.high)
-    cosine = validation.cosine
-    return None if cosine is None else (1 - cosine, 1 - cosine, 1 - cosine)
-
-
-def _metric(report: Report) -> str:
+def measure_of(engines: Iterable[Measured]) -> str:
     """Return the name of the metric; empty if there is none."""
-    for entry in entries(report):
-        selection = entry.candidate.selection if entry.candidate else None
-        if selection is not None and selection.metric is not None:
-            return selection.metric.name
-    return ""
+    measures = (engine.accuracy.measure for engine in engines if engine.accuracy)
+    return next((measure for measure in measures if measure), "")
 
 
 def _sizes(report: Report) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +23,13 @@ from service.http.routers.models import Name
 from service.inference import InferAnswer, InferRequest, Served
 from service.pages.access import MAX_TEXT_BYTES, Author, Visitor
 from service.pages.example_requests import Example, Sent, examples
+from service.pages.original import (
+    NoOriginal,
+    OriginalAnswer,
+    answer_of_original,
+    difference_text,
+    original_of,
+)
 from service.pages.rendering import page
 from service.registry.models import ModelView, Version
 
@@ -55,6 +64,19 @@ class OutputView:
     ranked: tuple[tuple[str, str], ...]  # the highest scores of the first row; empty: no scores
     first: tuple[str, ...]  # values in row-major order
     more: int  # values that are not shown
+    # of the original model, in the place of those in `ranked` or `first`; empty: it has none
+    original: tuple[str, ...] = ()
+    difference: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The answer of the original model, for a page that shows it beside the engine's."""
+
+    missing: str = ""  # why there can be none; "" if there may be one
+    is_wanted: bool = True  # by the form
+    failure: str = ""  # why this request has none
+    answer: OriginalAnswer | None = None
 
 
 @router.get("/ui/models/{name}/try")
@@ -63,26 +85,32 @@ async def try_page(
 ) -> Response:
     caller.require("infer")
     model = await service.models.view(caller, name)
-    return _page(request, model, _fields(_answering(model)))
+    missing = await _why_no_original(service, _answering(model))
+    return _page(request, model, _fields(_answering(model)), Comparison(missing))
 
 
 @router.post("/ui/models/{name}/try")
 async def try_model(
     request: Request, name: Name, caller: Author, service: CurrentService
 ) -> Response:
-    """Run the request of the form as POST /models/NAME/infer would."""
+    """Run the request of the form as POST /models/NAME/infer would.
+
+    If the form says so, the original model answers it, too.
+    """
     caller.require("infer")
     model = await service.models.view(caller, name)
     served = service.serving.find(caller, name)
     async with request.form(max_part_size=MAX_TEXT_BYTES) as form:
         fields, sent = _fields(_answering(model), form), []
+        is_compared = form.get("compare") is not None
         for number, field in enumerate(fields):
             try:
                 sent.append(await _sent(service, served, field, form.get(f"file-{number}")))
             except (Unprocessable, TooLarge) as error:
                 fields[number] = replace(field, fault=_text(error))
+    comparison = Comparison(await _why_no_original(service, _answering(model)), is_compared)
     if len(sent) < len(fields):
-        return _page(request, model, fields, status=422)
+        return _page(request, model, fields, comparison, status=422)
     inputs = {each.spec.name: each.array for each in sent}
     try:
         answer = await infer_while_connected(
@@ -91,16 +119,36 @@ async def try_model(
     except Unprocessable as error:
         if len(fields) == 1:  # it can only be about this one
             fields = [replace(fields[0], fault=_text(error))]
-            return _page(request, model, fields, status=422)
-        return _page(request, model, fields, refusal=error, status=422)
+            return _page(request, model, fields, comparison, status=422)
+        return _page(request, model, fields, comparison, refusal=error, status=422)
+    if is_compared:
+        comparison = await _compared(service, _version_of(model, answer.version), inputs)
     shown = examples(str(request.base_url), name, sent, service.settings.needs_keys)
-    return _page(request, model, fields, answer=answer, shown=shown)
+    return _page(request, model, fields, comparison, answer=answer, shown=shown)
+
+
+async def _why_no_original(service: Service, version: Version) -> str:
+    """Return why the original model of a version cannot answer; "" if it can."""
+    try:
+        await asyncio.to_thread(original_of, version, service.folders)
+    except NoOriginal as error:
+        return str(error)
+    return ""
+
+
+async def _compared(service: Service, version: Version, inputs: Mapping[str, Array]) -> Comparison:
+    """Return the answer of the original model, or why there is none."""
+    try:
+        return Comparison(answer=await answer_of_original(service, version, inputs))
+    except NoOriginal as error:
+        return Comparison(failure=str(error))
 
 
 def _page(
     request: Request,
     model: ModelView,
     fields: list[InputField],
+    comparison: Comparison,
     status: int = 200,
     refusal: ServiceError | None = None,
     answer: InferAnswer | None = None,
@@ -116,8 +164,11 @@ def _page(
         image_types=",".join(FORMATS),
         refusal=refusal,
         answer=answer,
+        comparison=comparison,
         outputs=[
-            output_view(output, array, labels.get(output, ()))
+            with_original(
+                output_view(output, array, labels.get(output, ())), array, comparison.answer
+            )
             for output, array in (answer.outputs if answer else {}).items()
         ],
         examples=shown,
@@ -126,8 +177,11 @@ def _page(
 
 def _answering(model: ModelView) -> Version:
     """Return the version that answers, or the current one if none does."""
-    loaded = model.deployment.version
-    return next((each for each in model.versions if each.version == loaded), model.current)
+    return _version_of(model, model.deployment.version)
+
+
+def _version_of(model: ModelView, number: int | None) -> Version:
+    return next((each for each in model.versions if each.version == number), model.current)
 
 
 def _fields(version: Version, form: FormData | None = None) -> list[InputField]:
@@ -202,11 +256,41 @@ def output_view(name: str, array: Array, labels: tuple[str, ...]) -> OutputView:
     """Return the highest scores if an output looks like class scores, else its first values."""
     is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
     if array.ndim == 2 and array.size and (labels or (is_float and array.shape[1] >= MIN_CLASSES)):
-        row = array[0].astype(np.float64)
-        best = np.argsort(-row, kind="stable")[:BEST].tolist()
+        best = _best(array)
         named = [labels[each] if each < len(labels) else f"class {each}" for each in best]
-        ranked = tuple((label, f"{row[each]:.6g}") for label, each in zip(named, best, strict=True))
+        ranked = tuple(zip(named, _texts(array[0], best), strict=True))
         return OutputView(name, array.dtype.name, array.shape, ranked, (), 0)
-    values = array.ravel()[:FIRST_VALUES].tolist()
-    first = tuple(f"{each:.6g}" if isinstance(each, float) else str(each) for each in values)
+    first = _texts(array.ravel(), range(min(FIRST_VALUES, array.size)))
     return OutputView(name, array.dtype.name, array.shape, (), first, array.size - len(first))
+
+
+def with_original(view: OutputView, array: Array, answer: OriginalAnswer | None) -> OutputView:
+    """Add the values of the original model to the view of an output, and how far they differ."""
+    if answer is None:
+        return view
+    expected = answer.outputs.get(view.name)
+    if expected is None:
+        return replace(view, difference="The original has no such output.")
+    difference = difference_text(array, expected, answer.metric, bool(view.ranked))
+    if expected.shape != array.shape:
+        return replace(view, difference=difference)
+    shown = _texts(expected.ravel(), range(len(view.first)))
+    if view.ranked:
+        shown = _texts(expected[0], _best(array))
+    return replace(view, original=shown, difference=difference)
+
+
+def _best(array: Array) -> list[int]:
+    """Return the classes of the highest scores of the first row, the highest first."""
+    best: list[int] = np.argsort(-array[0].astype(np.float64), kind="stable")[:BEST].tolist()
+    return best
+
+
+def _texts(values: Array, indices: Iterable[int]) -> tuple[str, ...]:
+    """Return the values at these indices as texts."""
+    chosen = values[list(indices)]
+    if chosen.dtype.name == "bfloat16":  # else its values would be no floats of Python
+        chosen = chosen.astype(np.float32)
+    return tuple(
+        f"{each:.6g}" if isinstance(each, float) else str(each) for each in chosen.tolist()
+    )

@@ -147,6 +147,31 @@ def test_make_bench_runs_what_the_pages_show() -> None:
     assert all(name in BENCHMARKS and (results / f"{name}.json").is_file() for name in NAMES)
 
 
+def test_the_overview_is_short() -> None:
+    assert len((FOLDER / "index.md").read_text(encoding="utf-8").split()) <= 1500
+
+
+def test_every_missed_target_is_on_the_overview_or_on_the_page_that_it_links() -> None:
+    section = (FOLDER / "index.md").read_text(encoding="utf-8").partition("## What was missed")[2]
+    lines = dict(re.findall(r"^\| (\w+) \| (\d+ of \d+ \| .*) \|$", section, re.MULTILINE))
+    linked = 0
+    for name, document in load_results().items():
+        targets = {} if name == "gpu_tests" else document["targets"]
+        missed = [target for target, met in targets.items() if not met]
+        assert (name in lines) == bool(missed), name
+        if not missed:
+            continue
+        assert lines[name].startswith(f"{len(missed)} of {len(targets)} |")
+        text = lines[name]
+        if link := re.search(r"\]\(([\w-]+\.md)#", text):
+            linked += 1
+            text = (FOLDER / link[1]).read_text(encoding="utf-8")
+        # gpu.md has a cell for the model and one for the target.
+        texts = (text, text.replace(" | ", ": "))
+        assert all(any(target in each for each in texts) for target in missed), name
+    assert linked
+
+
 def test_the_page_of_figures_says_what_make_bench_runs() -> None:
     page = (FOLDER / "index.md").read_text(encoding="utf-8")
     listed = page.partition("one after another")[2].partition("\n\n")[0]

@@ -23,7 +23,18 @@ from pipeline.benchmark.interleaved import (
     race,
     take_block,
 )
-from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, Tensors, TensorSpec
+from pipeline.core import (
+    DimRange,
+    Engine,
+    Precision,
+    Profile,
+    Progress,
+    Recipe,
+    Target,
+    Tensors,
+    TensorSpec,
+    silent,
+)
 from pipeline.errors import ChildDied
 from pipeline.host.contention import CpuClock
 from pipeline.measurement.clock import WarmUpOptions, warm_up
@@ -215,6 +226,7 @@ def run_race(
     waits_in: Mapping[int, frozenset[int]] | None = None,
     loading_s: float = 0.0,
     enough_runs: int | None = None,
+    progress: Progress = silent,
 ) -> tuple[list[LocalPeer], Any]:
     """A race whose first engine is the baseline unless `roles` say otherwise; `stalled` and
     `waits_in` are by engine.
@@ -247,6 +259,7 @@ def run_race(
         [WORKLOAD.shape],
         options,
         start,
+        progress,
         clock=lambda: wall_s,
         enough_runs=enough_runs,
     )

@@ -23,15 +23,16 @@ from pipeline.core import (
     TensorSpec,
 )
 from pipeline.host.environment import Environment
+from pipeline.host.gpu import Peaks
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import AccuracyConfig, DataConfig, LatencyLimit, ModelConfig, Plan
 from pipeline.report.graph.view import graph_script
+from pipeline.results.graph_node import GraphNode, NodeWork
 from pipeline.results.precision_audit import mislabelled
 from pipeline.results.report import (
     BenchmarkReport,
     Candidate,
-    GraphNode,
     LatencyRow,
     LoadCurve,
     LoadPoint,
@@ -495,5 +496,51 @@ def proven_report(evil: str = "") -> Report:
             "winner": candidates[0].label,
             "graph": chain(nodes.items()),
             "rescues": (rescue,),
+        }
+    )
+
+
+PEAKS_OF_H200 = Peaks(
+    device="NVIDIA H200",
+    source="known: data sheet",
+    flops_per_s={Precision.FP32: 60e12, Precision.FP16: 990e12, Precision.INT8: 1980e12},
+    bytes_per_s=4.8e12,
+)
+
+
+def worked_report(peaks: Peaks | None = PEAKS_OF_H200) -> Report:
+    """The report of a GPU host, with the work of every node: 1 MFLOP for a convolution, 1 kFLOP for
+    any other, 100 kB read from the node before, and 100 kB written.
+    """
+    report = proven_report()
+    graph = []
+    for node in report.graph:
+        work = NodeWork(
+            flops=1e6 if node.operator == "Conv" else 1e3,
+            moved_bytes=200_000,
+            read_bytes=(100_000,) * len(node.reads),
+            written_bytes=100_000,
+            dtype="float32",
+        )
+        graph.append(node.model_copy(update={"work": work}))
+    target = Target(
+        backend="tensorrt", version="10.6", device="NVIDIA H200", compute_capability="9.0"
+    )
+    candidates = tuple(
+        candidate.model_copy(
+            update={
+                "engine": engine(candidate.recipe, 1000, Path("/store")).model_copy(
+                    update={"target": target}
+                )
+            }
+        )
+        for candidate in report.candidates[:3]
+    )
+    return report.model_copy(
+        update={
+            "graph": tuple(graph),
+            "graph_sizes": {"b": 8},
+            "candidates": (*candidates, *report.candidates[3:]),
+            "peaks": (peaks,) if peaks else (),
         }
     )

@@ -69,6 +69,25 @@ def test_the_search_finds_the_pages(site: Site) -> None:
     assert {"reference/plan.html", "howto/write-a-plan.html", "troubleshooting.html"} <= places
 
 
+def test_every_picture_is_small_and_shown_by_a_page() -> None:
+    docs = ROOT / "docs"
+    pictures = {file for kind in ("png", "svg") for file in docs.rglob(f"*.{kind}")}
+    assert len(pictures) > 10
+    shown = {
+        (page.parent / name).resolve()
+        for page in (ROOT / "README.md", *docs.rglob("*.md"))
+        for name in re.findall(r"!\[[^]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    }
+    assert pictures == shown
+    assert all(file.stat().st_size < 200_000 for file in pictures)
+
+
+def test_the_screenshots_are_those_that_the_script_makes() -> None:
+    script = (ROOT / "docs" / "howto" / "make_screenshots.py").read_text(encoding="utf-8")
+    made = set(re.findall(r'picture\("([\w-]+)"', script))
+    assert made == {file.stem for file in (ROOT / "docs" / "howto").glob("*.png")}
+
+
 def test_the_commands_of_the_pages_run(tmp_path: Path) -> None:
     blocks = [block for page in PAGES for block in blocks_of(page)]
     run = [block for block in blocks if not block.not_run]

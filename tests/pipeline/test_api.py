@@ -32,6 +32,19 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"crucible compile {plan} --set accuracy.max_drop=0.02 --out {folder / 'out'}"
     )
     assert {"simplify", "build", "benchmark"} <= {event.stage for event in events}
+    figures = [event.figures for event in events if event.figures]
+    checked = [event.subject for event in events if event.figures and event.figures.accuracy]
+    assert checked == ["onnxruntime fp32 on selection"], "the validation set chooses no winner"
+    latencies = [each.latency.median_s for each in figures if each.latency]
+    assert latencies
+    (baseline,) = {each.label for each in figures if each.is_baseline}
+    assert report.baseline
+    assert baseline == report.baseline.label
+    assert latencies[-1] in [
+        each.rows[0].end_to_end.median_s
+        for each in (report.baseline, report.candidates[0].benchmark)
+        if each
+    ]
     return folder
 
 

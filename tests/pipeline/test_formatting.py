@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.formatting import bytes_text, date, number_text, time_text
+from pipeline.formatting import bytes_text, date, flops_text, number_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,15 @@ def test_sizes_counts_and_dates() -> None:
         "1.00 MB",
         "2.13 MB",
         "16.4 GB",
+    ]
+    assert [flops_text(count) for count in (0, 999, 1e3, 2.13e6, 16.4e9, 4.2e12, 1.5e15)] == [
+        "0 FLOP",
+        "999 FLOP",
+        "1.00 kFLOP",
+        "2.13 MFLOP",
+        "16.4 GFLOP",
+        "4.20 TFLOP",
+        "1,500 TFLOP",
     ]
     assert [number_text(value) for value in (0.5, 74.6, 1234.5)] == ["0.50", "74.6", "1,234"]
     assert date("2026-03-02T10:11:40+00:00") == "2026-03-02 10:11 UTC"

@@ -53,6 +53,7 @@ from pipeline.errors import BackendUnavailable, DataError, ModelError, Unsupport
 from pipeline.host.environment import cpu_flags, cpu_name, usable_cores
 from pipeline.host.gpu import find_gpus
 from pipeline.onnx_graph.files import copy_model, file_size
+from pipeline.plan.recipes import AS_WRITTEN
 from pipeline.results.layer_table import LayerTable
 
 if TYPE_CHECKING:
@@ -63,12 +64,6 @@ DISTRIBUTIONS: tuple[str, ...] = ("onnxruntime",)
 PLAIN = Recipe(backend="onnxruntime", precision=Precision.FP32)
 Provider = tuple[str, dict[str, str]]
 """An execution provider by the library's name, with its options."""
-
-AS_WRITTEN = "as written"
-"""Variant of a recipe: Q/DQ nodes are computed in fp32, as they are in the graph.
-
-The int8 kernels that ONNX Runtime would otherwise use in their place can saturate.
-"""
 
 NOT_REALLY = {
     Precision.FP16: (

@@ -16,7 +16,6 @@ A graph belongs to one context and one shape. Sessions share nothing but the wei
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import os
 import re
@@ -46,7 +45,7 @@ from pipeline.backends.feed_checks import (
     nothing_to_fetch,
     unreadable,
 )
-from pipeline.backends.host_copies import LARGE, address_of, chunks_of, copy_of, copy_threads
+from pipeline.backends.host_copies import LARGE, address_of, copy_memory, copy_of
 from pipeline.backends.tensorrt.memory import Memory, Opened, Shape, Slot, run_error, tensors_of
 from pipeline.backends.tensorrt.messages import logger_of, messages_of
 from pipeline.backends.tensorrt.parser import load_plugins
@@ -540,13 +539,12 @@ class TrtSession:
         rt, stream = opened.rt, self._stream
         host, device, source = slot.host.pointer, slot.device.pointer, address_of(array)
 
-        def copy(offset: int, size: int) -> None:
+        def send(offset: int, size: int) -> None:
             rt.cudaSetDevice(opened.ordinal)  # otherwise a new thread opens a context on GPU 0
-            ctypes.memmove(host + offset, source + offset, size)
             stream.copy(((device + offset, host + offset, size, stream.to_device),))
 
         self._in_flight = True
-        copy_threads().run(chunks_of(array.nbytes), copy)
+        copy_memory(host, source, array.nbytes, send)
 
     def _downloads(self, shapes: Sequence[Shape]) -> tuple[Results, Sequence[Copy]]:
         """Return page-locked arrays for outputs of these shapes, and the copies to them."""

@@ -9,7 +9,14 @@
   const HEATS = 6; // colours, from little to much
   const LEAST_ERROR_EXPONENT = -4; // own errors of 1e-4 and less have the lightest colour
   const MAX_ERROR = 10; // as in the tables: from here on there is nothing left to compare
-  const SORT_KEYS = { time: "seconds", share: "seconds", "own error": "error" };
+  const SORT_KEYS = {
+    time: "seconds",
+    share: "seconds",
+    "of roofline": "roofline",
+    FLOPs: "flops",
+    "bytes moved": "bytes",
+    "own error": "error",
+  };
 
   function make(tag, parent, attributes = {}, text = "") {
     const made = document.createElement(tag);
@@ -35,6 +42,20 @@
     if (seconds >= 1) return `${threeDigits(seconds)} s`;
     if (seconds >= 1e-3) return `${threeDigits(seconds * 1e3)} ms`;
     return `${threeDigits(seconds * 1e6)} us`;
+  }
+
+  // A number with a decimal prefix: 231 MFLOP, 1.20 kB.
+  function amountText(amount, unit) {
+    const prefixes = ["", "k", "M", "G", "T"];
+    while (amount >= 999.5 && prefixes.length > 1) {
+      amount /= 1000;
+      prefixes.shift();
+    }
+    return `${prefixes.length === 5 ? amount.toFixed(0) : threeDigits(amount)} ${prefixes[0]}${unit}`;
+  }
+
+  function percentText(share) {
+    return `${(100 * share).toFixed(share < 0.995 ? 1 : 0)} %`;
   }
 
   function shortened(text) {
@@ -184,7 +205,7 @@
 
   function start(container) {
     const data = JSON.parse(container.querySelector('script[type="application/json"]').textContent);
-    const { nodes, engines } = data;
+    const { nodes, works, engines } = data;
     let engine = engines[0] ?? { label: "", layers: [], errors: [] };
     let coloured = "seconds";
     let chosen = new Set(); // indices of nodes
@@ -194,6 +215,7 @@
     let itemOf = new Map(); // of each node's index
     let current; // the item that Tab reaches
     let heat; // {layersOf, errorOf, total} of the engine
+    const valueOf = { seconds: secondsOf, roofline: rooflineOf, error: errorOf };
     const view = { x: 0, y: 0, scale: 1 };
     const rows = new Map(engines.map((each) => [each, linkTable(each, chooseLayer)]));
     if (!nodes.length) return;
@@ -220,7 +242,7 @@
     );
     const colourChoice = addChoice(
       "Colour",
-      [["seconds", "time"], ["error", "own error"]],
+      [["seconds", "time"], ["roofline", "share of roofline"], ["error", "own error"]],
       (value) => {
         coloured = value;
         paint();
@@ -323,8 +345,10 @@
       }
       const total = engine.layers.reduce((sum, layer) => sum + (layer.seconds ?? 0), 0);
       heat = { layersOf, errorOf: new Map(engine.errors), total };
-      colourChoice.options[1].disabled = !engine.errors.length;
-      if (!engine.errors.length) colourChoice.value = coloured = "seconds";
+      const [, roofline, error] = colourChoice.options;
+      roofline.disabled = engine.layers.every((layer) => layer.roofline === null);
+      error.disabled = !engine.errors.length;
+      if (colourChoice.selectedOptions[0].disabled) colourChoice.value = coloured = "seconds";
       if (shown.length) paint();
     }
 
@@ -337,13 +361,20 @@
       return timed.length ? timed.reduce((sum, layer) => sum + layer.seconds, 0) : undefined;
     }
 
+    // The layers of an item whose roofline is known: their share of it together.
+    function rooflineOf(item) {
+      const known = [...layersOf(item)].filter((layer) => layer.roofline !== null);
+      const sum = (key) => known.reduce((total, layer) => total + layer[key], 0);
+      return known.length ? sum("least") / sum("seconds") : undefined;
+    }
+
     function errorOf(item) {
       const errors = item.nodes.map((node) => heat.errorOf.get(node)).filter((error) => error !== undefined);
       return errors.length ? Math.max(...errors) : undefined;
     }
 
     function paint() {
-      const values = shown.map(coloured === "seconds" ? secondsOf : errorOf);
+      const values = shown.map(valueOf[coloured]);
       const most = values.reduce((a, b) => Math.max(a, b ?? 0), 0);
       shown.forEach((item, index) => {
         const classes = ["node", item.items ? "group" : "leaf"];
@@ -358,19 +389,27 @@
     }
 
     function heatOf(value, most) {
-      const part =
-        coloured === "seconds"
-          ? value / (most || 1)
-          : 1 - Math.log10(Math.max(value, 10 ** LEAST_ERROR_EXPONENT)) / LEAST_ERROR_EXPONENT;
+      const parts = {
+        seconds: value / (most || 1),
+        roofline: value,
+        error: 1 - Math.log10(Math.max(value, 10 ** LEAST_ERROR_EXPONENT)) / LEAST_ERROR_EXPONENT,
+      };
+      const part = parts[coloured];
       return Math.min(Math.max(Math.ceil(part * HEATS), 1), HEATS);
     }
 
     function paintLegend(most) {
       legend.textContent = "";
       if (!most) return;
-      legend.append(coloured === "seconds" ? "0 " : `${10 ** LEAST_ERROR_EXPONENT} `);
+      const ends = {
+        seconds: ["0", timeText(most)],
+        roofline: ["0 %", "100 %"],
+        error: [10 ** LEAST_ERROR_EXPONENT, 1],
+      };
+      const [least, highest] = ends[coloured];
+      legend.append(`${least} `);
       for (let index = 1; index <= HEATS; index += 1) make("i", legend, { class: `heat-${index}` });
-      legend.append(coloured === "seconds" ? ` ${timeText(most)}` : " 1");
+      legend.append(` ${highest}`);
     }
 
     function textOf(item) {
@@ -383,9 +422,20 @@
         const share = `${((100 * seconds) / (heat.total || 1)).toFixed(1)} % of the time`;
         const fused = held.length === 1 && held[0].nodes.length > 1 ? ` in a layer of ${held[0].nodes.length} nodes` : "";
         parts.push(`${timeText(seconds)}, ${share}${fused}`);
+        parts.push(rooflineText(held, rooflineOf(item)));
+      }
+      const work = item.items ? null : works[item.nodes[0]];
+      if (work) {
+        const flops = work[0] === null ? "FLOPs not known" : amountText(work[0], "FLOP");
+        parts.push(`by itself ${flops} and ${amountText(work[1], "B")}`);
       }
       if (error !== undefined) parts.push(`own error ${error < MAX_ERROR ? error.toPrecision(2) : "so large that all is lost"}`);
       return parts.join(", ");
+    }
+
+    function rooflineText(held, share) {
+      const limit = held.length === 1 ? ` (${held[0].limit})` : "";
+      return share === undefined ? `share of its roofline not known${limit}` : `${percentText(share)} of its roofline${limit}`;
     }
 
     // -- selection

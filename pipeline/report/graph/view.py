@@ -23,15 +23,17 @@ from importlib import resources
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from pipeline.report.layer_sections import EngineLayers, layers_of_engines
-from pipeline.results.report import GraphNode, Report
+from pipeline.report.layer_sections import EngineLayers, layers_of_engines, limit_text
+from pipeline.results.graph_node import GraphNode
+from pipeline.results.report import Report
 
 
 def graph_json(report: Report) -> Markup:
     """Return the nodes, and the layers of every engine, the winner first, as JSON for a script.
 
-    A node is [name, operator, indices of the nodes that it reads]. The layers of an engine are in
-    the order of the rows of its table; they name their nodes by index.
+    A node is [name, operator, indices of the nodes that it reads], and its work [FLOPs, bytes] or
+    null. The layers of an engine are in the order of the rows of its table; they name their nodes
+    by index.
     """
     indices: dict[str, list[int]] = defaultdict(list)
     for index, node in enumerate(report.graph):
@@ -42,7 +44,11 @@ def graph_json(report: Report) -> Markup:
     )
     engines = [_engine(engine, indices) for engine in winner_first]
     nodes = [(node.name, node.operator, node.reads) for node in report.graph]
-    return htmlsafe_json_dumps({"nodes": nodes, "engines": engines})
+    works = [
+        (node.work.flops, node.work.moved_bytes) if node.work and not _is_end(node) else None
+        for node in report.graph
+    ]
+    return htmlsafe_json_dumps({"nodes": nodes, "works": works, "engines": engines})
 
 
 def _is_end(node: GraphNode) -> bool:
@@ -56,8 +62,13 @@ def _engine(engine: EngineLayers, indices: dict[str, list[int]]) -> dict[str, ob
             "nodes": _indices_of(layer.nodes, indices),
             "seconds": layer.seconds,
             "error": engine.error_of(layer),
+            "flops": work.flops,
+            "bytes": work.moved_bytes,
+            "least": work.least_s,
+            "roofline": work.share,
+            "limit": limit_text(work),
         }
-        for layer in engine.layers
+        for layer, work in zip(engine.layers, engine.works, strict=True)
     ]
     errors = [
         (index, error) for node, error in engine.errors.items() for index in indices.get(node, ())

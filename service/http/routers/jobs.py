@@ -138,8 +138,8 @@ async def follow_job(
         ),
     ] = 0,
 ) -> StreamingResponse:
-    """Stream the events of a job from its start to its end: `stage` events, and one for each new
-    state.
+    """Stream the events of a job from its start to its end: `stage` events, `figures` of candidates
+    as they are measured, and one for each new state.
     """
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
     events = stream(service, job_id, after if last_event_id is None else last_event_id)

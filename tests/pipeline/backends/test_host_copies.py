@@ -1,6 +1,8 @@
 """Copies by several threads."""
 
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from pipeline.backends.host_copies import (
     LEAST_CHUNK,
     MOST_CHUNK,
     CopyThreads,
+    address_of,
     chunks_of,
+    copy_memory,
     copy_of,
 )
 
@@ -93,3 +97,37 @@ def test_copies_of_several_callers_do_not_mix() -> None:
         caller.join(60)
         assert not caller.is_alive()
     assert errors == []
+
+
+@pytest.mark.parametrize("torch_threads", [None, 1, 4])
+@pytest.mark.parametrize("size", [LARGE, 4_000_001, 38_535_168])
+def test_memory_is_copied_with_and_without_pytorch(
+    monkeypatch: pytest.MonkeyPatch, size: int, torch_threads: int | None
+) -> None:
+    if torch_threads is None:
+        monkeypatch.setitem(sys.modules, "torch", None)
+    else:
+        import torch
+
+        monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
+    source = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    source.flags.writeable = False  # its owner's affair: it is only read
+    target, copied = np.zeros_like(source), list[tuple[int, int]]()
+
+    def then(offset: int, length: int) -> None:
+        part = slice(offset, offset + length)
+        assert (target[part] == source[part]).all()
+        copied.append((offset, length))
+
+    copy_memory(address_of(target), address_of(source), size, then)
+    ends = [offset + length for offset, length in sorted(copied)]
+    assert [offset for offset, _ in sorted(copied)] == [0, *ends[:-1]]
+    assert ends[-1] == size
+
+
+def test_a_pytorch_that_is_being_imported_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    source = np.arange(LARGE, dtype=np.int8)
+    target = np.zeros_like(source)
+    copy_memory(address_of(target), address_of(source), source.nbytes)
+    assert (target == source).all()

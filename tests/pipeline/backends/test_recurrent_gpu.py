@@ -68,7 +68,7 @@ def built(
     options = BuildOptions(profiles=profiles, tensorrt=QUICK)
     return (
         backends.backend("tensorrt").build(
-            result, recipe, options, folder / "built", lambda fraction, text: None
+            result, recipe, options, folder / "built", lambda fraction, text, figures=None: None
         ),
         result,
     )

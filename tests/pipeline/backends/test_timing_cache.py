@@ -336,7 +336,7 @@ def test_an_answer_that_tells_nothing_is_not_taken_for_nobody(nvml: Nvml, reason
 def test_a_second_build_on_one_gpu_waits_and_says_so(own_home: Path) -> None:
     events, waiting, done = [], threading.Event(), threading.Event()
 
-    def progress(fraction: float | None, text: str) -> None:
+    def progress(fraction: float | None, text: str, figures: object = None) -> None:
         events.append((fraction, text))
         waiting.set()
 
@@ -359,8 +359,8 @@ def test_a_gpu_that_is_free_is_taken_without_a_word_and_given_back() -> None:
     messages: list[str] = []
     for _ in range(2):
         with (
-            gpu_lock(H200, lambda fraction, text: messages.append(text)),
-            gpu_lock(OTHER, lambda fraction, text: messages.append(text)),
+            gpu_lock(H200, lambda fraction, text, figures=None: messages.append(text)),
+            gpu_lock(OTHER, lambda fraction, text, figures=None: messages.append(text)),
         ):
             pass
     assert messages == []

@@ -22,7 +22,7 @@ from pipeline.benchmark.interleaved import (
     take_block,
 )
 from pipeline.compiler.compile import BENCHMARK
-from pipeline.core import Engine, Target
+from pipeline.core import CandidateFigures, Engine, Target
 from pipeline.errors import ChildDied, ChildKilled
 from pipeline.host.contention import CpuClock
 from pipeline.measurement.clock import WarmUpOptions
@@ -92,6 +92,45 @@ def test_rows_hold_what_was_measured() -> None:
     assert row.totals.walltime_s == pytest.approx(sum(row.end_to_end.values_s))
     assert row.totals.timed_queries == len(row.compute.values_s)
     assert row.totals.compute_s == pytest.approx(sum(row.compute.values_s))
+
+
+def test_latencies_are_reported_from_the_first_block_on() -> None:
+    events: list[CandidateFigures | None] = []
+    _, reports = run_race(
+        Host(),
+        [0.002, 0.001, 0.008],
+        progress=lambda fraction, text, figures=None: events.append(figures),
+    )
+    labels = [report.label for report in reports]
+    found = [figures for figures in events if figures is not None]
+    assert {figures.label for figures in found[:3]} == set(labels), "each after its first block"
+    assert not any(figures.latency.is_eliminated for figures in found[:3] if figures.latency)
+    newest = {figures.label: figures.latency for figures in found}
+    for report in reports:
+        figures = newest[report.label]
+        assert figures is not None
+        assert figures.median_s == report.rows[0].end_to_end.median_s
+        assert figures.low_s <= figures.median_s <= figures.high_s
+        assert figures.shape == WORKLOAD.shape
+        assert figures.is_eliminated == bool(report.stopped)
+    assert [bool(report.stopped) for report in reports] == [False, False, True]
+    processes = [len(report.rows[0].end_to_end.processes) for report in reports]
+    assert [sum(each.label == label for each in found) for label in labels] == [
+        1 + count for count in processes
+    ], "after the first block, and after each process"
+
+
+def test_an_engine_that_fails_before_its_first_block_has_no_figures() -> None:
+    events: list[CandidateFigures | None] = []
+    _, (_, lost) = run_race(
+        Host(),
+        [0.002, 0.001],
+        dies_at=[1_000_000, 1],
+        progress=lambda fraction, text, figures=None: events.append(figures),
+    )
+    assert isinstance(lost, BenchmarkFailure)
+    labels = {figures.label for figures in events if figures is not None}
+    assert labels == {engine_named("0").recipe.label}
 
 
 def gpu_engine(name: str) -> Engine:
@@ -194,7 +233,7 @@ def test_the_slowest_to_load_starts_first_next_time_and_delays_nobody() -> None:
             [WORKLOAD.shape],
             SHORT,
             start,
-            lambda fraction, text: events.append(text),
+            lambda fraction, text, figures=None: events.append(text),
             cores=2,
         )
         race.load(stack)

@@ -17,6 +17,7 @@ from pipeline.execution.stage_event import StageEvent
 from pipeline.measurement.clock import Samples
 from pipeline.results.report import BenchmarkReport, LatencyRow
 from tests.builders.report import sample_report
+from tests.pipeline.execution.figures import candidate
 
 
 def test_a_percentile_that_too_few_values_do_not_give_is_a_gap() -> None:
@@ -96,6 +97,15 @@ def output_of(console: Console) -> str:
 )
 def test_what_is_expected_of_a_stage(elapsed_s: float, estimate_s: float | None, text: str) -> None:
     assert expectation(elapsed_s, estimate_s) == text
+
+
+def test_figures_leave_the_lines_of_stages_as_they_are() -> None:
+    clock, console = Clock(), plain()
+    shown = StageProgress(console, every_s=30, clock=clock)
+    shown(StageEvent("benchmark", "", 0.5, state="progress", figures=candidate("int8")))
+    clock.now += 60
+    shown.say_alive()
+    assert output_of(console) == "", "no stage runs"
 
 
 def test_a_long_stage_says_that_it_is_alive() -> None:

@@ -14,15 +14,16 @@ import pytest
 
 from pipeline.backends import BACKENDS
 from pipeline.compiler.candidate_stages import QUANTIZERS, WEIGHT_QUANTIZERS
-from pipeline.compiler.compile import compile_plan
-from pipeline.compiler.context import open_context
+from pipeline.compiler.compile import compile_plan, graph_with_work
+from pipeline.compiler.context import CompileContext, open_context
 from pipeline.compiler.host_recipes import check_candidates
-from pipeline.core import Progress, silent
+from pipeline.core import OnnxModel, Progress, silent
 from pipeline.data.samples import SampleSet
-from pipeline.errors import ChildDied, CrucibleError, InternalError
+from pipeline.errors import ChildDied, ChildStopped, CrucibleError, InternalError
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
 from pipeline.plan.recipes import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
 from pipeline.results.report import Origin, Report
@@ -385,3 +386,48 @@ def test_a_model_with_8_bit_operators_of_its_own_is_not_called_by_a_wrong_name(
         "8-bit operators of its own (DynamicQuantizeLinear, MatMulInteger)" in note.text
         for note in candidate.notes
     )
+
+
+def context_and_model(
+    folder: Path, error: CrucibleError | None = None
+) -> tuple[CompileContext, OnnxModel]:
+    """The context of a plan and its model. With an error, every stage fails with it."""
+
+    def run(function: Any, *arguments: Any, name: str, **options: Any) -> Any:
+        if error is not None:
+            raise error
+        return run_here(function, *arguments, name=name)
+
+    plan = load_plan(write_task(folder))
+    runner = Runner(Store(folder / "home"), run=run)
+    return open_context(plan, runner), onnx_model(folder, "model.onnx")
+
+
+def test_work_is_counted_at_the_opt_sizes_of_the_first_profile(tmp_path: Path) -> None:
+    context, model = context_and_model(tmp_path)
+    graph, notes = graph_with_work(context, model)
+    assert notes == ()
+    assert graph.sizes == {"batch": 4}
+    image = graph.nodes[0]
+    assert image.work is not None
+    columns = image.work.written_bytes // (4 * 4)
+    products = [node.work for node in graph.nodes if node.operator in ("MatMul", "Gemm")]
+    first = products[0]
+    assert first is not None
+    assert first.flops == 2 * 4 * columns * (first.written_bytes // (4 * 4))
+
+
+def test_a_report_has_its_graph_if_counting_fails(tmp_path: Path) -> None:
+    context, model = context_and_model(tmp_path, ChildDied("a signal ended it"))
+    graph, (note,) = graph_with_work(context, model)
+    assert graph.sizes is None
+    assert len(graph.nodes) > 2
+    assert [node for node in graph.nodes if node.work] == []
+    assert (note.stage, note.level) == ("graph", "warning")
+    assert "were not counted: a signal ended it" in note.text
+
+
+def test_a_stop_is_no_failure_to_count(tmp_path: Path) -> None:
+    context, model = context_and_model(tmp_path, ChildStopped("the run ends"))
+    with pytest.raises(ChildStopped):
+        graph_with_work(context, model)

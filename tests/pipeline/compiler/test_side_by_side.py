@@ -195,7 +195,7 @@ class Hanging(Line):
                 deaths.append(error)
         raise deaths[-1]
 
-    def tell(self, fraction: float | None, text: str) -> None:
+    def tell(self, fraction: float | None, text: str, figures: object = None) -> None:
         if text == "hangs":
             self.hangs.set()
 

@@ -56,7 +56,7 @@ def build(backend: str, case: Case, out: Path) -> Engine:
         recipe,
         options,
         out,
-        lambda fraction, text: None,
+        lambda fraction, text, figures=None: None,
     )
 
 

@@ -86,7 +86,7 @@ def test_lacks_no_precision_silently(name: str, precision: Precision, tmp_path: 
             recipe,
             BuildOptions(profiles=()),
             tmp_path,
-            lambda fraction, text: None,
+            lambda fraction, text, figures=None: None,
         )
     assert isinstance(error.value, BackendUnavailable | UnsupportedError)
     assert error.value.next_step

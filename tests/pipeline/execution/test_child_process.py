@@ -16,6 +16,7 @@ from pipeline.core import Progress
 from pipeline.errors import ChildDied, ChildStopped, DataError, DiskFull, InternalError
 from pipeline.execution import child_process as process
 from pipeline.execution.child_process import Channel, Child, TimeLimit, call_in_child, stop_children
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 
 def double(number: int, progress: Progress) -> int:
@@ -77,7 +78,7 @@ def test_the_last_progress_is_told_again_while_a_child_is_silent(
     monkeypatch.setattr(process, "ALIVE_S", 0.2)
     events: list[tuple[float | None, str]] = []
 
-    def hear(fraction: float | None, text: str) -> None:
+    def hear(fraction: float | None, text: str, figures: object = None) -> None:
         events.append((fraction, text))
         if events.count((0.5, "half way")) == 3:
             (tmp_path / "enough").touch()
@@ -91,13 +92,35 @@ def test_a_child_returns_its_value_and_reports_progress(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert (
         call_in_child(
-            double, 21, name="double", log=log, progress=lambda f, t: events.append((f, t))
+            double,
+            21,
+            name="double",
+            log=log,
+            progress=lambda f, t, figures=None: events.append((f, t)),
         )
         == 42
     )
     assert set(events) <= {(None, ""), (0.5, "half way")}  # the first while the child starts
     assert events[-1] == (0.5, "half way")
     assert "noise on stdout" in log.read_text()
+
+
+def measure(progress: Progress) -> None:
+    progress(0.5, "first runs", candidate("int8", accuracy(), latency()))
+    progress(0.6, "more")
+
+
+def test_figures_of_a_candidate_come_with_their_progress() -> None:
+    events: list[tuple[str, object]] = []
+    call_in_child(
+        measure,
+        name="measure",
+        progress=lambda fraction, text, figures=None: events.append((text, figures)),
+    )
+    assert [event for event in events if event[0]] == [
+        ("first runs", candidate("int8", accuracy(), latency())),
+        ("more", None),
+    ]
 
 
 def test_a_users_folder_on_our_path_hides_no_module_of_ours(
@@ -170,7 +193,7 @@ def test_another_thread_can_end_a_child_that_somebody_waits_for() -> None:
         Child(tell_and_hang, name="ended", conversation=False) as child,
     ):
         waiting = pool.submit(
-            child.result, None, lambda fraction, text: hangs.set() if text else None
+            child.result, None, lambda fraction, text, figures=None: hangs.set() if text else None
         )
         assert hangs.wait(60)
         child.end()
@@ -185,7 +208,7 @@ def test_the_children_of_every_thread_are_stopped_and_whoever_waits_hears_of_it(
     barrier = threading.Barrier(count + 1)
 
     def wait(number: int) -> None:
-        def progress(fraction: float | None, text: str) -> None:
+        def progress(fraction: float | None, text: str, figures: object = None) -> None:
             if text:
                 barrier.wait(60)
 

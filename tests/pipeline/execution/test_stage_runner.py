@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Artifact, Progress, Target
+from pipeline.core import Artifact, CandidateFigures, Progress, Target
 from pipeline.errors import ChildDied, ChildStopped, DataError
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Runner, Stage, StageCall, installed
 from pipeline.execution.store import Store
 from pipeline.results.report import Step
+from tests.pipeline.execution.figures import candidate
 
 
 class Number(Artifact):
@@ -41,6 +42,27 @@ def call(number: int = 21, subject: str = "", **changes: object) -> StageCall[Nu
     """What doubles a number."""
     made = StageCall(DOUBLE, Number, partial(double, number))
     return replace(made, subject=subject, **changes)  # type: ignore[arg-type]
+
+
+def test_what_an_artifact_says_of_candidates_comes_before_the_end_of_its_stage(
+    tmp_path: Path,
+) -> None:
+    def figures(number: Number) -> list[CandidateFigures]:
+        return [candidate(f"{name} {number.value}") for name in ("first", "second")]
+
+    events: list[StageEvent] = []
+    made = call(21, "x", figures=figures)
+    assert made.key == call(21, "x").key, "figures change no artifact"
+    for _ in range(2):
+        Runner(Store(tmp_path), events.append).stage(made)
+    shown = [
+        (event.state, event.figures.label if event.figures else "")
+        for event in events
+        if event.text != "half"
+    ]
+    reported = [("progress", "first 42"), ("progress", "second 42")]
+    assert shown == [("started", ""), *reported, ("finished", ""), *reported, ("reused", "")]
+    assert {event.subject for event in events} == {"x"}
 
 
 def test_a_stage_runs_in_a_child_once_and_is_then_reused(tmp_path: Path) -> None:
@@ -165,7 +187,7 @@ def test_a_double_can_run_the_stages(tmp_path: Path) -> None:
         names.append(name)
         out = arguments[-1]
         assert isinstance(out, Path)
-        return double(1, out, lambda fraction, text: None)
+        return double(1, out, lambda fraction, text, figures=None: None)
 
     assert Runner(Store(tmp_path), run=run).stage(call()).value == 2
     assert names == ["double"]

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from pipeline.core import LatencyFigures
 from pipeline.measurement.clock import (
     Samples,
     WarmUpOptions,
+    latency_figures,
     measure_block,
     samples_from_blocks,
     thinned,
@@ -44,6 +48,20 @@ def test_median_of_nothing_raises() -> None:
 
 def test_median() -> None:
     assert Samples(values_s=(1.0, 2.0, 6.0)).median_s == 2.0
+
+
+def test_quartiles_need_values_on_both_sides() -> None:
+    many = Samples(values_s=tuple(float(number) for number in range(1, 102)))
+    assert many.quartiles_s == (26.0, 76.0)
+    assert Samples(values_s=(1.0, 2.0, 6.0)).quartiles_s == (2.0, 2.0)
+
+
+def test_a_latency_is_a_figure_if_a_logarithmic_axis_can_show_it() -> None:
+    assert latency_figures(Samples(values_s=(1.0, 2.0, 6.0)), "batch 1", True) == LatencyFigures(
+        2.0, 2.0, 2.0, "batch 1", True
+    )
+    for value in (0.0, -1.0, 1e10, math.nan):
+        assert latency_figures(Samples(values_s=(value,)), "batch 1") is None
 
 
 def test_blocks_must_hold_all_values() -> None:

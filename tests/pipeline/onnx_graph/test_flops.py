@@ -127,6 +127,17 @@ def test_bytes_of_a_convolution(tmp_path: Path) -> None:
     assert cost.bytes_written == 4 * 2 * 6 * 6 * 6
 
 
+def test_of_a_table_only_the_rows_that_are_taken_count(tmp_path: Path) -> None:
+    path = save(
+        tmp_path,
+        "g (float[1000, 8] table, int64[N] ids) => (float[N, 8] y) { y = Gather(table, ids) }",
+    )
+    (few,) = node_costs(path, {"N": 2})
+    assert (few.bytes_read, few.bytes_written) == (4 * 2 * 8 + 8 * 2, 4 * 2 * 8)
+    (many,) = node_costs(path, {"N": 3000})
+    assert many.bytes_read == 4 * 1000 * 8 + 8 * 3000, "rows that are taken again count once"
+
+
 @pytest.mark.parametrize(
     ("graph", "flops"),
     [

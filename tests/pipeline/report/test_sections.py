@@ -23,10 +23,16 @@ from pipeline.report.layer_sections import layers_of_engines
 from pipeline.report.markdown import markdown
 from pipeline.report.run_sections import grouped_notes
 from pipeline.report.sections import headline, sections
-from pipeline.report.tables import left, right
+from pipeline.report.tables import Section, left, right
 from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.report import BenchmarkReport, NodeHarm, NodeRanking, Report
-from tests.builders.report import proven_report, sample_report, throughput_report
+from tests.builders.report import (
+    PEAKS_OF_H200,
+    proven_report,
+    sample_report,
+    throughput_report,
+    worked_report,
+)
 
 
 def test_entries_are_numbered_from_fast_to_slow_with_the_unmeasured_last(report: Report) -> None:
@@ -128,9 +134,65 @@ def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:
     )
     assert section.paragraphs[1:] == (
         "Layers were not timed for pytorch traced fp32, pytorch eager fp32.",
+        "FLOPs, bytes and rooflines of layers are not in this report: its graph is without the work"
+        " of its nodes.",
         "Own errors of layers were not measured: only candidates that fail their accuracy have"
         " them.",
     )
+
+
+def layer_section(report: Report) -> Section:
+    return next(section for section in sections(report) if section.key == "layers")
+
+
+def test_layers_have_their_share_of_the_roofline() -> None:
+    section = layer_section(worked_report())
+    table = section.tables[2]
+    assert table.headings[2:8] == (
+        "time",
+        "share",
+        "of roofline",
+        "limit",
+        "FLOPs",
+        "bytes moved",
+    )
+    cells = {row[0]: row for row in table.rows}
+    first = next(row for name, row in cells.items() if "layer1.0/conv1/Conv" in name)
+    # Conv and Relu in int8: 25 kB in and 25 kB out, which takes 10.4 ns at 4.8 TB/s.
+    assert first[2] == "7.17 us"
+    assert first[4:8] == ("0.1 %", "memory", "1.00 MFLOP", "50.0 kB")
+    reformat = next(row for name, row in cells.items() if "Reformatting" in name)
+    assert reformat[4:8] == ("-", "no node of the graph", "-", "-")
+    text = " ".join(section.paragraphs)
+    assert "What fused nodes pass to each other does not count as moved" in text
+    assert "The layers of tensorrt int8 implicit entropy whose roofline is known take" in text
+    assert "Furthest above it: /conv1/Conv" in text
+    assert "peaks of the device" not in text
+
+
+def test_without_peaks_layers_have_their_work_only() -> None:
+    other = PEAKS_OF_H200.model_copy(update={"device": "NVIDIA H200 NVL"})
+    for peaks in (None, other):
+        section = layer_section(worked_report(peaks))
+        row = next(row for row in section.tables[2].rows if "layer1.0/conv1/Conv" in row[0])
+        assert row[4:7] == ("-", "peaks not known", "1.00 MFLOP")
+        text = " ".join(section.paragraphs)
+        assert "The peaks of the device of tensorrt int8 implicit entropy" in text
+        assert "`crucible doctor --measure`" in text
+        assert "whose roofline is known" not in text
+
+
+def test_the_peaks_of_a_cpu_name_its_threads() -> None:
+    cpu = PEAKS_OF_H200.model_copy(update={"device": "NVIDIA H200, 2 threads"})
+    section = layer_section(worked_report(cpu))
+    assert "whose roofline is known" in " ".join(section.paragraphs)
+
+
+def test_a_report_without_a_graph_says_that_rooflines_are_missing() -> None:
+    report = worked_report().model_copy(update={"graph": (), "graph_sizes": None})
+    section = layer_section(report)
+    assert "rooflines of layers are not in this report: it has no graph." in section.paragraphs[2]
+    assert "of roofline" not in section.tables[2].headings
 
 
 def test_markdown_has_the_slowest_layers_of_the_winner_and_of_a_wrong_precision() -> None:

@@ -110,7 +110,7 @@ def twins(engine: Engine) -> list[RaceEntry]:
 def test_two_real_engines_in_children(model: OnnxModel, engine: Engine) -> None:
     fractions: list[float] = []
 
-    def progress(fraction: float | None, text: str) -> None:
+    def progress(fraction: float | None, text: str, figures: object = None) -> None:
         assert fraction is not None
         fractions.append(fraction)
 
@@ -141,7 +141,7 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(
     missing = engine.model_copy(update={"file": "gone.onnx"})
     victims: list[psutil.Process] = []
 
-    def kill_one(fraction: float | None, text: str) -> None:
+    def kill_one(fraction: float | None, text: str, figures: object = None) -> None:
         if text.startswith("process 2, batch") and not victims:
             victims.extend(psutil.Process().children()[-1:])
             victims[0].kill()
@@ -164,7 +164,16 @@ def test_a_killed_child_and_one_that_cannot_load_do_not_stop_the_others(
 
 def test_real_engines_under_load(model: OnnxModel, engine: Engine) -> None:
     options = SHORT.model_copy(update={"budget_s": 2.0})
-    run = benchmark_load(twins(engine), model.inputs, options, None)
+    events: list[object] = []
+    run = benchmark_load(
+        twins(engine),
+        model.inputs,
+        options,
+        None,
+        lambda fraction, text, figures=None: events.append(figures),
+    )
+    assert events
+    assert set(events) == {None}, "times under load are not those of the plot"
     assert run.baseline == engine.recipe.label
     for curve in run.curves:
         assert isinstance(curve, LoadCurve)

@@ -276,7 +276,12 @@ def test_shape_arithmetic_loses_at_least_half_of_its_nodes(tmp_path: Path, out: 
     source = model_from(tmp_path / "in", SHAPE_ARITHMETIC)
     messages: list[str] = []
     result = simplify(
-        source, PROFILES, SimplifyConfig(), (), out, lambda fraction, text: messages.append(text)
+        source,
+        PROFILES,
+        SimplifyConfig(),
+        (),
+        out,
+        lambda fraction, text, figures=None: messages.append(text),
     )
     assert nodes(source) == 17
     assert nodes(result) <= nodes(source) // 2

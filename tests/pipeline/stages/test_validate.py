@@ -277,7 +277,7 @@ def test_both_run_in_children_and_tell_how_far_they_are(bench: Bench) -> None:
         (),
         out,
         name="reference",
-        progress=lambda part, text: events.append((part, text)),
+        progress=lambda part, text, figures=None: events.append((part, text)),
     )
     assert events[-1] == (1.0, "20 of 20 samples")
     assert [Path(reference.root, file).is_file() for file in reference.files] == [True, True, True]

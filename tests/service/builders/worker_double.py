@@ -64,6 +64,28 @@ class Faults:
         subprocess.run(["cp", "-r", str(template), str(self.work / "out")], check=True)
         self.say(kind="finished")
 
+    def figures(self, label: str, **figures: object) -> None:
+        figures = {"label": label, "precision": "int8", **figures}
+        self.stage("benchmark", "progress", fraction=0.5, figures=figures)
+
+    def race(self) -> None:
+        """Measures two engines, the second once the file `second` is in the home; never ends."""
+        shown = {"shape": "batch 8"}
+        times = {"median_s": 0.004, "low_s": 0.003, "high_s": 0.005, **shown}
+        self.figures("eager <b>", is_baseline=True, latency=times)
+        drop = {"measure": "top1", "drop": 0.01, "low": 0.0, "high": 0.02, "passed": True}
+        self.figures("fast <b>", accuracy=drop)
+        while not (self.work.parents[1] / "second").exists():
+            time.sleep(0.05)
+        times = {"median_s": 0.002, "low_s": 0.001, "high_s": 0.003, **shown}
+        self.figures("fast <b>", latency=times)
+        time.sleep(600)
+
+    def invent(self) -> None:
+        """Sends figures that no engine has."""
+        self.figures("fast", latency={"median_s": -1, "low_s": 1, "high_s": 1, "shape": ""})
+        time.sleep(600)
+
     def measure(self) -> None:
         self.say(kind="wants")
         granted = json.loads(self.hear())

@@ -1,6 +1,7 @@
 """Messages: what is sent is what is read, and nothing that a child says is believed."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from pipeline.execution.stage_event import StageEvent
 from service.jobs.messages import (
     FROM_CHILD,
     FROM_SERVER,
+    MAX_FIGURES,
     Finished,
     FromChild,
     Granted,
@@ -23,6 +25,7 @@ from service.jobs.messages import (
     within_limits,
 )
 from service.sandbox.framing import MAX_HEAD_BYTES, BadMessage, Failed, decode, failed_from_error
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 STAGE = Stage(event=StageEvent("build", state="finished", seconds=1.5))
 FAILED = Failed(code="data.invalid", message="bad\ndata", next_step="send good data")
@@ -76,6 +79,71 @@ def test_what_the_server_says_comes_whole() -> None:
 def test_what_no_child_may_say_is_refused(head: bytes) -> None:
     with pytest.raises(BadMessage):
         decode(FROM_CHILD, head)
+
+
+FIGURES = StageEvent(
+    "benchmark", figures=candidate("int8", accuracy(), latency()), state="progress"
+)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"state": "finished"},
+        {"figures": "many"},
+        {"figures": [1]},
+        {"label": "l" * 201},
+        {"label": None},
+        {"precision": "int3"},
+        {"is_baseline": "no"},
+        {"number": 1},
+        {"latency.median_s": 0},
+        {"latency.median_s": -0.1},
+        {"latency.median_s": float("nan")},
+        {"latency.high_s": float("inf")},
+        {"latency.low_s": 1e10},
+        {"latency.low_s": None},
+        {"latency.shape": "s" * 201},
+        {"accuracy.drop": float("-inf")},
+        {"accuracy.high": 1e31},
+        {"accuracy.measure": "m" * 101},
+        {"accuracy.passed": 1},
+        {"accuracy.more": 1},
+    ],
+)
+def test_figures_that_no_plot_can_show_are_refused(damage: dict[str, object]) -> None:
+    message = json.loads(FROM_CHILD.dump_json(Stage(event=FIGURES)))
+    assert decode(FROM_CHILD, json.dumps(message).encode()) == Stage(event=FIGURES)
+    event = message["event"]
+    ((name, value),) = damage.items()
+    part, _, field = name.rpartition(".")
+    target = event["figures"][part] if part else event["figures"]
+    (event if name in event else target)[field] = value
+    with pytest.raises(BadMessage):
+        decode(FROM_CHILD, json.dumps(message).encode())
+
+
+@given(some.text(), some.text(), some.text())
+def test_whatever_the_figures_are_called_fits(label: str, measure: str, shape: str) -> None:
+    figures = candidate(
+        label * 50,
+        accuracy(measure=measure * 50),
+        replace(latency(), shape=shape * 50),
+    )
+    message = Stage(event=within_limits(replace(FIGURES, figures=figures)))
+    head = FROM_CHILD.dump_json(message)
+    assert len(head) < MAX_HEAD_BYTES
+    assert decode(FROM_CHILD, head) == message
+
+
+def test_figures_always_come_until_there_are_too_many() -> None:
+    pace = Pace()
+    progress = StageEvent("benchmark", state="progress")
+    assert pace.lets(progress, 0.0)
+    assert all(pace.lets(FIGURES, 0.1) for _ in range(MAX_FIGURES))
+    assert not pace.lets(FIGURES, 0.2)
+    assert not pace.lets(progress, 0.2), "figures do not make progress come more often"
+    assert pace.lets(progress, 0.6)
 
 
 @given(some.binary(max_size=200))

@@ -1,5 +1,6 @@
 """No path of the server's home reaches a client."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from pipeline.execution.stage_event import StageEvent
 from service.jobs.redact import scrub_file, scrubbed, scrubbed_event
 from service.jobs.state import CancelAsked, Died, Failure
 from service.storage.layout import Folders
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 FOLDERS = Folders(Path("/srv/a&b/home"))
 JOB = "01931f3a5b2c07d1e9a44c6f21"
@@ -40,6 +42,17 @@ def test_events_are_scrubbed_where_they_have_texts(tmp_path: Path) -> None:
         StageEvent("build", file, text=file, state="failed", seconds=2.0), FOLDERS
     )
     assert event == StageEvent("build", "m", text="m", state="failed", seconds=2.0)
+    latency_there = replace(latency(), shape=file)
+    figures = scrubbed_event(
+        StageEvent(
+            "benchmark",
+            figures=candidate(file, accuracy(measure=file), latency_there),
+            state="progress",
+        ),
+        FOLDERS,
+    )
+    assert isinstance(figures, StageEvent)
+    assert figures.figures == candidate("m", accuracy(measure="m"), replace(latency(), shape="m"))
     assert scrubbed_event(CancelAsked(), FOLDERS) == CancelAsked()
     (tmp_path / "report.md").write_text(f"model: {file}\n")
     scrub_file(tmp_path / "report.md", FOLDERS)

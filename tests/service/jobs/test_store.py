@@ -5,11 +5,13 @@ damaged rows named.
 import datetime as dt
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
+from pipeline.core import CandidateFigures
 from pipeline.errors import DiskFull
 from pipeline.execution.stage_event import StageEvent, StageStatus
 from service.errors import Conflict, NotFound, TooMany
@@ -28,6 +30,7 @@ from service.jobs.state import (
 from service.jobs.store import DamagedRow, JobStore, Once
 from service.storage.database import Database
 from service.storage.tables import events, jobs
+from tests.pipeline.execution.figures import accuracy, candidate, latency
 
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
 DIED = Died(Failure(code="job.memory", message="too much", next_step="less"))
@@ -108,6 +111,31 @@ def test_of_each_stage_the_newest_event_is_found(store: JobStore) -> None:
     assert found == [("export", "finished"), ("build", "started")]
     take(store, "0001", Requeued("why"), Started(43, 1.0))
     assert store.newest_of_stages("0001") == ()
+
+
+def figures_event(*figures: CandidateFigures) -> list[StageEvent]:
+    return [StageEvent("benchmark", state="progress", figures=each) for each in figures]
+
+
+def test_figures_are_events_of_their_own_and_those_of_the_last_attempt_are_found(
+    store: JobStore, database: Database
+) -> None:
+    store.add(job(1), NOW)
+    assert store.figures("0001") == ()
+    checked, measured = candidate("int8", accuracy()), candidate("int8", latency=latency())
+    running = take(store, "0001", Started(42, 1.0), SEEN, *figures_event(checked, measured))
+    assert running.progress is not None
+    assert running.progress.stage == "benchmark"
+    joined = candidate("int8", accuracy(), latency())
+    assert store.figures("0001") == (joined,)
+    event = store.events("0001")[-1]
+    assert (event.kind, event.data) == ("figures", asdict(measured))
+    assert [each.data["stage"] for each in store.newest_of_stages("0001")] == ["build"]
+    with database.write() as rows:
+        rows.execute(sa.update(events).where(events.c.seq == event.seq).values(data="{"))
+    assert store.figures("0001") == (checked,)
+    take(store, "0001", Requeued("why"), Started(43, 1.0))
+    assert store.figures("0001") == ()
 
 
 def test_how_a_job_ends_is_told(store: JobStore) -> None:

@@ -205,8 +205,14 @@ def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(
     for why in doubts:
         old = doubted(old, why)
     (tmp_path / "compiled" / "report.json").write_text(old.model_dump_json())
-    runner = Runner(Store(tmp_path / "home"), run=with_figures_of(benchmarked))
+    events: list[StageEvent] = []
+    runner = Runner(Store(tmp_path / "home"), events.append, run=with_figures_of(benchmarked))
     report = measure_again(tmp_path / "compiled", plan, runner, "again")
+    known = [event.figures for event in events if event.figures]
+    assert [each.is_baseline for each in known] == [True, False]
+    winner = next(each for each in old.candidates if each.label == old.winner)
+    assert winner.selection is not None
+    assert known[1].accuracy == winner.selection.figures
     assert (report.verdict, report.command) == ("unproven" if doubts else "accepted", "again")
     expected = [CHOSEN_CONTENDED] if doubts else []
     assert [note for note in report.notes if note.code in DOUBTS] == expected
@@ -318,6 +324,13 @@ def test_a_real_model_is_compiled_and_the_next_job_finds_what_the_first_made(
             ]
             assert {"export", "simplify", "reference", "build", "benchmark"} <= set(stages)
 
+            measured = {each.label: each for each in bench.store.figures(first.id)}
+            chosen = measured["onnxruntime fp32"]
+            assert chosen.latency is not None
+            assert chosen.accuracy is not None
+            assert chosen.accuracy.passed
+            assert any(each.is_baseline and each.latency for each in measured.values())
+
             again, _ = await bench.runner.submit(upload(bench, "again"))
             assert (await until_ended(bench, again)).state == "succeeded"
             states = {
@@ -325,6 +338,9 @@ def test_a_real_model_is_compiled_and_the_next_job_finds_what_the_first_made(
                 for event in bench.store.events(again.id)
                 if event.kind == "stage"
             }
+            renewed = {each.label: each for each in bench.store.figures(again.id)}
+            assert renewed.keys() == measured.keys()
+            assert renewed["onnxruntime fp32"].accuracy == chosen.accuracy
             assert states["export"] == states["simplify"] == states["build"] == "reused"
 
             broken, _ = await bench.runner.submit(

@@ -57,6 +57,9 @@ def test_a_child_sees_its_device_only(device: str, server: str | None, ids: str)
     assert environment_for("7", device, Work(Path("/w")), base)["CUDA_VISIBLE_DEVICES"] == ids
 
 
+GUARDED = f"guarded{os.getpid()}"  # tests may run twice on one machine
+
+
 def guarded(
     code: str, parent: int | None = None, file_bytes: int = 10**6
 ) -> "subprocess.Popen[str]":
@@ -75,7 +78,7 @@ def guarded(
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "CRUCIBLE_JOB": "guarded"},
+        env={**os.environ, "CRUCIBLE_JOB": GUARDED},
     )
 
 
@@ -122,8 +125,8 @@ def test_nothing_outlives_the_guardian(end: str) -> None:
             process.send_signal(signal.SIGTERM if end == "term" else signal.SIGKILL)
         assert process.wait(60) == {"worker": 0, "term": 143, "kill": -9}[end]
     if end == "kill":
-        assert kill_all(lambda: of_jobs(["guarded"]))
-    assert of_jobs(["guarded"]) == []
+        assert kill_all(lambda: of_jobs([GUARDED]))
+    assert of_jobs([GUARDED]) == []
 
 
 def test_a_guardian_whose_server_is_gone_starts_nothing() -> None:

@@ -88,6 +88,25 @@ def test_a_job_is_followed_to_its_end(chromium: Any, server: Server) -> None:
         assert page.locator("button", has_text="Cancel").count() == 0
 
 
+def test_candidates_appear_on_the_plot_as_they_are_measured(chromium: Any, server: Server) -> None:
+    job = send(server, "race")
+    url = f"{server.url}/ui/jobs/{job}"
+    with opened(chromium, url, **PHONE) as page:
+        page.wait_for_selector("td:text-is('not measured')", timeout=WITHIN_S * 1000)
+        assert page.locator("circle").count() == 1
+        for theme in THEMES:
+            assert accessibility_faults(chromium, url, color_scheme=theme) == []
+        (server.home / "second").touch()
+        page.wait_for_selector("td:text-is('measured')", timeout=WITHIN_S * 1000)
+        assert page.locator("circle").count() == 2
+        assert overflow(page) == 0
+        page.locator("a.point").nth(1).click()
+        assert page.url.endswith("#entry-2")
+    with opened(chromium, url, java_script_enabled=False) as page:
+        assert page.locator("circle").count() == 2
+    httpx.delete(f"{server.url}/jobs/{job}")
+
+
 def test_a_job_is_cancelled_by_its_button(chromium: Any, server: Server) -> None:
     job = send(server, "hang")
     with opened(chromium, f"{server.url}/ui/jobs/{job}") as page:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,7 @@ from service.http.guard import SESSION_COOKIE
 from service.pages.sign_in import own_path
 from service.pages.static_files import files
 from tests.service.builders.app import Desk, at_desk, parts
+from tests.service.builders.jobs import WITHIN_S
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -259,6 +261,50 @@ def test_live_updates_begin_with_the_present_and_end_with_the_job(tmp_path: Path
         assert stream.headers["content-type"].startswith("text/event-stream")
         assert 'class="badge succeeded"' in stream.text
         assert "event: ended" in stream.text
+
+    at_desk(tmp_path, story)
+
+
+def test_candidates_appear_on_the_page_while_they_are_measured(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        job = (await desk.compile("race")).json()["id"]
+        await desk.until(job, "running")
+        url = f"/ui/jobs/{job}"
+        first = await until_shown(desk, url, "not measured")
+        assert first.count("<circle") == 1
+        assert "<td>baseline</td>" in first
+        assert "eager &lt;b&gt;" in first
+        assert "<b>" not in first
+        follow = asyncio.create_task(desk.client.get(f"{url}/live"))
+        (tmp_path / "second").touch()
+        both = await until_shown(desk, url, "<td>measured</td>")
+        assert both.count("<circle") == 2
+        assert "drop of top1" in both
+        await desk.client.post(f"{url}/cancel")
+        stream = (await follow).text
+        assert stream.count("<circle") >= 4, "two points, and again when the job has ended"
+        ended = (await desk.client.get(url)).text
+        assert ended.count("<circle") == 2, "they stay when the job was cancelled"
+        events = (await desk.client.get(f"/jobs/{job}/events")).text
+        assert events.count("event: figures\n") == 3
+
+    at_desk(tmp_path, story)
+
+
+async def until_shown(desk: Desk, url: str, text: str) -> str:
+    """Load a page again and again, as a reader without script does, until it has a text."""
+    end = time.monotonic() + WITHIN_S
+    while text not in (page := (await desk.client.get(url)).text):
+        assert time.monotonic() < end, page
+        await asyncio.sleep(0.05)
+    return page
+
+
+def test_figures_that_cannot_be_true_end_the_job(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        job = await desk.end_of("invent")
+        assert (job["state"], job["failure"]["code"]) == ("failed", "job.protocol")
+        assert "Measured so far" not in (await desk.client.get(f"/ui/jobs/{job['id']}")).text
 
     at_desk(tmp_path, story)
 

@@ -243,7 +243,7 @@ def test_one_model_does_not_hinder_another(tmp_path: Path, engine: Engine) -> No
     async def story() -> None:
         slow = (*SLOW[:2], "slow-20")
         async with (
-            deployed(tmp_path, engine, worker=slow, model="slow") as other,
+            deployed(tmp_path, engine, worker=slow, model=f"slow-{MODEL}") as other,
             deployed(tmp_path, engine) as bench,
         ):
             waiting = asyncio.ensure_future(other.ask(marked(1)))

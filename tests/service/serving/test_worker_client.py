@@ -124,7 +124,7 @@ def test_a_worker_that_crashes_or_lies_costs_its_requests_only(
     async def story() -> None:
         async with (
             deployed(tmp_path, engine, worker=double(behaviour)) as bench,
-            deployed(tmp_path, engine, model="other") as other,
+            deployed(tmp_path, engine, model=f"other-{MODEL}") as other,
         ):
             with pytest.raises(Unavailable, match="lost") as error:
                 await bench.ask(EVIL)

@@ -15,6 +15,7 @@ from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, Tensors
 from pipeline.errors import DataError, UnsupportedError
 from pipeline.onnx_graph.files import onnx_model
+from pipeline.plan.recipes import AS_WRITTEN
 from tests.builders.qat import CONSTANTS, PLAIN, quantised
 from tests.pipeline.conformance.models import Case, convolution, model, ramp, several
 
@@ -246,7 +247,7 @@ def test_q_dq_are_computed_as_written_where_the_recipe_says_so(tmp_path: Path) -
         "float[4] b,", "float[4] b = {0.00008, 0.00008, 0.00008, 0.00008},"
     ).replace("t = {0.03}", "t = {0.00003}")
     source = save(tmp_path / "in", quantised(body, constants=constants))
-    recipe = FP32.model_copy(update={"variant": onnxruntime_.AS_WRITTEN})
+    recipe = FP32.model_copy(update={"variant": AS_WRITTEN})
     (tmp_path / "out").mkdir()
     engine = onnxruntime_.build(
         source, recipe, BuildOptions(profiles=(), threads=1), tmp_path / "out"

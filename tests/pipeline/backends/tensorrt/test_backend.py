@@ -193,7 +193,7 @@ def test_builds_and_runs_what_the_graph_says(tmp_path: Path, precision: Precisio
         model,
         recipe(precision),
         tmp_path / "out",
-        progress=lambda fraction, text: events.append((fraction, text)),
+        progress=lambda fraction, text, figures=None: events.append((fraction, text)),
     )
     assert engine.target == tensorrt_.probe()
     assert engine.digest == hashlib.sha256(engine.path.read_bytes()).hexdigest()

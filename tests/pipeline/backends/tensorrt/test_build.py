@@ -226,7 +226,9 @@ def test_a_build_says_what_it_does_and_no_fraction(tmp_path: Path, trt: Any) -> 
     parsed = parsed_model(trt, model)
     config = for_ada(trt, parsed, model, (SMALL,))
     events: list[tuple[float | None, str]] = []
-    plan = serialize(trt, parsed, config, lambda fraction, text: events.append((fraction, text)))
+    plan = serialize(
+        trt, parsed, config, lambda fraction, text, figures=None: events.append((fraction, text))
+    )
     assert len(plan) > 1000
     assert events == [(None, "timing kernels")]
     assert (
@@ -238,7 +240,7 @@ def test_a_value_profile_builds(tmp_path: Path, trt: Any) -> None:
     model = expansion(tmp_path)
     parsed = parsed_model(trt, model)
     config = for_ada(trt, parsed, model, (Profile(values={"k": VALUES}),))
-    assert len(serialize(trt, parsed, config, lambda fraction, text: None)) > 1000
+    assert len(serialize(trt, parsed, config, lambda fraction, text, figures=None: None)) > 1000
 
 
 SKIPPED = (

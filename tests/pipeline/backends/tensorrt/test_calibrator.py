@@ -131,7 +131,7 @@ def test_every_batch_lies_at_the_addresses_that_are_given_and_memory_comes_back(
     chosen = choose(samples, CalibrationConfig(batch=4))
     fractions: list[float | None] = []
     with closing(
-        Feeder(rt, samples, chosen, lambda fraction, text: fractions.append(fraction))
+        Feeder(rt, samples, chosen, lambda fraction, text, figures=None: fractions.append(fraction))
     ) as feeder:
         batches = [
             (

@@ -409,7 +409,11 @@ def test_an_fp32_graph_called_fp16_is_named_with_what_it_runs(
     out.mkdir()
     recipe = Recipe(backend="tensorrt", precision=Precision.FP16)
     engine = backends.backend("tensorrt").build(
-        model, recipe, BuildOptions(profiles=(profile,)), out, lambda fraction, message: None
+        model,
+        recipe,
+        BuildOptions(profiles=(profile,)),
+        out,
+        lambda fraction, message, figures=None: None,
     )
     table = prove(engine, draw_feeds(engine.inputs, profile.sizes("opt"), seed=0), model).table
     assert table is not None

@@ -86,7 +86,7 @@ def photos(folder: Path, model: OnnxModel, count: int = 24) -> CalibrationSet:
 def test_the_reader_gives_every_batch_once_and_again_after_a_rewind(tmp_path: Path) -> None:
     samples = photos(tmp_path, model_from_text(tmp_path, RESIDUAL), 10)
     fractions: list[float | None] = []
-    reader = Reader(samples, 4, 6, lambda fraction, text: fractions.append(fraction))
+    reader = Reader(samples, 4, 6, lambda fraction, text, figures=None: fractions.append(fraction))
     first = reader.get_first()["x"]
     batches = [reader.get_next(), reader.get_next(), reader.get_next()]
     np.testing.assert_array_equal(batches[0]["x"], first)  # type: ignore[index]

@@ -101,7 +101,7 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> EngineOf:
             recipe,
             options,
             folder / "out",
-            lambda fraction, text: None,
+            lambda fraction, text, figures=None: None,
         )
 
     return built

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.report.html import page
-from pipeline.results.report import GraphNode, Report
-from tests.builders.report import EVIL, proven_report
+from pipeline.results.graph_node import GraphNode
+from pipeline.results.report import Report
+from tests.builders.report import EVIL, proven_report, worked_report
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -106,6 +107,57 @@ def test_the_table_of_another_engine_colours_the_graph(show: "Callable[..., Page
     shown.get_by_label("Engine").select_option(label="tensorrt rescued fp16 flags")
     assert shown.locator(hottest).all_text_contents() != before
     assert shown.get_by_label("Colour").locator("option[value=error]").is_disabled()
+
+
+def test_the_graph_shows_the_work_and_the_share_of_the_roofline(
+    show: "Callable[..., Page]",
+) -> None:
+    report = worked_report()
+    shown = show(report)
+    layer = "/layer1/layer1.0/conv1/Conv"
+    node_of(shown, layer).click()
+    detail = str(shown.locator(".graph-detail").text_content())
+    assert "7.17 us" in detail
+    assert " of the time in a layer of 2 nodes" in detail
+    assert "0.1 % of its roofline (memory)" in detail
+    assert "by itself 1.00 MFLOP and 200 kB" in detail
+    by_time = shown.locator(".model-graph g.heat-6").count()
+    shown.get_by_label("Colour").select_option(label="share of roofline")
+    assert "0 %" in str(shown.locator(".graph-legend").text_content())
+    assert "100 %" in str(shown.locator(".graph-legend").text_content())
+    assert by_time > 0
+    assert shown.locator(".model-graph g.heat-6").count() == 0, "no layer is near its roofline"
+    assert shown.locator(".model-graph g.heat-1").count() > 20
+    shown.get_by_label("Engine").select_option(label="tensorrt rescued fp16 flags")
+    assert shown.locator(".model-graph g.heat-1").count() > 20
+    head = shown.locator(f"{WINNER} th", has_text="of roofline")
+    head.get_by_role("button").click()
+    cells = shown.locator(f"{WINNER} tbody td:nth-child(5)").all_text_contents()
+    shares = [float(cell.removesuffix(" %")) for cell in cells if cell != "-"]
+    assert len(shares) > 20
+    assert shares == sorted(shares, reverse=True)
+    assert cells[-1] == "-", "what is not known is last"
+
+
+def test_the_graph_says_why_a_share_of_the_roofline_is_not_known(
+    show: "Callable[..., Page]",
+) -> None:
+    shown = show(worked_report(peaks=None))
+    node_of(shown, "/layer1/layer1.0/conv1/Conv").click()
+    detail = str(shown.locator(".graph-detail").text_content())
+    assert "share of its roofline not known (peaks not known)" in detail
+    assert shown.get_by_label("Colour").locator("option[value=roofline]").is_disabled()
+
+
+def test_a_report_without_work_has_no_colour_for_the_roofline(
+    show: "Callable[..., Page]",
+) -> None:
+    shown = show(proven_report())
+    assert shown.get_by_label("Colour").locator("option[value=roofline]").is_disabled()
+    node_of(shown, "/layer1/layer1.0/conv1/Conv").click()
+    detail = str(shown.locator(".graph-detail").text_content())
+    assert "share of its roofline not known (no work in this report)" in detail
+    assert "by itself" not in detail
 
 
 def test_rows_are_marked_without_a_graph_too(show: "Callable[..., Page]") -> None:

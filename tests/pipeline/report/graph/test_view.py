@@ -7,9 +7,9 @@ import pytest
 
 from pipeline.report.graph.view import graph_json, graph_script
 from pipeline.report.html import page
-from pipeline.report.layer_sections import layers_of_engines
+from pipeline.report.layer_sections import layers_of_engines, limit_text
 from pipeline.results.report import NodeHarm, NodeRanking
-from tests.builders.report import EVIL, chain, proven_report, sample_report
+from tests.builders.report import EVIL, chain, proven_report, sample_report, worked_report
 
 
 def test_layers_name_their_nodes_by_index_in_the_order_of_the_rows() -> None:
@@ -30,6 +30,22 @@ def test_layers_name_their_nodes_by_index_in_the_order_of_the_rows() -> None:
             assert layer["seconds"] == source.seconds
     assert data["engines"][1]["errors"] == [[names.index("/fc/Gemm"), 0.25]]
     assert data["engines"][0]["errors"] == []
+
+
+def test_nodes_and_layers_have_their_work() -> None:
+    report = worked_report()
+    data = json.loads(graph_json(report))
+    assert data["works"][0] is None
+    assert data["works"][1] == [1e6, 200_000]
+    assert len(data["works"]) == len(data["nodes"])
+    for layer, work in zip(
+        data["engines"][0]["layers"], layers_of_engines(report)[0].works, strict=True
+    ):
+        assert (layer["flops"], layer["bytes"]) == (work.flops, work.moved_bytes)
+        assert (layer["least"], layer["roofline"]) == (work.least_s, work.share)
+        assert layer["limit"] == limit_text(work)
+    without = json.loads(graph_json(proven_report()))
+    assert set(without["works"]) == {None}
 
 
 def test_the_winner_is_first_though_another_is_faster() -> None:
