@@ -121,7 +121,7 @@ class Service:
             self.jobs,
             self.folders,
             self._leases,
-            settings.versions_kept,
+            settings.most_versions,
             settings.load_timeout_s,
             load,
             partial(prove, sandbox=self.sandbox),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -219,7 +220,10 @@ class Settings(Frozen):
     versions_kept: int = Field(
         default=5,
         ge=1,
-        description="How many of the newest versions of each model are kept, besides those in use.",
+        description=(
+            "How many of the newest versions of each model are kept, besides those in use. With"
+            " `database_url` all are, because another server may use them."
+        ),
     )
 
     log_format: Literal["json", "text"] = Field(
@@ -278,6 +282,11 @@ class Settings(Frozen):
         if self.host not in ("0.0.0.0", "::"):
             names.append(f"[{self.host}]" if ":" in self.host else self.host)
         return frozenset(name.lower() for name in names)
+
+    @property
+    def most_versions(self) -> int:
+        """How many versions of each model are kept: all, if another server may use them."""
+        return self.versions_kept if self.database_url is None else sys.maxsize
 
     @property
     def database(self) -> Path:

@@ -35,7 +35,7 @@ from weakref import WeakValueDictionary
 
 from psutil import Process
 
-from pipeline.errors import CrucibleError
+from pipeline.errors import CrucibleError, StoreError
 from service import logs
 from service.devices.leases import Clock, Leases, utc_now
 from service.errors import Conflict, Unavailable
@@ -356,8 +356,18 @@ class JobRunner:
                 attempt.stop(TAKEN)
 
     async def _record_attempt(self, job_id: str, event: JobEvent) -> Job:
-        """Store an event of a job that runs here. ClaimLost if another server has taken it."""
-        return await self._record(job_id, event, token=self._tokens.get(job_id))
+        """Store an event of a job that runs here. ClaimLost if another server has taken it.
+
+        Where the database is a server, that may be restarted: the job goes on and waits.
+        """
+        while True:
+            try:
+                return await self._record(job_id, event, token=self._tokens.get(job_id))
+            except StoreError as error:
+                if not self._shared:
+                    raise
+                log.warning("event.delayed", job=job_id, error=error.message)
+                await asyncio.sleep(POLL_S)
 
     async def _record(
         self, job_id: str, event: JobEvent, entry: Entry | None = None, token: int | None = None

@@ -118,3 +118,10 @@ def test_the_sandbox_is_switched_off_by_the_word() -> None:
     assert settings_from({"CRUCIBLE_SERVICE_SANDBOX": "off"}).sandbox == "off"
     with pytest.raises(PlanError, match="'auto' or 'off'"):
         settings_from({"CRUCIBLE_SERVICE_SANDBOX": "on"})
+
+
+def test_servers_that_share_a_database_keep_all_versions() -> None:
+    """One of them may serve a version that another one takes for unused."""
+    assert Settings(versions_kept=2).most_versions == 2
+    shared = Settings(versions_kept=2, database_url="postgresql+psycopg://host/name")
+    assert shared.most_versions > 10**9

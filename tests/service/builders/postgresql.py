@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count
@@ -34,13 +34,58 @@ def missing() -> str:
 
 
 class Server:
-    """A running server. Each test has databases of its own."""
+    """A server. Each test has databases of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = count()
-        self._user = USER if os.getuid() == 0 else pwd.getpwuid(os.getuid()).pw_name
-        self._admin = sa.create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT")
+        self._owner = USER if os.getuid() == 0 else None  # None: this process's user
+        self._user = self._owner or pwd.getpwuid(os.getuid()).pw_name
+        self._admin = sa.create_engine(
+            self.url("postgres"), isolation_level="AUTOCOMMIT", pool_pre_ping=True
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def initialize(self) -> None:
+        """Create its data."""
+        if self._owner:
+            shutil.chown(self._folder, self._owner, self._owner)
+        command = (BINARIES / "initdb", "--auth=trust", "--no-sync", "-E", "UTF8", "-D")
+        self._run((*command, self._folder / "data")).wait()
+
+    def start(self) -> None:
+        """Start, and return when it answers."""
+        options = (f"unix_socket_directories={self._folder}", "listen_addresses=", *OPTIONS)
+        command: list[str | Path] = [BINARIES / "postgres", "-D", self._folder / "data"]
+        for option in options:
+            command += ["-c", option]
+        self._process = self._run(command)
+        end = time.monotonic() + START_S
+        ready = (BINARIES / "pg_isready", "-q", "-h", self._folder)
+        while subprocess.run(ready, check=False).returncode:
+            if self._process.poll() is not None or time.monotonic() > end:
+                log = (self._folder / "log").read_text()
+                raise RuntimeError(f"PostgreSQL does not start:\n{log}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Stop it at once, as a crash does."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait()
+            self._process = None
+
+    def _run(self, command: Sequence[str | Path]) -> "subprocess.Popen[bytes]":
+        with (self._folder / "log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                user=self._owner,
+                group=self._owner,
+                extra_groups=[] if self._owner else None,
+            )
 
     def url(self, database: str) -> str:
         """The address of a database, as the setting `database_url` has it."""
@@ -66,50 +111,12 @@ class Server:
 def running_server() -> Iterator[Server]:
     """Start a server, and stop it at the end."""
     folder = Path(tempfile.mkdtemp(prefix="crucible-postgresql-"))
-    user = USER if os.getuid() == 0 else None
-    groups: list[str] | None = [] if user else None
+    server = Server(folder)
     try:
-        if user:
-            shutil.chown(folder, USER, USER)
-        initialize = (BINARIES / "initdb", "--auth=trust", "--no-sync", "-E", "UTF8", "-D")
-        subprocess.run(
-            (*initialize, folder / "data"),
-            check=True,
-            capture_output=True,
-            cwd=folder,
-            user=user,
-            group=user,
-            extra_groups=groups,
-        )
-        options = (f"unix_socket_directories={folder}", "listen_addresses=", *OPTIONS)
-        command: list[str | Path] = [BINARIES / "postgres", "-D", folder / "data"]
-        for option in options:
-            command += ["-c", option]
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                user=user,
-                group=user,
-                extra_groups=groups,
-            )
-        server = Server(folder)
-        try:
-            _wait_for(process, folder)
-            yield server
-        finally:
-            server.close()
-            process.send_signal(signal.SIGQUIT)  # at once: nothing of it is kept
-            process.wait()
+        server.initialize()
+        server.start()
+        yield server
     finally:
+        server.close()
+        server.stop()
         shutil.rmtree(folder)
-
-
-def _wait_for(process: "subprocess.Popen[bytes]", folder: Path) -> None:
-    end = time.monotonic() + START_S
-    while subprocess.run([BINARIES / "pg_isready", "-q", "-h", folder], check=False).returncode:
-        if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"PostgreSQL does not start:\n{(folder / 'log').read_text()}")
-        time.sleep(0.05)

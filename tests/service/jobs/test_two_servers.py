@@ -24,6 +24,7 @@ from service.storage.database import Database
 from service.storage.layout import Folders
 from service.storage.tables import jobs
 from tests.service.builders.jobs import Bench, running, write_out
+from tests.service.builders.postgresql import Server, missing, running_server
 
 Story = Callable[[Bench, Bench], Awaitable[None]]
 
@@ -174,3 +175,22 @@ def test_the_job_of_a_killed_server_runs_on_the_other_one(tmp_path: Path, postgr
             assert (ended.state, ended.attempt, ended.interruptions) == ("succeeded", 2, 1)
 
     asyncio.run(story())
+
+
+def test_a_job_goes_on_while_the_database_is_restarted(tmp_path: Path) -> None:
+    """Its events wait for the database; its attempt is the first."""
+    if reason := missing():
+        pytest.skip(f"PostgreSQL test: {reason}")
+
+    async def story(server: Server, url: str) -> None:
+        async with running(tmp_path, database_url=url) as bench:
+            job = await bench.until(await bench.submit("succeed-3"), is_running)
+            await asyncio.to_thread(server.stop)
+            await asyncio.sleep(4)  # the job ends meanwhile
+            await asyncio.to_thread(server.start)
+            ended = await bench.until(job)
+            assert (ended.state, ended.attempt) == ("succeeded", 1)
+            assert bench.kinds(job)[-2:] == ["stage", "succeeded"]
+
+    with running_server() as server, server.database() as url:
+        asyncio.run(story(server, url))
