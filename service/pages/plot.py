@@ -5,8 +5,9 @@ measured and in the result, and how the latencies of the winner and the fastest 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,7 +19,10 @@ from pipeline.results.report import Report
 
 WIDTH, HEIGHT = 640, 320
 LEFT, RIGHT, TOP, BOTTOM = 80, 40, 20, 50
-TICKS = 4
+TICKS = 4  # about as many on an axis
+TICK_WIDTH = 60  # pixels of a time beside the next
+SMALLEST = -300  # power of ten
+NUMBER = 14  # pixels of a point's number, either way
 LOW_HEIGHT = 200  # of the histogram
 BINS = 60
 MIN_VALUES = 50  # of an engine; a histogram of fewer shows chance
@@ -38,6 +42,7 @@ class Point:
     x_high: float
     y_low: float  # 95 % interval of the drop; both `y` without a metric
     y_high: float
+    number_y: float = 0.0  # where the number stands, above those of near points
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +95,18 @@ class _Scale:
         share = (value - self.low) / (self.high - self.low)
         return round(self.begin + share * (self.end - self.begin), 1)
 
-    @property
-    def ticks(self) -> list[float]:
-        return [self.low + (self.high - self.low) * n / TICKS for n in range(TICKS + 1)]
+    def ticks(self, text: Callable[[float], str]) -> tuple[Tick, ...]:
+        """Mark round values."""
+        found = _round_values(self.low, self.high)
+        return tuple(Tick(self.at(value), text(value)) for value in found)
+
+    def log_ticks(self) -> tuple[Tick, ...]:
+        """Mark round times on a scale of their logarithms: as many as have room for their text."""
+        for values in _round_times(self.low / math.log(10), self.high / math.log(10)):
+            ticks = [Tick(self.at(math.log(value)), _short_time(value)) for value in values]
+            if all(after.at - tick.at >= TICK_WIDTH for tick, after in pairwise(ticks)):
+                return tuple(ticks)
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +193,26 @@ def plot_of_measured(engines: Sequence[Measured]) -> Plot:
         for engine, latency, drop in found
     )
     return Plot(
-        points,
-        tuple(Tick(x.at(value), time_text(math.exp(value))) for value in x.ticks),
-        tuple(Tick(y.at(value), f"{value:.3g}") for value in y.ticks),
+        _with_numbers(points),
+        x.log_ticks(),
+        y.ticks(lambda value: f"{value:.3g}"),
         title_of(measure),
         found[0][1].shape,
     )
+
+
+def _with_numbers(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Raise the number of each point above the numbers that it would cover."""
+    placed: list[Point] = []
+    for point in points:
+        number_y = point.y - 8
+        while any(
+            abs(other.x - point.x) < NUMBER and abs(other.number_y - number_y) < NUMBER
+            for other in placed
+        ):
+            number_y -= NUMBER
+        placed.append(replace(point, number_y=number_y))
+    return tuple(placed)
 
 
 def title_of(measure: str) -> str:
@@ -222,14 +250,45 @@ def histogram_of(report: Report) -> Histogram:
         )
         for (entry, values), shares in zip(shown, counts, strict=True)
     )
-    ticks = tuple(Tick(x.at(value), time_text(math.exp(value))) for value in x.ticks)
-    return Histogram(curves, ticks, shape_text(sizes))
+    return Histogram(curves, x.log_ticks(), shape_text(sizes))
 
 
 def _steps(edges: list[float], tops: list[float], ground: float) -> str:
     """Return the path of a closed outline of bars."""
     bars = "".join(f"V{top}H{edge}" for top, edge in zip(tops, edges[1:], strict=True))
     return f"M{edges[0]} {ground}{bars}V{ground}Z"
+
+
+def _round_values(low: float, high: float) -> list[float]:
+    """Return the multiples of 1, 2 or 5 times a power of ten from `low` to `high`, about TICKS."""
+    rough = (high - low) / TICKS
+    if not rough:
+        return []  # smaller than any number
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = min((1, 2, 5, 10), key=lambda digit: abs(math.log(digit * power / rough))) * power
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _round_times(low: float, high: float) -> Iterator[list[float]]:
+    """Return round values between two powers of ten, first many and then fewer."""
+    powers = range(math.ceil(max(low, SMALLEST) - 1), math.floor(high) + 1)
+    found = [
+        float(f"{digit}e{power}")
+        for power in powers
+        for digit in (1, 2, 5)
+        if low <= power + math.log10(digit) <= high
+    ]
+    if len(found) < TICKS - 1:  # the times differ little: the scale is almost linear
+        yield _round_values(10**low, 10**high)
+    yield found
+    for every in range(1, len(powers) + 1):
+        yield [float(f"1e{power}") for power in powers[::every] if low <= power <= high]
+
+
+def _short_time(seconds: float) -> str:
+    """Return the text of a round time without zeros behind the point: `50 us`."""
+    number, unit = time_text(seconds).split(" ")
+    return f"{float(number):g} {unit}"
 
 
 def _scale(values: list[float], begin: float, end: float) -> _Scale:

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from service.pages.plot import (
     HEIGHT,
     LEFT,
     LOW_HEIGHT,
+    NUMBER,
     RIGHT,
+    TICK_WIDTH,
     TOP,
     WIDTH,
     Histogram,
@@ -119,3 +122,33 @@ def test_the_spread_of_the_winner_and_of_a_baseline(tmp_path: Path) -> None:
     assert (
         histogram_of(report.model_copy(update={"baseline": None, "baselines": ()})) == Histogram()
     )
+
+
+@pytest.mark.parametrize(
+    ("times_s", "ticks"),
+    [
+        ((48e-6, 130e-6), ["50 us", "100 us", "150 us"]),
+        ((1e-3, 1.02e-3), ["900 us", "1 ms", "1.1 ms", "1.2 ms"]),
+        ((1e-6, 1.0), ["1 us", "10 us", "100 us", "1 ms", "10 ms", "100 ms", "1 s"]),
+    ],
+)
+def test_axes_are_marked_at_round_values(times_s: tuple[float, float], ticks: list[str]) -> None:
+    plot = plot_of_measured(
+        measured_so_far(
+            [
+                candidate(str(number), accuracy(0.01 * number), latency(time_s))
+                for number, time_s in enumerate(times_s)
+            ]
+        )
+    )
+    assert [tick.text for tick in plot.x_ticks] == ticks
+    assert min(b.at - a.at for a, b in pairwise(plot.x_ticks)) >= TICK_WIDTH
+    assert [tick.text for tick in plot.y_ticks] == ["-0.005", "0", "0.005", "0.01", "0.015"]
+
+
+def test_no_number_covers_another() -> None:
+    figures = [candidate(str(n), accuracy(0.0), latency(0.001 + n * 1e-6)) for n in range(4)]
+    plot = plot_of_measured(measured_so_far([*figures, candidate("far", accuracy(), latency(9))]))
+    near = [point.number_y for point in plot.points[:4]]
+    assert [a - b for a, b in pairwise(near)] == [NUMBER] * 3
+    assert plot.points[4].number_y == plot.points[4].y - 8
