@@ -190,10 +190,10 @@ def _roofline_paragraphs(report: Report, engines: Sequence[EngineLayers]) -> lis
     ]
     if without:
         labels = ", ".join(dict.fromkeys(engine.label for engine in without))
+        of = "this device" if len(without) == len(engines) else f"the device of {labels}"
         text.append(
-            f"The peaks of the device of {labels} are not known, and so neither are shares of the"
-            " roofline. `crucible doctor --measure` measures those of a CPU; compile again after"
-            " it."
+            f"The peaks of {of} are not known, and so neither are shares of the roofline."
+            " `crucible doctor --measure` measures those of a CPU; compile again after it."
         )
     return text
 
