@@ -89,13 +89,18 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     file.write_bytes(b"not safetensors")
     with pytest.raises(ModelError, match="not a safetensors file"):
         load_module(source)
+    torch.save(state, file)
+    with pytest.raises(ModelError, match=r"looks like a file of torch\.save") as raised:
+        load_module(source)
+    assert "save_model" in raised.value.next_step
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("import nothing_of_this_name\n", "No module named 'nothing_of_this_name'"),
-        ("def other(): ...\n", "has no function 'make'"),
+        ("def other(): ...\n", "has no function or class 'make'"),
+        ("class Maker: ...\n", "has no function or class 'make': did you mean 'Maker'"),
         ("def make(): return 1 / 0\n", "raised ZeroDivisionError: division by zero"),
         ("def make(): return 3\n", "returned int"),
         ("def make(): raise SystemExit(5)\n", "raised SystemExit: 5"),
