@@ -201,7 +201,8 @@ def _call_entrypoint(source: ModelSource) -> torch.nn.Module:
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"entrypoint '{source.entrypoint}' raised {_error_text(error)}",
-            "it is called without arguments; run it by itself first",
+            "run it by itself first: it is called without arguments, and builds the module on the"
+            " CPU, from where Crucible moves it",
         ) from error
     if not isinstance(module, torch.nn.Module):
         raise ModelError(

@@ -115,6 +115,17 @@ def test_an_entrypoint_that_fails_is_named_with_its_cause(
         load_module(source_of(f"{name}:make", IMAGE, folder=tmp_path))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without CUDA")
+def test_an_entrypoint_that_uses_cuda_without_a_gpu_is_told_to_build_on_the_cpu(
+    tmp_path: Path,
+) -> None:
+    text = "import torch\ndef make(): return torch.nn.Linear(1, 1).cuda()\n"
+    (tmp_path / "entry_on_cuda.py").write_text(text)
+    with pytest.raises(ModelError, match="raised") as raised:
+        load_module(source_of("entry_on_cuda:make", IMAGE, folder=tmp_path))
+    assert "builds the module on the CPU" in raised.value.next_step
+
+
 def test_a_damaged_pt2_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").write_bytes(b"not a program")
     with pytest.raises(ModelError, match=r"model\.pt2' cannot be read"):
