@@ -104,11 +104,12 @@ def check_metric(
             )
 
 
-def check_labels(options: AccuracyConfig, has_labels: bool) -> None:
-    """Raise DataError if the metric needs labels and the set has none."""
+def check_labels(options: AccuracyConfig, has_labels: bool, role: str = "") -> None:
+    """Raise DataError if the metric needs labels and the set, called `role`, has none."""
     if options.metric in NEED_LABELS and not has_labels:
+        named = f"{role} set" if role else "set"
         raise DataError(
-            f"accuracy.metric is {options.metric}, but the set has no labels",
+            f"accuracy.metric is {options.metric}, but the {named} has no labels",
             "add an array `labels` to each .npz, or set `accuracy.metric: cosine`",
         )
 

@@ -235,7 +235,7 @@ def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
     check_disjoint(*(samples for samples in sets if samples is not None))
     for samples, files in ((selection, named.selection), (validation, named.validation)):
         if samples is not None and isinstance(files, tuple):
-            check_labels(plan.accuracy, samples.has_labels)
+            check_labels(plan.accuracy, samples.has_labels, samples.role)
     return Data(calibration, selection, validation)
 
 

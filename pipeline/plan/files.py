@@ -112,6 +112,8 @@ def plan_from_document(
     document: object, base: Path, name: str = "", overrides: Iterable[str] = ()
 ) -> Plan:
     """Check a parsed plan; relative paths are taken from `base`."""
+    if document is None:
+        raise PlanError("the plan is empty", "see configs/digits.yaml for an example")
     if not isinstance(document, dict):
         raise PlanError(
             f"expected a plan of `key: value` lines, got {type(document).__name__}",

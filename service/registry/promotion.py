@@ -93,7 +93,8 @@ def check_report(report: Report, override: bool) -> None:
     if report.verdict == "unproven" and not override:
         raise Conflict(
             f"this report's verdict is unproven: {reasons}",
-            'fix the cause, or promote the report with "override": true, which is logged',
+            'fix the cause, or promote the report with "override": true (`--override` of'
+            " `crucible promote`), which is logged",
         )
 
 

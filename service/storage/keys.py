@@ -34,7 +34,10 @@ SECRET_BYTES = 32
 KNOWN_FOR_S = 5.0
 MAX_KNOWN = 1000  # cached keys; at more, the cache is cleared
 REFUSED = "this key is not known, or was revoked"
-NEXT = "send `Authorization: Bearer KEY` with a key from `crucible keys create` on the server"
+NEXT = (
+    "send `Authorization: Bearer KEY` with a key from `crucible keys create` on the server;"
+    " the command line reads the key from CRUCIBLE_KEY"
+)
 
 
 @dataclass(frozen=True, slots=True)

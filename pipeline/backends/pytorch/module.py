@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,7 +182,8 @@ def _call_entrypoint(source: ModelSource) -> torch.nn.Module:
     if source.python_path is not None and str(source.python_path) not in sys.path:
         sys.path.insert(0, str(source.python_path))
     try:
-        make = getattr(importlib.import_module(name), function, None)
+        imported = importlib.import_module(name)
+        make = getattr(imported, function, None)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         advice = "correct model.entrypoint or model.python_path, or install what the module imports"
         raise ModelError(
@@ -187,8 +191,9 @@ def _call_entrypoint(source: ModelSource) -> torch.nn.Module:
             advice,
         ) from error
     if not callable(make):
+        near = _near_name(imported, function)
         raise ModelError(
-            f"module '{name}' has no function '{function}'",
+            f"module '{name}' has no function or class '{function}'{near}",
             "correct model.entrypoint: `module:function`",
         )
     try:
@@ -196,7 +201,8 @@ def _call_entrypoint(source: ModelSource) -> torch.nn.Module:
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"entrypoint '{source.entrypoint}' raised {_error_text(error)}",
-            "it is called without arguments; run it by itself first",
+            "run it by itself first: it is called without arguments, and builds the module on the"
+            " CPU, from where Crucible moves it",
         ) from error
     if not isinstance(module, torch.nn.Module):
         raise ModelError(
@@ -204,6 +210,13 @@ def _call_entrypoint(source: ModelSource) -> torch.nn.Module:
             "it must return a torch.nn.Module",
         )
     return module
+
+
+def _near_name(module: ModuleType, name: str) -> str:
+    """Return a suggestion: the callable of `module` whose name is most like `name`."""
+    names = [known for known, value in vars(module).items() if callable(value)]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f": did you mean '{near[0]}'?" if near else ""
 
 
 def _load_weights(module: torch.nn.Module, path: Path) -> None:
@@ -214,9 +227,11 @@ def _load_weights(module: torch.nn.Module, path: Path) -> None:
     try:
         missing, unexpected = load_model(module, path, strict=False)
     except SafetensorError as error:
+        from_torch = zipfile.is_zipfile(path)  # torch.save writes this format
+        cause = "it looks like a file of torch.save" if from_torch else error
         raise ModelError(
-            f"'{path}' is not a safetensors file: {error}",
-            "save the weights with safetensors.torch.save_file",
+            f"'{path}' is not a safetensors file: {cause}",
+            "save the weights with `safetensors.torch.save_model(net, 'weights.safetensors')`",
         ) from error
     except RuntimeError as error:  # shapes that differ, one line each after the first
         raise ModelError(

@@ -180,6 +180,7 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
         ),
         ([1, 2], "expected a plan of `key: value` lines, got list"),
         ("text", "got str"),
+        (None, "the plan is empty"),
     ],
 )
 def test_a_bad_plan_is_refused_with_a_sentence(

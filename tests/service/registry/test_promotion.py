@@ -86,6 +86,7 @@ def test_what_was_not_accepted(tmp_path: Path, verdict: Verdict, override: bool)
             message = await refused(Conflict, here, request)
             assert f"verdict is {verdict}" in message
             assert "because" in message
+            assert ("`--override`" in message) == (verdict == "unproven")
 
     play(story)
 

@@ -130,6 +130,7 @@ def test_a_wrong_secret_and_a_revoked_key_are_refused_in_the_same_words(keys: Ke
     other = text[:-1] + ("A" if text[-1] != "A" else "B")
     with pytest.raises(Unauthorized) as wrong:
         keys.verify(other)
+    assert "CRUCIBLE_KEY" in wrong.value.next_step
     assert keys.revoke(key.prefix).revoked
     with pytest.raises(Unauthorized) as revoked:
         keys.verify(text)

@@ -89,13 +89,18 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     file.write_bytes(b"not safetensors")
     with pytest.raises(ModelError, match="not a safetensors file"):
         load_module(source)
+    torch.save(state, file)
+    with pytest.raises(ModelError, match=r"looks like a file of torch\.save") as raised:
+        load_module(source)
+    assert "save_model" in raised.value.next_step
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("import nothing_of_this_name\n", "No module named 'nothing_of_this_name'"),
-        ("def other(): ...\n", "has no function 'make'"),
+        ("def other(): ...\n", "has no function or class 'make'"),
+        ("class Maker: ...\n", "has no function or class 'make': did you mean 'Maker'"),
         ("def make(): return 1 / 0\n", "raised ZeroDivisionError: division by zero"),
         ("def make(): return 3\n", "returned int"),
         ("def make(): raise SystemExit(5)\n", "raised SystemExit: 5"),
@@ -108,6 +113,17 @@ def test_an_entrypoint_that_fails_is_named_with_its_cause(
     (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(ModelError, match=expected):
         load_module(source_of(f"{name}:make", IMAGE, folder=tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without CUDA")
+def test_an_entrypoint_that_uses_cuda_without_a_gpu_is_told_to_build_on_the_cpu(
+    tmp_path: Path,
+) -> None:
+    text = "import torch\ndef make(): return torch.nn.Linear(1, 1).cuda()\n"
+    (tmp_path / "entry_on_cuda.py").write_text(text)
+    with pytest.raises(ModelError, match="raised") as raised:
+        load_module(source_of("entry_on_cuda:make", IMAGE, folder=tmp_path))
+    assert "builds the module on the CPU" in raised.value.next_step
 
 
 def test_a_damaged_pt2_is_refused(tmp_path: Path) -> None:
