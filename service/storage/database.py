@@ -115,8 +115,10 @@ class Database:
         """Translate the driver's errors to Crucible's."""
         try:
             yield
-        except (sa.exc.IntegrityError, sa.exc.ProgrammingError, sa.exc.DataError):  # bugs
-            raise
+        except (sa.exc.IntegrityError, sa.exc.ProgrammingError, sa.exc.DataError) as error:
+            if not self._backend.is_of_operator(error.orig):  # a bug
+                raise
+            raise self._backend.crucible_error(error.orig or error) from error
         except sa.exc.DBAPIError as error:
             raise self._backend.crucible_error(error.orig or error) from error
         except (sa.exc.TimeoutError, sqlite3.DatabaseError) as error:
