@@ -11,6 +11,13 @@ from pipeline.errors import DiskFull, PlanError, StoreError, UserError
 
 DRIVER = "postgresql+psycopg"
 CONNECT_S = 10
+# A connection whose server no longer answers fails after about 10 s: the default is minutes.
+KEEPALIVE = {
+    "keepalives_idle": 4,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,  # ms
+}
 # A server that lost its network must not hold locks, or wait for them, without end.
 OPTIONS = "-c lock_timeout=10s -c idle_in_transaction_session_timeout=60s"
 POOL_SIZE, MAX_OVERFLOW, POOL_TIMEOUT_S = 5, 10, 30.0  # connections of one server
@@ -36,7 +43,7 @@ class PostgreSQL:
 
     def open(self) -> sa.Engine:
         """Return the engine. It connects at the first use. UserError without the extra."""
-        defaults = {"connect_timeout": CONNECT_S, "options": OPTIONS}
+        defaults = {"connect_timeout": CONNECT_S, "options": OPTIONS, **KEEPALIVE}
         unset = {name: value for name, value in defaults.items() if name not in self.url.query}
         try:
             return sa.create_engine(

@@ -59,7 +59,7 @@ def test_an_at_in_the_password_is_refused_without_showing_it() -> None:
 def test_no_message_shows_a_password_from_the_parameters() -> None:
     pytest.importorskip("psycopg")
     address = "postgresql+psycopg://me@/crucible?host=/nowhere&password=secret&sslpassword=secret"
-    with pytest.raises(StoreError, match="/nowhere|%2Fnowhere") as refused:
+    with pytest.raises(StoreError, match="nowhere") as refused:
         Database(address)
     assert "secret" not in refused.value.message
 
