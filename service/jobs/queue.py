@@ -35,7 +35,7 @@ from weakref import WeakValueDictionary
 
 from psutil import Process
 
-from pipeline.errors import CrucibleError
+from pipeline.errors import CrucibleError, StoreError
 from service import logs
 from service.devices.leases import Clock, Leases, utc_now
 from service.errors import Conflict, Unavailable
@@ -372,8 +372,19 @@ class JobRunner:
             await asyncio.sleep(POLL_S)
 
     async def _record_attempt(self, job_id: str, event: JobEvent) -> Job:
-        """Store an event of a job that runs here. ClaimLost if another server has taken it."""
-        return await self._record(job_id, event, token=self._tokens[job_id])
+        """Store an event of a job that runs here. ClaimLost if another server has taken it.
+
+        A database of several servers may be restarted: the job waits for it, until it is stopped.
+        """
+        while True:
+            try:
+                return await self._record(job_id, event, token=self._tokens[job_id])
+            except StoreError as error:
+                running = (each for each in self._attempts.values() if each.job.id == job_id)
+                if not self._shared or any(each.is_stopped for each in running):
+                    raise
+                log.error("event.delayed", job=job_id, error=error.message)
+                await asyncio.sleep(POLL_S)
 
     async def _record(
         self, job_id: str, event: JobEvent, entry: Entry | None = None, token: int | None = None

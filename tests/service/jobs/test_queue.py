@@ -203,17 +203,21 @@ def test_a_disk_that_is_full_ends_the_job_and_how_is_stored_once_there_is_space(
 def test_a_job_that_cannot_be_claimed_now_starts_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
-    claim, faults = Claims.claim, [fault]
+    claim, faults = Claims.claim, list[Exception]()
 
     def failing_once(claims: Claims, device: str, most_running: int | None) -> Claim | None:
-        if faults:
+        claimed = claim(claims, device, most_running)
+        if claimed and faults:
+            claims.release(claimed)
             raise faults.pop()
-        return claim(claims, device, most_running)
+        return claimed
 
     monkeypatch.setattr(Claims, "claim", failing_once)
 
     async def story(bench: Bench) -> None:
+        faults.append(fault)
         assert (await bench.end_of("succeed")).state == "succeeded"
+        assert not faults
 
     trying(tmp_path, story)
 

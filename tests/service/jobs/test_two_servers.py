@@ -160,6 +160,25 @@ def test_a_take_over_that_the_database_interrupts_is_finished_later(
     asyncio.run(story())
 
 
+def test_a_job_outlives_a_restart_of_the_database(tmp_path: Path, postgresql: str) -> None:
+    failed = list[JobEvent]()
+
+    class Restarting(JobStore):
+        def append(self, job_id: str, event: JobEvent, *rest: Any, **more: Any) -> tuple[Job, int]:
+            if len(failed) < 3:
+                failed.append(event)
+                raise StoreError("cannot use the database", "")
+            return super().append(job_id, event, *rest, **more)
+
+    async def story() -> None:
+        async with running(tmp_path, store_kind=Restarting, database_url=postgresql) as bench:
+            job = await bench.end_of("succeed")
+            assert (job.state, job.attempt) == ("succeeded", 1)
+            assert len(failed) == 3
+
+    asyncio.run(story())
+
+
 def test_a_server_whose_database_does_not_answer_ends_its_job(
     tmp_path: Path, postgresql: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
