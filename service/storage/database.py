@@ -21,12 +21,14 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from pipeline.errors import StoreError
 from service.settings import Settings
 from service.storage.migrations import Schema, check_revision, revision_of, upgrade
 from service.storage.postgresql import PostgreSQL, url_from
 from service.storage.sqlite import SQLite
 
 CURRENT = Schema()
+POSTGRESQL_MARK = "uses-postgresql"  # in the home of servers with `database_url`
 
 
 class Database:
@@ -135,5 +137,13 @@ def delete_unlocked(table: sa.Table, condition: sa.ColumnElement[bool]) -> sa.De
 
 
 def database_from(settings: Settings) -> Database:
-    """Open the database that the settings name."""
+    """Open the database that the settings name. StoreError for SQLite in a home of PostgreSQL: it
+    knows none of the uploads and models there, which would be deleted as left over.
+    """
+    mark = settings.home / POSTGRESQL_MARK
+    if settings.database_url is None and mark.exists():
+        raise StoreError(
+            f"the home '{settings.home}' belongs to a PostgreSQL database",
+            "set CRUCIBLE_SERVICE_DATABASE_URL as before, or give another home",
+        )
     return Database(settings.database_url or settings.database)

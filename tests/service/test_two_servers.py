@@ -5,9 +5,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 
+from pipeline.errors import StoreError
 from service.storage.keys import KNOWN_FOR_S
+from service.storage.layout import Folders
 from tests.service.builders.app import Desk, opened_desk
 
 Story = Callable[[Desk, Desk], Awaitable[None]]
@@ -73,6 +76,21 @@ def test_a_key_revoked_at_one_server_is_refused_at_both(tmp_path: Path, postgres
         assert (await two.client.get("/jobs", headers=header)).status_code == 401
 
     at_two_desks(tmp_path, postgresql, story, keys_required=True)
+
+
+def test_a_home_of_postgresql_is_not_opened_without_it(tmp_path: Path, postgresql: str) -> None:
+    """SQLite would know none of its jobs, and the server deletes uploads without a job."""
+
+    async def run() -> None:
+        async with opened_desk(tmp_path, database_url=postgresql) as desk:
+            job = await desk.end_of("succeed")
+        with pytest.raises(StoreError, match="PostgreSQL") as refused:
+            async with opened_desk(tmp_path):
+                pass
+        assert "DATABASE_URL" in refused.value.next_step
+        assert Folders(tmp_path).uploads(job["id"]).is_dir()
+
+    asyncio.run(run())
 
 
 @contextmanager
