@@ -55,7 +55,7 @@ from service.serving.loader import LoaderContext
 from service.serving.manager import ModelManager
 from service.serving.stats import Figures
 from service.settings import Settings
-from service.storage.database import database_from
+from service.storage.database import POSTGRESQL_MARK, database_from
 from service.storage.drafts import Drafts
 from service.storage.key import Key
 from service.storage.keys import NEXT, Keys
@@ -358,7 +358,8 @@ async def open_service(
         if settings.database_url is None:  # else the servers on one database share its home
             lock.acquire(timeout=0)
         else:
-            Path(lock.lock_file).touch(FILE_MODE)
+            for name in (LOCK, POSTGRESQL_MARK):
+                (settings.home / name).touch(FILE_MODE)
     except Timeout:
         raise StoreError(
             f"another server uses '{settings.home}'",

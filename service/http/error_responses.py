@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
-from pipeline.errors import DiskFull
+from pipeline.errors import DiskFull, StoreError
 from pipeline.execution.exit_causes import crucible_error
 from service import logs
 from service.errors import Answer, NotFound, ServiceError, Unprocessable, answer_to
@@ -44,6 +45,12 @@ def answer_error(error: Exception, request_id: str, folders: Folders) -> Answer:
 
 def _ours(error: Exception) -> Exception:
     match error:
+        case StoreError(__cause__=SQLAlchemyError()):  # its message has the database's address
+            log.error("database.unavailable", error=error.message, next=error.next_step)
+            return StoreError(
+                "the service cannot use its database now",
+                "try again in a moment; the operator finds the cause in the log",
+            )
         case HTTPException(status_code=400):  # FastAPI's, for a body that is not text
             return Unprocessable(
                 "the body does not match its Content-Type",

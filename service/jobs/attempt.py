@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.errors import CrucibleError, DiskFull, HostError
+from pipeline.errors import CrucibleError, DiskFull, HostError, StoreError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.plan.schema import Plan
 from service import logs
@@ -92,6 +92,10 @@ class Attempt:
         if not self._stop.done():
             self._stop.set_result(ending)
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop.done()
+
     async def run(self) -> None:
         """Wait for the device, run the child, and store the job's last event."""
         try:
@@ -102,6 +106,8 @@ class Attempt:
             if not isinstance(error, CrucibleError):
                 log.exception("job.fault", job=self.job.id)
             ending = Died(_failure_from(crucible_error(error)))
+            if self.is_stopped and isinstance(error, StoreError):  # the cause of both
+                ending = self._stop.result()
         finally:
             self._context.leases.give_back(self.job.id, self.job.device)
         await self._conclude(ending)

@@ -2,7 +2,7 @@
 
     claim = claims.claim("cpu", None)     the next job of the device's queue, now this server's
     store.append(..., token=claim.token)  each write of the job says by which claim it is made
-    claims.renew()                        a heartbeat for all jobs of this server
+    claims.renew(running)                 a heartbeat for the jobs that this server runs
     claims.expired(LEASE_S)               jobs whose server has sent none for so long: now this
                                           server's, to end or queue again
 
@@ -72,11 +72,16 @@ class Claims:
         with self._database.write() as rows:
             rows.execute(waiting.values(server=None))
 
-    def renew(self) -> dict[str, Held]:
-        """Send a heartbeat, and return this server's jobs by their id."""
+    def renew(self, running: Collection[str]) -> dict[str, Held]:
+        """Send a heartbeat for the jobs that run here, and return those of them that are still
+        claimed by this server, by their id.
+
+        A job that was claimed but does not run, because the database failed in between, gets none:
+        so it is claimed again later.
+        """
         heartbeat = (
             sa.update(jobs)
-            .where(jobs.c.server == self._server)
+            .where(jobs.c.server == self._server, jobs.c.id.in_(running))
             .values(heartbeat_at=database_clock_s())
             .returning(jobs.c.id, jobs.c.fencing_token, jobs.c.state)
         )
@@ -115,12 +120,13 @@ class Claims:
             waiting.c.device == device,
         )
         if most_running is not None:
-            running = (
-                sa.select(sa.func.count())
-                .where(other.c.owner == waiting.c.owner, other.c.server.is_not(None))
-                .scalar_subquery()
+            busy = (  # not per waiting job: an owner may have thousands of old jobs
+                sa.select(other.c.owner)
+                .where(other.c.server.is_not(None))
+                .group_by(other.c.owner)
+                .having(sa.func.count() >= most_running)
             )
-            query = query.where(running < most_running)
+            query = query.where(waiting.c.owner.not_in(busy))
         interrupted_first = sa.case((waiting.c.attempt > 0, 0), else_=1)
         turn = (interrupted_first, sa.func.coalesce(last_start, ""), waiting.c.created)
         return query.order_by(*turn, waiting.c.id).limit(1)

@@ -104,7 +104,6 @@ class JobRunner:
             sandbox or Sandbox(settings.home),
         )
         self._shared = settings.database_url is not None
-        self._poll_s = POLL_S if self._shared else None
         self._claims = Claims(jobs.database, secrets.token_hex(8))
         self._attempts: dict[str, Attempt] = {}  # by device
         self._tokens: dict[str, int] = {}  # of the claims of running jobs, by their id
@@ -113,6 +112,7 @@ class JobRunner:
         self._seen: dict[str, int] = {}  # the newest event of each job that a client follows
         self._wakeup = asyncio.Event()
         self._queue: asyncio.Task[None] | None = None
+        self._lease_watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
         self._thread = ThreadPoolExecutor(1, "crucible-jobs")
@@ -125,6 +125,8 @@ class JobRunner:
         if not self._shared:
             await self._recover(None)
         self._queue = asyncio.create_task(self._run_queue())
+        if self._shared:
+            self._lease_watch = asyncio.create_task(self._watch_lease())
         log.info("runner.started", devices=self._leases.devices.names)
 
     async def stop(self, grace_s: float = STOP_S) -> None:
@@ -145,6 +147,8 @@ class JobRunner:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+        if self._lease_watch is not None:
+            self._lease_watch.cancel()
         self._leases.close()
         await self._in_thread(self._jobs.close)
         self._thread.shutdown()
@@ -257,18 +261,22 @@ class JobRunner:
         """Start jobs whenever a device is free and a job waits, until the runner stops."""
         while not self._stopping:
             self._wakeup.clear()
+            next_look_s = POLL_S if self._shared else None
             try:
                 if self._shared:
                     await self._follow_others()
-                while self._unreleased:
-                    await self._in_thread(partial(self._claims.release, self._unreleased[-1]))
-                    self._unreleased.pop()
+                for claim in tuple(self._unreleased):  # a job that ends meanwhile may add one
+                    await self._in_thread(partial(self._claims.release, claim))
+                    self._unreleased.remove(claim)
                 await self._start_jobs()
-            except CrucibleError as error:  # the database cannot be reached now
+            except CrucibleError as error:  # the database cannot be used now
                 log.error("queue.delayed", error=error.message)
-                self._lose_late_jobs()
+                next_look_s = POLL_S
+            except Exception:  # a fault must not end the queue
+                log.exception("queue.fault")
+                next_look_s = POLL_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wakeup.wait(), self._poll_s)
+                await asyncio.wait_for(self._wakeup.wait(), next_look_s)
 
     async def _start_jobs(self) -> None:
         """Claim and start the next job of each device that runs none. Fail jobs for devices that
@@ -293,7 +301,10 @@ class JobRunner:
             failure = Failure(
                 code="backend.unavailable", message=message, next_step="send the model again"
             )
-            await self._record(claim.job.id, Died(failure), token=claim.token)
+            self._unreleased.append(claim)  # in case its end cannot be stored now
+            with contextlib.suppress(StaleEvent):  # somebody has cancelled it
+                await self._record(claim.job.id, Died(failure), token=claim.token)
+            self._unreleased.remove(claim)
 
     async def _run(self, device: str, attempt: Attempt, claim: Claim) -> None:
         try:
@@ -334,8 +345,9 @@ class JobRunner:
         """Send a heartbeat, and do what other servers want: end jobs that were cancelled there,
         take over jobs of those that have died, and wake clients that wait for their events.
         """
-        held = await self._in_thread(self._claims.renew)
-        self._renewed_s = time.monotonic()
+        begun_s = time.monotonic()
+        held = await self._in_thread(partial(self._claims.renew, tuple(self._tokens)))
+        self._renewed_s = begun_s
         for attempt in self._attempts.values():
             job = held.get(attempt.job.id)
             if job is None or job.token != self._tokens[attempt.job.id]:
@@ -349,24 +361,29 @@ class JobRunner:
                 self._wake(job_id)
         self._seen = newest
 
-    def _lose_late_jobs(self) -> None:
-        """End the attempts before another server takes their jobs for those of a dead one."""
-        if self._shared and time.monotonic() - self._renewed_s > LEASE_S - MARGIN_S:
-            for attempt in self._attempts.values():
-                attempt.stop(TAKEN)
+    async def _watch_lease(self) -> None:
+        """End the attempts before another server takes their jobs for those of a dead one: also
+        while the database does not answer.
+        """
+        while True:
+            if time.monotonic() - self._renewed_s > LEASE_S - MARGIN_S:
+                for attempt in self._attempts.values():
+                    attempt.stop(TAKEN)
+            await asyncio.sleep(POLL_S)
 
     async def _record_attempt(self, job_id: str, event: JobEvent) -> Job:
         """Store an event of a job that runs here. ClaimLost if another server has taken it.
 
-        Where the database is a server, that may be restarted: the job goes on and waits.
+        A database of several servers may be restarted: the job waits for it, until it is stopped.
         """
         while True:
             try:
-                return await self._record(job_id, event, token=self._tokens.get(job_id))
+                return await self._record(job_id, event, token=self._tokens[job_id])
             except StoreError as error:
-                if not self._shared:
+                running = (each for each in self._attempts.values() if each.job.id == job_id)
+                if not self._shared or any(each.is_stopped for each in running):
                     raise
-                log.warning("event.delayed", job=job_id, error=error.message)
+                log.error("event.delayed", job=job_id, error=error.message)
                 await asyncio.sleep(POLL_S)
 
     async def _record(

@@ -21,12 +21,14 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from pipeline.errors import StoreError
 from service.settings import Settings
 from service.storage.migrations import Schema, check_revision, revision_of, upgrade
 from service.storage.postgresql import PostgreSQL, url_from
 from service.storage.sqlite import SQLite
 
 CURRENT = Schema()
+POSTGRESQL_MARK = "uses-postgresql"  # in the home of servers with `database_url`
 
 
 class Database:
@@ -115,8 +117,10 @@ class Database:
         """Translate the driver's errors to Crucible's."""
         try:
             yield
-        except (sa.exc.IntegrityError, sa.exc.ProgrammingError, sa.exc.DataError):  # bugs
-            raise
+        except (sa.exc.IntegrityError, sa.exc.ProgrammingError, sa.exc.DataError) as error:
+            if not self._backend.is_of_operator(error.orig):  # a bug
+                raise
+            raise self._backend.crucible_error(error.orig or error) from error
         except sa.exc.DBAPIError as error:
             raise self._backend.crucible_error(error.orig or error) from error
         except (sa.exc.TimeoutError, sqlite3.DatabaseError) as error:
@@ -133,5 +137,13 @@ def delete_unlocked(table: sa.Table, condition: sa.ColumnElement[bool]) -> sa.De
 
 
 def database_from(settings: Settings) -> Database:
-    """Open the database that the settings name."""
+    """Open the database that the settings name. StoreError for SQLite in a home of PostgreSQL: it
+    knows none of the uploads and models there, which would be deleted as left over.
+    """
+    mark = settings.home / POSTGRESQL_MARK
+    if settings.database_url is None and mark.exists():
+        raise StoreError(
+            f"the home '{settings.home}' belongs to a PostgreSQL database",
+            "set CRUCIBLE_SERVICE_DATABASE_URL as before, or give another home",
+        )
     return Database(settings.database_url or settings.database)

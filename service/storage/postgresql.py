@@ -11,10 +11,22 @@ from pipeline.errors import DiskFull, PlanError, StoreError, UserError
 
 DRIVER = "postgresql+psycopg"
 CONNECT_S = 10
+# A connection whose server no longer answers fails after about 10 s: the default is minutes.
+KEEPALIVE = {
+    "keepalives_idle": 4,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,  # ms
+}
 # A server that lost its network must not hold locks, or wait for them, without end.
 OPTIONS = "-c lock_timeout=10s -c idle_in_transaction_session_timeout=60s"
 POOL_SIZE, MAX_OVERFLOW, POOL_TIMEOUT_S = 5, 10, 30.0  # connections of one server
-DISK_FULL = "53100"  # SQLSTATE
+# SQLSTATE
+DISK_FULL = "53100"
+# What the operator mends, although the driver calls it an error of the program: a bad option of the
+# address (the driver finds it, without a code), a missing right, no schema to create tables in.
+OF_OPERATOR = (None, "42501", "3F000")
+SHOWN = ("host", "port")  # parameters of an address that may be in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +37,13 @@ class PostgreSQL:
 
     @property
     def name(self) -> str:
-        return f"'{self.url.render_as_string(hide_password=True)}'"
+        """The address without its password, which a parameter may hold, too."""
+        shown = {name: value for name, value in self.url.query.items() if name in SHOWN}
+        return f"'{self.url.set(query=shown).render_as_string(hide_password=True)}'"
 
     def open(self) -> sa.Engine:
         """Return the engine. It connects at the first use. UserError without the extra."""
-        defaults = {"connect_timeout": CONNECT_S, "options": OPTIONS}
+        defaults = {"connect_timeout": CONNECT_S, "options": OPTIONS, **KEEPALIVE}
         unset = {name: value for name, value in defaults.items() if name not in self.url.query}
         try:
             return sa.create_engine(
@@ -66,6 +80,10 @@ class PostgreSQL:
     def check(self, rows: sa.Connection) -> None:
         """Nothing to check: the server does."""
 
+    def is_of_operator(self, error: BaseException | None) -> bool:
+        """Return whether the operator can mend what the driver calls an error of the program."""
+        return getattr(error, "sqlstate", "") in OF_OPERATOR
+
     def crucible_error(self, error: BaseException) -> DiskFull | StoreError:
         """Translate an error of the driver."""
         if getattr(error, "sqlstate", None) == DISK_FULL:
@@ -74,7 +92,7 @@ class PostgreSQL:
             )
         return StoreError(
             f"cannot use the database {self.name}: {error}",
-            "check that it runs, and that this host reaches it",
+            "check that it runs, that this host reaches it, and the address in `database_url`",
         )
 
 
@@ -83,8 +101,10 @@ def url_from(text: str) -> sa.URL:
     expected = f"expected {DRIVER}://USER@HOST/NAME"
     try:
         url = sa.make_url(text)
-    except sa.exc.ArgumentError as error:
-        raise PlanError("database_url is not the address of a database", expected) from error
+    except (sa.exc.ArgumentError, ValueError):  # whose text may hold the password
+        raise PlanError("database_url is not the address of a database", expected) from None
     if url.drivername != DRIVER:
         raise PlanError(f"no database '{url.drivername}' for database_url", expected)
+    if "@" in (url.host or ""):  # of a password, whose end would be taken for the host
+        raise PlanError("database_url has more than one '@'", "write %40 for '@' in the password")
     return url

@@ -68,6 +68,10 @@ class SQLite:
         if (damage := rows.exec_driver_sql("PRAGMA quick_check").scalar_one()) != "ok":
             raise sqlite3.DatabaseError(damage)
 
+    def is_of_operator(self, error: BaseException | None) -> bool:
+        """Never: what SQLite calls an error of the program is one."""
+        return False
+
     def crucible_error(self, error: BaseException) -> DiskFull | StoreError:
         """Translate an error of SQLite."""
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:

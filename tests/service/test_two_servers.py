@@ -1,10 +1,16 @@
 """Two servers on one PostgreSQL and one home, over HTTP: a client need not know which it asks."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+import sqlalchemy as sa
+
+from pipeline.errors import StoreError
 from service.storage.keys import KNOWN_FOR_S
+from service.storage.layout import Folders
 from tests.service.builders.app import Desk, opened_desk
 
 Story = Callable[[Desk, Desk], Awaitable[None]]
@@ -70,3 +76,53 @@ def test_a_key_revoked_at_one_server_is_refused_at_both(tmp_path: Path, postgres
         assert (await two.client.get("/jobs", headers=header)).status_code == 401
 
     at_two_desks(tmp_path, postgresql, story, keys_required=True)
+
+
+def test_a_home_of_postgresql_is_not_opened_without_it(tmp_path: Path, postgresql: str) -> None:
+    """SQLite would know none of its jobs, and the server deletes uploads without a job."""
+
+    async def run() -> None:
+        async with opened_desk(tmp_path, database_url=postgresql) as desk:
+            job = await desk.end_of("succeed")
+        with pytest.raises(StoreError, match="PostgreSQL") as refused:
+            async with opened_desk(tmp_path):
+                pass
+        assert "DATABASE_URL" in refused.value.next_step
+        assert Folders(tmp_path).uploads(job["id"]).is_dir()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def refusing_connections(url: str) -> Iterator[None]:
+    """End all connections to a database, and allow no new ones meanwhile."""
+    address = sa.make_url(url)
+    admin = sa.create_engine(address.set(database="postgres"), isolation_level="AUTOCOMMIT")
+    allow = f"ALTER DATABASE {address.database} WITH ALLOW_CONNECTIONS"
+    end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{}'"
+    try:
+        with admin.connect() as rows:
+            rows.exec_driver_sql(f"{allow} false")
+            rows.exec_driver_sql(end.format(address.database))
+            try:
+                yield
+            finally:
+                rows.exec_driver_sql(f"{allow} true")
+    finally:
+        admin.dispose()
+
+
+def test_without_its_database_a_server_says_so_but_not_where_it_is(
+    tmp_path: Path, postgresql: str
+) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        with refusing_connections(postgresql):
+            answer = await one.client.get("/jobs")
+            body = answer.json()
+            assert (answer.status_code, body["code"]) == (503, "host.store")
+            assert "try again" in body["next"]
+            assert "postgresql" not in answer.text
+            assert str(sa.make_url(postgresql).database) not in answer.text
+        assert (await two.end_of("succeed"))["state"] == "succeeded"
+
+    at_two_desks(tmp_path, postgresql, story)

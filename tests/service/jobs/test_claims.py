@@ -5,6 +5,7 @@ it.
 import datetime as dt
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from service.storage.tables import jobs
 from tests.service.jobs.test_store import NOW, job
 
 ROOT = Path(__file__).parents[3]
+EVERY = tuple(f"{number:04}" for number in range(10))  # as if all jobs ran on this server
 STARTED, SUCCEEDED = Started(1, 1.0), Succeeded("accepted", None)
 
 
@@ -61,8 +63,8 @@ def test_a_job_is_claimed_once(store: JobStore, server: Callable[[str], Claims])
     assert claim is not None
     assert (claim.job.id, claim.token) == ("0000", 1)
     assert two.claim("cpu", None) is None
-    assert one.renew() == {"0000": Held(1, "queued")}
-    assert two.renew() == {}
+    assert one.renew(EVERY) == {"0000": Held(1, "queued")}
+    assert two.renew(EVERY) == {}
 
 
 def test_a_released_job_is_claimed_again_under_another_token(
@@ -77,7 +79,21 @@ def test_a_released_job_is_claimed_again_under_another_token(
     assert again is not None
     assert again.token == 2
     one.release(claim)  # too late: no effect
-    assert two.renew() == {"0000": Held(2, "queued")}
+    assert two.renew(EVERY) == {"0000": Held(2, "queued")}
+
+
+def test_a_claimed_job_that_does_not_run_is_claimed_again(
+    store: JobStore, server: Callable[[str], Claims]
+) -> None:
+    """The database failed after the claim: the server knows of none, and still sends heartbeats."""
+    add(store, "ab")
+    one = server("one")
+    assert one.claim("cpu", None) is not None
+    runs = one.claim("cpu", None)
+    assert runs is not None
+    time.sleep(0.1)
+    assert one.renew([runs.job.id]) == {"0001": Held(1, "queued")}
+    assert [claim.job.id for claim in one.expired(0.05)] == ["0000"]
 
 
 def test_jobs_wait_in_the_queue_of_their_device(
@@ -167,7 +183,7 @@ def test_a_server_that_lost_a_job_writes_nothing_more_of_it(
         with pytest.raises(ClaimLost, match="another server"):
             store.append("0000", event, NOW, token=lost.token)
     assert store.events("0000") == before
-    assert cut_off.renew() == {}
+    assert cut_off.renew(EVERY) == {}
     again = other.claim("cpu", None)
     assert again is not None
     assert again.job.interruptions == 1
@@ -182,13 +198,13 @@ def test_a_heartbeat_keeps_a_job(
     assert one.claim("cpu", None) is not None
     with database.write() as rows:  # an hour passes
         rows.execute(sa.update(jobs).values(heartbeat_at=jobs.c.heartbeat_at - 3600))
-    one.renew()
+    one.renew(EVERY)
     assert two.expired(60) == ()
     with database.write() as rows:
         rows.execute(sa.update(jobs).values(heartbeat_at=jobs.c.heartbeat_at - 61))
     (claim,) = two.expired(60)
     assert claim.job.id == "0000"
-    assert one.renew() == {}
+    assert one.renew(EVERY) == {}
 
 
 def test_a_restarted_server_takes_all_jobs_of_the_one_before(
@@ -214,7 +230,7 @@ def test_a_job_that_does_not_run_has_no_server(
     store.append("0000", SUCCEEDED, NOW, token=tokens[0])
     store.append("0002", CancelAsked(), NOW)  # by any server, without a claim
     store.append("0001", CancelAsked(), NOW)
-    assert one.renew() == {"0001": Held(1, "cancelling")}
+    assert one.renew(EVERY) == {"0001": Held(1, "cancelling")}
 
 
 RACER = """

@@ -19,6 +19,7 @@ from service.devices.leases import utc_now
 from service.devices.policy import Lease
 from service.errors import Conflict, NotFound, TooMany, Unavailable
 from service.jobs.attempt import PATIENCE_S
+from service.jobs.claims import Claim, Claims
 from service.jobs.publish import DIGESTS, REPORT_FILES
 from service.jobs.queue import MAX_INTERRUPTIONS
 from service.jobs.state import Job, JobEvent, Requeued, Started
@@ -194,6 +195,41 @@ def test_a_disk_that_is_full_ends_the_job_and_how_is_stored_once_there_is_space(
             assert (job.state, job.failure.code) == ("failed", "host.disk_full")
             assert of_jobs([job.id]) == []
             assert (await bench.end_of("succeed")).state == "succeeded"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("fault", [DiskFull("the disk is full", ""), ZeroDivisionError("injected")])
+def test_a_job_that_cannot_be_claimed_now_starts_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    claim, faults = Claims.claim, list[Exception]()
+
+    def failing_once(claims: Claims, device: str, most_running: int | None) -> Claim | None:
+        claimed = claim(claims, device, most_running)
+        if claimed and faults:
+            claims.release(claimed)
+            raise faults.pop()
+        return claimed
+
+    monkeypatch.setattr(Claims, "claim", failing_once)
+
+    async def story(bench: Bench) -> None:
+        faults.append(fault)
+        assert (await bench.end_of("succeed")).state == "succeeded"
+        assert not faults
+
+    trying(tmp_path, story)
+
+
+def test_the_failure_of_a_job_for_a_missing_device_is_stored_once_there_is_space(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        async with running(tmp_path, store_kind=FullDisk) as bench:
+            job = await bench.until(await bench.submit("succeed", "gpu:7"))
+            assert job.failure is not None
+            assert job.failure.code == "backend.unavailable"
 
     asyncio.run(story())
 

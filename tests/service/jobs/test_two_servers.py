@@ -6,24 +6,28 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from pipeline.errors import StoreError
+from service.devices.leases import utc_now
 from service.errors import TooMany
-from service.jobs.claims import LEASE_S
-from service.jobs.state import Job
+from service.jobs.claims import LEASE_S, Claims, Held
+from service.jobs.state import Job, JobEvent, Requeued, Started
 from service.jobs.store import JobStore
 from service.sandbox.process_tree import of_jobs
 from service.settings import Settings
 from service.storage.database import Database
 from service.storage.layout import Folders
 from service.storage.tables import jobs
-from tests.service.builders.jobs import Bench, running, write_out
+from tests.service.builders.jobs import Bench, new_job, running, write_out
 from tests.service.builders.postgresql import Server, missing, running_server
 
 Story = Callable[[Bench, Bench], Awaitable[None]]
@@ -125,6 +129,87 @@ def test_the_job_of_a_dead_server_runs_on_the_other_one(tmp_path: Path, postgres
         assert of_jobs([job.id]) == []
 
     trying(tmp_path, postgresql, story)
+
+
+def test_a_take_over_that_the_database_interrupts_is_finished_later(
+    tmp_path: Path, postgresql: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.jobs.queue.LEASE_S", 2.0)
+    failed = list[str]()
+
+    class Lost(JobStore):
+        def append(self, job_id: str, event: JobEvent, *rest: Any, **more: Any) -> tuple[Job, int]:
+            if isinstance(event, Requeued) and not failed:
+                failed.append(job_id)
+                raise StoreError("cannot use the database", "")
+            return super().append(job_id, event, *rest, **more)
+
+    dead = new_job(Folders(tmp_path), "succeed")
+    with closing(Database(postgresql)) as database:
+        store = JobStore(database)
+        store.add(dead, utc_now())
+        store.append(dead.id, Started(1, 1.0), utc_now())
+        with database.write() as rows:
+            rows.execute(sa.update(jobs).values(server="dead", heartbeat_at=0.0))
+
+    async def story() -> None:
+        async with running(tmp_path, store_kind=Lost, database_url=postgresql) as bench:
+            ended = await bench.until(dead)
+            assert (ended.state, ended.interruptions) == ("succeeded", 1)
+            assert failed == [dead.id]
+
+    asyncio.run(story())
+
+
+def test_a_job_outlives_a_restart_of_the_database(tmp_path: Path, postgresql: str) -> None:
+    failed = list[JobEvent]()
+
+    class Restarting(JobStore):
+        def append(self, job_id: str, event: JobEvent, *rest: Any, **more: Any) -> tuple[Job, int]:
+            if len(failed) < 3:
+                failed.append(event)
+                raise StoreError("cannot use the database", "")
+            return super().append(job_id, event, *rest, **more)
+
+    async def story() -> None:
+        async with running(tmp_path, store_kind=Restarting, database_url=postgresql) as bench:
+            job = await bench.end_of("succeed")
+            assert (job.state, job.attempt) == ("succeeded", 1)
+            assert len(failed) == 3
+
+    asyncio.run(story())
+
+
+def test_a_server_whose_database_does_not_answer_ends_its_job(
+    tmp_path: Path, postgresql: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server takes the job soon: its process must be gone by then."""
+    monkeypatch.setattr("service.jobs.queue.MARGIN_S", LEASE_S - 3)
+    answers = threading.Event()
+    renew = Claims.renew
+
+    async def story() -> None:
+        async with running(tmp_path, database_url=postgresql) as bench:
+            job = await bench.submit("hang")
+            await bench.until(job, is_running)
+
+            def hung(claims: Claims, jobs_here: Collection[str]) -> dict[str, Held]:
+                answers.wait()
+                return renew(claims, jobs_here)
+
+            monkeypatch.setattr(Claims, "renew", hung)
+            try:
+                end = time.monotonic() + 30
+                while of_jobs([job.id]):
+                    assert time.monotonic() < end
+                    await asyncio.sleep(0.1)
+            finally:
+                answers.set()
+            await bench.until(job, lambda job: job.attempt == 2)
+            await bench.runner.cancel(job.id)
+            await bench.until(job)
+
+    asyncio.run(story())
 
 
 def test_a_stopped_server_leaves_its_job_to_the_other_one(tmp_path: Path, postgresql: str) -> None:

@@ -129,6 +129,17 @@ def test_an_old_home_keeps_its_jobs_and_goes_on(old: Path, tmp_path: Path) -> No
         assert [each.memory_bytes for each in model.versions] == [2**31, None]
 
 
+def test_a_damaged_job_of_an_old_home_stops_no_migration(old: Path) -> None:
+    with closing(sqlite3.connect(old)) as rows, rows:
+        rows.execute("UPDATE jobs SET job = json_set(job, '$.attempt', 'x') WHERE id = '0001'")
+        rows.execute("UPDATE jobs SET job = '{' WHERE id = '0002'")
+    with closing(Database(old)) as database:
+        store = JobStore(database)
+        assert {"0001", "0002"} <= store.ids()
+        with pytest.raises(DamagedRow):
+            store.get("0001")
+
+
 def test_an_old_home_keeps_its_keys_and_its_audit(old: Path) -> None:
     with closing(Database(old)) as database:
         assert [(key.prefix, bool(key.revoked)) for key in Keys(database).list()] == [

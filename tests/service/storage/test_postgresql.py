@@ -13,6 +13,7 @@ from service.storage.audit import Audit
 from service.storage.audit_entry import Actor, Entry, Filter
 from service.storage.database import Database, database_from
 from service.storage.keys import Keys
+from tests.service.builders.postgresql import Server
 
 NOWHERE = "postgresql+psycopg://me:secret@/crucible?host=/nowhere"
 
@@ -24,6 +25,7 @@ NOWHERE = "postgresql+psycopg://me:secret@/crucible?host=/nowhere"
         ("mysql://host/name", "no database 'mysql'"),
         ("postgresql://host/name", "no database 'postgresql'"),
         ("sqlite:///crucible.db", "no database 'sqlite'"),
+        ("postgresql+psycopg://me:secret@host:port/name", "not the address of a database"),
     ],
 )
 def test_another_address_is_refused_with_the_right_form(url: str, message: str) -> None:
@@ -45,6 +47,45 @@ def test_a_server_that_is_not_there_is_named_without_its_password() -> None:
         Database(NOWHERE)
     assert "/nowhere" in refused.value.message
     assert "secret" not in f"{refused.value} {refused.value.message}"
+
+
+def test_an_at_in_the_password_is_refused_without_showing_it() -> None:
+    with pytest.raises(PlanError, match="more than one '@'") as refused:
+        Database("postgresql+psycopg://me:top@secret@host/crucible")
+    assert "%40" in refused.value.next_step
+    assert "secret" not in refused.value.message
+
+
+def test_no_message_shows_a_password_from_the_parameters() -> None:
+    pytest.importorskip("psycopg")
+    address = "postgresql+psycopg://me@/crucible?host=/nowhere&password=secret&sslpassword=secret"
+    with pytest.raises(StoreError, match="nowhere") as refused:
+        Database(address)
+    assert "secret" not in refused.value.message
+
+
+@pytest.mark.parametrize("option", ["no_such=1", "connect_timeout=soon"])
+def test_a_bad_option_of_the_address_is_refused(option: str) -> None:
+    pytest.importorskip("psycopg")
+    with pytest.raises(StoreError, match=option.partition("=")[0]) as refused:
+        Database(f"{NOWHERE}&{option}")
+    assert "database_url" in refused.value.next_step
+
+
+def test_a_user_who_may_create_no_tables_is_told_so(postgresql_server: Server) -> None:
+    """The default of PostgreSQL 15 for all but the owner of a database."""
+    with postgresql_server.database() as url:
+        admin = sa.create_engine(url)
+        with admin.begin() as rows:
+            rows.exec_driver_sql("CREATE ROLE guest LOGIN")
+        try:
+            address = sa.make_url(url).set(username="guest")
+            with pytest.raises(StoreError, match="permission denied"):
+                Database(address.render_as_string())
+        finally:
+            with admin.begin() as rows:
+                rows.exec_driver_sql("DROP ROLE guest")
+            admin.dispose()
 
 
 def test_the_setting_chooses_the_database_and_hides_its_password(postgresql: str) -> None:

@@ -20,6 +20,6 @@ def upgrade() -> None:
     op.create_index("jobs_by_server", "jobs", ["server"])
     if op.get_bind().dialect.name == "sqlite":  # on PostgreSQL there is no older row
         op.execute(
-            "UPDATE jobs SET attempt = coalesce(json_extract(job, '$.attempt'), 0)"
-            " WHERE json_valid(job)"
+            "UPDATE jobs SET attempt = json_extract(job, '$.attempt')"
+            " WHERE CASE WHEN json_valid(job) THEN json_type(job, '$.attempt') = 'integer' END"
         )
