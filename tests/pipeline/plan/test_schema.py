@@ -282,7 +282,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
         ('name: "\\ud83d"', r"'\\ud83d' is no value"),
         ("seed: " + "9" * 5000, "'9{39} is no value of the type int"),
         ("data: !!map x", "expected a mapping node"),
-        ("", "got NoneType"),
+        ("", "the plan is empty"),
     ],
 )
 def test_a_file_that_is_no_plan(tmp_path: Path, text: str, words: str) -> None:
