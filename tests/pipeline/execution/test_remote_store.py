@@ -215,7 +215,7 @@ def test_a_store_that_is_away_gives_one_clear_error(
 def test_a_store_that_never_answers_gives_one_clear_error(
     tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.execution.remote_store.READ_TIMEOUT_S", 1)
+    monkeypatch.setattr("pipeline.execution.object_store.READ_TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(StoreError, match=r"no answer .* ReadTimeoutError"):
