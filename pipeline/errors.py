@@ -16,6 +16,7 @@
     │   │   └── LoadCrashed                         it died as it loaded an engine that was just
     │   │                                           built
     │   ├── StoreError         host.store           the store cannot be used
+    │   │   └── StoreAway                           it does not answer now
     │   └── DamagedError       host.damaged         a file that Crucible wrote has changed since
     └── InternalError          our bug                                         exit code 3
 
@@ -155,6 +156,10 @@ class StoreError(HostError):
     """
 
     code = "host.store"
+
+
+class StoreAway(StoreError):
+    pass
 
 
 class DamagedError(HostError):

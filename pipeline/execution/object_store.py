@@ -5,14 +5,13 @@ from __future__ import annotations
 import datetime as dt
 import errno
 import importlib
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import BackendUnavailable, PlanError, StoreError
+from pipeline.errors import BackendUnavailable, PlanError, StoreAway, StoreError
 
 SCHEME = "s3://"
 WAIT_S = 60.0  # for a store that is away
@@ -35,8 +34,8 @@ class StoredObject:
 class ObjectStore:
     """The objects below one URL. Safe for many threads and hosts at once.
 
-    Every method raises StoreError if the store is away for `wait_s` seconds, or refuses. `setting`
-    names the variable that holds the URL.
+    Every method raises StoreAway if the store does not answer for `wait_s` seconds, and StoreError
+    if it refuses. `setting` names the variable that holds the URL.
     """
 
     def __init__(self, url: str, setting: str, wait_s: float = WAIT_S) -> None:
@@ -109,8 +108,9 @@ class ObjectStore:
     def remove(self, names: Iterable[str]) -> None:
         """Delete objects. One that is not there is no error."""
         keys = [self._path(name).removeprefix(f"{self._bucket}/") for name in names]
-        for batch in itertools.batched(keys, MAX_DELETED, strict=False):
-            order = {"Objects": [{"Key": key} for key in batch], "Quiet": True}
+        for start in range(0, len(keys), MAX_DELETED):
+            batch = [{"Key": key} for key in keys[start : start + MAX_DELETED]]
+            order = {"Objects": batch, "Quiet": True}
             answer = self._call(
                 self._fs.call_s3, "delete_objects", Bucket=self._bucket, Delete=order
             )
@@ -138,7 +138,7 @@ class ObjectStore:
                         raise
                     raise self._refusal(error) from error
                 if time.monotonic() + pause_s > end_s:
-                    raise StoreError(
+                    raise StoreAway(
                         f"no answer from the store '{self.url}' for {self._wait_s:g} s:"
                         f" {type(error).__name__}: {error}",
                         "check the network and AWS_ENDPOINT_URL and run the command again, which"

@@ -45,7 +45,7 @@ from service.jobs.messages import (
     within_limits,
 )
 from service.sandbox.framing import decode, failed_from_error, frame, read_frame
-from service.storage.layout import Work
+from service.storage.layout import Work, plan_of_upload
 
 if TYPE_CHECKING:
     from pipeline.plan.schema import Plan
@@ -116,12 +116,11 @@ def run_job(start: Start, server: Server) -> None:
     out/.
     """
     from pipeline.compiler.compile import compile_plan, publish_report
-    from pipeline.plan.schema import Plan
 
     work = Work(start.work)
     seed(start.shared, work.home)
     forget_contended(work.home)
-    plan = Plan.model_validate_json(start.plan.read_bytes())
+    plan = plan_of_upload(start.plan)
     store = Store(
         work.home,
         on_wait=lambda text: server.emit(StageEvent("store", text=text, state="waiting")),
