@@ -329,7 +329,8 @@ class Service:
 
     def _collect(self) -> Collected:
         try:
-            return collect(self.settings, self.jobs, utc_now, promoted=self.repository.jobs())
+            promoted = self.repository.jobs()
+            return collect(self.settings, self.jobs, utc_now, promoted=promoted, files=self.files)
         finally:
             self.jobs.close()  # of this thread
 

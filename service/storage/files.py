@@ -39,6 +39,7 @@ from pipeline.execution.store import bytes_of, digest_of
 from service import logs
 from service.settings import PREFIX, Settings
 from service.storage.database import Database
+from service.storage.layout import FOLDERS_OF_JOB
 from service.storage.tables import files as table
 
 WAIT_S = 5.0  # for a store that is away, while a client waits for its answer
@@ -46,6 +47,9 @@ UPLOADS_AT_ONCE = 8  # files; an archive may have thousands
 RECENT_S = 600.0  # a folder that was read so lately is not removed: its reader may go on
 UNNAMED_FOR = dt.timedelta(days=1)  # an object without a row is of an unfinished upload for so long
 MAX_NAMES = 500  # in one query
+MARKS = "databases"  # folder of one object for each database
+OURS = (*FOLDERS_OF_JOB, "models")  # folders whose objects are removed
+EMPTY = hashlib.sha256().hexdigest()
 
 log = logs.get("service.files")
 
@@ -77,6 +81,7 @@ class Files:
         self._lock = threading.Lock()
         self._locks: WeakValueDictionary[str, _FolderLock] = WeakValueDictionary()
         self._held: Counter[str] = Counter()
+        self._is_marked = False
 
     @property
     def are_shared(self) -> bool:
@@ -103,6 +108,7 @@ class Files:
         """
         if self._objects is None:
             return ()
+        self._mark(self._objects)
         name, mark = self._name(folder), "" if token is None else f"{token}-"
         prefix = f"{name}/{mark}{secrets.token_hex(8)}"
         known = {file.sha256: file.object for each in like for file in self._files(each)}
@@ -201,19 +207,44 @@ class Files:
                 log.info("copy.removed", folder=self._name(folder))
 
     def collect(self, now: dt.datetime, dry_run: bool = False) -> tuple[int, int]:
-        """Remove the objects that no row names, except new ones. Returns their number and bytes."""
+        """Remove the objects that no row names, except new ones. Returns their number and bytes.
+
+        StoreError if the service of another database stores its objects there, too.
+        """
         if self._objects is None:
             return 0, 0
+        self._mark(self._objects)
         # before the rows are read: what is shared meanwhile is named then
         found = tuple(self._objects.objects())
         with self._database.read() as rows:
             named = set(rows.scalars(sa.select(table.c.object).distinct()))
+        unnamed = [each for each in found if each.name not in named]
+        if any(each.name.startswith(f"{MARKS}/") for each in unnamed):
+            raise StoreError(
+                f"the service of another database keeps its files in '{self._objects.url}', too",
+                f"give each database a {PREFIX}FILES_URL of its own",
+            )
         old = [
-            each for each in found if each.name not in named and each.written < now - UNNAMED_FOR
+            each
+            for each in unnamed
+            if each.name.partition("/")[0] in OURS and each.written < now - UNNAMED_FOR
         ]
         if not dry_run:
             self._objects.remove(each.name for each in old)
         return len(old), sum(each.size_bytes for each in old)
+
+    def _mark(self, objects: ObjectStore) -> None:
+        """Store an object of this database, by which those of other databases find its objects."""
+        if self._is_marked:
+            return
+        with self._database.write() as rows:
+            self._database.lock(rows, MARKS)
+            mark = rows.scalar(sa.select(table.c.object).where(table.c.folder == MARKS))
+            if mark is None:
+                mark = f"{MARKS}/{secrets.token_hex(8)}"
+                insert_files(rows, [StoredFile(MARKS, "mark", mark, EMPTY, 0)])
+        objects.put(b"", mark)
+        self._is_marked = True
 
     def _copies(self) -> list[Path]:
         """List the folders of the home that are stored elsewhere, too."""

@@ -3,15 +3,34 @@ other has stored.
 """
 
 import asyncio
+import itertools
+import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.service.builders.app import Desk, opened_desk
+import pytest
+import sqlalchemy as sa
+
+from pipeline.errors import StoreError
+from service.devices.policy import Devices
+from service.storage.tables import files
+from tests.builders.s3 import BUCKET, S3Server, object_names
+from tests.service.builders.app import MODEL, Desk, opened_desk
+from tests.service.builders.jobs import WITHIN_S, write_out
+from tests.service.pages.test_new_compile import OK, dynamic_model, upload
+from tests.service.serving.engines import linear, marked
 
 URL = "s3://bucket/files"
 Story = Callable[[Desk, Desk], Awaitable[None]]
+pytestmark = pytest.mark.usefixtures("s3")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.storage.files.WAIT_S", 0.5)
 
 
 @asynccontextmanager
@@ -22,8 +41,6 @@ async def desk_of(home: Path, url: str, **settings: Any) -> AsyncIterator[Desk]:
 
 
 def at_two_desks(folder: Path, url: str, story: Story, **settings: Any) -> None:
-    """Run `story` with two servers. Only the second one runs jobs."""
-
     async def run() -> None:
         async with (
             desk_of(folder / "a", url, **settings) as one,
@@ -34,8 +51,14 @@ def at_two_desks(folder: Path, url: str, story: Story, **settings: Any) -> None:
     asyncio.run(run())
 
 
+def leave_jobs_to(one: Desk, other: Desk) -> None:
+    """Let only `one` claim jobs: the other server has no device for them."""
+    other.service._leases.devices = Devices(())
+    one.service._leases.devices = Devices(("cpu",))
+
+
 def test_an_upload_at_one_server_runs_on_the_other_and_its_report_is_at_both(
-    tmp_path: Path, postgresql: str, s3: Any
+    tmp_path: Path, postgresql: str
 ) -> None:
     async def story(one: Desk, two: Desk) -> None:
         leave_jobs_to(two, one)
@@ -59,6 +82,186 @@ def test_an_upload_at_one_server_runs_on_the_other_and_its_report_is_at_both(
     at_two_desks(tmp_path, postgresql, story)
 
 
-def leave_jobs_to(runs: Desk, submits: Desk) -> None:
-    """Let only one of two servers claim jobs: the other one has no device."""
-    submits.service._leases.devices = type(submits.service._leases.devices)(())
+def test_a_failed_job_is_retried_at_the_other_server(
+    tmp_path: Path, postgresql: str, s3: Any
+) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        leave_jobs_to(one, two)
+        failed = await one.end_of("fail")
+        before = set(object_names(s3))
+        leave_jobs_to(two, one)
+        answer = await two.client.post(f"/jobs/{failed['id']}/retry")
+        assert answer.status_code == 202, answer.text
+        again = await one.until(answer.json()["id"], "failed")
+        assert again["failure"]["code"] == "model.invalid", "it ran"
+        model = two.service.folders.load_plan(again["id"]).model.path
+        assert model is not None
+        assert model.is_relative_to(tmp_path / "b" / "uploads" / again["id"])
+        assert model.read_bytes() == MODEL
+        new = set(object_names(s3)) - before
+        assert {name.split("/")[1] for name in new} == {"jobs"}, "the upload is shared, not copied"
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
+def test_a_draft_of_one_server_becomes_a_job_at_the_other(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        place = (await upload(one, dynamic_model())).headers["Location"]
+        page = await two.client.get(place)
+        assert page.status_code == 200, page.text
+        draft = place.rpartition("/")[2]
+        leave_jobs_to(one, two)
+        form = {**OK, "candidate": "onnxruntime fp32"}
+        accepted = await two.client.post(f"/ui/drafts/{draft}", data=form)
+        assert accepted.status_code == 303, accepted.text
+        job = accepted.headers["Location"].removeprefix("/ui/jobs/")
+        assert (await two.until(job, "succeeded", "failed"))["state"] == "succeeded"
+        for desk in (one, two):
+            assert (await desk.client.get(place)).status_code == 404, "it has become a job"
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
+def test_a_version_promoted_at_one_server_is_loaded_and_measured_at_the_other(
+    tmp_path: Path, postgresql: str, s3: Any
+) -> None:
+    write_out(tmp_path / "a" / "template", tmp_path / "store", real=linear(tmp_path / "made"))
+
+    async def story(one: Desk, two: Desk) -> None:
+        leave_jobs_to(one, two)
+        job = await one.end_of("succeed")
+        before = object_names(s3)
+        leave_jobs_to(two, one)
+        promotion = {"report": job["id"]}
+        two.service._leases.devices = Devices(("cpu",))
+        promoted = await two.client.post("/models/m/promote", json=promotion)
+        assert promoted.status_code == 200, promoted.text
+        assert object_names(s3) == before, "the version shares the objects of its report"
+        one.service._leases.devices = Devices(("cpu",))
+        for desk in (one, two):
+            loaded = await desk.client.post("/models/m/deploy", json={})
+            assert loaded.status_code == 200, loaded.text
+            arrays = {"inputs": {"x": marked(2.0).tolist()}}
+            answer = await desk.client.post("/models/m/infer", json=arrays)
+            assert answer.status_code == 200, answer.text
+        assert (tmp_path / "a" / "models" / "m" / "1" / "engine").is_dir()
+        measured = await one.client.post("/models/m/benchmark", json={})
+        assert measured.status_code == 202, measured.text
+        names = {"compiled/report.json", "compiled/engine/artifact.json"}
+        with two.service.database.read() as rows:
+            folder = f"uploads/{measured.json()['id']}"
+            paths = rows.scalars(sa.select(files.c.path).where(files.c.folder == folder))
+            assert names < set(paths)
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
+@pytest.mark.parametrize("damage", ["is missing", "has another digest than when it was written"])
+def test_a_damaged_object_is_an_error_that_names_it(
+    tmp_path: Path, postgresql: str, s3: Any, damage: str
+) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        leave_jobs_to(two, one)
+        job = await one.end_of("succeed")
+        with one.service.database.read() as rows:
+            query = sa.select(files.c.object).where(files.c.path == "report.json")
+            name = rows.scalars(query).one()
+        if damage == "is missing":
+            s3.delete_object(Bucket=BUCKET, Key=f"files/{name}")
+        else:
+            s3.put_object(Bucket=BUCKET, Key=f"files/{name}", Body=b"{}")
+        answer = await one.client.get(f"/reports/{job['id']}")
+        body = answer.json()
+        assert (answer.status_code, body["code"]) == (500, "host.damaged")
+        assert f"'{URL}/{name}' {damage}" in body["error"]
+        assert "backup" in body["next"]
+        assert (await two.client.get(f"/reports/{job['id']}")).status_code == 200, "its copy"
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
+def test_without_s3_copies_are_read_uploads_refused_and_an_ended_job_waits(
+    tmp_path: Path, postgresql: str, s3_server: S3Server
+) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        leave_jobs_to(two, one)
+        read = await one.end_of("succeed")
+        assert (await one.client.get(f"/reports/{read['id']}")).status_code == 200
+        unread = await one.compile("succeed", model=MODEL + b"\n")  # of another identity
+        ended = await two.until(unread.json()["id"], "succeeded", "failed")
+        running = (await one.compile("succeed-3")).json()["id"]
+        await one.until(running, "running")
+        s3_server.stop()
+        try:
+            assert (await one.client.get(f"/reports/{read['id']}")).status_code == 200
+            for answer in (
+                await one.compile("other"),
+                await one.client.get(f"/reports/{ended['id']}"),
+            ):
+                assert (answer.status_code, answer.json()["code"]) == (503, "host.store")
+                assert int(answer.headers["Retry-After"]) > 0
+            await until_waiting(one, running)
+            assert (await one.until(running, "running"))["state"] == "running"
+        finally:
+            s3_server.start()
+        assert (await one.until(running, "succeeded", "failed"))["state"] == "succeeded"
+        assert (await one.client.get(f"/reports/{running}")).status_code == 200
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
+async def until_waiting(desk: Desk, job: str) -> None:
+    end = time.monotonic() + WITHIN_S
+    while not [event for event in desk.service.jobs.events(job) if is_waiting(event.data)]:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.05)
+
+
+def is_waiting(data: dict[str, Any]) -> bool:
+    return (data.get("stage"), data.get("state")) == ("files", "waiting")
+
+
+def test_a_job_whose_files_cannot_be_stored_in_its_time_says_so(
+    tmp_path: Path, postgresql: str, s3_server: S3Server
+) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        leave_jobs_to(two, one)
+        job = (await one.compile("succeed-2")).json()["id"]
+        await one.until(job, "running")
+        s3_server.stop()
+        try:
+            ended = await one.until(job, "succeeded", "failed")
+        finally:
+            s3_server.start()
+        assert ended["failure"]["code"] == "host.store"
+        assert re.search("no answer from the store", ended["failure"]["message"])
+
+    at_two_desks(tmp_path, postgresql, story, job_timeout_s=6)
+
+
+def test_only_the_newest_versions_are_kept_with_their_rows(tmp_path: Path, postgresql: str) -> None:
+    home = tmp_path / "a"
+    write_out(home / "template", tmp_path / "store", real=linear(tmp_path / "made"))
+
+    async def story(one: Desk, two: Desk) -> None:
+        leave_jobs_to(one, two)
+        for number in itertools.islice(itertools.count(), 3):
+            answer = await one.compile("succeed", model=MODEL + b"\n" * number)
+            job = await one.until(answer.json()["id"], "succeeded", "failed")
+            promoted = await one.client.post("/models/m/promote", json={"report": job["id"]})
+            assert promoted.status_code == 200, promoted.text
+        with two.service.database.read() as rows:
+            query = sa.select(files.c.folder).where(files.c.folder.startswith("models/"))
+            assert set(rows.scalars(query)) == {"models/m/2", "models/m/3"}
+
+    at_two_desks(tmp_path, postgresql, story, versions_kept=1)
+
+
+def test_each_server_needs_a_home_of_its_own(tmp_path: Path, postgresql: str) -> None:
+    async def run() -> None:
+        async with desk_of(tmp_path / "a", postgresql):
+            with pytest.raises(StoreError, match="another server uses"):
+                async with desk_of(tmp_path / "a", postgresql):
+                    pass
+
+    asyncio.run(run())
