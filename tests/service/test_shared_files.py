@@ -3,7 +3,6 @@ other has stored.
 """
 
 import asyncio
-import itertools
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,10 +14,12 @@ import pytest
 import sqlalchemy as sa
 
 from pipeline.errors import StoreError
+from service.auth import LOCAL
 from service.devices.policy import Devices
+from service.inference import InferRequest
 from service.storage.tables import files
 from tests.builders.s3 import BUCKET, S3Server, object_names
-from tests.service.builders.app import MODEL, Desk, opened_desk
+from tests.service.builders.app import MODEL, Desk, model_bytes, opened_desk
 from tests.service.builders.jobs import WITHIN_S, write_out
 from tests.service.pages.test_new_compile import OK, dynamic_model, upload
 from tests.service.serving.engines import linear, marked
@@ -139,11 +140,10 @@ def test_a_version_promoted_at_one_server_is_loaded_and_measured_at_the_other(
         assert object_names(s3) == before, "the version shares the objects of its report"
         one.service._leases.devices = Devices(("cpu",))
         for desk in (one, two):
-            loaded = await desk.client.post("/models/m/deploy", json={})
+            loaded = await desk.client.put("/models/m/deployment", json={})
             assert loaded.status_code == 200, loaded.text
-            arrays = {"inputs": {"x": marked(2.0).tolist()}}
-            answer = await desk.client.post("/models/m/infer", json=arrays)
-            assert answer.status_code == 200, answer.text
+            answer = await desk.service.serving.infer(InferRequest(LOCAL, "m", {"x": marked(2.0)}))
+            assert answer.version == 1
         assert (tmp_path / "a" / "models" / "m" / "1" / "engine").is_dir()
         measured = await one.client.post("/models/m/benchmark", json={})
         assert measured.status_code == 202, measured.text
@@ -187,7 +187,7 @@ def test_without_s3_copies_are_read_uploads_refused_and_an_ended_job_waits(
         leave_jobs_to(two, one)
         read = await one.end_of("succeed")
         assert (await one.client.get(f"/reports/{read['id']}")).status_code == 200
-        unread = await one.compile("succeed", model=MODEL + b"\n")  # of another identity
+        unread = await one.compile("succeed", model=model_bytes("other"))
         ended = await two.until(unread.json()["id"], "succeeded", "failed")
         running = (await one.compile("succeed-3")).json()["id"]
         await one.until(running, "running")
@@ -245,8 +245,8 @@ def test_only_the_newest_versions_are_kept_with_their_rows(tmp_path: Path, postg
 
     async def story(one: Desk, two: Desk) -> None:
         leave_jobs_to(one, two)
-        for number in itertools.islice(itertools.count(), 3):
-            answer = await one.compile("succeed", model=MODEL + b"\n" * number)
+        for number in range(3):
+            answer = await one.compile("succeed", model=model_bytes(f"g{number}"))
             job = await one.until(answer.json()["id"], "succeeded", "failed")
             promoted = await one.client.post("/models/m/promote", json={"report": job["id"]})
             assert promoted.status_code == 200, promoted.text
