@@ -55,6 +55,7 @@ from service.serving.loader import LoaderContext
 from service.serving.manager import ModelManager
 from service.serving.stats import Figures
 from service.settings import Settings
+from service.storage.builds import builds_from
 from service.storage.database import POSTGRESQL_MARK, database_from
 from service.storage.drafts import Drafts
 from service.storage.files import files_from
@@ -112,6 +113,7 @@ class Service:
         self.keys, self.jobs = Keys(self.database), JobStore(self.database)
         self.sessions = Sessions(self.database)
         self.files = files_from(settings, self.database)
+        self._builds = builds_from(settings, self.database)
         self.drafts = Drafts(self.folders, self.files)
         self.refusals = Refusals(self.database)
         self._leases = Leases(Devices(()))
@@ -127,7 +129,7 @@ class Service:
             settings.load_timeout_s,
             load,
             partial(prove, sandbox=self.sandbox),
-            self.files.fetch,
+            fetch=self.files.fetch,
         )
         self.models = self.serving = ModelManager(loader_context)
         self.runner = JobRunner(
@@ -138,6 +140,7 @@ class Service:
             self.sandbox,
             (metrics.observe_job, spans.observe),
             files=self.files,
+            builds=self._builds,
         )
         self.helpers = Helpers(max_unpacked_bytes=settings.max_infer_bytes, sandbox=self.sandbox)
         uploads = self.folders.home / "uploads"
@@ -276,6 +279,8 @@ class Service:
         await self.helpers.close()
         await self.upload_readers.close()
         await self.refusals.close()
+        if self._builds is not None:
+            self._builds.close()
         for reader in (self._reader, self._key_reader):
             await asyncio.get_running_loop().run_in_executor(reader, self.database.close)
             reader.shutdown()

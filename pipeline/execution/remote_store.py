@@ -14,12 +14,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
 from pipeline.errors import PlanError
 from pipeline.execution.object_store import WAIT_S, ObjectStore
-from pipeline.execution.store import MANIFEST, Store, check_key, manifest_from, read_manifest
+from pipeline.execution.store import (
+    MANIFEST,
+    BuildLock,
+    Store,
+    check_key,
+    manifest_from,
+    read_manifest,
+)
 from pipeline.plan.files import home
 
 DEFAULT_CACHE_BYTES = 100 * 2**30
@@ -32,8 +38,8 @@ class RemoteStore(ObjectStore):
     Every method raises StoreError if the store is away for `wait_s` seconds, or refuses.
     """
 
-    def __init__(self, url: str, wait_s: float = WAIT_S) -> None:
-        super().__init__(url, "CRUCIBLE_STORE", wait_s)
+    def __init__(self, url: str, wait_s: float = WAIT_S, setting: str = "CRUCIBLE_STORE") -> None:
+        super().__init__(url, setting, wait_s)
 
     def fetch(self, stage: str, digest: str, folder: Path) -> bool:
         """Copy the artifact of this key into the empty `folder`. False if there is none.
@@ -79,7 +85,7 @@ class RemoteStore(ObjectStore):
 
 def open_store(
     on_wait: Callable[[str], None] = lambda text: None,
-    build_lock: Callable[[str], AbstractContextManager[object]] | None = None,
+    build_lock: BuildLock | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Store:
     """Open the store of this user: local, or as the cache of the one that CRUCIBLE_STORE names."""

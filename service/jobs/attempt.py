@@ -31,11 +31,15 @@ from service.devices.policy import Lease
 from service.jobs import process_limits as watchdog
 from service.jobs.messages import (
     MAX_MESSAGES,
+    MEASURING,
     Finished,
     Granted,
+    Made,
     Pace,
     Returned,
     Returns,
+    Seeks,
+    Sought,
     Stage,
     Start,
     Wants,
@@ -54,6 +58,7 @@ from service.jobs.state import (
 from service.jobs.worker_client import Child, environment_for
 from service.sandbox.framing import BadMessage, Failed
 from service.sandbox.layers import Box, Sandbox, named_files, shared_files
+from service.storage.builds import Builds
 from service.storage.files import Files, StoredFile
 from service.storage.layout import Folders
 
@@ -89,6 +94,7 @@ class AttemptContext:
     timeout_s: float
     sandbox: Sandbox
     files: Files
+    builds: Builds | None  # None: no other server shares them
 
 
 class Attempt:
@@ -98,6 +104,7 @@ class Attempt:
         """`token` is that of the job's claim."""
         self.job, self._context, self._token = job, context, token
         self._work = context.folders.work(job.id)
+        self._sharing: set[asyncio.Task[None]] = set()
         self._stored: tuple[StoredFile, ...] = ()  # what the last event makes known
         self._ends_s = time.monotonic() + context.timeout_s
         self._stop: asyncio.Future[JobEvent] = asyncio.get_running_loop().create_future()
@@ -143,6 +150,7 @@ class Attempt:
         try:
             ending = await self._run_in(box, plan.name, file_bytes, environment)
         finally:
+            await self._end_sharing()
             await asyncio.to_thread(box.close)
             # a job that has filled the disk leaves no space to store its last event
             await asyncio.to_thread(work.clear_temporary)
@@ -194,6 +202,7 @@ class Attempt:
             shared=folders.home,
             compiled=compiled,
             command=command,
+            shares_builds=self._context.builds is not None,
         )
 
     async def _acquire(self, lease: Lease) -> bool:
@@ -273,9 +282,9 @@ class Attempt:
             )
             return Died(failure)
 
-    async def _reply(self, child: Child, message: Stage | Wants | Returns) -> None:
-        """Record a stage, or grant the device or take it back."""
-        leases = self._context.leases
+    async def _reply(self, child: Child, message: Stage | Wants | Returns | Seeks | Made) -> None:
+        """Record a stage, grant the device or take it back, or share an artifact."""
+        leases, builds = self._context.leases, self._context.builds
         match message:
             case Stage():
                 await self._context.record(self.job.id, message.event)
@@ -286,6 +295,23 @@ class Attempt:
             case Returns():
                 if measured := leases.measured(self.job.id, self.job.device):
                     await child.send(Returned(contended=measured.contended))
+            case Seeks(stage=stage, key=key) if builds is not None:
+                is_exclusive = stage not in MEASURING
+                seek = partial(builds.seek, self.job.id, stage, key, is_exclusive)
+                await child.send(Sought(answer=await asyncio.to_thread(seek)))
+            case Made(stage=stage, key=key) if builds is not None and stage not in MEASURING:
+                made = partial(builds.made, self.job.id, self._work.home, stage, key)
+                task = asyncio.create_task(asyncio.to_thread(made))  # the child goes on meanwhile
+                self._sharing.add(task)
+                task.add_done_callback(self._sharing.discard)
+            case Seeks() | Made():
+                raise BadMessage(f"{message.kind}, although nothing is shared")
+
+    async def _end_sharing(self) -> None:
+        """Wait for uploads of artifacts, and let other jobs make what is not finished."""
+        if self._context.builds is not None:
+            await asyncio.gather(*self._sharing, return_exceptions=True)
+            await asyncio.to_thread(self._context.builds.release, self.job.id)
 
     async def _watch(self, child: Child) -> Failure:
         """Check every EVERY_S seconds, and return when the job exceeds a limit."""
@@ -307,8 +333,11 @@ class Attempt:
         return Succeeded(report.verdict, report.winner, engine_digest(folder))
 
     def _take_over(self) -> None:
+        builds, home = self._context.builds, self._context.folders.home
         try:
-            take_over(self._work, self._context.folders.home)
+            take_over(self._work, home, builds.store if builds else None)
+            if builds is not None:
+                builds.push()
         except (OSError, CrucibleError) as error:  # the report is kept; the next job takes longer
             log.error("store.not_filled", job=self.job.id, error=str(error))
 

@@ -60,6 +60,7 @@ from service.sandbox import process_tree as processes
 from service.sandbox.layers import Sandbox
 from service.settings import Settings
 from service.storage.audit_entry import SERVICE, Actor, Details, Entry
+from service.storage.builds import Builds
 from service.storage.files import Files, StoredFile
 from service.storage.layout import Folders
 
@@ -90,6 +91,7 @@ class JobRunner:
         clock: Clock = utc_now,
         most_interruptions: int = MAX_INTERRUPTIONS,
         files: Files | None = None,
+        builds: Builds | None = None,
     ) -> None:
         self._settings, self._jobs, self._leases = settings, jobs, leases
         self._observers, self._clock = observers, clock
@@ -106,6 +108,7 @@ class JobRunner:
             settings.job_timeout_s,
             sandbox or Sandbox(settings.home),
             self._files,
+            builds,
         )
         self._shared = settings.database_url is not None
         self._claims = Claims(jobs.database, secrets.token_hex(8))

@@ -45,9 +45,9 @@ class LoaderContext:
     load_s: float  # time-out for an engine to become ready
     start: Start
     prove: Prove
-    fetch: Callable[[Path], object] = lambda folder: None  # a report, from where servers share it
     free: Callable[[str], int | None] = free_bytes
     waits_s: tuple[float, ...] = WAITS_S
+    fetch: Callable[[Path], object] = lambda folder: None  # a report, from where servers share it
 
 
 class Loader:

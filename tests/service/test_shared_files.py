@@ -265,3 +265,23 @@ def test_each_server_needs_a_home_of_its_own(tmp_path: Path, postgresql: str) ->
                     pass
 
     asyncio.run(run())
+
+
+def test_two_jobs_on_two_servers_make_the_same_artifact_once(
+    tmp_path: Path, postgresql: str, s3: Any
+) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        jobs = [await one.compile("share", model=model_bytes(name)) for name in ("g", "h")]
+        answers = []
+        for job in jobs:
+            job_id = job.json()["id"]
+            assert (await one.until(job_id, "succeeded", "failed"))["state"] == "succeeded"
+            events = one.service.jobs.events(job_id)
+            answers += [each.data["text"] for each in events if each.data.get("stage") == "share"]
+        assert sorted(answers) == ["make", "there"]
+        (made,) = (tmp_path / "a" / "template-store" / "artifacts" / "build").iterdir()
+        for home in (tmp_path / "a", tmp_path / "b"):
+            assert (home / "artifacts" / "build" / made.name / "artifact.json").is_file()
+        assert f"files/builds/manifests/build/{made.name}" in object_names(s3)
+
+    at_two_desks(tmp_path, postgresql, story)

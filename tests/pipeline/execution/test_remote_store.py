@@ -292,7 +292,7 @@ def race(root: Path, lock: Path, built: Path, progress: Progress) -> None:
             file.write("built\n")
         return make(folder)
 
-    store = host(root, build_lock=lambda digest: FileLock(lock.with_name(digest)))
+    store = host(root, build_lock=lambda key: FileLock(lock.with_name(key.digest)))
     assert store.get(KEY, Text, make_and_count).value.path.read_text() == "hello"
 
 
@@ -312,7 +312,7 @@ def test_a_host_that_waited_for_the_lock_takes_what_the_other_made(tmp_path: Pat
     """Both have found nothing before either has the lock: the worst order of two hosts."""
 
     @contextlib.contextmanager
-    def lock_after_the_other(digest: str) -> Iterator[None]:
+    def lock_after_the_other(key: Key) -> Iterator[None]:
         host(tmp_path / "a").get(KEY, Text, make)
         yield
 
