@@ -34,6 +34,7 @@ from service.devices.leases import Leases, utc_now
 from service.devices.policy import Devices
 from service.errors import NotFound, StorageFull, Unauthorized, Unavailable
 from service.inference import Serving
+from service.jobs.builds import builds_from
 from service.jobs.messages import HostIdentity
 from service.jobs.queue import JobRunner
 from service.jobs.retention import DAILY_S, Collected, collect
@@ -55,7 +56,6 @@ from service.serving.loader import LoaderContext
 from service.serving.manager import ModelManager
 from service.serving.stats import Figures
 from service.settings import Settings
-from service.storage.builds import builds_from
 from service.storage.database import POSTGRESQL_MARK, database_from
 from service.storage.drafts import Drafts
 from service.storage.files import files_from

@@ -29,6 +29,7 @@ from service import logs
 from service.devices.leases import Leases
 from service.devices.policy import Lease
 from service.jobs import process_limits as watchdog
+from service.jobs.builds import Builds
 from service.jobs.messages import (
     MAX_MESSAGES,
     MEASURING,
@@ -58,7 +59,6 @@ from service.jobs.state import (
 from service.jobs.worker_client import Child, environment_for
 from service.sandbox.framing import BadMessage, Failed
 from service.sandbox.layers import Box, Sandbox, named_files, shared_files
-from service.storage.builds import Builds
 from service.storage.files import Files, StoredFile
 from service.storage.layout import Folders
 

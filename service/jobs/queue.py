@@ -40,6 +40,7 @@ from service import logs
 from service.devices.leases import Clock, Leases, utc_now
 from service.errors import Conflict, Unavailable
 from service.jobs.attempt import Attempt, AttemptContext
+from service.jobs.builds import Builds
 from service.jobs.claims import LEASE_S, Claim, Claims
 from service.jobs.process_limits import limits_from, machine_memory
 from service.jobs.redact import scrubbed_event
@@ -60,7 +61,6 @@ from service.sandbox import process_tree as processes
 from service.sandbox.layers import Sandbox
 from service.settings import Settings
 from service.storage.audit_entry import SERVICE, Actor, Details, Entry
-from service.storage.builds import Builds
 from service.storage.files import Files, StoredFile
 from service.storage.layout import Folders
 

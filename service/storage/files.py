@@ -36,7 +36,6 @@ import sqlalchemy as sa
 from pipeline.errors import DamagedError, StoreError
 from pipeline.execution.object_store import ObjectStore
 from pipeline.execution.store import bytes_of, digest_of
-from service import logs
 from service.settings import PREFIX, Settings
 from service.storage.database import Database
 from service.storage.layout import FOLDERS_OF_JOB
@@ -44,14 +43,12 @@ from service.storage.tables import files as table
 
 WAIT_S = 5.0  # for a store that is away, while a client waits for its answer
 UPLOADS_AT_ONCE = 8  # files; an archive may have thousands
-RECENT_S = 600.0  # a folder that was read so lately is not removed: its reader may go on
+RECENT_S = 3600.0  # a folder that was read so lately is not removed: its reader may go on
 UNNAMED_FOR = dt.timedelta(days=1)  # an object without a row is of an unfinished upload for so long
 MAX_NAMES = 500  # in one query
 MARKS = "databases"  # folder of one object for each database
 OURS = (*FOLDERS_OF_JOB, "models")  # folders whose objects are removed
 EMPTY = hashlib.sha256().hexdigest()
-
-log = logs.get("service.files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +201,6 @@ class Files:
         for folder in copies:
             if excess > 0 and self._evict(folder):
                 excess -= sizes[folder]
-                log.info("copy.removed", folder=self._name(folder))
 
     def collect(self, now: dt.datetime, dry_run: bool = False) -> tuple[int, int]:
         """Remove the objects that no row names, except new ones. Returns their number and bytes.

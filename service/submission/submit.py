@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeline.errors import HostError, PlanError
+from pipeline.errors import HostError, PlanError, StoreAway
 from pipeline.plan.files import load_plan
 from pipeline.plan.schema import CandidateConfig, Plan
 from pipeline.plan.source import code_digest, source_from_config
@@ -204,6 +204,8 @@ async def _forget_damaged(service: Service, owner: str, identity: str) -> None:
         try:
             await asyncio.to_thread(_check_job, service, same.id)
             return
+        except StoreAway:
+            raise
         except HostError as error:
             log.error("job.damaged", job=same.id, error=error.message)
             await service.read(partial(service.jobs.forget_identity, same.id))

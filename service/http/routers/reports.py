@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -121,7 +121,12 @@ async def get_engine(
         raise NotFound(f"job {job_id} has no engine", f"GET /reports/{job_id} gives the reason")
     await asyncio.to_thread(published_engine, folder)
     headers = {**_download(f"{job_id}-engine.tar"), "Content-Length": str(size_of_tar(engine))}
-    return StreamingResponse(tar(engine), media_type="application/x-tar", headers=headers)
+
+    def held() -> Iterator[bytes]:
+        with service.files.hold(folder):
+            yield from tar(engine)
+
+    return StreamingResponse(held(), media_type="application/x-tar", headers=headers)
 
 
 def preferred(accept: str, offered: tuple[str, ...]) -> str:

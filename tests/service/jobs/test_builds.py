@@ -11,7 +11,7 @@ import pytest
 from pipeline.core import Artifact
 from pipeline.execution.remote_store import RemoteStore
 from pipeline.execution.store import Key, Store
-from service.storage.builds import BuildLocks, Builds
+from service.jobs.builds import BuildLocks, Builds
 from service.storage.database import Database
 
 KEY = Key("build", 1, ("abc",))
