@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import make_url
 
 from service.storage.database import Database
-from tests.builders.s3 import S3Server, running_s3, s3_client
+from tests.pipeline.execution.s3 import S3Server, running_s3, s3_client
 from tests.service.builders.postgresql import Server, missing, running_server
 
 

@@ -18,7 +18,7 @@ from service.auth import LOCAL
 from service.devices.policy import Devices
 from service.inference import InferRequest
 from service.storage.tables import files
-from tests.builders.s3 import BUCKET, S3Server, object_names
+from tests.pipeline.execution.s3 import BUCKET, S3Server, object_names
 from tests.service.builders.app import MODEL, Desk, model_bytes, opened_desk
 from tests.service.builders.jobs import WITHIN_S, write_out
 from tests.service.pages.test_new_compile import OK, dynamic_model, upload

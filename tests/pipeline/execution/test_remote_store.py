@@ -23,7 +23,7 @@ from pipeline.errors import BackendUnavailable, ChildDied, PlanError, StoreError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.remote_store import RemoteStore, open_store
 from pipeline.execution.store import Key, Manifest, Store
-from tests.builders.s3 import object_names, running_s3, s3_client
+from tests.pipeline.execution.s3 import object_names, running_s3, s3_client
 
 KEY = Key("export", 1, ("abc",))
 MANIFEST_AT = f"prefix/manifests/export/{KEY.digest}"

@@ -22,7 +22,7 @@ from service.storage.database import Database
 from service.storage.files import RECENT_S, Files, files_from
 from service.storage.layout import Folders
 from service.storage.tables import files as table
-from tests.builders.s3 import BUCKET, object_names
+from tests.pipeline.execution.s3 import BUCKET, object_names
 from tests.service.builders.jobs import new_job
 
 URL = "s3://bucket/files"
