@@ -16,7 +16,8 @@
     │   │   └── LoadCrashed                         it died as it loaded an engine that was just
     │   │                                           built
     │   ├── StoreError         host.store           the store cannot be used
-    │   │   └── StoreAway                           it does not answer now
+    │   │   └── ObjectStoreError                    S3 refuses
+    │   │       └── StoreAway                       it does not answer now
     │   └── DamagedError       host.damaged         a file that Crucible wrote has changed since
     └── InternalError          our bug                                         exit code 3
 
@@ -158,7 +159,11 @@ class StoreError(HostError):
     code = "host.store"
 
 
-class StoreAway(StoreError):
+class ObjectStoreError(StoreError):
+    pass
+
+
+class StoreAway(ObjectStoreError):
     pass
 
 

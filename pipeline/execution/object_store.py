@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import BackendUnavailable, PlanError, StoreAway, StoreError
+from pipeline.errors import BackendUnavailable, ObjectStoreError, PlanError, StoreAway
 
 SCHEME = "s3://"
 WAIT_S = 60.0  # for a store that is away
@@ -34,8 +34,8 @@ class StoredObject:
 class ObjectStore:
     """The objects below one URL. Safe for many threads and hosts at once.
 
-    Every method raises StoreAway if the store does not answer for `wait_s` seconds, and StoreError
-    if it refuses. `setting` names the variable that holds the URL.
+    Every method raises StoreAway if the store does not answer for `wait_s` seconds, and
+    ObjectStoreError if it refuses. `setting` names the variable that holds the URL.
     """
 
     def __init__(self, url: str, setting: str, wait_s: float = WAIT_S) -> None:
@@ -72,7 +72,7 @@ class ObjectStore:
         self._fs.retries = 1
 
     def check(self) -> None:
-        """Raise StoreError unless the store answers, and may be listed."""
+        """Raise ObjectStoreError unless the store answers, and may be listed."""
         options = {"Bucket": self._bucket, "Prefix": self._prefix, "MaxKeys": 1}
         self._call(self._fs.call_s3, "list_objects_v2", **options)
 
@@ -115,7 +115,7 @@ class ObjectStore:
                 self._fs.call_s3, "delete_objects", Bucket=self._bucket, Delete=order
             )
             if errors := answer.get("Errors"):
-                raise StoreError(
+                raise ObjectStoreError(
                     f"the store '{self.url}' keeps {len(errors)} objects: {errors[0]['Message']}",
                     "give the credentials the right to delete",
                 )
@@ -152,18 +152,18 @@ class ObjectStore:
             return True
         return isinstance(error, OSError) and error.errno in AWAY
 
-    def _refusal(self, error: Exception) -> StoreError:
+    def _refusal(self, error: Exception) -> ObjectStoreError:
         if _no_bucket(error):
-            return StoreError(
+            return ObjectStoreError(
                 f"the store '{self.url}' has no such bucket",
                 f"create it, or correct {self._setting}",
             )
         if isinstance(error, self._exceptions.NoCredentialsError):
-            return StoreError(
+            return ObjectStoreError(
                 f"no credentials for the store '{self.url}'",
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
             )
-        return StoreError(
+        return ObjectStoreError(
             f"the store '{self.url}' refuses: {type(error).__name__}: {error}",
             f"check {self._setting}, the credentials, and their rights to list, read and write",
         )

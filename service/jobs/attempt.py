@@ -21,7 +21,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from pipeline.errors import CrucibleError, DiskFull, HostError, StoreAway, StoreError
+from pipeline.errors import (
+    CrucibleError,
+    DiskFull,
+    HostError,
+    ObjectStoreError,
+    StoreAway,
+    StoreError,
+)
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.execution.stage_event import StageEvent
 from pipeline.plan.schema import Plan
@@ -349,10 +356,15 @@ class Attempt:
         while True:
             try:
                 return await asyncio.to_thread(call)
-            except StoreAway as error:
-                if self.is_stopped or time.monotonic() > self._ends_s:
-                    raise
+            except ObjectStoreError as error:
                 log.error("files.away", job=self.job.id, error=error.message)
+                is_late = time.monotonic() > self._ends_s
+                if self.is_stopped or is_late or not isinstance(error, StoreAway):
+                    raise StoreError(  # without the address of the bucket
+                        "the store of the service's files cannot be used, and the job has to end",
+                        "retry the job, which reuses its artifacts; the operator finds the cause"
+                        " in the log",
+                    ) from error
             if not is_told:
                 text = "the store of the service's files does not answer; the job waits for it"
                 event = StageEvent("files", text=text, state="waiting")

@@ -270,11 +270,11 @@ class Files:
                     digest.update(chunk)
                     stream.write(chunk)
             if digest.hexdigest() != file.sha256:
-                raise _damaged(objects, file, "has another digest than when it was written")
+                raise _damaged(file, "has another digest than when it was written")
             target.parent.mkdir(parents=True, exist_ok=True)
             part.replace(target)
         except FileNotFoundError as error:
-            raise _damaged(objects, file, "is missing") from error
+            raise _damaged(file, "is missing") from error
         finally:
             part.unlink(missing_ok=True)
 
@@ -360,8 +360,8 @@ def _used_s(folder: Path) -> float:
         return 0.0
 
 
-def _damaged(objects: ObjectStore, file: StoredFile, reason: str) -> DamagedError:
+def _damaged(file: StoredFile, reason: str) -> DamagedError:
     return DamagedError(
-        f"'{file.path}' of {file.folder} is damaged: '{objects.url}/{file.object}' {reason}",
-        "the operator restores this object from a backup; else send the model again",
+        f"'{file.path}' of {file.folder} is damaged: the object '{file.object}' {reason}",
+        "the operator restores this object of `files_url` from a backup; else send the model again",
     )

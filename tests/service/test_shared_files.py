@@ -3,7 +3,7 @@ other has stored.
 """
 
 import asyncio
-import re
+import datetime as dt
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,8 +15,10 @@ import sqlalchemy as sa
 
 from pipeline.errors import StoreError
 from service.auth import LOCAL
+from service.devices.leases import utc_now
 from service.devices.policy import Devices
 from service.inference import InferRequest
+from service.jobs.retention import collect
 from service.storage.tables import files
 from tests.pipeline.execution.s3 import BUCKET, S3Server, object_names
 from tests.service.builders.app import MODEL, Desk, model_bytes, opened_desk
@@ -173,7 +175,7 @@ def test_a_damaged_object_is_an_error_that_names_it(
         answer = await one.client.get(f"/reports/{job['id']}")
         body = answer.json()
         assert (answer.status_code, body["code"]) == (500, "host.damaged")
-        assert f"'{URL}/{name}' {damage}" in body["error"]
+        assert f"the object '{name}' {damage}" in body["error"]
         assert "backup" in body["next"]
         assert (await two.client.get(f"/reports/{job['id']}")).status_code == 200, "its copy"
 
@@ -200,6 +202,7 @@ def test_without_s3_copies_are_read_uploads_refused_and_an_ended_job_waits(
             ):
                 assert (answer.status_code, answer.json()["code"]) == (503, "host.store")
                 assert int(answer.headers["Retry-After"]) > 0
+                assert "127.0.0.1" not in answer.text
             await until_waiting(one, running)
             assert (await one.until(running, "running"))["state"] == "running"
         finally:
@@ -234,7 +237,7 @@ def test_a_job_whose_files_cannot_be_stored_in_its_time_says_so(
         finally:
             s3_server.start()
         assert ended["failure"]["code"] == "host.store"
-        assert re.search("no answer from the store", ended["failure"]["message"])
+        assert "the store of the service's files cannot be used" in ended["failure"]["message"]
 
     at_two_desks(tmp_path, postgresql, story, job_timeout_s=6)
 
@@ -255,6 +258,26 @@ def test_only_the_newest_versions_are_kept_with_their_rows(tmp_path: Path, postg
             assert set(rows.scalars(query)) == {"models/m/2", "models/m/3"}
 
     at_two_desks(tmp_path, postgresql, story, versions_kept=1)
+
+
+def test_an_expired_job_goes_with_its_rows_and_objects(
+    tmp_path: Path, postgresql: str, s3: Any
+) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        job = await one.end_of("succeed")
+        service = two.service
+
+        def later() -> dt.datetime:
+            return utc_now() + dt.timedelta(days=31)
+
+        removed = await asyncio.to_thread(
+            lambda: collect(service.settings, service.jobs, later, files=service.files)
+        )
+        assert (removed.jobs, removed.objects > 5) == (1, True)
+        assert {name.split("/")[1] for name in object_names(s3)} == {"databases"}
+        assert (await one.client.get(f"/reports/{job['id']}")).status_code == 404
+
+    at_two_desks(tmp_path, postgresql, story)
 
 
 def test_each_server_needs_a_home_of_its_own(tmp_path: Path, postgresql: str) -> None:

@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_fetched_leaves_what_is_here(
         if "/reports/" in name:
             s3.put_object(Bucket=BUCKET, Key=name, Body=b"damaged")
     (folder / "one").unlink()
-    with pytest.raises(DamagedError, match="'one' of reports/x is damaged: 's3://bucket/files/rep"):
+    with pytest.raises(DamagedError, match="'one' of reports/x is damaged: the object 'reports/x/"):
         files.fetch(folder)
     assert not (folder / "one").exists()
     assert files.fetch(folder, ("sub/two",))
