@@ -117,10 +117,12 @@ class Server:
     @contextmanager
     def build_lock(self, key: Key) -> Iterator[None]:
         """Wait until an artifact is in the shared store, or no other job makes it; tell the end."""
-        end_s, digest = time.monotonic() + MAX_SEEK_S, key.digest
+        end_s, digest, is_told = time.monotonic() + MAX_SEEK_S, key.digest, False
         while self._seek(key.stage, digest) == "wait" and time.monotonic() < end_s:
-            text = f"another job makes {key.stage}; waiting for it"
-            self.emit(StageEvent("store", text=text, state="waiting"))
+            if not is_told:
+                text = f"another job makes {key.stage}; waiting for it"
+                self.emit(StageEvent("store", text=text, state="waiting"))
+                is_told = True
             time.sleep(SEEK_EVERY_S)
         try:
             yield

@@ -76,7 +76,8 @@ class Files:
         self._database, self._home, self._objects = database, home, objects
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
-        self._locks: WeakValueDictionary[str, _FolderLock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+        self._shrinking = threading.Lock()
         self._held: Counter[str] = Counter()
         self._is_marked = False
 
@@ -177,8 +178,9 @@ class Files:
 
     def insert(self, files: Sequence[StoredFile]) -> None:
         """Let other servers see these files."""
-        with self._database.write() as rows:
-            insert_files(rows, files)
+        if files:
+            with self._database.write() as rows:
+                insert_files(rows, files)
 
     def forget(self, folders: Iterable[Path]) -> None:
         """Delete the rows of these folders. Objects that no other folder shares go later."""
@@ -195,12 +197,13 @@ class Files:
         """
         if self._objects is None:
             return
-        copies = sorted(self._copies(), key=lambda folder: _used_s(folder))
-        sizes = {folder: bytes_of(folder) for folder in copies}
-        excess = sum(sizes.values()) - self._cache_bytes
-        for folder in copies:
-            if excess > 0 and self._evict(folder):
-                excess -= sizes[folder]
+        with self._shrinking, contextlib.suppress(FileNotFoundError):  # removed by another process
+            copies = sorted(self._copies(), key=_used_s)
+            sizes = {folder: bytes_of(folder) for folder in copies}
+            excess = sum(sizes.values()) - self._cache_bytes
+            for folder in copies:
+                if excess > 0 and self._evict(folder):
+                    excess -= sizes[folder]
 
     def collect(self, now: dt.datetime, dry_run: bool = False) -> tuple[int, int]:
         """Remove the objects that no row names, except new ones. Returns their number and bytes.
@@ -289,25 +292,12 @@ class Files:
         with self._database.read() as rows:
             return [StoredFile(**row) for row in rows.execute(query).mappings()]
 
-    def _locked(self, folder: Path) -> _FolderLock:
+    def _locked(self, folder: Path) -> threading.Lock:
         with self._lock:
-            return self._locks.setdefault(self._name(folder), _FolderLock())
+            return self._locks.setdefault(self._name(folder), threading.Lock())
 
     def _name(self, folder: Path) -> str:
         return str(folder.relative_to(self._home))
-
-
-class _FolderLock:
-    """A lock that the dictionary of locks forgets when nobody uses it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
 
 
 def files_from(settings: Settings, database: Database) -> Files:
