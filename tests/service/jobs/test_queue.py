@@ -80,6 +80,7 @@ def test_a_job_succeeds_and_its_report_is_published(tmp_path: Path) -> None:
         ("babble", "job.protocol", "not a message: b'hello'"),
         ("half", "host.child_died", "ended with exit code 0"),
         ("flood", "job.protocol", "more than 20000 messages"),
+        ("share", "job.protocol", "seeks, although nothing is shared"),
         ("lie", "host.store", "an invalid report"),
     ],
 )
