@@ -19,7 +19,7 @@ from service.devices.leases import utc_now
 from service.devices.policy import Devices
 from service.inference import InferRequest
 from service.jobs.retention import collect
-from service.storage.tables import files
+from service.storage.tables import files, jobs
 from tests.pipeline.execution.s3 import BUCKET, S3Server, object_names
 from tests.service.builders.app import MODEL, Desk, model_bytes, opened_desk
 from tests.service.builders.jobs import WITHIN_S, write_out
@@ -81,6 +81,28 @@ def test_an_upload_at_one_server_runs_on_the_other_and_its_report_is_at_both(
         assert "I am succeed" in answers[0].text
         again = await one.compile("succeed")
         assert again.json()["id"] == job["id"], "an equal request gets the same job"
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
+def test_the_report_of_a_job_is_that_of_the_server_which_took_it_over(
+    tmp_path: Path, postgresql: str
+) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        leave_jobs_to(one, two)
+        job_id = (await one.compile("succeed-4")).json()["id"]
+        await one.until(job_id, "running")
+        leave_jobs_to(two, one)
+        with two.service.database.write() as rows:  # as if `one` had sent no heartbeat
+            rows.execute(sa.update(jobs).values(server="dead", heartbeat_at=0.0))
+        job = await one.until(job_id, "succeeded", "failed")
+        assert (job["state"], job["attempt"]) == ("succeeded", 2)
+        with two.service.database.read() as rows:
+            query = sa.select(files.c.object).where(files.c.folder == f"reports/{job_id}")
+            tokens = {name.split("/")[2].partition("-")[0] for name in rows.scalars(query)}
+            assert tokens == {str(rows.scalar(sa.select(jobs.c.fencing_token)))}
+        for desk in (one, two):
+            assert (await desk.client.get(f"/reports/{job_id}")).status_code == 200
 
     at_two_desks(tmp_path, postgresql, story)
 
@@ -294,9 +316,9 @@ def test_two_jobs_on_two_servers_make_the_same_artifact_once(
     tmp_path: Path, postgresql: str, s3: Any
 ) -> None:
     async def story(one: Desk, two: Desk) -> None:
-        jobs = [await one.compile("share", model=model_bytes(name)) for name in ("g", "h")]
+        sent = [await one.compile("share", model=model_bytes(name)) for name in ("g", "h")]
         answers = []
-        for job in jobs:
+        for job in sent:
             job_id = job.json()["id"]
             assert (await one.until(job_id, "succeeded", "failed"))["state"] == "succeeded"
             events = one.service.jobs.events(job_id)
