@@ -125,8 +125,15 @@ class BuildLocks:
             self.give_back(digest, job_id)
 
     def close(self) -> None:
+        """Give all locks back: at once, not when the database sees that the connection ended."""
         with self._lock:
-            self._drop()
+            try:
+                if self._rows is not None:
+                    self._rows.execute(sa.select(sa.func.pg_advisory_unlock_all()))
+            except sa.exc.DBAPIError as error:
+                log.warning("build.lock_lost", error=str(error.orig))
+            finally:
+                self._drop()
 
     def _call(self, function: Callable[..., sa.ColumnElement[bool]], digest: str) -> bool:
         number = sa.func.hashtextextended(f"crucible build {digest}", 0)
