@@ -16,6 +16,8 @@
     │   │   └── LoadCrashed                         it died as it loaded an engine that was just
     │   │                                           built
     │   ├── StoreError         host.store           the store cannot be used
+    │   │   └── ObjectStoreError                    S3 refuses
+    │   │       └── StoreAway                       it does not answer now
     │   └── DamagedError       host.damaged         a file that Crucible wrote has changed since
     └── InternalError          our bug                                         exit code 3
 
@@ -155,6 +157,14 @@ class StoreError(HostError):
     """
 
     code = "host.store"
+
+
+class ObjectStoreError(StoreError):
+    pass
+
+
+class StoreAway(ObjectStoreError):
+    pass
 
 
 class DamagedError(HostError):

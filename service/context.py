@@ -34,6 +34,7 @@ from service.devices.leases import Leases, utc_now
 from service.devices.policy import Devices
 from service.errors import NotFound, StorageFull, Unauthorized, Unavailable
 from service.inference import Serving
+from service.jobs.builds import builds_from
 from service.jobs.messages import HostIdentity
 from service.jobs.queue import JobRunner
 from service.jobs.retention import DAILY_S, Collected, collect
@@ -57,6 +58,7 @@ from service.serving.stats import Figures
 from service.settings import Settings
 from service.storage.database import POSTGRESQL_MARK, database_from
 from service.storage.drafts import Drafts
+from service.storage.files import files_from
 from service.storage.key import Key
 from service.storage.keys import NEXT, Keys
 from service.storage.layout import DRAFT, HOME_MODE, Folders, secure_home
@@ -110,10 +112,12 @@ class Service:
         self.database = database_from(settings)
         self.keys, self.jobs = Keys(self.database), JobStore(self.database)
         self.sessions = Sessions(self.database)
-        self.drafts = Drafts(self.folders)
+        self.files = files_from(settings, self.database)
+        self._builds = builds_from(settings, self.database)
+        self.drafts = Drafts(self.folders, self.files)
         self.refusals = Refusals(self.database)
         self._leases = Leases(Devices(()))
-        self.repository = Repository(self.database, self.folders)
+        self.repository = Repository(self.database, self.folders, self.files)
         self.sandbox = Sandbox(settings.home)
         load = partial(Deployment.start, figures=Figures(metrics.of_models), sandbox=self.sandbox)
         loader_context = LoaderContext(
@@ -125,6 +129,7 @@ class Service:
             settings.load_timeout_s,
             load,
             partial(prove, sandbox=self.sandbox),
+            fetch=self.files.fetch,
         )
         self.models = self.serving = ModelManager(loader_context)
         self.runner = JobRunner(
@@ -134,6 +139,8 @@ class Service:
             worker,
             self.sandbox,
             (metrics.observe_job, spans.observe),
+            files=self.files,
+            builds=self._builds,
         )
         self.helpers = Helpers(max_unpacked_bytes=settings.max_infer_bytes, sandbox=self.sandbox)
         uploads = self.folders.home / "uploads"
@@ -272,6 +279,8 @@ class Service:
         await self.helpers.close()
         await self.upload_readers.close()
         await self.refusals.close()
+        if self._builds is not None:
+            self._builds.close()
         for reader in (self._reader, self._key_reader):
             await asyncio.get_running_loop().run_in_executor(reader, self.database.close)
             reader.shutdown()
@@ -279,7 +288,7 @@ class Service:
 
     async def _start(self) -> None:
         host, _ = await asyncio.gather(self._probe(), self._find_sandbox())
-        if self.settings.database_url is None:  # else another server may write what has no job yet
+        if not self.settings.shares_home:  # else another server may write what has no job yet
             await self.read(self._sweep)
         self._leases.devices = Devices(tuple(host.devices))
         await self.models.start()  # before the jobs, whose measurements it would disturb
@@ -325,7 +334,8 @@ class Service:
 
     def _collect(self) -> Collected:
         try:
-            return collect(self.settings, self.jobs, utc_now, promoted=self.repository.jobs())
+            promoted = self.repository.jobs()
+            return collect(self.settings, self.jobs, utc_now, promoted=promoted, files=self.files)
         finally:
             self.jobs.close()  # of this thread
 
@@ -355,9 +365,9 @@ async def open_service(
     _secure_home(settings.home)
     lock = FileLock(settings.home / LOCK)
     try:
-        if settings.database_url is None:  # else the servers on one database share its home
+        if not settings.shares_home:
             lock.acquire(timeout=0)
-        else:
+        if settings.database_url is not None:
             for name in (LOCK, POSTGRESQL_MARK):
                 (settings.home / name).touch(FILE_MODE)
     except Timeout:

@@ -46,8 +46,24 @@ class Settings(Frozen):
         repr=False,  # it may hold a password
         description=(
             "Address of a PostgreSQL database, `postgresql+psycopg://USER@HOST/NAME`. Needs the"
-            " extra `postgres`. Servers that share it must share the folder `home`. Default:"
-            " SQLite in `home`."
+            " extra `postgres`. Servers that share it must share the folder `home`, or"
+            " `files_url`. Default: SQLite in `home`."
+        ),
+    )
+    files_url: str | None = Field(
+        default=None,
+        description=(
+            "Where servers with one `database_url` keep uploads, reports and promoted versions:"
+            " `s3://BUCKET/PREFIX`. Needs the extra `s3`. Each server then has a `home` of its own"
+            " as a cache. Default: only in `home`."
+        ),
+    )
+    files_cache_bytes: int = Field(
+        default=100 * GIB,
+        gt=0,
+        description=(
+            "Size of the copies of files of `files_url` in `home`. Above it, the least recently"
+            " used go, except those in use."
         ),
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
@@ -222,7 +238,7 @@ class Settings(Frozen):
         ge=1,
         description=(
             "How many of the newest versions of each model are kept, besides those in use. With"
-            " `database_url` all are, because another server may use them."
+            " `database_url` and without `files_url` all are, because another server may use them."
         ),
     )
 
@@ -246,6 +262,8 @@ class Settings(Frozen):
             raise ValueError("no port comes after 65535, give grpc_port")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("expected tls_certificate and tls_key, got one of them")
+        if self.files_url is not None and self.database_url is None:
+            raise ValueError("files_url needs database_url, which says what is there")
         for name in ("max_stored_bytes", "max_upload_bytes_per_hour"):
             if getattr(self, name) < self.max_upload_bytes:
                 raise ValueError(f"{name} is below max_upload_bytes: raise it, or lower the other")
@@ -286,7 +304,12 @@ class Settings(Frozen):
     @property
     def most_versions(self) -> int:
         """How many versions of each model are kept: all, if another server may use them."""
-        return self.versions_kept if self.database_url is None else sys.maxsize
+        return sys.maxsize if self.shares_home else self.versions_kept
+
+    @property
+    def shares_home(self) -> bool:
+        """Whether other servers may use the folder `home`."""
+        return self.database_url is not None and self.files_url is None
 
     @property
     def database(self) -> Path:

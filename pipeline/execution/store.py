@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", bound=BaseModel)
 
-BuildLock = Callable[[str], AbstractContextManager[object]]
-"""Called with a key's digest: held by one of all hosts while it makes that artifact."""
 MANIFEST = "artifact.json"
 TRANSIENT = ".passing-"  # in the folder name of an artifact that is not cached, after the digest
 LAYOUT = 2  # of this folder; raised when older artifacts become unreadable
@@ -82,6 +80,10 @@ class Key:
             target,
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+BuildLock = Callable[[Key], AbstractContextManager[object]]
+"""Held by one of all hosts while it makes the artifact of a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +166,14 @@ class Store:
         stored = self.find(key, kind)
         if stored is not None:
             return stored
-        self._push_pending()
+        self.push_pending()
         with self._lock(key.stage, key.digest):
             # again: another process may have made it meanwhile
             stored = self.find(key, kind) or self._fetch(key, kind)
             if stored is None:
-                with self._build_lock(key.digest) if self._build_lock else contextlib.nullcontext():
+                with self._build_lock(key) if self._build_lock else contextlib.nullcontext():
                     if self._build_lock:  # again: another host may have made it meanwhile
-                        stored = self._fetch(key, kind)
+                        stored = self.find(key, kind) or self._fetch(key, kind)
                     stored = stored or self._make(key, kind, make, is_cacheable)
         self._shrink()
         return stored
@@ -184,7 +186,7 @@ class Store:
         is_cacheable: Callable[[A], bool],
     ) -> Stored[A]:
         """Make an artifact, publish it and push it. The caller holds the locks of the key."""
-        with self._work_folder(key) as work:
+        with self._work_folder(key.digest) as work:
             started = time.perf_counter()
             value = make(work)
             write_manifest(work, value, _provenance(key, time.perf_counter() - started))
@@ -209,26 +211,40 @@ class Store:
 
     def _fetch(self, key: Key, kind: type[A]) -> Stored[A] | None:
         """Copy an artifact from the remote store, and check it. None if it has none intact."""
+        return self.find(key, kind) if self._copy_remote(key.stage, key.digest) else None
+
+    def _copy_remote(self, stage: str, digest: str) -> bool:
         if self.remote is None:
-            return None
-        with self._work_folder(key) as work:
+            return False
+        with self._work_folder(digest) as work:
             try:
-                if not self.remote.fetch(key.stage, key.digest, work):
+                if not self.remote.fetch(stage, digest, work):
                     work.rmdir()
-                    return None
+                    return False
                 check_manifest(work)
             except ValueError as error:
                 shutil.rmtree(work)
                 self._note(
-                    f"{key.stage} {key.digest[:12]} is damaged in '{self.remote.url}' and is made"
+                    f"{stage} {digest[:12]} is damaged in '{self.remote.url}' and is made"
                     f" again: {damage(error)}"
                 )
-                return None
-            self._publish(work, _folder(self.root, key.stage, key.digest))
-        return self.find(key, kind)
+                return False
+            self._publish(work, _folder(self.root, stage, digest))
+        return True
 
-    def _push_pending(self) -> None:
-        """Push what an earlier run made and could not push, unless another process works on it."""
+    def bring(self, stage: str, digest: str) -> bool:
+        """Return whether an intact artifact is here, or could be copied from the remote store."""
+        folder = _folder(self.root, stage, digest)
+        with self._lock(stage, digest):
+            if folder.exists():
+                with contextlib.suppress(OSError, ValueError):
+                    check_manifest(folder)
+                    _mark_used(folder)
+                    return True
+            return self._copy_remote(stage, digest)
+
+    def push_pending(self) -> None:
+        """Push what was made and not pushed yet, unless another process works on it."""
         if self.remote is None:
             return
         for marker in sorted((self.root / "unpushed").iterdir()):
@@ -295,12 +311,12 @@ class Store:
             self.notes.append(note)
 
     @contextlib.contextmanager
-    def _work_folder(self, key: Key) -> Iterator[Path]:
-        """Yield an empty folder for the artifact of this key, and remove it after an error.
+    def _work_folder(self, digest: str) -> Iterator[Path]:
+        """Yield an empty folder for the artifact of a key, and remove it after an error.
 
         The caller holds the lock of the key. DiskFull if a full disk may be the cause of the error.
         """
-        work = self.root / "tmp" / key.digest
+        work = self.root / "tmp" / digest
         # leftovers of a process that was killed while it held this lock
         for leftover in (work, _damaged(work)):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -338,7 +354,27 @@ class Store:
             with self._lock(stage, digest):
                 if not final.exists():
                     self._publish(folder, final)
+                    if self.remote is not None:
+                        self._pending(final).touch()
         return tuple(refusals)
+
+    def adopt_copy(self, folder: Path) -> None:
+        """Copy an artifact of another store into this one, and push it. A process may use the other
+        store, and even change it meanwhile: the copy is checked, as `adopt` does.
+
+        ValueError or OSError if the copy is not intact.
+        """
+        stage, digest = folder.parts[-2:]
+        final = _folder(self.root, stage, digest)
+        with self._lock(stage, digest):
+            if not final.exists():
+                with self._work_folder(digest) as work:
+                    _copy_plain_files(folder, work)
+                    check_key(check_files(work, work.parent).provenance, stage, digest)
+                    self._publish(work, final)
+            if self.remote is not None:
+                self._pending(final).touch()
+                self._push(self.remote, final)
 
     def artifacts(self) -> Iterator[tuple[Path, float]]:
         """Yield each artifact's folder, and the time of its last use in seconds since 1970."""
@@ -568,6 +604,20 @@ def bytes_of(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             total += file.lstat().st_size if file.is_file() else 0
     return total
+
+
+def _copy_plain_files(source: Path, target: Path) -> None:
+    """Copy the files of a folder. Links are not followed, at no time; OSError names one."""
+    for parent, _, names, descriptor in os.fwalk(source, follow_symlinks=False):
+        place = target / Path(parent).relative_to(source)
+        place.mkdir(exist_ok=True)
+        for name in names:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            with os.fdopen(os.open(name, flags, dir_fd=descriptor), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise OSError(f"'{name}' is not a plain file")
+                with (place / name).open("wb") as copy:
+                    shutil.copyfileobj(file, copy)
 
 
 def _damaged(work: Path) -> Path:

@@ -33,6 +33,7 @@ def gc(
     from service.registry.repository import Repository
     from service.settings import settings_from
     from service.storage.database import database_from
+    from service.storage.files import files_from
     from service.storage.layout import Folders
 
     settings = settings_from(os.environ, home=home)
@@ -50,12 +51,15 @@ def gc(
             dry_run,
             Repository(database, Folders(settings.home)).jobs(),
             operator(),
+            files_from(settings, database),
         )
     finally:
         database.close()
     message = "would be removed" if dry_run else "removed"
     counts = f"{removed.jobs} jobs, {removed.folders} folders without a job"
     mib = removed.freed_bytes / 2**20
+    if settings.files_url:
+        counts += f", {removed.objects} objects that the database does not name"
     print(
         f"{message}: {counts}, {removed.artifacts} artifacts; {mib:.1f} MiB, older than"
         f" {settings.retention_days:g} days; {removed.audit_entries} entries of the audit, older"

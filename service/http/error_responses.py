@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
-from pipeline.errors import DiskFull, StoreError
+from pipeline.errors import DiskFull, ObjectStoreError, StoreError
 from pipeline.execution.exit_causes import crucible_error
 from service import logs
 from service.errors import Answer, NotFound, ServiceError, Unprocessable, answer_to
@@ -49,6 +49,12 @@ def _ours(error: Exception) -> Exception:
             log.error("database.unavailable", error=error.message, next=error.next_step)
             return StoreError(
                 "the service cannot use its database now",
+                "try again in a moment; the operator finds the cause in the log",
+            )
+        case ObjectStoreError():  # its message has the address of the bucket
+            log.error("files.unavailable", error=error.message, next=error.next_step)
+            return StoreError(
+                "the service cannot use the store of its files now",
                 "try again in a moment; the operator finds the cause in the log",
             )
         case HTTPException(status_code=400):  # FastAPI's, for a body that is not text

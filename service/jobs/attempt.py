@@ -16,24 +16,38 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-from pipeline.errors import CrucibleError, DiskFull, HostError, StoreError
+from pipeline.errors import (
+    CrucibleError,
+    DiskFull,
+    HostError,
+    ObjectStoreError,
+    StoreAway,
+    StoreError,
+)
 from pipeline.execution.exit_causes import crucible_error
+from pipeline.execution.stage_event import StageEvent
 from pipeline.plan.schema import Plan
 from service import logs
 from service.devices.leases import Leases
 from service.devices.policy import Lease
 from service.jobs import process_limits as watchdog
+from service.jobs.builds import Builds
 from service.jobs.messages import (
     MAX_MESSAGES,
+    MEASURING,
     Finished,
     Granted,
+    Made,
     Pace,
     Returned,
     Returns,
+    Seeks,
+    Sought,
     Stage,
     Start,
     Wants,
@@ -44,6 +58,7 @@ from service.jobs.state import (
     Failure,
     Job,
     JobEvent,
+    Requeued,
     StaleEvent,
     Started,
     Succeeded,
@@ -51,6 +66,7 @@ from service.jobs.state import (
 from service.jobs.worker_client import Child, environment_for
 from service.sandbox.framing import BadMessage, Failed
 from service.sandbox.layers import Box, Sandbox, named_files, shared_files
+from service.storage.files import Files, StoredFile
 from service.storage.layout import Folders
 
 PATIENCE_S = 60.0  # how long a measurement waits for engines to stop serving on the device
@@ -61,8 +77,15 @@ RETRY_S = 2.0  # between attempts to store how a job ended, where the disk is fu
 
 log = logs.get("service.attempt")
 
-Record = Callable[[str, JobEvent], Awaitable[Job]]
-"""Store an event of a job and return the job after it."""
+T = TypeVar("T")
+
+
+class Record(Protocol):
+    """Stores an event of a job, with files, and returns the job after it."""
+
+    async def __call__(
+        self, job_id: str, event: JobEvent, files: Sequence[StoredFile] = ()
+    ) -> Job: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +100,20 @@ class AttemptContext:
     limits: watchdog.Limits
     timeout_s: float
     sandbox: Sandbox
+    files: Files
+    builds: Builds | None  # None: no other server shares them
 
 
 class Attempt:
     """One attempt. Call `run` once and `stop` at any time."""
 
-    def __init__(self, job: Job, context: AttemptContext) -> None:
-        self.job, self._context = job, context
+    def __init__(self, job: Job, context: AttemptContext, token: int) -> None:
+        """`token` is that of the job's claim."""
+        self.job, self._context, self._token = job, context, token
         self._work = context.folders.work(job.id)
+        self._sharing: set[asyncio.Task[None]] = set()
+        self._stored: tuple[StoredFile, ...] = ()  # what the last event makes known
+        self._ends_s = time.monotonic() + context.timeout_s
         self._stop: asyncio.Future[JobEvent] = asyncio.get_running_loop().create_future()
 
     def stop(self, ending: JobEvent) -> None:
@@ -99,7 +128,8 @@ class Attempt:
     async def run(self) -> None:
         """Wait for the device, run the child, and store the job's last event."""
         try:
-            ending = await self._run_child()
+            with self._context.files.hold(self._context.folders.uploads(self.job.id)):
+                ending = await self._run_child()
         except StaleEvent:  # cancelled before its child was started
             return
         except Exception as error:  # edge of a job: its fault must not stop the server
@@ -116,7 +146,9 @@ class Attempt:
         if not await self._acquire(Lease(self.job.device, "build", self.job.id)):
             return self._stop.result()
         context, work = self._context, self._work
+        self._ends_s = time.monotonic() + context.timeout_s
         await asyncio.to_thread(work.prepare)
+        await self._when_back(partial(context.files.fetch, context.folders.uploads(self.job.id)))
         plan = await asyncio.to_thread(context.folders.load_plan, self.job.id)
         environment = environment_for(self.job.id, self.job.device, work, os.environ)
         # twice the disk limit, so that the watchdog acts before the limit of one file
@@ -125,10 +157,11 @@ class Attempt:
         try:
             ending = await self._run_in(box, plan.name, file_bytes, environment)
         finally:
+            await self._end_sharing()
             await asyncio.to_thread(box.close)
             # a job that has filled the disk leaves no space to store its last event
             await asyncio.to_thread(work.clear_temporary)
-        return await asyncio.to_thread(self._publish) if ending is None else ending
+        return await self._publish() if ending is None else ending
 
     def _enter(self, plan: Plan) -> Box:
         """Make the sandbox of this job's child."""
@@ -176,6 +209,7 @@ class Attempt:
             shared=folders.home,
             compiled=compiled,
             command=command,
+            shares_builds=self._context.builds is not None,
         )
 
     async def _acquire(self, lease: Lease) -> bool:
@@ -255,9 +289,9 @@ class Attempt:
             )
             return Died(failure)
 
-    async def _reply(self, child: Child, message: Stage | Wants | Returns) -> None:
-        """Record a stage, or grant the device or take it back."""
-        leases = self._context.leases
+    async def _reply(self, child: Child, message: Stage | Wants | Returns | Seeks | Made) -> None:
+        """Record a stage, grant the device or take it back, or share an artifact."""
+        leases, builds = self._context.leases, self._context.builds
         match message:
             case Stage():
                 await self._context.record(self.job.id, message.event)
@@ -268,6 +302,23 @@ class Attempt:
             case Returns():
                 if measured := leases.measured(self.job.id, self.job.device):
                     await child.send(Returned(contended=measured.contended))
+            case Seeks(stage=stage, key=key) if builds is not None:
+                is_exclusive = stage not in MEASURING
+                seek = partial(builds.seek, self.job.id, stage, key, is_exclusive)
+                await child.send(Sought(answer=await asyncio.to_thread(seek)))
+            case Made(stage=stage, key=key) if builds is not None and stage not in MEASURING:
+                made = partial(builds.made, self.job.id, self._work.home, stage, key)
+                task = asyncio.create_task(asyncio.to_thread(made))  # the child goes on meanwhile
+                self._sharing.add(task)
+                task.add_done_callback(self._sharing.discard)
+            case Seeks() | Made():
+                raise BadMessage(f"{message.kind}, although nothing is shared")
+
+    async def _end_sharing(self) -> None:
+        """Wait for uploads of artifacts, and let other jobs make what is not finished."""
+        if self._context.builds is not None:
+            await asyncio.gather(*self._sharing, return_exceptions=True)
+            await asyncio.to_thread(self._context.builds.release, self.job.id)
 
     async def _watch(self, child: Child) -> Failure:
         """Check every EVERY_S seconds, and return when the job exceeds a limit."""
@@ -281,14 +332,56 @@ class Attempt:
             watchdog.sample, child.pid, self._work.root, self._context.limits
         )
 
-    def _publish(self) -> JobEvent:
-        folder = self._context.folders.report(self.job.id)
-        report = publish(self._work.out, folder, self._context.folders)
+    async def _publish(self) -> JobEvent:
+        files, folder = self._context.files, self._context.folders.report(self.job.id)
+        report = await asyncio.to_thread(publish, self._work.out, folder, self._context.folders)
+        await asyncio.to_thread(self._take_over)
+        self._stored += await self._when_back(partial(files.upload, folder, self._token))
+        return Succeeded(report.verdict, report.winner, engine_digest(folder))
+
+    def _take_over(self) -> None:
+        builds, home = self._context.builds, self._context.folders.home
         try:
-            take_over(self._work, self._context.folders.home)
+            take_over(self._work, home, builds.store if builds else None)
+            if builds is not None:
+                builds.push()
         except (OSError, CrucibleError) as error:  # the report is kept; the next job takes longer
             log.error("store.not_filled", job=self.job.id, error=str(error))
-        return Succeeded(report.verdict, report.winner, engine_digest(folder))
+
+    async def _when_back(self, call: Callable[[], T]) -> T:
+        """Call a function in a thread, again while the object store of the files is away: to the
+        end of the job's time. The job's events say that it waits.
+        """
+        is_told = False
+        while True:
+            try:
+                return await asyncio.to_thread(call)
+            except ObjectStoreError as error:
+                log.error("files.away", job=self.job.id, error=error.message)
+                is_late = time.monotonic() > self._ends_s
+                if self.is_stopped or is_late or not isinstance(error, StoreAway):
+                    raise StoreError(  # without the address of the bucket
+                        "the store of the service's files cannot be used, and the job has to end",
+                        "retry the job, which reuses its artifacts; the operator finds the cause"
+                        " in the log",
+                    ) from error
+            if not is_told:
+                text = "the store of the service's files does not answer; the job waits for it"
+                event = StageEvent("files", text=text, state="waiting")
+                await self._context.record(self.job.id, event)
+                is_told = True
+            await asyncio.wait((self._stop,), timeout=RETRY_S)
+
+    def _store_log(self) -> None:
+        """Store the job's log with its last event. Without it the job has ended, too."""
+        try:
+            self._work.shorten_log()
+            log_file = self._work.log.name
+            self._stored += self._context.files.upload(
+                self._work.root, self._token, paths=(log_file,)
+            )
+        except (OSError, StoreError) as error:
+            log.error("log.not_stored", job=self.job.id, error=str(error))
 
     async def _conclude(self, ending: JobEvent) -> None:
         """Store the job's last event. Retries until that succeeds, because the server must not lose
@@ -296,9 +389,11 @@ class Attempt:
         """
         if isinstance(ending, Died) and ending.failure.code in DISK_CODES:
             await asyncio.to_thread(self._work.empty)
+        if not isinstance(ending, Requeued):
+            await asyncio.to_thread(self._store_log)
         while True:
             try:
-                job = await self._context.record(self.job.id, ending)
+                job = await self._context.record(self.job.id, ending, self._stored)
                 break
             except StaleEvent:
                 return
@@ -322,6 +417,7 @@ class Attempt:
             self._work.shorten_log()
         if job.state == "succeeded":
             self._work.empty()
+            self._context.files.shrink()
         if job.state != "succeeded":
             shutil.rmtree(self._context.folders.report(job.id), ignore_errors=True)
 

@@ -1,8 +1,9 @@
 """Messages between the server and a job's child: a frame each, without a body, over a socket.
 
-    server -> child   Start, once; Granted, for each Wants; Returned, for each Returns
-    child -> server   Stage ...; Wants before it measures, Returns after it; Finished or Failed,
-                      last
+    server -> child   Start, once; Granted, for each Wants; Returned, for each Returns; Sought, for
+                      each Seeks
+    child -> server   Stage ...; Wants before it measures, Returns after it; Seeks before it makes
+                      an artifact, Made after it; Finished or Failed, last
 
 The child runs untrusted models, so the server trusts no message: one that is invalid, or one too
 many, ends the child. Finished carries no result: the server reads the result from the report, which
@@ -27,6 +28,9 @@ PROGRESS_EVERY_S = 0.5
 # of candidates, of one attempt: a long race of 64 candidates reports about 2,000
 MAX_FIGURES = 4_000
 NAME, LABEL, TEXT = 100, 200, 500
+MEASURING = ("benchmark", "throughput", "width")  # stages whose figures other work falsifies
+StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.]{0,99}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class HostIdentity(Frozen):
@@ -49,6 +53,7 @@ class Start(Frozen):
     # folder with the plan's report and engine to measure again; None: compile the plan
     compiled: Path | None = None
     command: str  # origin of the request, for the report
+    shares_builds: bool = False  # the child sends Seeks and Made
 
 
 class Granted(Frozen):
@@ -114,14 +119,39 @@ class Returns(Frozen):
     kind: Literal["returns"] = "returns"
 
 
+class Seeks(Frozen):
+    """The child needs this artifact, and waits for Sought."""
+
+    kind: Literal["seeks"] = "seeks"
+    stage: StageName
+    key: Digest
+
+
+class Sought(Frozen):
+    """The artifact is in the shared store, or the child may make it, or has to ask again later."""
+
+    kind: Literal["sought"] = "sought"
+    answer: Literal["there", "make", "wait"]
+
+
+class Made(Frozen):
+    """The child has made the artifact, or failed to."""
+
+    kind: Literal["made"] = "made"
+    stage: StageName
+    key: Digest
+
+
 class Finished(Frozen):
     """The report is in the work directory's out/."""
 
     kind: Literal["finished"] = "finished"
 
 
-FromChild = Annotated[Stage | Wants | Returns | Finished | Failed, Field(discriminator="kind")]
-FromServer = Annotated[Start | Granted | Returned, Field(discriminator="kind")]
+FromChild = Annotated[
+    Stage | Wants | Returns | Seeks | Made | Finished | Failed, Field(discriminator="kind")
+]
+FromServer = Annotated[Start | Granted | Returned | Sought, Field(discriminator="kind")]
 FROM_CHILD: TypeAdapter[FromChild] = TypeAdapter(FromChild)
 FROM_SERVER: TypeAdapter[FromServer] = TypeAdapter(FromServer)
 

@@ -190,11 +190,11 @@ def _damaged_report(folder: Path, reason: object) -> DamagedError:
 # -- other output of a job -----------------------------------------------------------------------
 
 
-def take_over(work: Work, home: Path) -> None:
-    """Move the artifacts of the child's store into the store of the home, and its durations and
-    timing caches. Invalid ones are left and logged.
+def take_over(work: Work, home: Path, store: Store | None = None) -> None:
+    """Move the artifacts of the child's store into `store`, by default that of the home, and its
+    durations and timing caches to the home. Invalid ones are left and logged.
     """
-    for reason in Store(home).adopt(work.home):
+    for reason in (store or Store(home)).adopt(work.home):
         log.warning("artifact.refused", job=work.root.name, why=reason)
     _take_times(work.home, home)
     for folder in sorted((work.home / TIMING).glob("*")):

@@ -40,6 +40,7 @@ from service import logs
 from service.devices.leases import Clock, Leases, utc_now
 from service.errors import Conflict, Unavailable
 from service.jobs.attempt import Attempt, AttemptContext
+from service.jobs.builds import Builds
 from service.jobs.claims import LEASE_S, Claim, Claims
 from service.jobs.process_limits import limits_from, machine_memory
 from service.jobs.redact import scrubbed_event
@@ -60,6 +61,7 @@ from service.sandbox import process_tree as processes
 from service.sandbox.layers import Sandbox
 from service.settings import Settings
 from service.storage.audit_entry import SERVICE, Actor, Details, Entry
+from service.storage.files import Files, StoredFile
 from service.storage.layout import Folders
 
 WORKER = (sys.executable, "-m", "service.jobs.worker")
@@ -88,10 +90,13 @@ class JobRunner:
         observers: Sequence[Callable[[Job, JobEvent], None]] = (),
         clock: Clock = utc_now,
         most_interruptions: int = MAX_INTERRUPTIONS,
+        files: Files | None = None,
+        builds: Builds | None = None,
     ) -> None:
         self._settings, self._jobs, self._leases = settings, jobs, leases
         self._observers, self._clock = observers, clock
         self.folders = Folders(settings.home)
+        self._files = files or Files(jobs.database, settings.home)
         self._most_interruptions = most_interruptions
         limits = limits_from(settings, machine_memory())
         self._context = AttemptContext(
@@ -102,6 +107,8 @@ class JobRunner:
             limits,
             settings.job_timeout_s,
             sandbox or Sandbox(settings.home),
+            self._files,
+            builds,
         )
         self._shared = settings.database_url is not None
         self._claims = Claims(jobs.database, secrets.token_hex(8))
@@ -154,10 +161,14 @@ class JobRunner:
         self._thread.shutdown()
 
     async def submit(
-        self, job: Job, once: Once | None = None, actor: Actor = SERVICE
+        self,
+        job: Job,
+        once: Once | None = None,
+        actor: Actor = SERVICE,
+        files: Sequence[StoredFile] = (),
     ) -> tuple[Job, bool]:
         """Add a job, or return the job of an earlier equal request: see `JobStore.add`."""
-        return await self._finish(self._submit(job, once, actor))
+        return await self._finish(self._submit(job, once, actor, files))
 
     async def cancel(self, job_id: str, owner: str | None = None, actor: Actor = SERVICE) -> Job:
         """Cancel a job. Conflict if it has ended. A running job stays `cancelling` until its
@@ -182,11 +193,14 @@ class JobRunner:
 
     # -- their implementation ------------------------------------------------------------
 
-    async def _submit(self, job: Job, once: Once | None, actor: Actor) -> tuple[Job, bool]:
+    async def _submit(
+        self, job: Job, once: Once | None, actor: Actor, files: Sequence[StoredFile]
+    ) -> tuple[Job, bool]:
         self._check_open()
         entry = Entry(actor, "job.submitted", f"job/{job.id}", {"name": job.name})
+        most = self._settings.max_queued
         added, is_new = await self._in_thread(
-            partial(self._jobs.add, job, self._clock(), once, self._settings.max_queued, entry)
+            partial(self._jobs.add, job, self._clock(), once, most, entry, files)
         )
         if is_new:
             self._enqueue(added)
@@ -230,24 +244,37 @@ class JobRunner:
         )
         details: Details = {"retries": old.id, "owner": old.owner}
         entry = Entry(actor, "job.retried", f"job/{new.id}", details)
-        added, is_new = await self._in_thread(
-            partial(self._jobs.add, new, now, None, self._settings.max_queued, entry)
-        )
+        fault, files = "", tuple[StoredFile, ...]()
+        try:  # before the job is there, which another server may run at once
+            files = await asyncio.to_thread(self._take_over, old.id, new.id)
+        except OSError as error:
+            fault = f"the upload of job {old.id} cannot be used again: {error}"
+        is_new = False
+        try:
+            most = self._settings.max_queued
+            added, is_new = await self._in_thread(
+                partial(self._jobs.add, new, now, None, most, entry, files)
+            )
+        finally:
+            if not is_new:
+                await asyncio.to_thread(self.folders.give_back, old.id, new.id)
+        if is_new and fault:
+            failure = Failure(code="host.store", message=fault, next_step="send the model again")
+            return await self._record(new.id, Died(failure))
         if is_new:
-            try:
-                await asyncio.to_thread(self.folders.take_over, old.id, new.id)
-            except OSError as error:
-                message = f"the upload of job {old.id} cannot be used again: {error}"
-                return await self._record(
-                    new.id,
-                    Died(
-                        Failure(
-                            code="host.store", message=message, next_step="send the model again"
-                        )
-                    ),
-                )
             self._enqueue(added)
         return added
+
+    def _take_over(self, old: str, new: str) -> tuple[StoredFile, ...]:
+        """Share one job's upload with another job, and move the old job's store there."""
+        source = self.folders.uploads(old)
+        self._files.fetch(source)
+        try:
+            self.folders.take_over(old, new)
+            return self._files.upload(self.folders.uploads(new), like=(source,))
+        except BaseException:
+            self.folders.give_back(old, new)
+            raise
 
     def _check_open(self) -> None:
         if self._stopping:
@@ -291,7 +318,7 @@ class JobRunner:
             if claim is not None and self._stopping:
                 await self._in_thread(partial(self._claims.release, claim))
             elif claim is not None:
-                self._attempts[device] = attempt = Attempt(claim.job, self._context)
+                self._attempts[device] = attempt = Attempt(claim.job, self._context, claim.token)
                 self._tokens[claim.job.id] = claim.token
                 self._keep(asyncio.create_task(self._run(device, attempt, claim)))
         if self._shared:
@@ -371,14 +398,17 @@ class JobRunner:
                     attempt.stop(TAKEN)
             await asyncio.sleep(POLL_S)
 
-    async def _record_attempt(self, job_id: str, event: JobEvent) -> Job:
+    async def _record_attempt(
+        self, job_id: str, event: JobEvent, files: Sequence[StoredFile] = ()
+    ) -> Job:
         """Store an event of a job that runs here. ClaimLost if another server has taken it.
 
         A database of several servers may be restarted: the job waits for it, until it is stopped.
         """
         while True:
             try:
-                return await self._record(job_id, event, token=self._tokens[job_id])
+                token = self._tokens[job_id]
+                return await self._record(job_id, event, token=token, files=files)
             except StoreError as error:
                 running = (each for each in self._attempts.values() if each.job.id == job_id)
                 if not self._shared or any(each.is_stopped for each in running):
@@ -387,12 +417,17 @@ class JobRunner:
                 await asyncio.sleep(POLL_S)
 
     async def _record(
-        self, job_id: str, event: JobEvent, entry: Entry | None = None, token: int | None = None
+        self,
+        job_id: str,
+        event: JobEvent,
+        entry: Entry | None = None,
+        token: int | None = None,
+        files: Sequence[StoredFile] = (),
     ) -> Job:
         """Store an event with the host's paths removed, and wake the clients that wait for it."""
         scrubbed = scrubbed_event(event, self.folders)
         job, _ = await self._in_thread(
-            partial(self._jobs.append, job_id, scrubbed, self._clock(), entry, token)
+            partial(self._jobs.append, job_id, scrubbed, self._clock(), entry, token, files)
         )
         self._wake(job_id)
         for observe in self._observers:

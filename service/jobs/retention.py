@@ -6,6 +6,7 @@
                  after `retention_days`
                  except reports that prove a version of a model
     audit        entries older than `audit_days`
+    objects      of `files_url`: not named by the database for a day
     artifacts    of the store: unused for `retention_days` plus the job timeout, so that no running
                  job loses an artifact
 
@@ -31,6 +32,7 @@ from service.jobs.state import Job
 from service.jobs.store import JobStore
 from service.settings import Settings
 from service.storage.audit_entry import SERVICE, Actor
+from service.storage.files import Files
 from service.storage.layout import Folders
 
 ORPHAN_AFTER = dt.timedelta(days=1)  # since the last write: an unfinished upload has no job yet
@@ -77,6 +79,7 @@ class Collected:
     artifacts: int
     freed_bytes: int
     audit_entries: int = 0
+    objects: int = 0  # of `files_url`
 
 
 def expired(contents: Contents, now: dt.datetime, settings: Settings) -> Expired:
@@ -127,6 +130,7 @@ def collect(
     dry_run: bool = False,
     promoted: frozenset[str] = frozenset(),
     actor: Actor = SERVICE,
+    files: Files | None = None,
 ) -> Collected:
     """Remove the expired items, or only count them if `dry_run`. Each job's row is removed before
     its files, so that an interrupted removal leaves only folders without a job.
@@ -153,7 +157,9 @@ def collect(
         if dry_run or store.remove(item.path, item.used.timestamp()):
             freed, artifacts = freed + size, artifacts + 1
     entries = jobs.audit.expire(now - dt.timedelta(days=settings.audit_days), dry_run)
-    return Collected(len(items.jobs), len(items.folders), artifacts, freed, entries)
+    objects, object_bytes = files.collect(now, dry_run) if files else (0, 0)
+    freed += object_bytes
+    return Collected(len(items.jobs), len(items.folders), artifacts, freed, entries, objects)
 
 
 def _items(parent: Path) -> Iterator[Item]:

@@ -46,6 +46,8 @@ from service.limits import raised_by
 from service.storage.audit import Audit
 from service.storage.audit_entry import SERVICE, Actor, Details, Entry
 from service.storage.database import Database, delete_unlocked
+from service.storage.files import StoredFile, delete_files, insert_files
+from service.storage.layout import FOLDERS_OF_JOB
 from service.storage.tables import events, jobs, requests
 
 ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
@@ -110,9 +112,10 @@ class JobStore:
         once: Once | None = None,
         most_queued: int | None = None,
         entry: Entry | None = None,
+        files: Sequence[StoredFile] = (),
     ) -> tuple[Job, bool]:
-        """Add a queued job, and `entry` to the audit. Returns it and True, or the job of an earlier
-        equal request and False.
+        """Add a queued job with its files, and `entry` to the audit. Returns it and True, or the
+        job of an earlier equal request and False.
 
         Conflict if the Idempotency-Key came with another request within 24 h; TooMany if the owner
         has `most_queued` jobs waiting.
@@ -140,6 +143,7 @@ class JobStore:
                 }
                 rows.execute(sa.insert(jobs).values(new | _columns(job)))
                 _insert_event(rows, job.id, job.created, "queued", {})
+                insert_files(rows, files)
                 if entry is not None:
                     self.audit.add(rows, entry)
             chosen = known or job
@@ -216,9 +220,11 @@ class JobStore:
         now: dt.datetime,
         entry: Entry | None = None,
         token: int | None = None,
+        files: Sequence[StoredFile] = (),
     ) -> tuple[Job, int]:
-        """Store an event, the resulting job, and `entry` in the audit, all or none. StaleEvent if
-        the event does not fit the job's state; ClaimLost if `token` is no more that of its claim.
+        """Store an event, the resulting job, its `files`, and `entry` in the audit, all
+        or none. StaleEvent if the event does not fit the job's state; ClaimLost if `token` is no
+        more that of its claim.
         """
         with self.database.write() as rows:
             # Locked before the event gets its number: so the events of a job are committed in
@@ -229,6 +235,7 @@ class JobStore:
             job = step(job_from_row(row), event, now)
             rows.execute(sa.update(jobs).where(jobs.c.id == job_id).values(_columns(job)))
             kind, data = client_event(event, job)
+            insert_files(rows, files)
             if entry is not None:
                 self.audit.add(rows, entry)
             return job, _insert_event(rows, job_id, _text(now), kind, data)
@@ -311,6 +318,7 @@ class JobStore:
             if row["state"] not in FINAL:
                 raise Conflict(f"job {job_id} has not ended", "cancel it first")
             rows.execute(sa.delete(jobs).where(jobs.c.id == job_id))
+            delete_files(rows, [f"{kind}/{job_id}" for kind in FOLDERS_OF_JOB])
             details: Details = {"owner": row["owner"]}
             self.audit.add(rows, Entry(actor, "job.removed", f"job/{job_id}", details))
 

@@ -27,25 +27,29 @@ from pipeline.errors import BackendUnavailable, InternalError, PlanError, Unsupp
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Runner, installed
-from pipeline.execution.store import Store
+from pipeline.execution.store import Key, Store
 from service.jobs.messages import (
     FROM_CHILD,
     FROM_SERVER,
+    MEASURING,
     Finished,
     FromChild,
     FromServer,
     Granted,
     HostIdentity,
+    Made,
     Pace,
     Returned,
     Returns,
+    Seeks,
+    Sought,
     Stage,
     Start,
     Wants,
     within_limits,
 )
 from service.sandbox.framing import decode, failed_from_error, frame, read_frame
-from service.storage.layout import Work
+from service.storage.layout import Work, plan_of_upload
 
 if TYPE_CHECKING:
     from pipeline.plan.schema import Plan
@@ -69,7 +73,7 @@ CHOSEN_CONTENDED = Note(
     ),
     code=NoteCode.CHOSEN_CONTENDED,
 )
-MEASURING = ("benchmark", "throughput", "width")  # stages whose figures other work falsifies
+SEEK_EVERY_S, MAX_SEEK_S = 2.0, 1800.0  # while another job makes the same artifact
 DOUBTS = (NoteCode.CONTENDED, NoteCode.CHOSEN_CONTENDED)
 
 
@@ -110,22 +114,45 @@ class Server:
             raise InternalError(f"gave the device back, and the server answered {answer.kind}")
         return answer
 
+    @contextmanager
+    def build_lock(self, key: Key) -> Iterator[None]:
+        """Wait until an artifact is in the shared store, or no other job makes it; tell the end."""
+        end_s, digest, is_told = time.monotonic() + MAX_SEEK_S, key.digest, False
+        while self._seek(key.stage, digest) == "wait" and time.monotonic() < end_s:
+            if not is_told:
+                text = f"another job makes {key.stage}; waiting for it"
+                self.emit(StageEvent("store", text=text, state="waiting"))
+                is_told = True
+            time.sleep(SEEK_EVERY_S)
+        try:
+            yield
+        finally:
+            if key.stage not in MEASURING:  # they may be forgotten at the end
+                self.send(Made(stage=key.stage, key=digest))
+
+    def _seek(self, stage: str, digest: str) -> str:
+        self.send(Seeks(stage=stage, key=digest))
+        answer = self.receive()
+        if not isinstance(answer, Sought):
+            raise InternalError(f"asked for an artifact, and the server answered {answer.kind}")
+        return answer.answer
+
 
 def run_job(start: Start, server: Server) -> None:
     """Compile the plan, or measure its engine again, and write the report to the work directory's
     out/.
     """
     from pipeline.compiler.compile import compile_plan, publish_report
-    from pipeline.plan.schema import Plan
 
     work = Work(start.work)
     seed(start.shared, work.home)
     forget_contended(work.home)
-    plan = Plan.model_validate_json(start.plan.read_bytes())
+    plan = plan_of_upload(start.plan)
     store = Store(
         work.home,
         on_wait=lambda text: server.emit(StageEvent("store", text=text, state="waiting")),
         shared=start.shared,
+        build_lock=server.build_lock if start.shares_builds else None,
     )
     measuring = partial(quiet_device, server, _mark(work.home))
     runner = Runner(store, server.emit, quiet_device=measuring, plan=plan.name)

@@ -116,6 +116,7 @@ def _mib(count: int) -> str:
 
 async def answer_of_original(service: Service, version: Version, inputs: Arrays) -> OriginalAnswer:
     """Run the original model of a version once. NoOriginal if it cannot be run, or fails."""
+    await asyncio.to_thread(service.files.fetch, service.folders.uploads(version.job))
     original = await asyncio.to_thread(original_of, version, service.folders)
     if service.comparing.locked():
         raise NoOriginal("another one is running for somebody else; send the request again")

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import CrucibleError
@@ -42,9 +43,14 @@ class Candidate:
 
 
 def candidate_of(
-    job_id: str, owner: str | None, override: bool, jobs: JobStore, folders: Folders
+    job_id: str,
+    owner: str | None,
+    override: bool,
+    jobs: JobStore,
+    folders: Folders,
+    fetch: Callable[[Path], object],
 ) -> Candidate:
-    """Read and check the report of a job.
+    """Read and check the report of a job, which `fetch` brings to this host.
 
     NotFound if there is no report, Conflict if it may not be promoted, DamagedError if the report
     or a file of its engine has changed.
@@ -56,6 +62,7 @@ def candidate_of(
             f"job {job_id} is {job.state}: there is no report",
             f"GET /jobs/{job_id} shows its progress",
         )
+    fetch(folder)
     report = published_report(folder)
     check_report(report, override)
     engine = published_engine(folder)

@@ -27,12 +27,13 @@ from pipeline.report.bundle import ENGINE_FILE, check_engine, read_engine
 from pipeline.report.files import JSON_NAME
 from service import logs
 from service.errors import Conflict, NotFound, NotOwned
-from service.jobs.publish import ENGINE, check_form, published_engine
+from service.jobs.publish import DIGESTS, ENGINE, check_form, published_engine
 from service.jobs.store import DamagedRow
 from service.registry.models import DeploymentOptions, Version, prunable, version_name
 from service.storage.audit import Audit
 from service.storage.audit_entry import SERVICE, Entry
 from service.storage.database import Database
+from service.storage.files import Files, delete_files, insert_files
 from service.storage.layout import Folders
 from service.storage.tables import models, versions
 
@@ -69,8 +70,9 @@ class Model:
 class Repository:
     """All models of one home. Thread-safe."""
 
-    def __init__(self, database: Database, folders: Folders) -> None:
+    def __init__(self, database: Database, folders: Folders, files: Files | None = None) -> None:
         self._database, self._folders, self._audit = database, folders, Audit(database)
+        self._files = files or Files(database, folders.home)
 
     def list(self, owner: str | None = None) -> tuple[Model, ...]:
         """The models by name; None: of all owners. Damaged models are logged and left out."""
@@ -93,6 +95,7 @@ class Repository:
         changed.
         """
         try:
+            self._files.fetch(self._folder(version))
             return read_engine(self.engine_folder(version), _name(version))
         except ModelError as error:
             message = f"{_name(version)} is damaged: '{ENGINE_FILE}' is missing"
@@ -102,8 +105,10 @@ class Repository:
 
     def remedy(self, version: Version) -> str:
         """The advice for a damaged version: its job if that has the engine, else a new compile."""
+        report = self._folders.report(version.job)
         try:
-            published_engine(self._folders.report(version.job))
+            self._files.fetch(report)
+            published_engine(report)
         except DamagedError:
             return "compile the model again, and promote that: its job has lost the engine too"
         override = " --override" if version.override else ""
@@ -121,10 +126,11 @@ class Repository:
         except DamagedError as error:
             reason = error.message
         with self._staged(engine) as staged:
-            folder = self._folders.version(version.model, version.version)
+            folder = self._folder(version)
             folder.parent.mkdir(parents=True, exist_ok=True)
             replace_folder(staged, folder)
             sync(folder.parent)
+        self._files.insert(self._files.upload(folder))
         log.warning("version.restored", model=version.model, version=version.version, reason=reason)
         return True
 
@@ -151,7 +157,14 @@ class Repository:
         return read_manifest(engine.root)
 
     def engine_folder(self, version: Version) -> Path:
-        return self._folders.version(version.model, version.version) / ENGINE
+        return self._folder(version) / ENGINE
+
+    def _folder(self, version: Version) -> Path:
+        return self._folders.version(version.model, version.version)
+
+    def hold(self, version: Version) -> contextlib.AbstractContextManager[None]:
+        """Keep the engine's files on this host meanwhile."""
+        return self._files.hold(self._folder(version))
 
     def lend(self, version: Version, job_id: str) -> None:
         """Copy into a job what it needs to measure a version: the version may be pruned meanwhile.
@@ -164,6 +177,8 @@ class Repository:
         except DamagedError as error:
             raise DamagedError(error.message, self.remedy(version)) from error
         try:
+            self._files.fetch(report.parent, (JSON_NAME, DIGESTS))
+            self._files.fetch(self._folders.uploads(version.job))
             check_form(report.parent, JSON_NAME)
             self._folders.share_upload(version.job, job_id)
             folder = self._folders.compiled(job_id)
@@ -185,7 +200,9 @@ class Repository:
 
         Conflict if the name belongs to another owner.
         """
-        with self._staged(engine) as staged, self._database.write() as rows:
+        with self._staged(engine) as staged, contextlib.ExitStack() as transaction:
+            stored = self._files.upload(staged, like=(self._folders.report(version.job),))
+            rows = transaction.enter_context(self._database.write())
             self._database.lock(rows, f"model {version.model}")  # it may have no row to lock
             added = _numbered(rows, version)
             folder = self._folders.version(added.model, added.version)
@@ -194,6 +211,8 @@ class Repository:
             staged.rename(folder)
             sync(folder.parent)
             _insert(rows, added, current)
+            name = str(folder.relative_to(self._folders.home))
+            insert_files(rows, [replace(file, folder=name) for file in stored])
             if entry is not None:
                 numbered = {**entry.details, "version": added.version}
                 self._audit.add(rows, replace(entry, details=numbered))
@@ -250,6 +269,7 @@ class Repository:
             removed = sorted(set(numbers) - {current})
             for version in removed:
                 _delete(rows, name, version)
+            delete_files(rows, [f"models/{name}/{version}" for version in removed])
             for version in removed:  # all rows first: the audit makes other servers wait
                 entry = Entry(SERVICE, "version.removed", f"model/{name}", {"version": version})
                 self._audit.add(rows, entry)

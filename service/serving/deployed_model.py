@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -42,22 +43,35 @@ class LeasedDeployment:
     It keeps the lease for QUIET_S after its last request.
     """
 
-    def __init__(self, running: Running, spec: DeploymentSpec, name: str, leases: Leases) -> None:
-        self.running, self.spec = running, spec
+    def __init__(
+        self, running: Running, spec: DeploymentSpec, name: str, leases: Leases, files: ExitStack
+    ) -> None:
+        self.running, self.spec, self._files = running, spec, files
         self._name, self._leases = name, leases
         self._requests, self._has_lease, self._last_s = 0, True, time.monotonic()
 
     @classmethod
     async def start(
-        cls, start: Start, spec: DeploymentSpec, work: Path, leases: Leases
+        cls,
+        start: Start,
+        spec: DeploymentSpec,
+        work: Path,
+        leases: Leases,
+        hold: AbstractContextManager[None],
     ) -> LeasedDeployment:
-        """Take the lease and load the version. On any error the lease is given back."""
-        leases.serve(work.name, spec.device)
-        try:
-            return cls(await start(spec, work), spec, work.name, leases)
-        except BaseException:
-            leases.give_back(work.name, spec.device)
-            raise
+        """Take the lease and load the version. On any error the lease is given back.
+
+        `hold` keeps the files of the engine until the version has ended.
+        """
+        with ExitStack() as files:
+            files.enter_context(hold)
+            leases.serve(work.name, spec.device)
+            try:
+                running = await start(spec, work)
+                return cls(running, spec, work.name, leases, files.pop_all())
+            except BaseException:
+                leases.give_back(work.name, spec.device)
+                raise
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         if not self._has_lease:
@@ -86,6 +100,7 @@ class LeasedDeployment:
         finally:
             await self.running.close()
             self._leases.give_back(self._name, self.spec.device)
+            self._files.close()
 
 
 @dataclass(slots=True)

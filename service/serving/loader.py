@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import DamagedError
@@ -46,6 +47,7 @@ class LoaderContext:
     prove: Prove
     free: Callable[[str], int | None] = free_bytes
     waits_s: tuple[float, ...] = WAITS_S
+    fetch: Callable[[Path], object] = lambda folder: None  # a report, from where servers share it
 
 
 class Loader:
@@ -73,7 +75,11 @@ class Loader:
             work = self._context.folders.serving / name
             try:
                 return await LeasedDeployment.start(
-                    self._context.start, spec, work, self._context.leases
+                    self._context.start,
+                    spec,
+                    work,
+                    self._context.leases,
+                    self._context.repository.hold(version),
                 )
             except DamagedError as error:
                 advice = await asyncio.to_thread(self._context.repository.remedy, version)

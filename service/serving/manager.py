@@ -207,7 +207,12 @@ class ModelManager:
             context = self._context
             candidate = await self._in_thread(
                 lambda: candidate_of(
-                    request.report, caller.sees, request.override, context.jobs, context.folders
+                    request.report,
+                    caller.sees,
+                    request.override,
+                    context.jobs,
+                    context.folders,
+                    context.fetch,
                 )
             )
             models = await self._in_thread(self._repository.list)

@@ -42,7 +42,7 @@ class Database:
         self.path = location if isinstance(location, Path) else None
         self._local = threading.local()
         self._lock, self._blocks = threading.Lock(), 0  # blocks that have a connection now
-        with self._translated_errors():
+        with self.translated_errors():
             self._engine = self._backend.open()
             self._reading = self._backend.reading(self._engine)
             self._writing = self._backend.writing(self._engine)
@@ -72,6 +72,10 @@ class Database:
         with self._block(), self._reading.connect() as rows:
             yield rows
 
+    def session(self) -> sa.Connection:
+        """Return a connection for locks that outlast a transaction. The caller closes it."""
+        return self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+
     def lock(self, rows: sa.Connection, subject: str) -> None:
         """Let other transactions that lock the same subject wait until this one has ended."""
         self._backend.lock(rows, subject)
@@ -95,7 +99,7 @@ class Database:
         with self._lock:
             self._blocks += 1
         try:
-            with self._translated_errors():
+            with self.translated_errors():
                 yield
         finally:
             with self._lock:
@@ -113,7 +117,7 @@ class Database:
             upgrade(rows, schema)
 
     @contextlib.contextmanager
-    def _translated_errors(self) -> Iterator[None]:
+    def translated_errors(self) -> Iterator[None]:
         """Translate the driver's errors to Crucible's."""
         try:
             yield

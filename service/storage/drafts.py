@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from pipeline.core import Frozen, TensorSpec
 from service.errors import NotFound
+from service.storage.files import Files
 from service.storage.layout import DRAFT, Folders
 
 DRAFT_S = 3600
@@ -55,9 +56,12 @@ class Drafts:
     """The drafts of one home."""
 
     def __init__(
-        self, folders: Folders, clock: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC)
+        self,
+        folders: Folders,
+        files: Files,
+        clock: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
     ) -> None:
-        self._folders, self._clock = folders, clock
+        self._folders, self._files, self._clock = folders, files, clock
 
     def add(self, draft: Draft) -> None:
         """Make a draft of a complete upload."""
@@ -65,6 +69,7 @@ class Drafts:
         new = folder / f"{DRAFT}.new"
         new.write_text(draft.model_dump_json(), encoding="utf-8")
         new.rename(folder / DRAFT)
+        self._files.insert(self._files.upload(folder))
 
     def get(self, draft_id: str, owner: str) -> Draft:
         """Return a draft. NotFound if it has ended, or belongs to another owner."""
@@ -79,6 +84,7 @@ class Drafts:
 
     def remove(self, draft_id: str) -> None:
         """Delete a draft with its files. No effect if there is none."""
+        self._files.forget([self._folders.uploads(draft_id)])
         shutil.rmtree(self._folders.uploads(draft_id), ignore_errors=True)
 
     def remove_ended(self) -> int:
@@ -92,13 +98,19 @@ class Drafts:
         return self._clock() - draft.created >= dt.timedelta(seconds=DRAFT_S)
 
     def _all(self) -> list[Draft]:
-        files = self._folders.uploads("any").parent.glob(f"*/{DRAFT}")
-        drafts = (self._read(file.parent.name) for file in files)
+        if self._files.are_shared:
+            ids = [folder.rpartition("/")[2] for folder in self._files.with_file(DRAFT)]
+        else:
+            files = self._folders.uploads("any").parent.glob(f"*/{DRAFT}")
+            ids = [file.parent.name for file in files]
+        drafts = map(self._read, ids)
         return [draft for draft in drafts if draft is not None]
 
     def _read(self, draft_id: str) -> Draft | None:
         try:
             file = self._folders.uploads(draft_id) / DRAFT
+            if self._files.are_shared and not self._files.fetch(file.parent, (DRAFT,)):
+                return None
             return Draft.model_validate_json(file.read_bytes())
         except (OSError, ValidationError):  # removed meanwhile, or damaged
             return None

@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from pipeline.errors import StoreError
 from pipeline.plan.schema import Plan
 
@@ -31,6 +29,8 @@ from pipeline.plan.schema import Plan
 HOME_MODE = 0o700
 PLAN = "plan.json"
 DRAFT = "draft.json"
+FOLDERS_OF_JOB = ("uploads", "jobs", "reports")  # each holds one folder of a job
+UPLOAD = "$UPLOAD"  # in a plan.json: the folder that it lies in, on any server
 MAX_LOG_BYTES = 2**20  # of a log that clients can read; the rest is cut when the job has ended
 
 
@@ -137,30 +137,27 @@ class Folders:
 
     def save_plan(self, job_id: str, plan: Plan) -> None:
         """Write the plan beside the upload."""
-        self.uploads(job_id).mkdir(parents=True, exist_ok=True)
-        (self.uploads(job_id) / PLAN).write_text(plan.model_dump_json(indent=1), encoding="utf-8")
+        folder = self.uploads(job_id)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_plan(folder, plan.model_dump_json(indent=1), folder)
 
     def load_plan(self, job_id: str) -> Plan:
         """Read the job's plan. StoreError if it is missing or damaged."""
         file = self.uploads(job_id) / PLAN
         try:
-            return Plan.model_validate_json(file.read_bytes())
-        except (OSError, ValidationError) as error:
+            return plan_of_upload(file)
+        except (OSError, ValueError) as error:
             raise StoreError(
                 f"the upload of job {job_id} cannot be read: {error}", "send the model again"
             ) from error
 
     def share_upload(self, old: str, new: str) -> None:
-        """Share one job's upload with another job: link its files, and write a plan with the new
-        paths.
-        """
+        """Share one job's upload with another job: link its files, but for the plan."""
         shutil.copytree(
             self.uploads(old), self.uploads(new), copy_function=os.link, dirs_exist_ok=True
         )
-        old_path, new_path = (json.dumps(f"{self.uploads(job_id)}/")[1:-1] for job_id in (old, new))
-        text = (self.uploads(old) / PLAN).read_text(encoding="utf-8").replace(old_path, new_path)
-        (self.uploads(new) / PLAN).unlink()  # a hard link to the old plan
-        (self.uploads(new) / PLAN).write_text(text, encoding="utf-8")
+        text = (self.uploads(old) / PLAN).read_text(encoding="utf-8")
+        _write_plan(self.uploads(new), text, self.uploads(old))
 
     def take_over(self, old: str, new: str) -> None:
         """Share one job's upload with another job, and move the old job's store there, so that the
@@ -171,7 +168,30 @@ class Folders:
             self.work(new).root.mkdir(parents=True, exist_ok=True)
             self.work(old).home.rename(self.work(new).home)
 
+    def give_back(self, old: str, new: str) -> None:
+        """Undo `take_over`, as far as it has come."""
+        if self.work(new).home.is_dir():
+            self.work(new).home.rename(self.work(old).home)
+        self.remove(new)
+
     def remove(self, job_id: str) -> None:
         """Delete all files of one job."""
         for folder in (self.uploads(job_id), self.work(job_id).root, self.report(job_id)):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def plan_of_upload(file: Path) -> Plan:
+    """Read the plan beside an upload. OSError or ValueError if it is missing or damaged."""
+    text = file.read_text(encoding="utf-8")
+    return Plan.model_validate_json(text.replace(f"{UPLOAD}/", _json_path(file.parent)))
+
+
+def _write_plan(folder: Path, text: str, files: Path) -> None:
+    """Write a plan over `files` so that it can be read on any server."""
+    new = folder / f"{PLAN}.new"  # the old one may be linked elsewhere
+    new.write_text(text.replace(_json_path(files), f"{UPLOAD}/"), encoding="utf-8")
+    new.replace(folder / PLAN)
+
+
+def _json_path(folder: Path) -> str:
+    return json.dumps(f"{folder}/")[1:-1]

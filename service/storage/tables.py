@@ -147,6 +147,16 @@ versions = sa.Table(
     sa.Column("memory_bytes", BIG_INTEGER),
 )
 
+files = sa.Table(  # that `files_url` holds: see service.storage.files
+    "files",
+    METADATA,
+    sa.Column("folder", Text, primary_key=True),  # below the home
+    sa.Column("path", Text, primary_key=True),  # below the folder
+    sa.Column("object", Text, nullable=False),  # below the URL; folders may share it
+    sa.Column("sha256", Text, nullable=False),
+    sa.Column("size_bytes", BIG_INTEGER, nullable=False),
+)
+
 audit = sa.Table(
     "audit",
     METADATA,

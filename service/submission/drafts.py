@@ -42,6 +42,7 @@ async def receive_draft(
     Unprocessable if it is no model, or has a plan; StorageFull and TooMany as for a job.
     """
     service.host_for_job()
+    await asyncio.to_thread(service.files.check)
     service.limits.check_upload(caller.key, body.length)
     if len(await asyncio.to_thread(service.drafts.of, caller.owner)) >= MAX_DRAFTS:
         raise TooMany(
@@ -108,13 +109,14 @@ async def submit_draft(service: Service, caller: Caller, draft: Draft, plan: str
 
     async def prepare(job_id: str) -> JobSpec:
         old, new = service.folders.uploads(draft.id), service.folders.uploads(job_id)
+        await asyncio.to_thread(service.files.fetch, old)
         counted_bytes = await asyncio.to_thread(disk_use, old)
         parts = await asyncio.to_thread(_link, draft, old, new)
         parts["plan"] = Part("plan", new / "plan", "", size, "plan.yaml")
         await asyncio.to_thread(parts["plan"].path.write_text, plan, "utf-8")
         request = await request_of_parts(service, parts, caller.owner, host)
         spec = await spec_of(service, job_id, request, host)
-        return replace(spec, counted_bytes=counted_bytes)
+        return replace(spec, counted_bytes=counted_bytes, like=(old,))
 
     job = await add_job(service, caller, caller.owner, None, prepare)
     await asyncio.to_thread(service.drafts.remove, draft.id)

@@ -53,6 +53,8 @@ async def submit_recompile(
     else:
         version = _loaded_version(model)
         suggestion = _suggestion(version, await service.models.shapes(caller, name))
+    upload = service.folders.uploads(version.job)
+    await asyncio.to_thread(service.files.fetch, upload)
     plan = await asyncio.to_thread(_plan_of, version, suggestion, service.folders)
     if request.dry_run:
         return Recompile(version, suggestion, None)
@@ -68,7 +70,7 @@ async def submit_recompile(
         device = device_for(plan, tuple(host.devices), lengths)
         digest = hashlib.sha256(json.dumps(["recompile", name]).encode()).hexdigest()
         recompiles = ModelVersion(model=name, version=version.version)
-        return JobSpec(plan.name, device, job_id, digest, recompiles=recompiles)
+        return JobSpec(plan.name, device, job_id, digest, recompiles=recompiles, like=(upload,))
 
     job = await add_job(service, caller, version.owner, key, prepare)
     log.info("model.recompiled", model=name, version=version.version, job=job.id, key=caller.key)

@@ -18,6 +18,7 @@ from service.errors import TooMany
 from service.jobs.process_limits import disk_use
 from service.jobs.state import Job
 from service.limits import raised_by
+from service.storage.files import Files
 from service.storage.layout import Folders
 
 log = logs.get("service.stored_bytes")
@@ -28,7 +29,7 @@ async def stored_bytes(service: Service, owner: str) -> int:
     job_ids = await service.read(partial(service.jobs.ids, owner))
     drafts = await asyncio.to_thread(service.drafts.of, owner)
     ids = (*job_ids, *(draft.id for draft in drafts))
-    return await asyncio.to_thread(_bytes_of, service.folders, ids)
+    return await asyncio.to_thread(_bytes_of, service.folders, service.files, ids)
 
 
 async def make_room(service: Service, owner: str, count: int) -> None:
@@ -38,7 +39,7 @@ async def make_room(service: Service, owner: str, count: int) -> None:
     if used + count <= most:
         return
     for job in freed_first(await service.read(service.jobs.ended), owner):
-        used -= await asyncio.to_thread(_free, service.folders, job.id)
+        used -= await asyncio.to_thread(_free, service.folders, service.files, job.id)
         log.info("job.freed", job=job.id, state=job.state)
         if used + count <= most:
             return
@@ -57,17 +58,20 @@ def freed_first(ended: Iterable[Job], owner: str) -> list[Job]:
     return sorted(jobs, key=lambda job: (job.state != "failed", job.id))
 
 
-def _bytes_of(folders: Folders, job_ids: Iterable[str]) -> int:
-    return sum(
-        disk_use(folder)
+def _bytes_of(folders: Folders, files: Files, job_ids: Iterable[str]) -> int:
+    kept = [
+        folder
         for job_id in job_ids
         for folder in (folders.uploads(job_id), folders.work(job_id).root, folders.report(job_id))
-    )
+    ]
+    stored = files.bytes_of(kept)
+    return sum(stored[folder] if folder in stored else disk_use(folder) for folder in kept)
 
 
-def _free(folders: Folders, job_id: str) -> int:
+def _free(folders: Folders, files: Files, job_id: str) -> int:
     """Delete everything but the log of a job. Returns the bytes freed."""
-    before = _bytes_of(folders, [job_id])
+    before = _bytes_of(folders, files, [job_id])
+    files.forget([folders.uploads(job_id)])
     shutil.rmtree(folders.uploads(job_id), ignore_errors=True)
     folders.work(job_id).empty()
-    return before - _bytes_of(folders, [job_id])
+    return before - _bytes_of(folders, files, [job_id])

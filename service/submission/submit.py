@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeline.errors import HostError, PlanError
+from pipeline.errors import HostError, PlanError, StoreAway
 from pipeline.plan.files import load_plan
 from pipeline.plan.schema import CandidateConfig, Plan
 from pipeline.plan.source import code_digest, source_from_config
@@ -69,6 +69,7 @@ class JobSpec:
     measures: ModelVersion | None = None
     recompiles: ModelVersion | None = None
     counted_bytes: int = 0  # of the upload, which count already: those of a draft
+    like: tuple[Path, ...] = ()  # stored folders with files of the upload
 
 
 Prepare = Callable[[str], Awaitable[JobSpec]]
@@ -136,9 +137,9 @@ async def submit_benchmark(
         digest = hashlib.sha256(
             json.dumps(["benchmark", name, options.version]).encode()
         ).hexdigest()
-        return JobSpec(
-            plan.name, device, job_id, digest, ModelVersion(model=name, version=version.version)
-        )
+        measures = ModelVersion(model=name, version=version.version)
+        like = (service.folders.uploads(version.job), service.folders.report(version.job))
+        return JobSpec(plan.name, device, job_id, digest, measures, like=like)
 
     return await add_job(service, caller, caller.owner, key, prepare)
 
@@ -154,12 +155,15 @@ async def add_job(
             f"an Idempotency-Key of {len(key)} characters, expected 1 to {MAX_KEY_CHARACTERS}",
             "send a UUID, for example",
         )
+    await asyncio.to_thread(service.files.check)  # before a long body is read
     now = utc_now()
     job_id = new_id(now)
+    folder = service.folders.uploads(job_id)
     try:
         spec = await prepare(job_id)
-        size = await asyncio.to_thread(disk_use, service.folders.uploads(job_id))
+        size = await asyncio.to_thread(disk_use, folder)
         await make_room(service, owner, size - spec.counted_bytes)
+        files = await asyncio.to_thread(partial(service.files.upload, folder, like=spec.like))
         job = Job(
             id=job_id,
             owner=owner,
@@ -182,7 +186,7 @@ async def add_job(
     await _forget_damaged(service, owner, spec.identity)
     try:
         once = Once(key, spec.digest) if key else None
-        added, _ = await service.runner.submit(job, once, caller.actor)
+        added, _ = await service.runner.submit(job, once, caller.actor, files)
     except Exception:  # not CancelledError: the runner then adds the job anyway
         await asyncio.to_thread(service.folders.remove, job_id)
         raise
@@ -200,6 +204,8 @@ async def _forget_damaged(service: Service, owner: str, identity: str) -> None:
         try:
             await asyncio.to_thread(_check_job, service, same.id)
             return
+        except StoreAway:
+            raise
         except HostError as error:
             log.error("job.damaged", job=same.id, error=error.message)
             await service.read(partial(service.jobs.forget_identity, same.id))
@@ -207,8 +213,10 @@ async def _forget_damaged(service: Service, owner: str, identity: str) -> None:
 
 def _check_job(service: Service, job_id: str) -> None:
     """Raise HostError unless a job's plan, report and engine are unchanged."""
-    service.folders.load_plan(job_id)
     folder = service.folders.report(job_id)
+    service.files.fetch(service.folders.uploads(job_id))
+    service.files.fetch(folder)
+    service.folders.load_plan(job_id)
     for name in REPORT_FILES:
         check_form(folder, name)
     if published_report(folder).has_engine:

@@ -34,6 +34,7 @@ from service.jobs.queue import JobRunner
 from service.jobs.state import Job
 from service.jobs.store import Once
 from service.storage.audit_entry import SERVICE, Actor
+from service.storage.files import StoredFile
 from tests.fuzz import messages
 from tests.fuzz.mutation import Make, bytes_from, json_from, mutated, zip_from
 from tests.fuzz.parsers import PARSERS, make_archive, make_oip, make_plan
@@ -61,7 +62,11 @@ class AcceptingRunner(JobRunner):
     """
 
     async def submit(
-        self, job: Job, once: Once | None = None, actor: Actor = SERVICE
+        self,
+        job: Job,
+        once: Once | None = None,
+        actor: Actor = SERVICE,
+        files: Sequence[StoredFile] = (),
     ) -> tuple[Job, bool]:
         return job.model_copy(update={"id": "earlier"}), False
 

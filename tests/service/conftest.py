@@ -3,11 +3,13 @@
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import make_url
 
 from service.storage.database import Database
+from tests.pipeline.execution.s3 import S3Server, running_s3, s3_client
 from tests.service.builders.postgresql import Server, missing, running_server
 
 
@@ -24,6 +26,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr}")
     yield tmp_path
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """One S3 for all tests. Skipped and counted without the extra."""
+    with running_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A client of the server, whose `bucket` is empty."""
+    return s3_client(s3_server.url, monkeypatch, tmp_path)
 
 
 @pytest.fixture(scope="session")

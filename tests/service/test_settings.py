@@ -8,8 +8,8 @@ from pipeline.errors import PlanError
 from service.settings import GIB, MIB, Settings, is_loopback, settings_from
 
 SETTINGS = (
-    "home database_url host port http_processes grpc grpc_port tls_certificate tls_key"
-    " allowed_hosts"
+    "home database_url files_url files_cache_bytes host port http_processes grpc grpc_port"
+    " tls_certificate tls_key allowed_hosts"
     " keys_required admin_key_file configs docs allow_code sandbox shared_memory max_upload_bytes"
     " max_unpacked_bytes max_plan_bytes max_infer_bytes max_body_bytes"
     " max_bytes_in_flight min_body_bytes_per_s max_connections max_connections_per_address"

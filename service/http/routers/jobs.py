@@ -182,9 +182,13 @@ async def retry_job(
 
 async def log_of(service: Service, job_id: str, most: int) -> str:
     """Return the last `most` bytes of a job's log, without paths of this host."""
-    return await asyncio.to_thread(
-        lambda: scrubbed(_tail(service.folders.work(job_id).log, most), service.folders)
-    )
+    work = service.folders.work(job_id)
+
+    def read() -> str:
+        service.files.fetch(work.root, (work.log.name,))  # of a job that has ended
+        return scrubbed(_tail(work.log, most), service.folders)
+
+    return await asyncio.to_thread(read)
 
 
 def accepted(job: Job, response: Response) -> JobView:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -13,6 +13,7 @@ import orjson
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
+from pipeline.report.files import JSON_NAME
 from pipeline.report.graph.view import script_source
 from pipeline.results.report import Report
 from service.auth import Caller
@@ -27,7 +28,7 @@ from service.http.schemas import (
     latency_of_report,
     samples_of_report,
 )
-from service.jobs.publish import ENGINE, check_form, published_engine, published_report
+from service.jobs.publish import DIGESTS, ENGINE, check_form, published_engine, published_report
 from service.storage.audit_entry import Entry
 from service.submission.tar import size_of_tar, tar
 
@@ -64,8 +65,8 @@ async def get_report(
     """Return the report as `application/json` (schema: docs/reference/report.schema.json),
     `text/markdown` or `text/html`, by Accept.
     """
-    folder = await report_folder(job_id, caller, service)
     form = preferred(accept, tuple(FORMS))
+    folder = await report_folder(job_id, caller, service, (FORMS[form], DIGESTS))
     await asyncio.to_thread(check_form, folder, FORMS[form])
     return FileResponse(folder / FORMS[form], media_type=form, headers=SAFELY)
 
@@ -120,7 +121,12 @@ async def get_engine(
         raise NotFound(f"job {job_id} has no engine", f"GET /reports/{job_id} gives the reason")
     await asyncio.to_thread(published_engine, folder)
     headers = {**_download(f"{job_id}-engine.tar"), "Content-Length": str(size_of_tar(engine))}
-    return StreamingResponse(tar(engine), media_type="application/x-tar", headers=headers)
+
+    def held() -> Iterator[bytes]:
+        with service.files.hold(folder):
+            yield from tar(engine)
+
+    return StreamingResponse(held(), media_type="application/x-tar", headers=headers)
 
 
 def preferred(accept: str, offered: tuple[str, ...]) -> str:
@@ -140,9 +146,11 @@ def preferred(accept: str, offered: tuple[str, ...]) -> str:
     return max(offered, key=weight)
 
 
-async def report_folder(job_id: str, caller: Caller, service: Service) -> Path:
-    """Return the folder of the report. NotFound if there is none, or if this caller may not see
-    it.
+async def report_folder(
+    job_id: str, caller: Caller, service: Service, paths: Collection[str] | None = None
+) -> Path:
+    """Return the folder of the report, or of these files of it. NotFound if there is none, or if
+    this caller may not see it.
     """
     job = await service.read(lambda: service.jobs.get(job_id, caller.sees))
     folder = service.folders.report(job.id)
@@ -154,6 +162,7 @@ async def report_folder(job_id: str, caller: Caller, service: Service) -> Path:
             f"job {job_id} is {job.state}: there is no report",
             f"GET /jobs/{job_id} shows its progress",
         )
+    await asyncio.to_thread(service.files.fetch, folder, paths)
     return folder
 
 
@@ -161,13 +170,13 @@ async def report_of(service: Service, job_id: str, caller: Caller) -> Report:
     """Return the report of a job. NotFound if there is none, or if this caller may not see it;
     DamagedError if it has changed.
     """
-    folder = await report_folder(job_id, caller, service)
+    folder = await report_folder(job_id, caller, service, (JSON_NAME, DIGESTS))
     return await asyncio.to_thread(published_report, folder)
 
 
 async def _part(view: Callable[[Report], T], job_id: str, caller: Caller, service: Service) -> T:
-    folder = await report_folder(job_id, caller, service)
-    return await asyncio.to_thread(lambda: view(published_report(folder)))
+    report = await report_of(service, job_id, caller)
+    return await asyncio.to_thread(view, report)
 
 
 def _download(name: str) -> dict[str, str]:

@@ -23,6 +23,7 @@ from pipeline.errors import BackendUnavailable, ChildDied, PlanError, StoreError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.remote_store import RemoteStore, open_store
 from pipeline.execution.store import Key, Manifest, Store
+from tests.pipeline.execution.s3 import object_names, running_s3, s3_client
 
 KEY = Key("export", 1, ("abc",))
 MANIFEST_AT = f"prefix/manifests/export/{KEY.digest}"
@@ -45,43 +46,18 @@ def never(folder: Path) -> Text:
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    pytest.importorskip("s3fs", reason="needs the extra `s3`")
-    server_module = pytest.importorskip("moto.server", reason="needs moto[server]")
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with running_s3() as server:
+        yield server.url
 
 
 @pytest.fixture
 def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A client of the server, whose `bucket` is empty."""
-    import boto3
-
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="bucket")
-    for name in names(client):
-        client.delete_object(Bucket="bucket", Key=name)
-    return client
-
-
-def names(client: Any) -> list[str]:
-    listed = client.list_objects_v2(Bucket="bucket").get("Contents", ())
-    return [item["Key"] for item in listed]
+    return s3_client(endpoint, monkeypatch, tmp_path)
 
 
 def blob(client: Any) -> str:
-    (name,) = [name for name in names(client) if "/blobs/" in name]
+    (name,) = [name for name in object_names(client) if "/blobs/" in name]
     return name
 
 
@@ -112,7 +88,7 @@ def test_what_one_host_made_another_finds(tmp_path: Path, s3: Any) -> None:
 
 def test_what_is_not_cacheable_is_not_shared(tmp_path: Path, s3: Any) -> None:
     host(tmp_path).get(KEY, Text, make, is_cacheable=lambda text: False)
-    assert names(s3) == []
+    assert object_names(s3) == []
 
 
 def hostile(name: str) -> Callable[[Any], None]:
@@ -189,7 +165,7 @@ def make_and_die(root: Path, progress: Progress) -> None:
 def test_a_killed_upload_is_not_read_and_the_next_use_completes_it(tmp_path: Path, s3: Any) -> None:
     with pytest.raises(ChildDied, match="SIGKILL"):
         call_in_child(make_and_die, tmp_path, name="killed")
-    assert names(s3) == [blob(s3)]
+    assert object_names(s3) == [blob(s3)]
     (tmp_path / "other").mkdir()
     assert not RemoteStore(URL).fetch("export", KEY.digest, tmp_path / "other")
     host(tmp_path).get(Key("export", 1, ("next",)), Text, make)
@@ -215,7 +191,7 @@ def test_a_store_that_is_away_gives_one_clear_error(
 def test_a_store_that_never_answers_gives_one_clear_error(
     tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.execution.remote_store.READ_TIMEOUT_S", 1)
+    monkeypatch.setattr("pipeline.execution.object_store.READ_TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(StoreError, match=r"no answer .* ReadTimeoutError"):
@@ -246,7 +222,7 @@ def test_a_pending_result_that_was_damaged_is_not_pushed(tmp_path: Path, s3: Any
     store = Store(tmp_path / "a", remote=AwayForWrites(URL))
     store.get(KEY, Text, make).value.path.write_text("hellO")
     host(tmp_path / "a").get(Key("export", 1, ("next",)), Text, make)
-    assert MANIFEST_AT not in names(s3)
+    assert MANIFEST_AT not in object_names(s3)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +292,7 @@ def race(root: Path, lock: Path, built: Path, progress: Progress) -> None:
             file.write("built\n")
         return make(folder)
 
-    store = host(root, build_lock=lambda digest: FileLock(lock.with_name(digest)))
+    store = host(root, build_lock=lambda key: FileLock(lock.with_name(key.digest)))
     assert store.get(KEY, Text, make_and_count).value.path.read_text() == "hello"
 
 
@@ -336,7 +312,7 @@ def test_a_host_that_waited_for_the_lock_takes_what_the_other_made(tmp_path: Pat
     """Both have found nothing before either has the lock: the worst order of two hosts."""
 
     @contextlib.contextmanager
-    def lock_after_the_other(digest: str) -> Iterator[None]:
+    def lock_after_the_other(key: Key) -> Iterator[None]:
         host(tmp_path / "a").get(KEY, Text, make)
         yield
 

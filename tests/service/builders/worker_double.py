@@ -64,6 +64,24 @@ class Faults:
         subprocess.run(["cp", "-r", str(template), str(self.work / "out")], check=True)
         self.say(kind="finished")
 
+    def share(self) -> None:
+        """Makes the artifact of the template, unless another job has made it. Says which."""
+        (made,) = (self.work.parents[1] / "template-store" / "artifacts" / "build").iterdir()
+        answer = "wait"
+        while answer == "wait":
+            self.say(kind="seeks", stage="build", key=made.name)
+            answer = json.loads(self.hear())["answer"]
+        self.stage("share", "finished", text=answer)
+        if answer == "make":
+            time.sleep(1)
+            own = self.work / "home" / "artifacts" / "build"
+            own.mkdir(parents=True)
+            subprocess.run(["cp", "-r", str(made), str(own)], check=True)
+            self.say(kind="made", stage="build", key=made.name)
+        else:
+            assert (self.work.parents[1] / "artifacts" / "build" / made.name).is_dir()
+        self.succeed()
+
     def figures(self, label: str, **figures: object) -> None:
         figures = {"label": label, "precision": "int8", **figures}
         self.stage("benchmark", "progress", fraction=0.5, figures=figures)

@@ -6,7 +6,7 @@ import asyncio
 import datetime as dt
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from service.jobs.store import JobStore, Once
 from service.sandbox.process_tree import of_jobs
 from service.storage.audit_entry import Entry
 from service.storage.database import Database
+from service.storage.files import StoredFile
 from service.storage.layout import Folders
 from tests.service.builders.jobs import Bench, new_job, running
 
@@ -79,6 +80,7 @@ def test_a_job_succeeds_and_its_report_is_published(tmp_path: Path) -> None:
         ("babble", "job.protocol", "not a message: b'hello'"),
         ("half", "host.child_died", "ended with exit code 0"),
         ("flood", "job.protocol", "more than 20000 messages"),
+        ("share", "job.protocol", "seeks, although nothing is shared"),
         ("lie", "host.store", "an invalid report"),
     ],
 )
@@ -178,11 +180,12 @@ class FullDisk(JobStore):
         now: dt.datetime,
         entry: Entry | None = None,
         token: int | None = None,
+        files: Sequence[StoredFile] = (),
     ) -> tuple[Job, int]:
         if not isinstance(event, Started) and self.faults:
             self.faults -= 1
             raise DiskFull("the disk is full while writing 'crucible.db'", "free some space")
-        return super().append(job_id, event, now, entry, token)
+        return super().append(job_id, event, now, entry, token, files)
 
 
 def test_a_disk_that_is_full_ends_the_job_and_how_is_stored_once_there_is_space(
@@ -244,10 +247,11 @@ class Faulty(JobStore):
         now: dt.datetime,
         entry: Entry | None = None,
         token: int | None = None,
+        files: Sequence[StoredFile] = (),
     ) -> tuple[Job, int]:
         if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
             raise ZeroDivisionError("injected")
-        return super().append(job_id, event, now, entry, token)
+        return super().append(job_id, event, now, entry, token, files)
 
 
 def test_a_bug_fails_its_job_only(tmp_path: Path) -> None:
@@ -292,11 +296,12 @@ class DamagedWhileRunning(JobStore):
         now: dt.datetime,
         entry: Entry | None = None,
         token: int | None = None,
+        files: Sequence[StoredFile] = (),
     ) -> tuple[Job, int]:
         if isinstance(event, StageEvent) and self.get(job_id).name == "hang":
             with self.database.write() as rows:
                 rows.exec_driver_sql("UPDATE jobs SET job = '{' WHERE id = ?", (job_id,))
-        return super().append(job_id, event, now, entry, token)
+        return super().append(job_id, event, now, entry, token, files)
 
 
 def test_a_row_that_is_damaged_under_a_job_does_not_stop_the_others(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.durations import History
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Run, Runner
-from pipeline.execution.store import MANIFEST, Store
+from pipeline.execution.store import MANIFEST, Key, Store
 from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
 from pipeline.plan.source import source_from_config
 from pipeline.report.files import load_report
@@ -36,8 +36,11 @@ from service.jobs.messages import (
     FromServer,
     Granted,
     HostIdentity,
+    Made,
     Returned,
     Returns,
+    Seeks,
+    Sought,
     Stage,
     Start,
     Wants,
@@ -120,6 +123,33 @@ def test_a_failed_benchmark_gives_the_device_back_and_a_gone_server_is_an_error(
     peer.end.shutdown(socket.SHUT_WR)
     with pytest.raises(EOFError):
         server.lease()
+
+
+def test_a_child_waits_for_what_another_job_makes_and_tells_what_it_has_made(
+    pair: tuple[Server, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.jobs.worker.SEEK_EVERY_S", 0.0)
+    server, peer = pair
+    key = Key("build", 1, ("abc",))
+    seeks = Seeks(stage="build", key=key.digest)
+    peer.sends(*(Sought(answer=answer) for answer in ("wait", "wait", "make")))
+    with server.build_lock(key):
+        asked, waiting, *again = peer.hears(4)
+        assert [asked, *again] == [seeks] * 3
+        assert isinstance(waiting, Stage)
+        assert waiting.event.state == "waiting"
+    assert peer.hears(1) == [Made(stage="build", key=key.digest)]
+
+
+def test_figures_are_not_given_to_others_before_the_job_ends(pair: tuple[Server, Peer]) -> None:
+    """They may be forgotten then: see `forget_contended`."""
+    server, peer = pair
+    key = Key("benchmark", 1, ("abc",))
+    peer.sends(Sought(answer="make"))
+    with server.build_lock(key):
+        assert peer.hears(1) == [Seeks(stage="benchmark", key=key.digest)]
+    server.send(Wants())
+    assert peer.hears(1) == [Wants()]
 
 
 def test_progress_is_told_seldom(pair: tuple[Server, Peer]) -> None:

@@ -298,7 +298,7 @@ def test_a_draft_ends_after_an_hour_and_not_with_the_server(tmp_path: Path) -> N
         assert desk.service.drafts.remove_ended() == 0
         assert (await desk.client.get(draft)).status_code == 200
         later = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=DRAFT_S)
-        desk.service.drafts = Drafts(desk.service.folders, lambda: later)
+        desk.service.drafts = Drafts(desk.service.folders, desk.service.files, lambda: later)
         for answer in (await desk.client.get(draft), await desk.client.post(draft, data=OK)):
             assert answer.status_code == 404
             assert "expired" in refusal(answer)
