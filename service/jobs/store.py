@@ -35,6 +35,7 @@ from service.jobs.state import (
     Died,
     Job,
     JobEvent,
+    NodeAwaited,
     Requeued,
     StaleEvent,
     Started,
@@ -136,7 +137,7 @@ class JobStore:
                     "owner": job.owner,
                     "identity": job.identity,
                     "created": job.created,
-                    "device": job.device,
+                    "device": job.queue,
                 }
                 rows.execute(sa.insert(jobs).values(new | _columns(job)))
                 _insert_event(rows, job.id, job.created, "queued", {})
@@ -186,7 +187,7 @@ class JobStore:
         times_s = [
             job.took_s
             for job in _readable(recent)
-            if (job.name, job.device, job.measures is not None, job.attempt) == criteria
+            if (job.name, job.queue, job.measures is not None, job.attempt) == criteria
         ]
         return median(times_s[:MEDIAN_JOBS]) if times_s else None
 
@@ -371,6 +372,8 @@ def client_event(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
             return FIGURES_KIND, asdict(figures)
         case Started():
             return job.state, {"attempt": job.attempt}
+        case NodeAwaited():
+            return job.state, {"why": event.why}
         case Requeued() if job.state == "queued":
             return job.state, {"why": event.why}
         case Died() if job.state == "failed":
