@@ -69,6 +69,7 @@ __all__ = [
     "Targets",
     "Thresholds",
     "WaitForNode",
+    "plan_for_target",
 ]
 
 Fallback = Annotated[
@@ -194,3 +195,10 @@ class Plan(Frozen):
             " it fails."
         ),
     )
+
+
+def plan_for_target(plan: Plan, target: TargetConfig) -> Plan:
+    """Return the plan of one target alone."""
+    threads = target.threads or plan.benchmark.threads
+    benchmark = plan.benchmark.model_copy(update={"threads": threads})
+    return plan.model_copy(update={"targets": (), "benchmark": benchmark})
