@@ -55,7 +55,8 @@ TARGET_HEADINGS = ("target", "device", "verdict", "winner", "median", "speed-up"
 
 def target_cells(result: TargetResult) -> tuple[str, ...]:
     """Return the cells of one target for TARGET_HEADINGS."""
-    threads = f", {result.threads} threads" if result.threads else ""
+    unit = "thread" if result.threads == 1 else "threads"
+    threads = f", {result.threads} {unit}" if result.threads else ""
     return (
         result.name,
         f"{result.device or result.target}{threads}",

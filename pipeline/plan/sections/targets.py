@@ -145,7 +145,8 @@ class TargetConfig(Frozen):
     @property
     def title(self) -> str:
         """Its name, which is also that of its folder."""
-        threads = f" {self.threads} threads" if self.threads else ""
+        unit = "thread" if self.threads == 1 else "threads"
+        threads = f" {self.threads} {unit}" if self.threads else ""
         text = self.name or " ".join((self.device, *self.labels)) + threads
         return re.sub(r"[^A-Za-z0-9_.]+", "-", text)
 

@@ -32,9 +32,7 @@ def node(labels: dict[str, dict[str, str]], silent_s: float = 0.0) -> Node:
 
 
 @contextlib.asynccontextmanager
-async def joined(
-    home: Path, url: str, labels: dict[str, dict[str, str]], stopped: bool = True
-) -> AsyncIterator[Bench]:
+async def joined(home: Path, url: str, labels: dict[str, dict[str, str]]) -> AsyncIterator[Bench]:
     """A runner with these devices, on a database that others use."""
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
@@ -46,8 +44,9 @@ async def joined(
         yield Bench(home, runner, store)
     finally:
         await runner.stop()
+        everyone = [job.id for job in store.list(limit=1000).jobs if job.is_final]
         database.close()
-        assert of_jobs([job.id for job in store.list(limit=1000).jobs]) == []
+        assert of_jobs(everyone) == []
 
 
 async def submit(bench: Bench, target: str, name: str = "succeed", wait_s: float = 0.0) -> Job:
