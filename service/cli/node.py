@@ -36,7 +36,7 @@ def start(
     """Run jobs of the database CRUCIBLE_SERVICE_DATABASE_URL, without HTTP, until SIGTERM or
     Ctrl-C. Then its jobs are queued again, for other nodes.
     """
-    from service.node import run_node
+    from service.cli.node_process import run_node
     from service.settings import settings_from
 
     names = [name.strip() for name in devices.split(",") if name.strip()]

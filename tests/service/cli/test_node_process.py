@@ -13,10 +13,10 @@ import pytest
 
 from pipeline.errors import PlanError, UserError
 from service.cli.node import labels_from
+from service.cli.node_process import labels_of_devices, run_node
 from service.devices.leases import utc_now
 from service.jobs.nodes import Node, Nodes
 from service.jobs.store import JobStore
-from service.node import labels_of_devices, run_node
 from service.sandbox.process_tree import of_jobs
 from service.settings import Settings
 from service.storage.database import Database
@@ -28,14 +28,14 @@ from tests.service.builders.jobs import WITHIN_S, new_job, write_out
 NODE = """
 import os, sys
 from pathlib import Path
-from service.node import run_node
+from service.cli.node_process import run_node
 from service.settings import settings_from
 from tests.service.builders.app import known_host
 from tests.service.builders.jobs import WORKER
 settings = settings_from(os.environ, home=Path(sys.argv[1]), sandbox="off")
 run_node(settings, ("cpu",), {"rack": "a"}, WORKER, known_host)
 """
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def until(reached: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
