@@ -6,6 +6,7 @@ SIGTERM or Ctrl-C:  running jobs are stopped and queued again, and other nodes t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Mapping, Sequence
 
@@ -69,7 +70,8 @@ async def _run(
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    secure_home(settings.home)
+    with contextlib.suppress(PermissionError):  # a volume that belongs to another user
+        secure_home(settings.home)
     known = labels_of_devices(await probe(), devices, labels)
     database = await asyncio.to_thread(database_from, settings)
     try:
