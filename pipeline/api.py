@@ -62,6 +62,11 @@ def compile(
     folder = Path(out)
     parsed, command = _plan_and_command(plan, _checked(overrides), folder)
     check_folder(folder)
+    if parsed.targets:
+        raise PlanError(
+            "expected a plan for this host, got one with `targets`",
+            "`crucible compile` takes it; or pass the override `targets=[]`",
+        )
     runner = Runner(
         open_store(),
         emit or _ignore,

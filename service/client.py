@@ -32,7 +32,16 @@ from pydantic import ValidationError
 from pipeline.core import Frozen, Tensors
 from pipeline.errors import CrucibleError, HostError, PlanError, UserError
 from pipeline.results.report import Report
-from service.http.schemas import FORMS, JobPage, JobView, LimitsView, RecompileView, Refusal
+from service.http.schemas import (
+    FORMS,
+    CompileView,
+    JobPage,
+    JobView,
+    LimitsView,
+    NodePage,
+    RecompileView,
+    Refusal,
+)
 from service.jobs.state import FINAL, State
 from service.registry.models import (
     BenchmarkRequest,
@@ -172,7 +181,19 @@ class Client:
 
     def submit(self, upload: Upload, idempotency_key: str | None = None) -> JobView:
         """Send a model, streamed from the disk. Returns its job, or the job of an earlier equal
-        request.
+        request. PlanError if its plan has targets: use `compile`.
+        """
+        added = self.compile(upload, idempotency_key)
+        if isinstance(added, CompileView):
+            raise PlanError(
+                f"the plan has targets: its compile {added.id} has a job for each",
+                "send such a plan with `Client.compile`",
+            )
+        return added
+
+    def compile(self, upload: Upload, idempotency_key: str | None = None) -> JobView | CompileView:
+        """Send a model, streamed from the disk. Returns its job or, if its plan has targets, a
+        compile with a job for each.
         """
         with contextlib.ExitStack() as files:
             timeout, headers = (
@@ -182,7 +203,37 @@ class Client:
             request = self._http.build_request(
                 "POST", "/compile", files=upload.parts(files), headers=headers, timeout=timeout
             )
-            return self._parsed(JobView, self._send(request))
+            answer = self._send(request)
+        if answer.headers.get("Location", "").startswith("/compiles/"):
+            return self._parsed(CompileView, answer)
+        return self._parsed(JobView, answer)
+
+    def follow_compile(
+        self, compile_id: str, patience_s: float = PATIENCE_S
+    ) -> Iterator[CompileView]:
+        """Yield a compile for several targets about every second, until all have ended, even if
+        the server restarts meanwhile. Unreachable as for `events`.
+        """
+        waits = iter(wait_times(patience_s))
+        while True:
+            try:
+                view = self.compiled(compile_id)
+            except (Unreachable, RemoteError) as error:
+                if isinstance(error, RemoteError) and error.status not in TRANSIENT:
+                    raise
+                if (wait_s := next(waits, None)) is None:
+                    raise
+                time.sleep(wait_s)
+                continue
+            yield view
+            if view.outcome is not None:
+                return
+            waits = iter(wait_times(patience_s))
+            time.sleep(1.0)
+
+    def compiled(self, compile_id: str) -> CompileView:
+        """Return a compile for several targets, as it is now."""
+        return self._parsed(CompileView, self._ask("GET", _path("compiles", compile_id)))
 
     def submit_config(self, name: str, idempotency_key: str | None = None) -> JobView:
         """Compile one of the server's own plans."""
@@ -222,6 +273,10 @@ class Client:
     def limits(self) -> LimitsView:
         """Return the limits of this client's key and of its owner, and what is used of them."""
         return self._parsed(LimitsView, self._ask("GET", "/limits"))
+
+    def nodes(self) -> NodePage:
+        """Return the servers and nodes that run jobs. Needs an admin key."""
+        return self._parsed(NodePage, self._ask("GET", "/nodes"))
 
     def models(self) -> ModelPage:
         return self._parsed(ModelPage, self._ask("GET", "/models"))

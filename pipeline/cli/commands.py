@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.markup import escape
@@ -39,7 +39,7 @@ from pipeline.execution.store import bytes_of
 from pipeline.formatting import profiles_text
 from pipeline.host.environment import usable_cores
 from pipeline.plan import files as config
-from pipeline.plan.schema import Plan
+from pipeline.plan.schema import Plan, TargetConfig
 from pipeline.report import bundle as deliver
 from pipeline.results.report import Report, Verdict
 
@@ -64,6 +64,9 @@ def compile_(
     measured side by side with the baseline. The output ends with a table of candidates, the
     verdict, the path of the HTML report and, as the last line, one JSON document.
 
+    A plan with `targets` is compiled for each one that this host has, in a folder of its name, and
+    the output ends with a table of the targets. The exit code is that of the worst.
+
     Exit codes: 0 accepted, keep or unproven; 2 rejected; 1 error in the plan or on this host.
 
     Example: crucible compile plan.yaml --set benchmark.duration_s=10
@@ -73,6 +76,8 @@ def compile_(
     parsed = _plan(plan, overrides, profiles)
     folder = out or Path("crucible-out") / (parsed.name or "model")
     deliver.check_folder(folder)
+    if parsed.targets:
+        _compile_targets(parsed, folder, as_json)
     with _runner(as_json, parsed.name) as runner:
         report = compile_plan(parsed, runner, command_line())
         files = publish_report(report, folder)
@@ -96,6 +101,29 @@ def compile_(
     }
     print(json.dumps(summary))
     raise typer.Exit(exit_code(report.verdict))
+
+
+def _compile_targets(plan: Plan, folder: Path, as_json: bool) -> NoReturn:
+    """Compile for each target, print all side by side, and end with the exit code of the worst."""
+    from pipeline.compiler.targets import compile_targets
+    from pipeline.report.files import TARGETS_HTML
+    from pipeline.results import targets
+
+    errors = terminal.console(stderr=True)
+
+    def open_runner(target: TargetConfig) -> contextlib.AbstractContextManager[Runner]:
+        deliver.check_folder(folder / target.title)
+        if not as_json:
+            errors.print(f"target {target.title}", highlight=False)
+        return _runner(as_json, plan.name)
+
+    summary = compile_targets(plan, folder, open_runner, command_line())
+    if not as_json:
+        terminal.console().print(terminal.target_table(summary.targets))
+        print(f"report: {folder / TARGETS_HTML}")
+    print(summary.model_dump_json())
+    outcomes = [target.outcome for target in summary.targets]
+    raise typer.Exit(targets.exit_code(targets.worst(outcomes)))
 
 
 def exit_code(verdict: Verdict) -> int:

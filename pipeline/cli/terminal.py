@@ -18,6 +18,7 @@ from pipeline.formatting import shape_text, state_label
 from pipeline.report.accuracy_sections import ablation_outcome
 from pipeline.report.latency_sections import throughput_section
 from pipeline.report.performance_summary import (
+    TARGET_HEADINGS,
     Summary,
     bound_text,
     gpu_cost_line,
@@ -28,6 +29,7 @@ from pipeline.report.performance_summary import (
     ratio_text,
     summary_lines,
     summary_rows,
+    target_cells,
 )
 from pipeline.report.sections import cosine_text
 from pipeline.report.tables import Column, Table, left, right
@@ -42,6 +44,7 @@ from pipeline.results.report import (
     Report,
     ValidationReport,
 )
+from pipeline.results.targets import TargetResult
 
 PLAIN_WIDTH = 130
 REASON_WIDTH = 60  # characters of a reason in the table of candidates
@@ -236,6 +239,11 @@ def rich_table(table: Table) -> RichTable:
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> RichTable:
     """Return a table of left-aligned texts."""
     return rich_table(Table(left(*headings), tuple(tuple(row) for row in rows)))
+
+
+def target_table(results: Iterable[TargetResult]) -> RichTable:
+    """Return a table of the targets of a plan, side by side."""
+    return plain_table(TARGET_HEADINGS, map(target_cells, results))
 
 
 def refusal_table(refusals: tuple[Refusal, ...]) -> RichTable:

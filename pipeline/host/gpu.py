@@ -252,6 +252,16 @@ def find_gpus(nvml: Any = None) -> Gpus:
     return Gpus(reason=f"no GPU may be used: {VISIBLE}='{value}' hides {names}")
 
 
+def visible(device: str, parent: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES of a child: empty for the CPU; for `gpu:1` the second GPU that
+    the parent sees. `parent`: its value, None if it is not set.
+    """
+    if not device.startswith("gpu:"):
+        return ""
+    number = int(device.removeprefix("gpu:"))
+    return str(number) if parent is None else parent.split(",")[number].strip()
+
+
 def memory_in_use(uuid: str, nvml: Any = None) -> int | None:
     """Return the bytes of a GPU's memory that all processes use; None if NVML does not tell.
 

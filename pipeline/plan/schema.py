@@ -31,6 +31,7 @@ from pipeline.plan.sections.candidates import (
 from pipeline.plan.sections.data import DataConfig, DataPaths, DataSource, GeneratedData
 from pipeline.plan.sections.graph import CalibrationConfig, ExportConfig, SimplifyConfig
 from pipeline.plan.sections.model import ONNX_SUFFIXES, ModelConfig, Profiles
+from pipeline.plan.sections.targets import TargetConfig, Targets
 from pipeline.plan.sections.written import renamed
 from pipeline.serving_inputs import ServingConfig
 
@@ -64,7 +65,11 @@ __all__ = [
     "SimplifyConfig",
     "StageTimeout",
     "Switch",
+    "TargetConfig",
+    "Targets",
     "Thresholds",
+    "WaitForNode",
+    "plan_for_target",
 ]
 
 Fallback = Annotated[
@@ -80,6 +85,7 @@ Fallback = Annotated[
 # below the limit of a job in the service, so that the message names the stage
 STAGE_TIMEOUT_S = 4 * 3600.0
 StageTimeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+WaitForNode = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Plan(Frozen):
@@ -174,3 +180,25 @@ class Plan(Frozen):
             "Time limit of each stage, s. The time that a stage waits for a device does not count."
         ),
     )
+    targets: Targets = Field(
+        default=(),
+        description=(
+            "The devices to compile for, each with a report of its own: a list of texts such as"
+            " `cpu`, `gpu:H200` or `cpu, avx512_vnni`, or of the keys below. Default: this host,"
+            " or the device that the service chooses."
+        ),
+    )
+    wait_for_node_s: WaitForNode = Field(
+        default=0.0,
+        description=(
+            "How long a job of the service waits until a server or a node has its device, s. Then"
+            " it fails."
+        ),
+    )
+
+
+def plan_for_target(plan: Plan, target: TargetConfig) -> Plan:
+    """Return the plan of one target alone."""
+    threads = target.threads or plan.benchmark.threads
+    benchmark = plan.benchmark.model_copy(update={"threads": threads})
+    return plan.model_copy(update={"targets": (), "benchmark": benchmark})

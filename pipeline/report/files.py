@@ -19,11 +19,13 @@ from pydantic import ValidationError
 from pipeline.core import NoteCode
 from pipeline.errors import UserError
 from pipeline.report.figures import Plot
-from pipeline.report.html import page
+from pipeline.report.html import page, targets_page
 from pipeline.report.markdown import markdown
 from pipeline.results.report import SCHEMA_VERSION, Report, ReportFiles
+from pipeline.results.targets import TargetsSummary
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
+TARGETS_JSON, TARGETS_HTML = "targets.json", "targets.html"  # of several targets
 FIGURES = "figures"  # the folder of the figures
 OLD_NOTE_CODES = {
     (
@@ -55,6 +57,13 @@ def write_report(report: Report, folder: Path) -> ReportFiles:
     _write(files.markdown_file, markdown(report))
     _write(files.json_file, report.model_dump_json(indent=1))
     return files
+
+
+def write_targets(summary: TargetsSummary, folder: Path) -> None:
+    """Write the summary of several targets, whose reports are in folders of their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / TARGETS_HTML, targets_page(summary))
+    _write(folder / TARGETS_JSON, summary.model_dump_json(indent=1))
 
 
 def _svg_of(folder: Path, plot: Plot) -> str:

@@ -17,8 +17,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from pipeline.formatting import date
 from pipeline.report.figures import Plot, plots
 from pipeline.report.graph.view import graph_json, graph_script, graph_style, script_source
+from pipeline.report.performance_summary import TARGET_HEADINGS, target_cells
 from pipeline.report.sections import headline, sections
 from pipeline.results.report import Report
+from pipeline.results.targets import TargetsSummary
 
 
 @cache
@@ -52,3 +54,10 @@ def page(report: Report, svg_of: Callable[[Plot], str] = Plot.draw) -> str:
             script_source=script_source(),
         )
     )
+
+
+def targets_page(summary: TargetsSummary) -> str:
+    """Render the targets of a plan side by side, with links to their reports."""
+    rows = [(target, target_cells(target)) for target in summary.targets]
+    template = _environment().get_template("targets.html")
+    return template.render(summary=summary, headings=TARGET_HEADINGS, rows=rows)

@@ -18,6 +18,7 @@ from pipeline.measurement.statistics import Interval
 from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.precision_audit import percent_text
 from pipeline.results.report import Bound, LatencyRow
+from pipeline.results.targets import TargetResult
 
 TAILS = (50, 90, 95, 99)
 MIN_WARMUP_S, MIN_WALLTIME_S = 0.2, 3.0
@@ -47,6 +48,23 @@ def ratio_text(row: LatencyRow | None, stopped: str = "") -> str:
 def interval_text(ratio: Interval | None) -> str:
     """Return `9.28 (8.9 to 9.7)`; "" without a ratio."""
     return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
+
+
+TARGET_HEADINGS = ("target", "device", "verdict", "winner", "median", "speed-up")
+
+
+def target_cells(result: TargetResult) -> tuple[str, ...]:
+    """Return the cells of one target for TARGET_HEADINGS."""
+    unit = "thread" if result.threads == 1 else "threads"
+    threads = f", {result.threads} {unit}" if result.threads else ""
+    return (
+        result.name,
+        f"{result.device or result.target}{threads}",
+        result.outcome,
+        result.winner or result.reason,
+        time_text(result.latency_s) if result.latency_s is not None else "",
+        interval_text(result.ratio),
+    )
 
 
 # -- the bottleneck of a row -------------------------------------------------

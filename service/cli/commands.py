@@ -10,7 +10,7 @@ import typer
 
 from pipeline.cli import terminal
 from service.cli import models as model_commands
-from service.cli import proxy
+from service.cli import node, proxy
 from service.cli.audit import audit
 from service.cli.gc import gc
 from service.cli.options import (
@@ -22,7 +22,7 @@ from service.cli.options import (
     connect,
     operator,
 )
-from service.cli.progress import follow, print_job
+from service.cli.progress import follow, print_compile, print_job
 
 if TYPE_CHECKING:
     from service.http.schemas import JobView
@@ -38,6 +38,7 @@ keys = typer.Typer(
 )
 app.add_typer(keys, name="keys")
 app.add_typer(proxy.app, name="proxy")
+app.add_typer(node.app, name="node")
 app.command()(gc)
 app.command()(audit)
 app.add_typer(model_commands.app)
@@ -194,13 +195,15 @@ def submit(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send a model to a service to compile it there. An equal request gets the existing job.
+    """Send a model to a service to compile it there. An equal request gets the existing job. A plan
+    with `targets` gets a job for each.
 
-    Ends with one JSON document: the job.
+    Ends with one JSON document: the job, or the compile with the jobs of all targets.
     """
     from pipeline.errors import PlanError
     from pipeline.formatting import profiles_text
     from service.client import Upload
+    from service.http.schemas import JobView
 
     data = (calibration, selection, validation)
     extras = any((plan, profiles, *data))
@@ -223,10 +226,13 @@ def submit(
     with connect(url) as client:
         if model is not None:
             source = f"profiles: {profiles_text(profiles)}" if profiles else plan
-            job = client.submit(Upload(model, source, *data))
+            added = client.compile(Upload(model, source, *data))
         else:
-            job = client.submit_config(config or "")
-        print_job(client, job, wait, as_json)
+            added = client.submit_config(config or "")
+        if isinstance(added, JobView):
+            print_job(client, added, wait, as_json)
+        else:
+            print_compile(client, added, wait, as_json)
 
 
 @app.command()

@@ -13,8 +13,9 @@ from pipeline.cli.stage_progress import StageProgress
 from pipeline.execution.stage_event import StageEvent
 
 if TYPE_CHECKING:
+    from pipeline.results.targets import TargetResult
     from service.client import Client, Event, RemoteError
-    from service.http.schemas import JobView
+    from service.http.schemas import CompileView, JobView, TargetView
 
 
 def print_job(client: Client, job: JobView, wait: bool, as_json: bool) -> None:
@@ -52,6 +53,51 @@ def follow(client: Client, job_id: str, as_json: bool) -> NoReturn:
     if job.state != "succeeded":
         raise _error_of(job)
     raise typer.Exit(2 if job.verdict == "rejected" else 0)
+
+
+def print_compile(client: Client, compiled: CompileView, wait: bool, as_json: bool) -> None:
+    """Print a new compile for several targets, or follow all its jobs to their ends, and end the
+    command with the exit code of the worst target.
+    """
+    from pipeline.results.targets import exit_code
+
+    errors, told = terminal.console(stderr=True), dict[str, str]()
+    for view in client.follow_compile(compiled.id) if wait else (compiled,):
+        compiled = view
+        for target in view.targets:
+            text = _target_text(target)
+            if told.get(target.name) != text and not as_json:
+                errors.print(f"{target.name}: {text}", highlight=False, markup=False)
+            told[target.name] = text
+    if compiled.outcome is None:
+        if not as_json:
+            print(f"compile {compiled.id}: see it at {client.url}{compiled.link}")
+        print(compiled.model_dump_json())
+        return
+    if not as_json:
+        results = (_result_of(client, target) for target in compiled.targets)
+        terminal.console().print(terminal.target_table(results))
+    print(compiled.model_dump_json())
+    raise typer.Exit(exit_code(compiled.outcome))
+
+
+def _target_text(target: TargetView) -> str:
+    """Return the state of a target's job, or its current stage."""
+    job = target.job
+    if job.state == "running" and job.progress is not None:
+        return f"{job.progress.stage} {job.progress.subject}".strip()
+    return f"{target.outcome or job.state} {job.waits_for_node}".strip()
+
+
+def _result_of(client: Client, target: TargetView) -> TargetResult:
+    from pipeline.results.targets import TargetResult, result_of_report
+
+    job, address = target.job, f"{client.url}/reports/{target.job.id}"
+    if job.state == "succeeded":
+        return result_of_report(target.name, job.target, client.report(job.id), address)
+    reason = job.failure.message if job.failure else ""
+    assert target.outcome is not None  # all have ended
+    return TargetResult(name=target.name, target=job.target, outcome=target.outcome, reason=reason)
 
 
 def promote_text(model: str, job: JobView) -> str:

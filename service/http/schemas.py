@@ -21,7 +21,10 @@ from pipeline.results.report import (
     Verdict,
 )
 from pipeline.results.report import State as CandidateState
+from pipeline.results.targets import Outcome, worst
+from service.jobs.nodes import NO_NODE
 from service.jobs.state import Failure, Job, ModelVersion, State
+from service.jobs.store import Compile
 from service.registry.traffic import Suggestion
 
 # file names of a report's forms, by media type
@@ -107,6 +110,10 @@ class JobView(Frozen):
         default=None,
         description="The model version whose traffic chose the profiles; null for other jobs",
     )
+    target: str = Field(
+        default="", description="What it requires of a device; empty: the device, by its name"
+    )
+    waits_for_node: str = Field(default="", description="Why no node can run it now")
     created: str
     started: str | None
     finished: str | None
@@ -131,6 +138,29 @@ class JobView(Frozen):
     winner: str | None
     failure: Failure | None
     links: Links
+
+
+class TargetView(Frozen):
+    """One target of a compile."""
+
+    name: str
+    outcome: Outcome | None = Field(
+        description=(
+            "The verdict; `unavailable` if no node has the device; `failed` or `cancelled`; null"
+            " until then"
+        )
+    )
+    job: JobView
+
+
+class CompileView(Frozen):
+    """A compile for the targets of its plan: a job for each."""
+
+    id: str
+    name: str
+    outcome: Outcome | None = Field(description="The worst one; null until all targets have ended")
+    targets: tuple[TargetView, ...]
+    link: str
 
 
 class JobPage(Frozen):
@@ -176,6 +206,25 @@ class LimitsView(Frozen):
     limits: tuple[LimitView, ...]
 
 
+class NodeView(Frozen):
+    """A server or a node that runs jobs."""
+
+    id: str
+    name: str = Field(description="The name of its host")
+    kind: Literal["server", "node"]
+    version: str
+    live: bool = Field(description="Whether it has sent a heartbeat lately")
+    silent_s: float = Field(description="Time since its last heartbeat")
+    labels: dict[str, dict[str, str]] = Field(description="By device; targets ask for them")
+    jobs: tuple[str, ...] = Field(description="The jobs that it runs now")
+
+
+class NodePage(Frozen):
+    """Who runs jobs: live ones, and those that have gone in the last hour."""
+
+    nodes: tuple[NodeView, ...]
+
+
 class Health(Frozen):
     status: Literal["ok"]
 
@@ -198,6 +247,37 @@ def view_of_job(job: Job, now: dt.datetime) -> JobView:
     return JobView(
         **{name: getattr(job, name) for name in shared}, elapsed_s=_elapsed_s(job, now), links=links
     )
+
+
+def view_of_compile(compiled: Compile, now: dt.datetime) -> CompileView:
+    """Convert a compile to its client view."""
+    targets = tuple(
+        TargetView(
+            name=target.title, outcome=outcome_of(target.job), job=view_of_job(target.job, now)
+        )
+        for target in compiled.targets
+    )
+    outcomes = [target.outcome for target in targets if target.outcome is not None]
+    ended = len(outcomes) == len(targets)
+    return CompileView(
+        id=compiled.id,
+        name=compiled.targets[0].job.name,
+        outcome=worst(outcomes) if ended else None,
+        targets=targets,
+        link=f"/compiles/{compiled.id}",
+    )
+
+
+def outcome_of(job: Job) -> Outcome | None:
+    """Return how the job of a target has ended; None until then."""
+    if job.verdict is not None:
+        return job.verdict
+    if job.failure is not None and job.failure.code == NO_NODE:
+        return "unavailable"
+    match job.state:
+        case "failed" | "cancelled":
+            return job.state
+    return None
 
 
 def _elapsed_s(job: Job, now: dt.datetime) -> float | None:

@@ -183,7 +183,8 @@ class Attempt:
         context, work = self._context, self._work
         child = await Child.start(context.worker, self.job.id, work, file_bytes, environment, box)
         try:
-            started = Started(child.pid, child.started, context.sandbox.held(self.job.device))
+            held, device = context.sandbox.held(self.job.device), self.job.device
+            started = Started(child.pid, child.started, held, device)
             await context.record(self.job.id, started)
             log.info("job.started", job=self.job.id, pid=child.pid, device=self.job.device)
             await child.send(self._start(name))

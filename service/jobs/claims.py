@@ -1,6 +1,7 @@
 """Claims: each job is run by one server at a time, of all that use the database.
 
-    claim = claims.claim("cpu", None)     the next job of the device's queue, now this server's
+    claims.waiting()                      the requirements for which jobs wait: each has a queue
+    claim = claims.claim(["cpu"], None)   the next job of these queues, now this server's
     store.append(..., token=claim.token)  each write of the job says by which claim it is made
     claims.renew(running)                 a heartbeat for the jobs that this server runs
     claims.expired(LEASE_S)               jobs whose server has sent none for so long: now this
@@ -24,6 +25,8 @@ from service.storage.database import Database
 from service.storage.tables import database_clock_s, jobs
 
 LEASE_S = 20.0  # without a heartbeat for so long, a server is taken for dead
+
+_IS_WAITING = (jobs.c.state == "queued") & jobs.c.server.is_(None)
 
 log = logs.get("service.claims")
 
@@ -50,15 +53,34 @@ class Claims:
     def __init__(self, database: Database, server: str) -> None:
         self._database, self._server = database, server
 
-    def claim(self, device: str, most_running: int | None) -> Claim | None:
-        """Claim the next job of a device's queue; None if no job waits. Owners that run
+    def waiting(self) -> tuple[str, ...]:
+        """Return what the waiting jobs require of a device, each text once."""
+        query = sa.select(jobs.c.device).where(_IS_WAITING).distinct().order_by(jobs.c.device)
+        with self._database.read() as rows:
+            return tuple(rows.scalars(query))
+
+    def waiting_for(self, queue: str) -> tuple[Job, ...]:
+        """Return the jobs that wait with this requirement, oldest first. Damaged rows are left
+        out.
+        """
+        query = sa.select(jobs).where(_IS_WAITING, jobs.c.device == queue)
+        with self._database.read() as rows:
+            return tuple(claim.job for claim in _claims(rows.execute(query).mappings().all()))
+
+    def claim_waiting(self, job_id: str) -> Claim | None:
+        """Claim this job, to end it; None if it does not wait any more."""
+        waiting = sa.select(jobs.c.id).where(_IS_WAITING, jobs.c.id == job_id)
+        return next(iter(_claims(self._take(jobs.c.id.in_(_unlocked(waiting))))), None)
+
+    def claim(self, queues: Collection[str], most_running: int | None) -> Claim | None:
+        """Claim the next job of these queues; None if no job waits. Owners that run
         `most_running` jobs, on all servers together, are left out.
 
-        Interrupted jobs come first, then the oldest job of the owner whose last job on this device
+        Interrupted jobs come first, then the oldest job of the owner whose last job of these queues
         started longest ago, or never. A job with a damaged row is claimed and logged, and the next
         one is returned: a repair needs it as it is.
         """
-        following = _unlocked(self._next(device, most_running))
+        following = _unlocked(self._next(queues, most_running))
         condition = jobs.c.id == following.scalar_subquery()  # IN might claim more than one
         while taken := self._take(condition, most_running is not None):
             if claims := _claims(taken):
@@ -99,25 +121,18 @@ class Claims:
         query = sa.select(jobs.c.id).where(orphaned | dead)
         return _claims(self._take(jobs.c.id.in_(_unlocked(query))))
 
-    def for_other_devices(self, devices: Collection[str]) -> tuple[Claim, ...]:
-        """Claim the waiting jobs for devices other than these."""
-        waiting = sa.select(jobs.c.id).where(
-            jobs.c.state == "queued", jobs.c.server.is_(None), jobs.c.device.not_in(devices)
-        )
-        return _claims(self._take(jobs.c.id.in_(_unlocked(waiting))))
-
-    def _next(self, device: str, most_running: int | None) -> sa.Select[tuple[str]]:
-        """Return the query for the id of the next job of a device's queue."""
+    def _next(self, queues: Collection[str], most_running: int | None) -> sa.Select[tuple[str]]:
+        """Return the query for the id of the next job of these queues."""
         waiting, other = jobs.alias("waiting"), jobs.alias("other")
         last_start = (
             sa.select(sa.func.max(other.c.started))
-            .where(other.c.device == device, other.c.owner == waiting.c.owner)
+            .where(other.c.device.in_(queues), other.c.owner == waiting.c.owner)
             .scalar_subquery()
         )
         query = sa.select(waiting.c.id).where(
             waiting.c.state == "queued",
             waiting.c.server.is_(None),
-            waiting.c.device == device,
+            waiting.c.device.in_(queues),
         )
         if most_running is not None:
             busy = (  # not per waiting job: an owner may have thousands of old jobs

@@ -41,6 +41,8 @@ class HostIdentity(Frozen):
     digest: str
     # every `backend precision`, with why this host refuses it; empty if it does not
     candidates: dict[str, str] = Field(default_factory=dict)
+    # of each device, for targets; what they say of tools is in the digest too
+    labels: dict[str, dict[str, str]] = Field(default_factory=dict)
 
 
 class Start(Frozen):

@@ -1,5 +1,5 @@
-"""Runs the jobs: one queue per device and one child at a time on each. The owners of the waiting
-jobs take turns. Stores the events of the jobs and wakes the clients that wait for them.
+"""Runs the jobs: one queue per requirement, and one child at a time on each device. The owners of
+the waiting jobs take turns. Stores the events of the jobs and wakes the clients that wait for them.
 
     runner = JobRunner(settings, job_store, leases)
     await runner.start()                             kills children that an earlier server left and
@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import secrets
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -36,12 +38,22 @@ from weakref import WeakValueDictionary
 from psutil import Process
 
 from pipeline.errors import CrucibleError, StoreError
+from pipeline.host.labels import Labels
 from service import logs
 from service.devices.leases import Clock, Leases, utc_now
 from service.errors import Conflict, Unavailable
 from service.jobs.attempt import Attempt, AttemptContext
 from service.jobs.builds import Builds
 from service.jobs.claims import LEASE_S, Claim, Claims
+from service.jobs.nodes import (
+    BEAT_S,
+    Kind,
+    Node,
+    Nodes,
+    no_node_failure,
+    waits_until_s,
+    why_no_node,
+)
 from service.jobs.process_limits import limits_from, machine_memory
 from service.jobs.redact import scrubbed_event
 from service.jobs.state import (
@@ -50,6 +62,7 @@ from service.jobs.state import (
     Failure,
     Job,
     JobEvent,
+    NodeAwaited,
     Requeued,
     StaleEvent,
     after_a_crash,
@@ -92,6 +105,7 @@ class JobRunner:
         most_interruptions: int = MAX_INTERRUPTIONS,
         files: Files | None = None,
         builds: Builds | None = None,
+        kind: Kind = "server",
     ) -> None:
         self._settings, self._jobs, self._leases = settings, jobs, leases
         self._observers, self._clock = observers, clock
@@ -111,7 +125,11 @@ class JobRunner:
             builds,
         )
         self._shared = settings.database_url is not None
-        self._claims = Claims(jobs.database, secrets.token_hex(8))
+        server = secrets.token_hex(8)
+        self._claims = Claims(jobs.database, server)
+        self.all_nodes = Nodes(jobs.database, server, kind)
+        self._labels: dict[str, Labels] = {}  # by device
+        self._beat_s = -BEAT_S
         self._attempts: dict[str, Attempt] = {}  # by device
         self._tokens: dict[str, int] = {}  # of the claims of running jobs, by their id
         self._unreleased: list[Claim] = []
@@ -125,12 +143,14 @@ class JobRunner:
         self._thread = ThreadPoolExecutor(1, "crucible-jobs")
         self._stopping = False
 
-    async def start(self) -> None:
+    async def start(self, labels: Mapping[str, Labels] | None = None) -> None:
         """Take over the jobs of an earlier server, and start the queues. A server that shares its
-        database takes over only the jobs of servers that have died.
+        database takes over only the jobs of servers that have died. `labels`: of the devices.
         """
+        self._labels = {name: (labels or {}).get(name, {}) for name in self._leases.devices.names}
         if not self._shared:
             await self._recover(None)
+            await self._in_thread(partial(self.all_nodes.send_heartbeat, self._labels))
         self._queue = asyncio.create_task(self._run_queue())
         if self._shared:
             self._lease_watch = asyncio.create_task(self._watch_lease())
@@ -157,6 +177,9 @@ class JobRunner:
         if self._lease_watch is not None:
             self._lease_watch.cancel()
         self._leases.close()
+        if self._shared and self._queue is not None:
+            with contextlib.suppress(CrucibleError):  # its silence says the same, later
+                await self._in_thread(self.all_nodes.leave)
         await self._in_thread(self._jobs.close)
         self._thread.shutdown()
 
@@ -235,9 +258,11 @@ class JobRunner:
             owner=old.owner,
             identity=old.identity,
             name=old.name,
-            device=old.device,
+            device=old.queue,
             measures=old.measures,
             recompiles=old.recompiles,
+            target=old.target,
+            wait_for_node_s=old.wait_for_node_s,
             created=created,
             estimate_s=old.estimate_s,
             trace=current_trace(),
@@ -295,7 +320,8 @@ class JobRunner:
                 for claim in tuple(self._unreleased):  # a job that ends meanwhile may add one
                     await self._in_thread(partial(self._claims.release, claim))
                     self._unreleased.remove(claim)
-                await self._start_jobs()
+                if await self._start_jobs():
+                    next_look_s = POLL_S
             except CrucibleError as error:  # the database cannot be used now
                 log.error("queue.delayed", error=error.message)
                 next_look_s = POLL_S
@@ -305,33 +331,57 @@ class JobRunner:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wakeup.wait(), next_look_s)
 
-    async def _start_jobs(self) -> None:
-        """Claim and start the next job of each device that runs none. Fail jobs for devices that
-        this host does not have, unless other servers may have them.
+    async def _start_jobs(self) -> bool:
+        """Claim and start the next job of each device that runs none. Fail jobs that no node can
+        run. Returns True if one waits for a node.
         """
-        devices = self._leases.devices.names
-        for device in devices:
-            if device in self._attempts:
+        waiting = await self._in_thread(self._claims.waiting)
+        this, most = self.all_nodes.this(self._labels), self._settings.max_running
+        for device, labels in self._labels.items():
+            here = replace(this, labels={device: labels})
+            queues = [queue for queue in waiting if not why_no_node(queue, [here])]
+            if device in self._attempts or not queues:
                 continue
-            most = self._settings.max_running
-            claim = await self._in_thread(partial(self._claims.claim, device, most))
+            claim = await self._in_thread(partial(self._claims.claim, queues, most))
             if claim is not None and self._stopping:
                 await self._in_thread(partial(self._claims.release, claim))
             elif claim is not None:
-                self._attempts[device] = attempt = Attempt(claim.job, self._context, claim.token)
+                job = claim.job.model_copy(update={"device": device})
+                self._attempts[device] = attempt = Attempt(job, self._context, claim.token)
                 self._tokens[claim.job.id] = claim.token
                 self._keep(asyncio.create_task(self._run(device, attempt, claim)))
-        if self._shared:
-            return
-        for claim in await self._in_thread(partial(self._claims.for_other_devices, devices)):
-            message = f"this host has no device '{claim.job.device}'; it has {', '.join(devices)}"
-            failure = Failure(
-                code="backend.unavailable", message=message, next_step="send the model again"
-            )
-            self._unreleased.append(claim)  # in case its end cannot be stored now
-            with contextlib.suppress(StaleEvent):  # somebody has cancelled it
-                await self._record(claim.job.id, Died(failure), token=claim.token)
-            self._unreleased.remove(claim)
+        others = [queue for queue in waiting if why_no_node(queue, [this])]
+        return bool(others) and await self._end_without_node(others)
+
+    async def nodes(self) -> tuple[Node, ...]:
+        """Return the nodes of the database. This one is live."""
+        found = await self._in_thread(self.all_nodes.list)
+        live = [replace(node, silent_s=0.0) for node in found if node.id == self.all_nodes.id]
+        if not self._shared:  # the others are those of earlier starts
+            return tuple(live)
+        return (*live, *(node for node in found if node.id != self.all_nodes.id))
+
+    async def _end_without_node(self, queues: Sequence[str]) -> bool:
+        """Fail the jobs of these queues that no live node can run, unless they wait for one.
+        Returns True if one waits.
+        """
+        nodes, now_s, waits = await self.nodes(), self._clock().timestamp(), False
+        for queue in queues:
+            if not (why := why_no_node(queue, nodes)):
+                continue
+            for job in await self._in_thread(partial(self._claims.waiting_for, queue)):
+                created_s = dt.datetime.fromisoformat(job.created).timestamp()
+                if now_s < waits_until_s(job, created_s, nodes, now_s):
+                    waits = True
+                    with contextlib.suppress(StaleEvent):  # told before, or cancelled
+                        await self._record(job.id, NodeAwaited(why))
+                elif claim := await self._in_thread(partial(self._claims.claim_waiting, job.id)):
+                    self._unreleased.append(claim)  # in case its end cannot be stored now
+                    failed = Died(no_node_failure(why, nodes))
+                    with contextlib.suppress(StaleEvent):  # somebody has cancelled it
+                        await self._record(job.id, failed, token=claim.token)
+                    self._unreleased.remove(claim)
+        return waits
 
     async def _run(self, device: str, attempt: Attempt, claim: Claim) -> None:
         try:
@@ -373,6 +423,9 @@ class JobRunner:
         take over jobs of those that have died, and wake clients that wait for their events.
         """
         begun_s = time.monotonic()
+        if begun_s - self._beat_s >= BEAT_S:
+            await self._in_thread(partial(self.all_nodes.send_heartbeat, self._labels))
+            self._beat_s = begun_s
         held = await self._in_thread(partial(self._claims.renew, tuple(self._tokens)))
         self._renewed_s = begun_s
         for attempt in self._attempts.values():

@@ -45,10 +45,13 @@ class Job(Frozen):
     owner: str
     identity: str  # equal for equal requests of one owner
     name: str  # of the plan
-    device: str  # the job waits in the queue of this device
+    device: str  # on which it runs; before that, what it requires of a device
     measures: ModelVersion | None = None  # None: it compiles
     # whose model and data it compiles again for the shapes that the version has run
     recompiles: ModelVersion | None = None
+    target: str = ""  # what it requires of a device; "": `device`, by its name
+    wait_for_node_s: float = 0.0
+    waits_for_node: str = ""  # why no node can run it now
     state: State = "queued"
     created: str  # UTC
     started: str | None = None  # of the last attempt
@@ -76,6 +79,11 @@ class Job(Frozen):
         return self.state in FINAL
 
     @property
+    def queue(self) -> str:
+        """What it requires of a device: the jobs with one requirement have a queue."""
+        return self.target or self.device
+
+    @property
     def took_s(self) -> float:
         """Duration of the last attempt of a job that has ended; 0 if it never ran."""
         if self.started is None or self.finished is None:
@@ -92,6 +100,7 @@ class Started:
     pid: int
     pid_started: float
     layers: tuple[str, ...] = ()  # as Job.sandbox
+    device: str | None = None  # None: that of the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,14 @@ class Requeued:
     interrupted: bool = False  # the server crashed instead of stopping in order
 
 
-JobEvent = Started | StageEvent | Succeeded | Died | CancelAsked | Requeued
+@dataclass(frozen=True, slots=True)
+class NodeAwaited:
+    """No server and no node can run the job now, and it waits for one."""
+
+    why: str
+
+
+JobEvent = Started | NodeAwaited | StageEvent | Succeeded | Died | CancelAsked | Requeued
 
 
 class StaleEvent(Exception):
@@ -144,6 +160,8 @@ def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
                 "state": "running",
                 "started": at,
                 "attempt": job.attempt + 1,
+                "device": event.device or job.device,
+                "waits_for_node": "",
                 "pid": event.pid,
                 "pid_started": event.pid_started,
                 "sandbox": event.layers,
@@ -152,6 +170,8 @@ def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
         case StageEvent(), "running" | "cancelling":
             # Stored and shown as a StageStatus: pydantic leaves out the fields of a subclass.
             return job.model_copy(update={"progress": event})
+        case NodeAwaited(), "queued" if job.waits_for_node != event.why:  # told once
+            return job.model_copy(update={"waits_for_node": event.why})
         case CancelAsked(), "queued":
             return _end(job, "cancelled", at)
         case CancelAsked(), "running" | "cancelling":
@@ -159,12 +179,10 @@ def step(job: Job, event: JobEvent, now: dt.datetime) -> Job:
         case Succeeded(), "running":
             result = {"verdict": event.verdict, "winner": event.winner, "engine": event.engine}
             return _end(job, "succeeded", at).model_copy(update=result)
-        case Died(), "running":
+        case Died(), "running" | "queued":  # queued: its child could not start
             return _end(job, "failed", at).model_copy(update={"failure": event.failure})
         case Died() | Succeeded() | Requeued(), "cancelling":  # as requested
             return _end(job, "cancelled", at)
-        case Died(), "queued":  # its child could not start
-            return _end(job, "failed", at).model_copy(update={"failure": event.failure})
         case Requeued(), "running":
             count = job.interruptions + (1 if event.interrupted else 0)
             return job.model_copy(

@@ -35,6 +35,7 @@ from service.jobs.state import (
     Died,
     Job,
     JobEvent,
+    NodeAwaited,
     Requeued,
     StaleEvent,
     Started,
@@ -48,7 +49,7 @@ from service.storage.audit_entry import SERVICE, Actor, Details, Entry
 from service.storage.database import Database, delete_unlocked
 from service.storage.files import StoredFile, delete_files, insert_files
 from service.storage.layout import FOLDERS_OF_JOB
-from service.storage.tables import events, jobs, requests
+from service.storage.tables import compile_targets, events, jobs, requests
 
 ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
 # states in which an equal request gets the same job; in all others it makes a new one
@@ -79,6 +80,23 @@ class Once:
 
     key: str
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TargetJob:
+    """The job of one target."""
+
+    title: str  # of the target
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """A compile for several targets. Equal ones may share jobs."""
+
+    id: str
+    owner: str
+    targets: tuple[TargetJob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +157,7 @@ class JobStore:
                     "owner": job.owner,
                     "identity": job.identity,
                     "created": job.created,
-                    "device": job.device,
+                    "device": job.queue,
                 }
                 rows.execute(sa.insert(jobs).values(new | _columns(job)))
                 _insert_event(rows, job.id, job.created, "queued", {})
@@ -164,6 +182,37 @@ class JobStore:
         """
         with self.database.read() as rows:
             return job_from_row(_row(rows, job_id, owner))
+
+    def add_compile(self, compiled: Compile) -> None:
+        """Add a compile, whose jobs are there."""
+        new = [
+            {
+                "compile": compiled.id,
+                "position": position,
+                "owner": compiled.owner,
+                "title": target.title,
+                "job_id": target.job.id,
+            }
+            for position, target in enumerate(compiled.targets)
+        ]
+        with self.database.write() as rows:
+            rows.execute(sa.insert(compile_targets), new)
+
+    def get_compile(self, compile_id: str, owner: str | None = None) -> Compile:
+        """Return a compile with the jobs of its targets that are still stored. NotFound if there is
+        none, or if it has another owner. `owner` None: any owner.
+        """
+        query = (
+            sa.select(compile_targets.c.title, compile_targets.c.owner.label("of"), jobs)
+            .join(jobs, jobs.c.id == compile_targets.c.job_id)
+            .where(compile_targets.c.compile == compile_id)
+            .order_by(compile_targets.c.position)
+        )
+        found = [row for row in self._rows(query) if owner in (None, row["of"])]
+        if not found:
+            raise NotFound(f"no compile '{compile_id}'", "GET /jobs lists your jobs")
+        targets = tuple(TargetJob(row["title"], job_from_row(row)) for row in found)
+        return Compile(compile_id, found[0]["of"], targets)
 
     def of_identity(self, owner: str, identity: str) -> Job | None:
         """Return the job that an equal request would get; None if it would make a new one."""
@@ -190,7 +239,7 @@ class JobStore:
         times_s = [
             job.took_s
             for job in _readable(recent)
-            if (job.name, job.device, job.measures is not None, job.attempt) == criteria
+            if (job.name, job.queue, job.measures is not None, job.attempt) == criteria
         ]
         return median(times_s[:MEDIAN_JOBS]) if times_s else None
 
@@ -379,6 +428,8 @@ def client_event(event: JobEvent, job: Job) -> tuple[str, dict[str, Any]]:
             return FIGURES_KIND, asdict(figures)
         case Started():
             return job.state, {"attempt": job.attempt}
+        case NodeAwaited():
+            return job.state, {"why": event.why}
         case Requeued() if job.state == "queued":
             return job.state, {"why": event.why}
         case Died() if job.state == "failed":

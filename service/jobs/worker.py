@@ -242,8 +242,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
 
     from pipeline.backends import BACKENDS, backend
     from pipeline.compiler import candidate_stages, compile
-    from pipeline.host.environment import environment
-    from pipeline.host.gpu import find_gpus
+    from pipeline.host.labels import device_labels
 
     targets = {}
     candidates: dict[str, str] = {}
@@ -261,13 +260,11 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {
         "crucible": distribution.version()
     }
-    devices = {
-        "cpu": environment().cpu,
-        **{f"gpu:{number}": gpu.name for number, gpu in enumerate(find_gpus().devices)},
-    }
+    labels = device_labels()
+    devices = {name: device["name"] for name, device in labels.items()}
     facts = json.dumps([devices, targets, versions, tools], sort_keys=True)
     digest = hashlib.sha256(facts.encode()).hexdigest()
-    return HostIdentity(devices=devices, digest=digest, candidates=candidates)
+    return HostIdentity(devices=devices, digest=digest, candidates=candidates, labels=labels)
 
 
 def _refusal(name: str, precision: Precision, target: Target) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pipeline.errors import HostError
 from pipeline.execution.child_process import IMPORT_PATH
 from pipeline.execution.exit_causes import MemoryKills, how_it_died, memory_kills
+from pipeline.host.gpu import VISIBLE, visible
 from service.jobs.messages import FROM_CHILD, FROM_SERVER, FromChild, FromServer
 from service.jobs.state import Failure
 from service.sandbox import process_tree as processes
@@ -36,7 +37,6 @@ INHERITED = (
     "OPENBLAS_NUM_THREADS",
 )
 INHERITED_PREFIXES = ("LC_", "NVIDIA_")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 USER = "crucible"  # libraries ask for it, and the user of a child has no entry in /etc/passwd
 
 
@@ -68,16 +68,6 @@ def environment_for(
         "USER": USER,
         processes.MARK: job_id,
     }
-
-
-def visible(device: str, server: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES of a child: empty for the CPU; for `gpu:1` the second GPU that
-    the server sees.
-    """
-    if not device.startswith("gpu:"):
-        return ""
-    number = int(device.removeprefix("gpu:"))
-    return str(number) if server is None else server.split(",")[number].strip()
 
 
 async def start_guarded(

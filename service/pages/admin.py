@@ -88,6 +88,7 @@ async def _admin(
         counts=await service.read(lambda: service.jobs.counts()),
         proof=proof,
         devices=service.devices,
+        nodes=await service.runner.nodes(),
         which=which,
         actions=ACTIONS,
         scopes=SCOPES,

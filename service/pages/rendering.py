@@ -23,6 +23,7 @@ from jinja2 import (
 
 from pipeline import distribution
 from pipeline.formatting import bytes_text, date, interval, time_text
+from pipeline.host.labels import labels_text
 from service.auth import Caller
 from service.errors import Answer
 from service.http.routers.dependencies import caller_of
@@ -76,6 +77,7 @@ def environment() -> Environment:
         "time": time_text,
         "interval": interval,
         "ago": ago,
+        "labels_text": labels_text,
     }
     made.globals |= {
         "static": url_of,

@@ -88,7 +88,7 @@ jobs = sa.Table(
     sa.Column("created", Text, nullable=False),
     sa.Column("job", Text, nullable=False),  # JSON of service.jobs.state.Job
     # copies of what `job` holds, for queries
-    sa.Column("device", Text, nullable=False, server_default=""),
+    sa.Column("device", Text, nullable=False, server_default=""),  # what it requires
     sa.Column("started", Text),
     sa.Column("attempt", sa.Integer, nullable=False, server_default=sa.text("0")),
     # the claim: see service.jobs.claims
@@ -113,6 +113,28 @@ events = sa.Table(
     sa.Column("stage", Text),
     sa.Column("subject", Text),
     sa.Index("events_by_job", "job_id", "seq"),
+)
+
+nodes = sa.Table(
+    "nodes",
+    METADATA,
+    sa.Column("id", Text, primary_key=True),  # that of the claims of its jobs
+    sa.Column("name", Text, nullable=False),  # of the host
+    sa.Column("kind", Text, nullable=False),  # server or node
+    sa.Column("version", Text, nullable=False),
+    sa.Column("labels", Text, nullable=False),  # JSON: labels by device
+    sa.Column("heartbeat_at", SECONDS, nullable=False),
+)
+
+compile_targets = sa.Table(
+    "compile_targets",
+    METADATA,
+    sa.Column("compile", Text, primary_key=True),
+    sa.Column("position", sa.Integer, primary_key=True),
+    sa.Column("owner", Text, nullable=False),
+    sa.Column("title", Text, nullable=False),
+    sa.Column("job_id", Text, sa.ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False),
+    sa.Index("compile_targets_by_job", "job_id"),
 )
 
 requests = sa.Table(

@@ -115,6 +115,11 @@ async def submit_draft(service: Service, caller: Caller, draft: Draft, plan: str
         parts["plan"] = Part("plan", new / "plan", "", size, "plan.yaml")
         await asyncio.to_thread(parts["plan"].path.write_text, plan, "utf-8")
         request = await request_of_parts(service, parts, caller.owner, host)
+        if request.plan.targets:
+            raise Unprocessable(
+                "a page compiles for one device, and the plan has `targets`",
+                "leave them out, or send the plan with `crucible submit`",
+            )
         spec = await spec_of(service, job_id, request, host)
         return replace(spec, counted_bytes=counted_bytes, like=(old,))
 

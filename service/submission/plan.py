@@ -47,7 +47,10 @@ from pipeline.plan.schema import (
     Profiles,
     SimplifyConfig,
     StageTimeout,
+    TargetConfig,
+    Targets,
     Thresholds,
+    WaitForNode,
 )
 from pipeline.serving_inputs import InputRecipe, Packing, Padding, ServingConfig
 from service.architectures import check_metric, entrypoint_of
@@ -101,6 +104,8 @@ class SubmittedPlan(Frozen):
     objective: Objective = "latency"
     serving: ServingConfig = ServingConfig()
     stage_timeout_s: StageTimeout = STAGE_TIMEOUT_S
+    targets: Targets = ()
+    wait_for_node_s: WaitForNode = 0.0
 
     @model_validator(mode="after")
     def _allowed_only(self) -> SubmittedPlan:
@@ -139,6 +144,7 @@ ALLOWED: dict[type[BaseModel], str] = {
     Padding: "input axis value",
     Packing: "axis mask positions",
     LatencyLimit: "max_latency_ms",
+    TargetConfig: "name device threads labels",
     InputRecipe: "input size resize colour layout scale mean std",
 }
 """The keys that a client may write, by section. Every other key of a plan is refused.

@@ -12,7 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from pipeline.errors import HostError, PlanError, StoreAway
 from pipeline.plan.files import load_plan
-from pipeline.plan.schema import CandidateConfig, Plan
+from pipeline.plan.schema import CandidateConfig, Plan, TargetConfig, plan_for_target
 from pipeline.plan.source import code_digest, source_from_config
 from service import logs
 from service.auth import Caller
@@ -31,7 +31,7 @@ from service.jobs.messages import HostIdentity
 from service.jobs.process_limits import disk_use
 from service.jobs.publish import REPORT_FILES, check_form, published_engine, published_report
 from service.jobs.state import Job, ModelVersion, new_id
-from service.jobs.store import Once
+from service.jobs.store import Compile, Once, TargetJob
 from service.jobs.traces import current_trace
 from service.registry.models import BenchmarkRequest
 from service.sandbox.proof import Proof
@@ -68,6 +68,8 @@ class JobSpec:
     digest: str
     measures: ModelVersion | None = None
     recompiles: ModelVersion | None = None
+    target: str = ""  # as Job.target
+    wait_for_node_s: float = 0.0
     counted_bytes: int = 0  # of the upload, which count already: those of a draft
     like: tuple[Path, ...] = ()  # stored folders with files of the upload
 
@@ -91,24 +93,78 @@ class Body:
             yield chunk
 
 
-async def submit(service: Service, caller: Caller, body: Body, key: str | None) -> Job:
-    """Add a job for a request's body, or return the job of an earlier equal request."""
+async def submit(service: Service, caller: Caller, body: Body, key: str | None) -> Job | Compile:
+    """Add a job for a request's body, or one for each target of its plan. An equal request gets
+    the job of an earlier one.
+    """
     host, owner = service.host_for_job(), caller.owner
     service.limits.check_upload(caller.key, body.length)
-    content_type, stream = body.content_type, body.counted(service, caller)
+    _check_key(key)
+    await asyncio.to_thread(service.files.check)  # before a long body is read
+    upload_id = new_id(utc_now())
+    try:
+        request = await _receive(service, caller, body, upload_id, host)
+        if request.plan.targets:
+            return await _submit_targets(service, caller, key, upload_id, request, host)
+    except BaseException:
+        await asyncio.to_thread(service.folders.remove, upload_id)
+        raise
 
     async def prepare(job_id: str) -> JobSpec:
-        await make_room(service, owner, body.length)
-        if content_type.partition(";")[0].strip().lower() == "application/json":
-            text = await _read_short(stream, service.settings.max_plan_bytes)
-            request = await _config_request(text, service.settings, owner, host)
-        else:
-            folder, limits = service.folders.uploads(job_id), limits_of(service.settings)
-            parts = await uploads.receive(stream, content_type, folder, limits)
-            request = await request_of_parts(service, parts, owner, host)
         return await spec_of(service, job_id, request, host)
 
-    return await add_job(service, caller, owner, key, prepare)
+    return await add_job(service, caller, owner, key, prepare, upload_id)
+
+
+async def _receive(
+    service: Service, caller: Caller, body: Body, upload_id: str, host: HostIdentity
+) -> CompileRequest:
+    content_type, stream = body.content_type, body.counted(service, caller)
+    await make_room(service, caller.owner, body.length)
+    if content_type.partition(";")[0].strip().lower() == "application/json":
+        text = await _read_short(stream, service.settings.max_plan_bytes)
+        return await _config_request(text, service.settings, caller.owner, host)
+    folder, limits = service.folders.uploads(upload_id), limits_of(service.settings)
+    parts = await uploads.receive(stream, content_type, folder, limits)
+    return await request_of_parts(service, parts, caller.owner, host)
+
+
+async def _submit_targets(
+    service: Service,
+    caller: Caller,
+    key: str | None,
+    upload_id: str,
+    request: CompileRequest,
+    host: HostIdentity,
+) -> Compile:
+    """Add a job for each target of a plan. They share the files of the upload, which is removed
+    then.
+    """
+    added = list[TargetJob]()
+    await asyncio.to_thread(service.folders.save_plan, upload_id, request.plan)
+    for target in request.plan.targets:
+        title = target.title
+
+        async def prepare(job_id: str, target: TargetConfig = target) -> JobSpec:
+            await asyncio.to_thread(service.folders.share_upload, upload_id, job_id)
+            plan = await asyncio.to_thread(service.folders.load_plan, job_id)
+            text, parts = target.requirement.text, [target.requirement.text, target.threads]
+            of_target = replace(
+                request,
+                plan=plan_for_target(plan, target),
+                identity=_text_digest([request.identity, *parts]),
+                digest=_text_digest([request.digest, *parts]),
+            )
+            spec = await spec_of(service, job_id, of_target, host)
+            return replace(spec, device=text, target=text)
+
+        of_target = f"{key}/{title}"[-MAX_KEY_CHARACTERS:] if key else key
+        job = await add_job(service, caller, caller.owner, of_target, prepare)
+        added.append(TargetJob(title, job))
+    await asyncio.to_thread(service.folders.remove, upload_id)
+    compiled = Compile(upload_id, caller.owner, tuple(added))
+    await service.read(partial(service.jobs.add_compile, compiled))
+    return compiled
 
 
 async def spec_of(
@@ -120,7 +176,13 @@ async def spec_of(
     await asyncio.to_thread(service.folders.save_plan, job_id, request.plan)
     if request.warnings:  # before the job's child can put a link in the place of its log
         await asyncio.to_thread(service.folders.work(job_id).start_log, request.warnings)
-    return JobSpec(request.plan.name, device, request.identity, request.digest)
+    return JobSpec(
+        request.plan.name,
+        device,
+        request.identity,
+        request.digest,
+        wait_for_node_s=request.plan.wait_for_node_s,
+    )
 
 
 async def submit_benchmark(
@@ -145,19 +207,20 @@ async def submit_benchmark(
 
 
 async def add_job(
-    service: Service, caller: Caller, owner: str, key: str | None, prepare: Prepare
+    service: Service,
+    caller: Caller,
+    owner: str,
+    key: str | None,
+    prepare: Prepare,
+    job_id: str | None = None,
 ) -> Job:
     """Add the job that `prepare` describes for this owner, or return the job of an earlier equal
-    request.
+    request. `job_id`: that of an upload which has arrived; it is removed if no job is added.
     """
-    if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
-        raise Unprocessable(
-            f"an Idempotency-Key of {len(key)} characters, expected 1 to {MAX_KEY_CHARACTERS}",
-            "send a UUID, for example",
-        )
-    await asyncio.to_thread(service.files.check)  # before a long body is read
+    _check_key(key)
+    await asyncio.to_thread(service.files.check)
     now = utc_now()
-    job_id = new_id(now)
+    job_id = job_id or new_id(now)
     folder = service.folders.uploads(job_id)
     try:
         spec = await prepare(job_id)
@@ -172,6 +235,8 @@ async def add_job(
             device=spec.device,
             measures=spec.measures,
             recompiles=spec.recompiles,
+            target=spec.target,
+            wait_for_node_s=spec.wait_for_node_s,
             created=now.isoformat(timespec="milliseconds"),
             estimate_s=await service.read(
                 lambda: service.jobs.usual_s(
@@ -193,6 +258,14 @@ async def add_job(
     if added.id != job_id:
         await asyncio.to_thread(service.folders.remove, job_id)
     return added
+
+
+def _check_key(key: str | None) -> None:
+    if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
+        raise Unprocessable(
+            f"an Idempotency-Key of {len(key)} characters, expected 1 to {MAX_KEY_CHARACTERS}",
+            "send a UUID, for example",
+        )
 
 
 async def _forget_damaged(service: Service, owner: str, identity: str) -> None:

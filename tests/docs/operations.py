@@ -27,6 +27,7 @@ JOB_CODES = {
     "job.interrupted": "The server died several times while the job ran.",
     "job.memory": "The job's processes needed more than `job_memory_bytes`.",
     "job.protocol": "The job's process sent what it must not send.",
+    "job.no_node": "No server and no node has the device or the labels of its target.",
     "job.timeout": "The job took longer than `job_timeout_s`.",
 }
 """Failures of jobs beside the codes of errors."""

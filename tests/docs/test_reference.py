@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from pipeline.plan.schema import Plan
+from service.jobs.nodes import NO_NODE
 from tests.docs.operations import JOB_CODES
 from tests.docs.reference import REFERENCE, pages
 from tests.service.integration.test_server import serving
@@ -64,5 +65,5 @@ def test_every_code_that_the_source_names_has_a_meaning() -> None:
     assert len(codes) > 30
     listed = set(re.findall(r"^\| `([\w.]+)`", PAGES["errors.md"], re.MULTILINE))
     assert codes <= listed
-    of_limits = {"job.memory", "job.disk"}  # made from the name of the resource
-    assert {code for code in codes if code.startswith("job.")} | of_limits == set(JOB_CODES)
+    others = {"job.memory", "job.disk", NO_NODE}  # of the name of a resource, or a constant
+    assert {code for code in codes if code.startswith("job.")} | others == set(JOB_CODES)

@@ -19,7 +19,7 @@ from service.refusals import MAX_FAILURES
 from service.storage.audit import Audit
 from service.storage.audit_entry import Filter, StoredEntry
 from service.storage.database import Database
-from tests.service.builders.app import Desk, at_desk
+from tests.service.builders.app import Desk, at_desk, parts
 from tests.service.builders.jobs import WITHIN_S
 from tests.service.http.test_routers_models import report
 from tests.service.serving.engines import linear
@@ -201,11 +201,13 @@ def test_no_request_lets_the_event_loop_query_the_database(tmp_path: Path) -> No
     async def story(desk: Desk) -> None:
         desk.client.headers.update(await new_key(desk, "operator", "admin"))
         job = (await desk.end_of("succeed"))["id"]
+        files = parts("succeed") | {"plan": ("plan.yaml", b"name: succeed\ntargets: [cpu]")}
+        compiled = (await desk.client.post("/compile", files=files)).json()["id"]
         engine = await asyncio.to_thread(partial(report, desk, linear(tmp_path / "e"), "operator"))
         await desk.client.post("/models/m/promote", json={"report": engine})
         await desk.client.put("/models/m/deployment", json={})
         paths = {
-            path.format(job_id=job, name="m", model="m", version=1)
+            path.format(job_id=job, compile_id=compiled, name="m", model="m", version=1)
             for path, methods in desk.app.openapi()["paths"].items()
             if "get" in methods and "sharedmemory" not in path
         }

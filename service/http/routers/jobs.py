@@ -15,7 +15,7 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from service.context import Service
 from service.devices.leases import utc_now
 from service.http.routers.dependencies import REFUSALS, CurrentCaller, CurrentService
-from service.http.schemas import JobPage, JobView, view_of_job
+from service.http.schemas import CompileView, JobPage, JobView, view_of_compile, view_of_job
 from service.http.sse import EventStream, stream
 from service.jobs.redact import scrubbed
 from service.jobs.state import Job, State
@@ -63,17 +63,17 @@ PLAN_NOTE = (
 @router.post(
     "/compile",
     status_code=202,
-    response_model=JobView,
+    response_model=JobView | CompileView,
     responses={
         200: {
-            "model": JobView,
+            "model": JobView | CompileView,
             "description": "The job of an earlier equal request, which has ended",
         }
     },
     openapi_extra={"requestBody": COMPILE_BODY},
     description=(
         "Compile a model. An equal request of the same owner gets the same job, unless it failed or"
-        f" was cancelled. {PLAN_NOTE}"
+        f" was cancelled. A plan with `targets` gets a compile with a job for each. {PLAN_NOTE}"
     ),
 )
 async def compile_model(
@@ -82,14 +82,29 @@ async def compile_model(
     caller: CurrentCaller,
     service: CurrentService,
     idempotency_key: Annotated[str | None, Header()] = None,
-) -> JobView:
+) -> JobView | CompileView:
     caller.require("compile")
     body = Body(
         request.headers.get("content-type", ""),
         int(request.headers.get("content-length", 0)),  # the guard has checked its form
         request.stream(),
     )
-    return accepted(await submit(service, caller, body, idempotency_key), response)
+    added = await submit(service, caller, body, idempotency_key)
+    if isinstance(added, Job):
+        return accepted(added, response)
+    view = view_of_compile(added, utc_now())
+    response.headers["Location"] = view.link
+    response.status_code = 202 if view.outcome is None else 200
+    return view
+
+
+@router.get("/compiles/{compile_id}")
+async def get_compile(
+    compile_id: str, caller: CurrentCaller, service: CurrentService
+) -> CompileView:
+    """Return the targets of a compile side by side, each with its job."""
+    found = await service.read(lambda: service.jobs.get_compile(compile_id, caller.sees))
+    return view_of_compile(found, utc_now())
 
 
 @router.get("/jobs")

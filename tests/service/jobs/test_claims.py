@@ -40,7 +40,7 @@ def in_order(store: JobStore, claims: Claims, starts: int) -> list[int]:
     """The numbers of the first jobs that start and end, one a minute."""
     order = list[int]()
     for minute in range(1, starts + 1):
-        claim = claims.claim("cpu", None)
+        claim = claims.claim(["cpu"], None)
         assert claim is not None
         now = NOW + dt.timedelta(minutes=minute)
         for event in (STARTED, SUCCEEDED):
@@ -59,10 +59,10 @@ def add(store: JobStore, owners: str, device: str = "cpu", first: int = 0) -> No
 def test_a_job_is_claimed_once(store: JobStore, server: Callable[[str], Claims]) -> None:
     add(store, "a")
     one, two = server("one"), server("two")
-    claim = one.claim("cpu", None)
+    claim = one.claim(["cpu"], None)
     assert claim is not None
     assert (claim.job.id, claim.token) == ("0000", 1)
-    assert two.claim("cpu", None) is None
+    assert two.claim(["cpu"], None) is None
     assert one.renew(EVERY) == {"0000": Held(1, "queued")}
     assert two.renew(EVERY) == {}
 
@@ -72,10 +72,10 @@ def test_a_released_job_is_claimed_again_under_another_token(
 ) -> None:
     add(store, "a")
     one, two = server("one"), server("two")
-    claim = one.claim("cpu", None)
+    claim = one.claim(["cpu"], None)
     assert claim is not None
     one.release(claim)
-    again = two.claim("cpu", None)
+    again = two.claim(["cpu"], None)
     assert again is not None
     assert again.token == 2
     one.release(claim)  # too late: no effect
@@ -88,8 +88,8 @@ def test_a_claimed_job_that_does_not_run_is_claimed_again(
     """The database failed after the claim: the server knows of none, and still sends heartbeats."""
     add(store, "ab")
     one = server("one")
-    assert one.claim("cpu", None) is not None
-    runs = one.claim("cpu", None)
+    assert one.claim(["cpu"], None) is not None
+    runs = one.claim(["cpu"], None)
     assert runs is not None
     time.sleep(0.1)
     assert one.renew([runs.job.id]) == {"0001": Held(1, "queued")}
@@ -101,10 +101,23 @@ def test_jobs_wait_in_the_queue_of_their_device(
 ) -> None:
     add(store, "a", "gpu:0")
     one = server("one")
-    assert one.claim("cpu", None) is None
-    assert one.for_other_devices(("gpu:0",)) == ()
-    (claim,) = one.for_other_devices(("cpu",))
+    assert one.claim(["cpu"], None) is None
+    assert one.waiting() == ("gpu:0",)
+    assert [job.id for job in one.waiting_for("gpu:0")] == ["0000"]
+    claim = one.claim(["cpu", "gpu:0"], None)
+    assert claim is not None
     assert claim.job.id == "0000"
+    assert (one.waiting(), one.waiting_for("gpu:0"), one.claim_waiting("0000")) == ((), (), None)
+
+
+def test_a_waiting_job_is_claimed_by_its_id(
+    store: JobStore, server: Callable[[str], Claims]
+) -> None:
+    add(store, "aa", "gpu:0")
+    claim = server("one").claim_waiting("0001")
+    assert claim is not None
+    assert (claim.job.id, claim.token) == ("0001", 1)
+    assert server("two").claim_waiting("0001") is None
 
 
 def test_owners_take_turns_with_their_oldest_jobs(
@@ -146,7 +159,7 @@ def test_the_limit_of_an_owner_holds_over_all_servers(
 ) -> None:
     add(store, "aaab")
     one, two = server("one"), server("two")
-    claims = [claims.claim("cpu", 2) for claims in (one, two, one, two, one)]
+    claims = [claims.claim(["cpu"], 2) for claims in (one, two, one, two, one)]
     assert [claim and claim.job.owner for claim in claims] == ["a", "a", "b", None, None]
 
 
@@ -160,11 +173,11 @@ def test_a_damaged_row_is_left_and_the_next_job_is_claimed(
     with database.write() as rows:
         rows.execute(sa.update(jobs).where(jobs.c.id == "0000").values(job="{"))
     one = server("one")
-    claim = one.claim("cpu", None)
+    claim = one.claim(["cpu"], None)
     assert claim is not None
     assert claim.job.id == "0001"
     assert "job=0000" in capsys.readouterr().out
-    assert one.claim("cpu", None) is None
+    assert one.claim(["cpu"], None) is None
 
 
 def test_a_server_that_lost_a_job_writes_nothing_more_of_it(
@@ -172,7 +185,7 @@ def test_a_server_that_lost_a_job_writes_nothing_more_of_it(
 ) -> None:
     add(store, "a")
     cut_off, other = server("cut off"), server("other")
-    lost = cut_off.claim("cpu", None)
+    lost = cut_off.claim(["cpu"], None)
     assert lost is not None
     store.append("0000", STARTED, NOW, token=lost.token)
     assert other.expired(3600) == (), "its heartbeat is fresh"
@@ -184,7 +197,7 @@ def test_a_server_that_lost_a_job_writes_nothing_more_of_it(
             store.append("0000", event, NOW, token=lost.token)
     assert store.events("0000") == before
     assert cut_off.renew(EVERY) == {}
-    again = other.claim("cpu", None)
+    again = other.claim(["cpu"], None)
     assert again is not None
     assert again.job.interruptions == 1
     assert again.token > taken.token > lost.token
@@ -195,7 +208,7 @@ def test_a_heartbeat_keeps_a_job(
 ) -> None:
     add(store, "a")
     one, two = server("one"), server("two")
-    assert one.claim("cpu", None) is not None
+    assert one.claim(["cpu"], None) is not None
     with database.write() as rows:  # an hour passes
         rows.execute(sa.update(jobs).values(heartbeat_at=jobs.c.heartbeat_at - 3600))
     one.renew(EVERY)
@@ -213,7 +226,7 @@ def test_a_restarted_server_takes_all_jobs_of_the_one_before(
     """Also those that a Crucible without claims has started."""
     add(store, "aaa")
     before = server("before")
-    claimed = before.claim("cpu", None)
+    claimed = before.claim(["cpu"], None)
     assert claimed is not None
     store.append("0001", STARTED, NOW)
     assert [claim.job.id for claim in server("after").expired(None)] == ["0000", "0001"]
@@ -224,7 +237,7 @@ def test_a_job_that_does_not_run_has_no_server(
 ) -> None:
     add(store, "aaa")
     one = server("one")
-    tokens = [claim.token for _ in range(3) if (claim := one.claim("cpu", None))]
+    tokens = [claim.token for _ in range(3) if (claim := one.claim(["cpu"], None))]
     for job_id, token in zip(("0000", "0001"), tokens, strict=False):
         store.append(job_id, STARTED, NOW, token=token)
     store.append("0000", SUCCEEDED, NOW, token=tokens[0])
@@ -247,7 +260,7 @@ database = Database(location if "://" in location else Path(location))
 store, claims = JobStore(database), Claims(database, name)
 print("ready", flush=True)
 sys.stdin.readline()
-while (claim := claims.claim("cpu", None)) is not None:
+while (claim := claims.claim(["cpu"], None)) is not None:
     for event in (Started(1, 1.0), Succeeded("accepted", None)):
         store.append(claim.job.id, event, NOW, token=claim.token)
     print(claim.job.id, flush=True)

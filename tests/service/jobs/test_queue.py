@@ -232,7 +232,7 @@ def test_the_failure_of_a_job_for_a_missing_device_is_stored_once_there_is_space
         async with running(tmp_path, store_kind=FullDisk) as bench:
             job = await bench.until(await bench.submit("succeed", "gpu:7"))
             assert job.failure is not None
-            assert job.failure.code == "backend.unavailable"
+            assert job.failure.code == "job.no_node"
 
     asyncio.run(story())
 
@@ -326,7 +326,7 @@ def test_one_job_at_a_time_on_each_device_in_order_and_two_devices_make_two_queu
         assert (await bench.until(other)).state == "succeeded"
         failed = await bench.until(unknown)
         assert failed.failure is not None
-        assert "no device 'gpu:7'" in failed.failure.message
+        assert "has a device 'gpu:7'" in failed.failure.message
         await bench.until(first, is_running)
         assert bench.store.get(second.id).state == "queued"
         await bench.runner.cancel(first.id)

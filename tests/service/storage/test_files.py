@@ -218,7 +218,7 @@ def test_a_server_that_has_lost_its_job_replaces_nothing(
     jobs.add(job, utc_now())
     files, report = host(home), home / "reports" / job.id
     claims = [Claims(database, name) for name in ("slow", "next")]
-    slow = claims[0].claim("cpu", None)
+    slow = claims[0].claim(["cpu"], None)
     assert slow is not None
     jobs.append(job.id, Started(1, 1.0), utc_now(), token=slow.token)
     late = files.upload(filled(report, b"late"), slow.token)

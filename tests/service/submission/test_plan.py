@@ -31,7 +31,7 @@ from service.submission.uploads import Part
 KEYS = (
     "name architecture classes inputs outputs profiles preprocess postprocess data accuracy"
     " candidates measure_profile_width fallback export simplify calibration tensorrt benchmark"
-    " objective serving stage_timeout_s"
+    " objective serving stage_timeout_s targets wait_for_node_s"
 )
 
 REFUSED: dict[type[BaseModel], str] = {
@@ -108,6 +108,8 @@ benchmark:
   baselines: [eager]
 objective: {max_latency_ms: 15}
 stage_timeout_s: 60
+targets: [{name: a, device: cpu, threads: 1, labels: [avx2]}]
+wait_for_node_s: 1
 serving:
   padding: [{input: x, axis: 1, value: 0}]
   image:
