@@ -10,6 +10,7 @@ import contextlib
 import sqlite3
 import stat
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from service.storage.layout import HOME_MODE
 FILE_MODE = 0o600
 BUSY_S = 10.0  # how long a write waits for another process, such as `crucible keys`
 # FULL: a committed change survives a power cut
-PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON")
+PRAGMAS = ("synchronous = FULL", "foreign_keys = ON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,15 @@ class SQLite:
 
 def _configure(connection: sqlite3.Connection, _record: object) -> None:
     connection.isolation_level = None  # `_begin` begins transactions, not the driver
+    end_s = time.monotonic() + BUSY_S
+    while True:  # SQLite does not wait where two processes set the journal of a new file
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end_s:
+                raise
+            time.sleep(0.01)
     for pragma in PRAGMAS:
         connection.execute(f"PRAGMA {pragma}")
 
