@@ -5,6 +5,7 @@ death.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -186,19 +187,20 @@ def test_the_client_says_the_same(tmp_path: Path) -> None:
 
 def test_a_killed_server_leaves_no_process_and_reloads_its_deployments(tmp_path: Path) -> None:
     (job,) = reports(tmp_path, 1)
+    name = f"killed{os.getpid()}"  # tests may run twice on one machine
     with serving(tmp_path) as server, Client(server.url) as client:
-        client.promote("killed", job)
+        client.promote(name, job)
         client.promote("unloaded", job)
-        client.load("killed")
-        assert processes_of("serve-killed-")
+        client.load(name)
+        assert processes_of(f"serve-{name}-")
         server.process.kill()
         server.process.wait()
-    until(lambda: processes_of("serve-killed-") == [])
+    until(lambda: processes_of(f"serve-{name}-") == [])
     with serving(tmp_path) as server, Client(server.url) as client:  # ready only with the model
         assert (
-            client.model("killed").deployment.version,
+            client.model(name).deployment.version,
             client.model("unloaded").deployment.version,
         ) == (1, None)
         assert 'state="ready"' in httpx.get(f"{server.url}/metrics").text
         assert server.end() == 0
-    assert processes_of("serve-killed-") == []
+    assert processes_of(f"serve-{name}-") == []

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import grpc
 import httpx
@@ -126,8 +127,12 @@ class Proxy:
 
 
 @pytest.fixture
-def proxy(tmp_path: Path, servers: tuple[Server, Server]) -> Iterator[Proxy]:
-    with started(tmp_path / "a home", *servers) as proxy:
+def proxy(servers: tuple[Server, Server]) -> Iterator[Proxy]:
+    # not in tmp_path, which may be too long for the path of a socket
+    with (
+        TemporaryDirectory(dir="/tmp") as folder,
+        started(Path(folder, "a home"), *servers) as proxy,
+    ):
         yield proxy
 
 

@@ -25,7 +25,7 @@ from service.serving.deployment import Deployment
 from service.serving.manager import ModelManager
 from service.serving.stats import Figures
 from tests.builders.cli import crucible_here
-from tests.service.serving.engines import deployed, linear, marked, play
+from tests.service.serving.engines import MODEL, deployed, linear, marked, play
 from tests.service.serving.models import Host, Shelf, ended_job
 
 FOLLOW = DeploymentOptions()
@@ -93,8 +93,8 @@ CHANGED = "version 1 of 'a' is damaged: 'model.onnx' has another digest than whe
 def test_a_worker_loads_no_damaged_engine(tmp_path: Path, engine: Engine) -> None:
     async def story() -> None:
         flip(engine.path)
-        with pytest.raises(DamagedError, match=r"of 'm' is damaged: 'model\.onnx' has"):
-            async with deployed(tmp_path, engine, model="m"):
+        with pytest.raises(DamagedError, match=r"is damaged: 'model\.onnx' has"):
+            async with deployed(tmp_path, engine):
                 pass
 
     play(story)
@@ -105,7 +105,7 @@ def test_a_worker_that_crashed_is_not_started_again_on_damaged_files(
     engine: Engine,
 ) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, engine, model="m") as bench:
+        async with deployed(tmp_path, engine) as bench:
             assert (await bench.ask(marked(1))).version == 1
             flip(engine.path)
             (instance,) = bench.deployment._instances
@@ -113,7 +113,7 @@ def test_a_worker_that_crashed_is_not_started_again_on_damaged_files(
             instance._worker._break("was broken by a test")
             while bench.deployment.served().state != "failed":
                 await asyncio.sleep(0.05)
-            assert "version 1 of 'm' is damaged" in bench.deployment.served().reason
+            assert f"version 1 of '{MODEL}' is damaged" in bench.deployment.served().reason
 
     play(story)
 
