@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from service.devices.policy import Devices
 from service.jobs.queue import WORKER
 from tests.service.builders.app import Desk, opened_desk
 from tests.service.integration.test_benchmark import ended
@@ -43,8 +42,8 @@ def test_a_server_reuses_what_the_job_of_the_other_one_has_made(
 
 async def job_of(desk: Desk, parts: Parts, runs: Desk, idle: Desk) -> set[tuple[str, str]]:
     """Submit at `desk` and run on `runs`. Returns the stages with how they ended."""
-    idle.service._leases.devices = Devices(())
-    runs.service._leases.devices = Devices(("cpu",))
+    idle.service.runner._labels = {}
+    runs.service.runner._labels = {"cpu": {}}
     job = await ended(desk, await desk.client.post("/compile", files=parts))
     assert (await desk.client.get(f"/reports/{job['id']}")).status_code == 200
     events = desk.service.jobs.events(job["id"])

@@ -16,7 +16,6 @@ import sqlalchemy as sa
 from pipeline.errors import StoreError
 from service.auth import LOCAL
 from service.devices.leases import utc_now
-from service.devices.policy import Devices
 from service.inference import InferRequest
 from service.jobs.retention import collect
 from service.storage.tables import files, jobs
@@ -56,8 +55,8 @@ def at_two_desks(folder: Path, url: str, story: Story, **settings: Any) -> None:
 
 def leave_jobs_to(one: Desk, other: Desk) -> None:
     """Let only `one` claim jobs: the other server has no device for them."""
-    other.service._leases.devices = Devices(())
-    one.service._leases.devices = Devices(("cpu",))
+    other.service.runner._labels = {}
+    one.service.runner._labels = {"cpu": {}}
 
 
 def test_an_upload_at_one_server_runs_on_the_other_and_its_report_is_at_both(
@@ -158,11 +157,11 @@ def test_a_version_promoted_at_one_server_is_loaded_and_measured_at_the_other(
         before = object_names(s3)
         leave_jobs_to(two, one)
         promotion = {"report": job["id"]}
-        two.service._leases.devices = Devices(("cpu",))
+        two.service.runner._labels = {"cpu": {}}
         promoted = await two.client.post("/models/m/promote", json=promotion)
         assert promoted.status_code == 200, promoted.text
         assert object_names(s3) == before, "the version shares the objects of its report"
-        one.service._leases.devices = Devices(("cpu",))
+        one.service.runner._labels = {"cpu": {}}
         for desk in (one, two):
             loaded = await desk.client.put("/models/m/deployment", json={})
             assert loaded.status_code == 200, loaded.text
