@@ -35,7 +35,6 @@ from pipeline.plan.schema import Plan
 from service import logs
 from service.devices.leases import Leases
 from service.devices.policy import Lease
-from service.jobs import process_limits as watchdog
 from service.jobs.builds import Builds
 from service.jobs.messages import (
     MAX_MESSAGES,
@@ -64,6 +63,7 @@ from service.jobs.state import (
     Succeeded,
 )
 from service.jobs.worker_client import Child, environment_for
+from service.sandbox import process_limits as watchdog
 from service.sandbox.framing import BadMessage, Failed
 from service.sandbox.layers import Box, Sandbox, named_files, shared_files
 from service.storage.files import Files, StoredFile
@@ -281,7 +281,8 @@ class Attempt:
             limits = self._context.limits
             if box.ran_out_of_memory:
                 usage = replace(usage, memory_bytes=limits.memory_bytes + 1)
-            return Died(watchdog.verdict(usage, limits) or await child.death())
+            over = watchdog.verdict(usage, limits)
+            return Died(_failure(over) if over else await child.death())
         except BadMessage as error:
             failure = Failure(
                 code="job.protocol",
@@ -324,8 +325,8 @@ class Attempt:
     async def _watch(self, child: Child) -> Failure:
         """Check every EVERY_S seconds, and return when the job exceeds a limit."""
         while True:
-            if failure := watchdog.verdict(await self._usage(child), self._context.limits):
-                return failure
+            if over := watchdog.verdict(await self._usage(child), self._context.limits):
+                return _failure(over)
             await asyncio.sleep(watchdog.EVERY_S)
 
     async def _usage(self, child: Child) -> watchdog.Sample:
@@ -433,3 +434,7 @@ async def _cancel_all(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await task
+
+
+def _failure(over: watchdog.Exceeded) -> Failure:
+    return Failure(code=over.code, message=over.message, next_step=over.next_step)

@@ -54,7 +54,6 @@ from service.jobs.nodes import (
     waits_until_s,
     why_no_node,
 )
-from service.jobs.process_limits import limits_from, machine_memory
 from service.jobs.redact import scrubbed_event
 from service.jobs.state import (
     CancelAsked,
@@ -72,6 +71,7 @@ from service.jobs.store import JobStore, Once
 from service.jobs.traces import current_trace
 from service.sandbox import process_tree as processes
 from service.sandbox.layers import Sandbox
+from service.sandbox.process_limits import limits_from, machine_memory
 from service.settings import Settings
 from service.storage.audit_entry import SERVICE, Actor, Details, Entry
 from service.storage.files import Files, StoredFile

@@ -27,9 +27,9 @@ from pathlib import Path
 from pipeline.execution.store import Store
 from service import logs
 from service.errors import NotFound
-from service.jobs.process_limits import disk_use
 from service.jobs.state import Job
 from service.jobs.store import JobStore
+from service.sandbox.process_limits import disk_use
 from service.settings import Settings
 from service.storage.audit_entry import SERVICE, Actor
 from service.storage.files import Files

@@ -13,8 +13,8 @@ from service.auth import Caller
 from service.context import Service
 from service.devices.leases import utc_now
 from service.errors import TooMany, Unprocessable
-from service.jobs.process_limits import disk_use
 from service.jobs.state import Job, new_id
+from service.sandbox.process_limits import disk_use
 from service.storage.drafts import Draft, Interface, StoredPart, gone
 from service.submission import uploads
 from service.submission.plan import UNPACKED, model_file

@@ -28,12 +28,12 @@ from service.context import Service
 from service.devices.leases import utc_now
 from service.errors import NotFound, TooLarge, Unprocessable
 from service.jobs.messages import HostIdentity
-from service.jobs.process_limits import disk_use
 from service.jobs.publish import REPORT_FILES, check_form, published_engine, published_report
 from service.jobs.state import Job, ModelVersion, new_id
 from service.jobs.store import Compile, Once, TargetJob
 from service.jobs.traces import current_trace
 from service.registry.models import BenchmarkRequest
+from service.sandbox.process_limits import disk_use
 from service.sandbox.proof import Proof
 from service.settings import Settings
 from service.submission import plan as submitted

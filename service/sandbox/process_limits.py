@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 
 from pipeline.errors import DiskFull
-from service.jobs.state import Failure
 from service.settings import Settings
 
 EVERY_S = 0.5
@@ -44,7 +43,16 @@ class Sample:
     free_bytes: int
 
 
-def verdict(sample: Sample, limits: Limits) -> Failure | None:
+@dataclass(frozen=True, slots=True)
+class Exceeded:
+    """The limit that a job exceeds, for its failure."""
+
+    code: str
+    message: str
+    next_step: str
+
+
+def verdict(sample: Sample, limits: Limits) -> Exceeded | None:
     """Return why the job must end; None if it may go on."""
     checks = (
         (
@@ -61,7 +69,7 @@ def verdict(sample: Sample, limits: Limits) -> Failure | None:
                 f"the job used {used / GIB:.2f} GiB of {resource}, more than its limit of"
                 f" {allowed / GIB:.2f} GiB, and was stopped"
             )
-            return Failure(
+            return Exceeded(
                 code=f"job.{resource}",
                 message=message,
                 next_step=f"{advice}; or raise the service's setting job_{resource}_bytes",
@@ -71,7 +79,7 @@ def verdict(sample: Sample, limits: Limits) -> Failure | None:
             f"the disk of the service is full: {sample.free_bytes} bytes are free, and a job needs"
             f" more than {limits.min_free_bytes}, a tenth of disk_reserve_bytes; it was stopped"
         )
-        return Failure(
+        return Exceeded(
             code=DiskFull.code,
             message=message,
             next_step="free space on the disk of the service's home, then retry the job",

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.jobs.process_limits import (
+from service.sandbox.process_limits import (
     GIB,
     Limits,
     Sample,
