@@ -20,7 +20,7 @@ TUTORIALS, MIGRATE = ROOT / "docs" / "tutorials", ROOT / "docs" / "migrate"
 ORDER = ("first-compile", "bert-int8", "resnet-on-gpu", "qat")  # migrations use the first's model
 PAGES = [TUTORIALS / f"{name}.md" for name in ORDER] + sorted(MIGRATE.glob("*.md"))
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-NOT_EXECUTED = Counter(console=9, json=1, python=2, yaml=4)
+NOT_EXECUTED = Counter(console=8, json=1, python=2, yaml=4)
 QUICK = "benchmark={duration_s: 0.3, warmup_s: 0.05, budget_s: 0.01, threads: 1}"
 INT8 = "[{backend: onnxruntime, precision: int8}, {backend: openvino, precision: int8}]"
 SHORT_TEXTS = "profiles=[{batch: [1, 2, 4], sequence: [4, 16, 128]}]"
