@@ -181,13 +181,13 @@ class Client:
 
     def submit(self, upload: Upload, idempotency_key: str | None = None) -> JobView:
         """Send a model, streamed from the disk. Returns its job, or the job of an earlier equal
-        request. PlanError if its plan has targets: use `compile`.
+        request. PlanError if its plan has targets: they are compiled, and `compile` returns them.
         """
         added = self.compile(upload, idempotency_key)
         if isinstance(added, CompileView):
             raise PlanError(
-                f"the plan has targets: its compile {added.id} has a job for each",
-                "send such a plan with `Client.compile`",
+                f"the plan has targets: its compile {added.id} runs, with a job for each",
+                "follow it with `Client.follow_compile`, and use `Client.compile` for such plans",
             )
         return added
 
@@ -203,7 +203,9 @@ class Client:
             request = self._http.build_request(
                 "POST", "/compile", files=upload.parts(files), headers=headers, timeout=timeout
             )
-            answer = self._send(request)
+            return self._added(self._send(request))
+
+    def _added(self, answer: httpx.Response) -> JobView | CompileView:
         if answer.headers.get("Location", "").startswith("/compiles/"):
             return self._parsed(CompileView, answer)
         return self._parsed(JobView, answer)
@@ -235,12 +237,12 @@ class Client:
         """Return a compile for several targets, as it is now."""
         return self._parsed(CompileView, self._ask("GET", _path("compiles", compile_id)))
 
-    def submit_config(self, name: str, idempotency_key: str | None = None) -> JobView:
-        """Compile one of the server's own plans."""
+    def submit_config(self, name: str, idempotency_key: str | None = None) -> JobView | CompileView:
+        """Compile one of the server's own plans. Returns as `compile` does."""
         request = self._http.build_request(
             "POST", "/compile", json={"config": name}, headers=_idempotency_header(idempotency_key)
         )
-        return self._parsed(JobView, self._send(request))
+        return self._added(self._send(request))
 
     def job(self, job_id: str) -> JobView:
         return self._parsed(JobView, self._ask("GET", _path("jobs", job_id)))

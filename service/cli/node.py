@@ -30,7 +30,7 @@ def start(
     ] = "",
     home: Annotated[
         Path | None,
-        typer.Option(help="The home of the servers, which they share. Default: $CRUCIBLE_HOME."),
+        typer.Option(help="That of the servers, unless files are in S3. Default: $CRUCIBLE_HOME."),
     ] = None,
 ) -> None:
     """Run jobs of the database CRUCIBLE_SERVICE_DATABASE_URL, without HTTP, until SIGTERM or

@@ -158,8 +158,8 @@ async def _submit_targets(
             spec = await spec_of(service, job_id, of_target, host)
             return replace(spec, device=text, target=text)
 
-        of_target = f"{key}/{title}"[-MAX_KEY_CHARACTERS:] if key else key
-        job = await add_job(service, caller, caller.owner, of_target, prepare)
+        own_key = _text_digest([key, title]) if key else None  # as short as a key must be
+        job = await add_job(service, caller, caller.owner, own_key, prepare)
         added.append(TargetJob(title, job))
     await asyncio.to_thread(service.folders.remove, upload_id)
     compiled = Compile(upload_id, caller.owner, tuple(added))

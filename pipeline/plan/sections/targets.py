@@ -27,7 +27,7 @@ LABEL = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9_.-]*?)\s*(?:(==|>=|<)\s*([A-Za-z0-9][A-Za-z0-9_.+-]*))?"
 )
 NUMBER = re.compile(r"gpu:\d{1,2}")  # a longer one is part of a name: 4090
-FORM = "cpu, gpu, gpu:0, or gpu: with a part of the GPU's name"
+FORM = "cpu, gpu, gpu:0, or gpu: with words of the GPU's name"
 LABEL_FORM = "NAME, NAME==VALUE, NAME>=VALUE or NAME<VALUE"
 MAX_LABELS, MAX_TEXT, MAX_TARGETS = 20, 100, 16
 COMPARE = {">=": operator.ge, "<": operator.lt}

@@ -65,7 +65,7 @@ def test_targets_have_the_names_of_their_folders() -> None:
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        (["tpu"], "expected cpu, gpu, gpu:0, or gpu: with a part of the GPU's name, got 'tpu'"),
+        (["tpu"], "expected cpu, gpu, gpu:0, or gpu: with words of the GPU's name, got 'tpu'"),
         (["gpu:"], "got 'gpu:'"),
         (["gpu:../x"], "got 'gpu:../x'"),
         ([""], "got ''"),

@@ -30,3 +30,18 @@ def test_all_targets_are_followed_and_the_worst_decides(tmp_path: Path) -> None:
         listed = at(server, "node", "list", "--json").summary["nodes"]
         assert [(node["kind"], node["live"]) for node in listed] == [("server", True)]
         assert "(server)" in at(server, "node", "list").out
+
+
+def test_a_plan_of_the_servers_own_may_have_targets(tmp_path: Path) -> None:
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    (configs / "code.py").write_text("build = None\n")
+    (configs / "succeed.yaml").write_text(
+        "targets: [cpu, 'gpu:H200']\nmodel: {entrypoint: code:build, python_path: .,"
+        " weights_from: nowhere, inputs: [{name: x, dtype: float32, shape: [1]}]}\n"
+    )
+    with serving(tmp_path, configs=configs) as server:
+        result = at(server, "submit", "--config", "succeed", "--wait")
+        assert result.code == 1, result.err
+        outcomes = {each["name"]: each["outcome"] for each in result.summary["targets"]}
+        assert outcomes == {"cpu": "accepted", "gpu-H200": "unavailable"}
