@@ -23,7 +23,7 @@ from pipeline.errors import InternalError
 from service.auth import LOCAL
 from service.codecs.oip import HEADER_LENGTH
 from service.context import Service
-from service.devices.leases import Leases
+from service.devices.leases import Leases, utc_now
 from service.devices.policy import Devices
 from service.errors import TimedOut
 from service.grpc.codec import parsed
@@ -41,7 +41,7 @@ from tests.fuzz.parsers import PARSERS, make_archive, make_oip, make_plan
 from tests.fuzz.running import Read, Target
 from tests.service.builders.app import opened_desk
 from tests.service.builders.connections import listening
-from tests.service.builders.jobs import WITHIN_S
+from tests.service.builders.jobs import WITHIN_S, new_job
 from tests.service.builders.serving import MODELS, DoubleServing
 
 SERVED = ("add", "photos", "same_bfloat16", "same_float32", "same_uint64", "broken")
@@ -54,6 +54,8 @@ class Refused(Exception):
 
 
 # -- the application -----------------------------------------------------------------
+
+EARLIER = "earlier"  # the job that every request gets
 
 
 class AcceptingRunner(JobRunner):
@@ -68,7 +70,7 @@ class AcceptingRunner(JobRunner):
         actor: Actor = SERVICE,
         files: Sequence[StoredFile] = (),
     ) -> tuple[Job, bool]:
-        return job.model_copy(update={"id": "earlier"}), False
+        return job.model_copy(update={"id": EARLIER}), False
 
 
 @contextmanager
@@ -80,6 +82,8 @@ def running_service(folder: Path) -> Iterator[tuple[asyncio.Runner, FastAPI, Ser
             stack.enter_async_context(opened_desk(folder / "home", shared_memory=True))
         )
         service, first = desk.service, desk.service.runner
+        job = new_job(service.folders, "earlier", "gpu:9").model_copy(update={"id": EARLIER})
+        service.jobs.add(job, utc_now())  # a compile for targets refers to its jobs
         leases = Leases(Devices(("cpu",)))
         service.runner = AcceptingRunner(service.settings, service.jobs, leases)
         service.serving = DoubleServing({name: MODELS[name] for name in SERVED})
