@@ -14,6 +14,7 @@ endif
 # are used, and what it lacks comes from there. Without WHEELS: the environment of `make test`, on a GPU host with TensorRT.
 # TESTS="tests/pipeline/backends": a part of test-gpu. Parts may run side by side, each with a GPU (CUDA_VISIBLE_DEVICES) and GPU_RESULTS of its own.
 WHEELS ?=
+TEST_PROCESSES ?= 2
 TESTS ?=
 PARTS ?=
 SOAK ?=
@@ -31,7 +32,7 @@ demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
