@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from pipeline.core import Frozen
 from pipeline.errors import PlanError
@@ -349,13 +350,17 @@ def settings_from(environ: Mapping[str, str], **options: object) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
-        )
+        faults = "; ".join(map(_sentence, error.errors()))
         raise PlanError(
             f"the service cannot start with these settings: {faults}",
             "docs/reference/settings.md lists the settings",
         ) from error
+
+
+def _sentence(fault: ErrorDetails) -> str:
+    """Describe what is wrong; the name of the setting first, unless several are to blame."""
+    name = "".join(f"{part}: " for part in fault["loc"])
+    return name + fault["msg"].removeprefix("Value error, ")
 
 
 def _value(variable: str, text: str) -> object:

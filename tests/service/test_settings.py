@@ -46,6 +46,7 @@ def test_variables_are_yaml_and_flags_overrule_them() -> None:
         ("CRUCIBLE_SERVICE_PROT", "1", "did you mean CRUCIBLE_SERVICE_PORT"),
         ("CRUCIBLE_SERVICE_PORT", "high", "port: Input should be a valid integer"),
         ("CRUCIBLE_SERVICE_PORT", "[", "not a YAML value"),
+        ("CRUCIBLE_SERVICE_FILES_URL", "s3://b", "these settings: files_url needs database_url"),
         ("CRUCIBLE_SERVICE_MAX_UPLOAD_BYTES", "0", "greater than 0"),
         (
             "CRUCIBLE_SERVICE_MAX_BYTES_IN_FLIGHT",

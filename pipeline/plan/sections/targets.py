@@ -26,6 +26,7 @@ DEVICE = re.compile(r"cpu|gpu(:[A-Za-z0-9][A-Za-z0-9 ._()/+-]*)?")
 LABEL = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9_.-]*?)\s*(?:(==|>=|<)\s*([A-Za-z0-9][A-Za-z0-9_.+-]*))?"
 )
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 NUMBER = re.compile(r"gpu:\d{1,2}")  # a longer one is part of a name: 4090
 FORM = "cpu, gpu, gpu:0, or gpu: with words of the GPU's name"
 LABEL_FORM = "NAME, NAME==VALUE, NAME>=VALUE or NAME<VALUE"
@@ -107,13 +108,21 @@ def _parts(version: str) -> tuple[int, ...]:
     return tuple(parts)
 
 
+def checked_name(text: str) -> str:
+    """Return the name of a target, which is also that of its folder. ValueError if its form is
+    wrong.
+    """
+    if text and not NAME.fullmatch(text):
+        raise ValueError("expected letters, digits, _, - or ., not with a . at its start")
+    return text
+
+
 class TargetConfig(Frozen):
     """One device for which the plan is compiled."""
 
-    name: str = Field(
+    name: Annotated[str, AfterValidator(checked_name)] = Field(
         default="",
         max_length=MAX_TEXT,
-        pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$",
         description="Names the target and its folder. Default: made of the other keys.",
     )
     device: Annotated[str, AfterValidator(checked_device)] = Field(

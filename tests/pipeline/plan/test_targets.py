@@ -75,7 +75,7 @@ def test_targets_have_the_names_of_their_folders() -> None:
         (["cpu, x>="], "got 'x>='"),
         ([{"device": "cpu", "labels": ["a, b"]}], "got 'a, b'"),
         ([{"device": "cpu", "labels": ["x" * 101]}], "expected a label"),
-        ([{"device": "cpu", "name": "a/b"}], "should match pattern"),
+        ([{"device": "cpu", "name": "a/b"}], "expected letters, digits, _, - or ."),
         ([{"device": "cpu", "threads": -1}], "greater than or equal to 0"),
         ([{"labels": ["a"]}], "Field required"),
         (["cpu", "cpu"], "two targets are named 'cpu': give each one a `name`"),
