@@ -9,6 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from pipeline.errors import StoreError
+from service.storage.audit_entry import SERVICE
 from service.storage.keys import KNOWN_FOR_S
 from service.storage.layout import Folders
 from tests.service.builders.app import Desk, opened_desk
@@ -67,11 +68,17 @@ def test_the_events_of_a_running_job_stream_from_the_other_server(
 def test_a_key_revoked_at_one_server_is_refused_at_both(tmp_path: Path, postgresql: str) -> None:
     async def story(one: Desk, two: Desk) -> None:
         header = one.key("compile")
-        for desk in (one, two):
+        text = header["Authorization"].removeprefix("Bearer ")
+        for desk in (one, two):  # a new key works everywhere at once
             assert (await desk.client.get("/jobs", headers=header)).status_code == 200
-        prefix = header["Authorization"].split("_")[1]
-        await asyncio.to_thread(one.service.keys.revoke, prefix)
+        key = await asyncio.to_thread(one.service.keys.verify, text)
+        session = await asyncio.to_thread(one.service.sessions.begin, key, SERVICE)
+        for desk in (one, two):
+            assert await desk.service.has_session(session)
+        await asyncio.to_thread(one.service.keys.revoke, key.prefix)
         assert (await one.client.get("/jobs", headers=header)).status_code == 401
+        for desk in (one, two):
+            assert not await desk.service.has_session(session)
         await asyncio.sleep(KNOWN_FOR_S)
         assert (await two.client.get("/jobs", headers=header)).status_code == 401
 
