@@ -35,12 +35,13 @@ from service.devices.policy import Devices
 from service.errors import NotFound, StorageFull, Unauthorized, Unavailable
 from service.inference import Serving
 from service.jobs.builds import builds_from
+from service.jobs.claims import LEASE_S
 from service.jobs.messages import HostIdentity
 from service.jobs.queue import JobRunner
 from service.jobs.retention import DAILY_S, Collected, collect
 from service.jobs.store import DamagedRow, JobStore
 from service.jobs.traces import JobSpans
-from service.limits import KeyLimits
+from service.limits.shared import limits_from
 from service.observability.deployed_models import Models
 from service.observability.prometheus import Metrics
 from service.offload.pool import Helpers
@@ -145,7 +146,8 @@ class Service:
         self.helpers = Helpers(max_unpacked_bytes=settings.max_infer_bytes, sandbox=self.sandbox)
         uploads = self.folders.home / "uploads"
         self.upload_readers = Helpers(1, sandbox=self.sandbox, read=(uploads,))
-        self.regions, self.limits = Regions(settings), KeyLimits(settings)
+        self.regions = Regions(settings)
+        self.limits = limits_from(settings, self.database, self.runner.all_nodes.id, LEASE_S)
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
         self._key_reader = ThreadPoolExecutor(1, "crucible-keys")
@@ -219,14 +221,14 @@ class Service:
         key = self.keys.known(text)
         if key is None:
             key = await self._look_up(text, source)
-        self.limits.take_request(key.prefix)
+        await self.limits.take_request(key.prefix)
         return key
 
     async def key_of_session(self, token: str, source: Source) -> Key | None:
         """Return the key of a browser's session, and count its request; None if it has ended."""
         key = await self._in_key_reader(partial(self.sessions.key_of, token))
         if key is not None:
-            self.limits.take_request(key.prefix)
+            await self.limits.take_request(key.prefix)
         return key
 
     async def has_session(self, token: str) -> bool:
@@ -279,6 +281,7 @@ class Service:
         await self.helpers.close()
         await self.upload_readers.close()
         await self.refusals.close()
+        await self.limits.close()
         if self._builds is not None:
             self._builds.close()
         for reader in (self._reader, self._key_reader):

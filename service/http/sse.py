@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import orjson
@@ -36,7 +36,7 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(
-        self, events: AsyncIterator[bytes], slot: Callable[[], AbstractContextManager[None]]
+        self, events: AsyncIterator[bytes], slot: Callable[[], AbstractAsyncContextManager[None]]
     ) -> None:
         super().__init__(
             events,
@@ -46,7 +46,7 @@ class EventStream(StreamingResponse):
         self._slot = slot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._slot():
+        async with self._slot():
             await super().__call__(scope, receive, send)
 
 

@@ -43,7 +43,7 @@ from service.jobs.state import (
     Succeeded,
     step,
 )
-from service.limits import raised_by
+from service.limits.key_limits import raised_by
 from service.storage.audit import Audit
 from service.storage.audit_entry import SERVICE, Actor, Details, Entry
 from service.storage.database import Database, delete_unlocked

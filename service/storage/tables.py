@@ -179,6 +179,23 @@ files = sa.Table(  # that `files_url` holds: see service.storage.files
     sa.Column("size_bytes", BIG_INTEGER, nullable=False),
 )
 
+key_counts = sa.Table(  # what all servers together have allowed: see service.limits
+    "key_counts",
+    METADATA,
+    sa.Column("key", Text, primary_key=True),  # prefix; empty where no key is required
+    sa.Column("requests_until", SECONDS, nullable=False),  # to when the requests count
+    sa.Column("hour_begin", SECONDS, nullable=False),  # of the uploads
+    sa.Column("uploaded_bytes", BIG_INTEGER, nullable=False),
+)
+
+key_streams = sa.Table(  # open streams, by server
+    "key_streams",
+    METADATA,
+    sa.Column("key", Text, primary_key=True),
+    sa.Column("server", Text, primary_key=True),
+    sa.Column("count", sa.Integer, nullable=False),
+)
+
 audit = sa.Table(
     "audit",
     METADATA,

@@ -1,0 +1,24 @@
+"""Several servers as one: the counts of keys over all of them."""
+
+import sqlalchemy as sa
+from alembic import op
+
+from service.storage.tables import BIG_INTEGER, SECONDS, Text
+
+revision, down_revision = "0010", "0009"
+
+
+def upgrade() -> None:
+    op.create_table(
+        "key_counts",
+        sa.Column("key", Text, primary_key=True),
+        sa.Column("requests_until", SECONDS, nullable=False),
+        sa.Column("hour_begin", SECONDS, nullable=False),
+        sa.Column("uploaded_bytes", BIG_INTEGER, nullable=False),
+    )
+    op.create_table(
+        "key_streams",
+        sa.Column("key", Text, primary_key=True),
+        sa.Column("server", Text, primary_key=True),
+        sa.Column("count", sa.Integer, nullable=False),
+    )
