@@ -47,6 +47,7 @@ from service.observability.prometheus import Metrics
 from service.offload.pool import Helpers
 from service.refusals import Refusals
 from service.regions import Regions
+from service.registry.model_states import ModelStates
 from service.registry.promotion import prove
 from service.registry.repository import Repository
 from service.sandbox.layers import Sandbox
@@ -120,6 +121,16 @@ class Service:
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders, self.files)
         self.sandbox = Sandbox(settings.home)
+        self.runner = JobRunner(
+            settings,
+            self.jobs,
+            self._leases,
+            worker,
+            self.sandbox,
+            (metrics.observe_job, spans.observe),
+            files=self.files,
+            builds=self._builds,
+        )
         load = partial(Deployment.start, figures=Figures(metrics.of_models), sandbox=self.sandbox)
         loader_context = LoaderContext(
             self.repository,
@@ -131,18 +142,10 @@ class Service:
             load,
             partial(prove, sandbox=self.sandbox),
             fetch=self.files.fetch,
+            shares_home=settings.shares_home,
+            states=self._model_states(),
         )
         self.models = self.serving = ModelManager(loader_context)
-        self.runner = JobRunner(
-            settings,
-            self.jobs,
-            self._leases,
-            worker,
-            self.sandbox,
-            (metrics.observe_job, spans.observe),
-            files=self.files,
-            builds=self._builds,
-        )
         self.helpers = Helpers(max_unpacked_bytes=settings.max_infer_bytes, sandbox=self.sandbox)
         uploads = self.folders.home / "uploads"
         self.upload_readers = Helpers(1, sandbox=self.sandbox, read=(uploads,))
@@ -157,6 +160,12 @@ class Service:
         self._tidying: tuple[asyncio.Task[None], ...] = ()
         self._proof: asyncio.Task[Proof] | None = None
         self.started = asyncio.create_task(self._start())
+
+    def _model_states(self) -> ModelStates | None:
+        """Return what says how far the servers of the database have followed their models."""
+        if self.settings.database_url is None:
+            return None
+        return ModelStates(self.database, self.runner.all_nodes.id, LEASE_S)
 
     def host(self) -> HostIdentity:
         """Return this host's identity. Unavailable while the server starts or stops."""

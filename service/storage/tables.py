@@ -156,6 +156,19 @@ models = sa.Table(
     sa.Column("latest", sa.Integer, nullable=False),
     sa.Column("deployed", sa.Integer, nullable=False, server_default=sa.text("0")),  # 0 or 1
     sa.Column("deployment", Text),  # JSON of service.registry.models.DeploymentOptions
+    # rises with every change of what servers load
+    sa.Column("revision", BIG_INTEGER, nullable=False, server_default=sa.text("0")),
+)
+
+model_states = sa.Table(  # how far each server has followed a model
+    "model_states",
+    METADATA,
+    sa.Column("model", Text, sa.ForeignKey("models.name", ondelete="CASCADE"), primary_key=True),
+    sa.Column("server", Text, primary_key=True),
+    sa.Column("revision", BIG_INTEGER, nullable=False),  # of the model, which it has followed
+    sa.Column("state", Text, nullable=False),
+    sa.Column("version", sa.Integer),  # the one that answers
+    sa.Column("reason", Text, nullable=False),  # why it has not loaded what it should
 )
 
 versions = sa.Table(

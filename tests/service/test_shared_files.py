@@ -162,9 +162,12 @@ def test_a_version_promoted_at_one_server_is_loaded_and_measured_at_the_other(
         assert promoted.status_code == 200, promoted.text
         assert object_names(s3) == before, "the version shares the objects of its report"
         one.service.runner._labels = {"cpu": {}}
+        loaded = await two.client.put("/models/m/deployment", json={})
+        assert loaded.status_code == 200, loaded.text
+        assert [state["state"] for state in loaded.json()["servers"]] == ["ready", "ready"]
+        page = await one.client.get("/ui/models/m")
+        assert all(state["server"] in page.text for state in loaded.json()["servers"])
         for desk in (one, two):
-            loaded = await desk.client.put("/models/m/deployment", json={})
-            assert loaded.status_code == 200, loaded.text
             answer = await desk.service.serving.infer(InferRequest(LOCAL, "m", {"x": marked(2.0)}))
             assert answer.version == 1
         assert (tmp_path / "a" / "models" / "m" / "1" / "engine").is_dir()

@@ -1,4 +1,4 @@
-"""Several servers as one: the counts of keys over all of them."""
+"""Several servers as one: the counts of keys over all of them, and what models each has loaded."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -21,4 +21,18 @@ def upgrade() -> None:
         sa.Column("key", Text, primary_key=True),
         sa.Column("server", Text, primary_key=True),
         sa.Column("count", sa.Integer, nullable=False),
+    )
+    op.add_column(
+        "models", sa.Column("revision", BIG_INTEGER, nullable=False, server_default=sa.text("0"))
+    )
+    op.create_table(
+        "model_states",
+        sa.Column(
+            "model", Text, sa.ForeignKey("models.name", ondelete="CASCADE"), primary_key=True
+        ),
+        sa.Column("server", Text, primary_key=True),
+        sa.Column("revision", BIG_INTEGER, nullable=False),
+        sa.Column("state", Text, nullable=False),
+        sa.Column("version", sa.Integer),
+        sa.Column("reason", Text, nullable=False),
     )
