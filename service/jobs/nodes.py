@@ -54,6 +54,7 @@ class Node:
     version: str
     labels: Mapping[str, Labels]  # by device
     silent_s: float = 0.0  # since its last heartbeat
+    address: str = ""  # of its HTTP; empty: it has none, or has left
     jobs: tuple[RunningJob, ...] = ()
 
     @property
@@ -67,12 +68,14 @@ class Node:
 class Nodes:
     """All nodes of a database, and the row of this one. Safe for threads."""
 
-    def __init__(self, database: Database, node_id: str, kind: Kind) -> None:
-        self._database, self.id, self._kind = database, node_id, kind
+    def __init__(self, database: Database, node_id: str, kind: Kind, address: str = "") -> None:
+        self._database, self.id, self._kind, self._address = database, node_id, kind, address
 
     def this(self, labels: Mapping[str, Labels]) -> Node:
         """Return this node with these labels of its devices."""
-        return Node(self.id, platform.node(), self._kind, distribution.version(), labels)
+        return Node(
+            self.id, platform.node(), self._kind, distribution.version(), labels, 0.0, self._address
+        )
 
     def send_heartbeat(self, labels: Mapping[str, Labels]) -> None:
         """Write this node's row, and delete those of nodes that have gone long ago."""
@@ -83,6 +86,7 @@ class Nodes:
             "version": node.version,
             "labels": json.dumps(labels),
             "heartbeat_at": database_clock_s(),
+            "address": node.address,
         }
         old = delete_unlocked(nodes, nodes.c.heartbeat_at < database_clock_s() - FORGET_S)
         with self._database.write() as rows:
@@ -95,7 +99,7 @@ class Nodes:
         """Count as gone from now on."""
         gone = sa.update(nodes).where(nodes.c.id == self.id)
         with self._database.write() as rows:
-            rows.execute(gone.values(heartbeat_at=database_clock_s() - LEASE_S))
+            rows.execute(gone.values(heartbeat_at=database_clock_s() - LEASE_S, address=""))
 
     def list(self) -> tuple[Node, ...]:
         """Return all nodes, those with the newest heartbeat first."""
@@ -115,6 +119,7 @@ class Nodes:
                 row.version,
                 json.loads(row.labels),
                 row.silent_s,
+                row.address,
                 tuple(job for job in running if job.node == row.id),
             )
             for row in found

@@ -127,7 +127,8 @@ class JobRunner:
         self._shared = settings.database_url is not None
         server = secrets.token_hex(8)
         self._claims = Claims(jobs.database, server)
-        self.all_nodes = Nodes(jobs.database, server, kind)
+        address = settings.address if kind == "server" else ""
+        self.all_nodes = Nodes(jobs.database, server, kind, address)
         self._labels: dict[str, Labels] = {}  # by device
         self._beat_s = -BEAT_S
         self._attempts: dict[str, Attempt] = {}  # by device

@@ -124,6 +124,8 @@ nodes = sa.Table(
     sa.Column("version", Text, nullable=False),
     sa.Column("labels", Text, nullable=False),  # JSON: labels by device
     sa.Column("heartbeat_at", SECONDS, nullable=False),
+    # of its HTTP, for a proxy; empty: it has none, or has left
+    sa.Column("address", Text, nullable=False, server_default=""),
 )
 
 compile_targets = sa.Table(

@@ -1,4 +1,4 @@
-"""Several servers as one: the counts of keys over all of them, and what models each has loaded."""
+"""Several servers as one: the counts of keys, loaded models, addresses."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -9,6 +9,7 @@ revision, down_revision = "0010", "0009"
 
 
 def upgrade() -> None:
+    op.add_column("nodes", sa.Column("address", Text, nullable=False, server_default=""))
     op.create_table(
         "key_counts",
         sa.Column("key", Text, primary_key=True),
