@@ -54,8 +54,8 @@ class Node:
     version: str
     labels: Mapping[str, Labels]  # by device
     silent_s: float = 0.0  # since its last heartbeat
-    address: str = ""  # of its HTTP; empty: it has none, or has left
     jobs: tuple[RunningJob, ...] = ()
+    address: str = ""  # of its HTTP; empty: it has none, or has left
 
     @property
     def is_live(self) -> bool:
@@ -73,9 +73,8 @@ class Nodes:
 
     def this(self, labels: Mapping[str, Labels]) -> Node:
         """Return this node with these labels of its devices."""
-        return Node(
-            self.id, platform.node(), self._kind, distribution.version(), labels, 0.0, self._address
-        )
+        version, address = distribution.version(), self._address
+        return Node(self.id, platform.node(), self._kind, version, labels, address=address)
 
     def send_heartbeat(self, labels: Mapping[str, Labels]) -> None:
         """Write this node's row, and delete those of nodes that have gone long ago."""
@@ -119,8 +118,8 @@ class Nodes:
                 row.version,
                 json.loads(row.labels),
                 row.silent_s,
-                row.address,
                 tuple(job for job in running if job.node == row.id),
+                row.address,
             )
             for row in found
         )
