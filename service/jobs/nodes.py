@@ -142,17 +142,17 @@ def why_no_node(text: str, nodes: Iterable[Node]) -> str:
     return f"no server and no node has a device '{required.device}'"
 
 
-def waits_until_s(job: Job, created_s: float, nodes: Iterable[Node], now_s: float) -> float:
-    """Return until when a job waits for a node, where none fulfils it now. All times are since
-    1970.
+def waits(job: Job, waited_s: float, nodes: Iterable[Node]) -> bool:
+    """Return whether a job that has waited for so long goes on waiting for a node, where none
+    fulfils it now. No clock is compared with that of another host.
     """
     try:
         required = requirement_from(job.queue)
     except ValueError:  # no node ever will
-        return 0.0
-    gone_s = [now_s - node.silent_s + LEASE_S for node in nodes if node.fulfils(required)]
-    returns_s = [RETURN_S + each_s for each_s in gone_s if each_s >= created_s]
-    return max(created_s + job.wait_for_node_s, *returns_s, 0.0)
+        return False
+    gone_s = [node.silent_s - LEASE_S for node in nodes if node.fulfils(required)]
+    returns = any(each_s <= waited_s and each_s < RETURN_S for each_s in gone_s)
+    return returns or waited_s < job.wait_for_node_s
 
 
 def no_node_failure(why: str, nodes: Iterable[Node]) -> Failure:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime as dt
 import secrets
 import sys
 import time
@@ -51,7 +50,7 @@ from service.jobs.nodes import (
     Node,
     Nodes,
     no_node_failure,
-    waits_until_s,
+    waits,
     why_no_node,
 )
 from service.jobs.redact import scrubbed_event
@@ -366,14 +365,14 @@ class JobRunner:
         """Fail the jobs of these queues that no live node can run, unless they wait for one.
         Returns True if one waits.
         """
-        nodes, now_s, waits = await self.nodes(), self._clock().timestamp(), False
+        nodes, one_waits = await self.nodes(), False
         for queue in queues:
             if not (why := why_no_node(queue, nodes)):
                 continue
-            for job in await self._in_thread(partial(self._claims.waiting_for, queue)):
-                created_s = dt.datetime.fromisoformat(job.created).timestamp()
-                if now_s < waits_until_s(job, created_s, nodes, now_s):
-                    waits = True
+            waiting = await self._in_thread(partial(self._claims.waiting_for, queue))
+            for job, waited_s in waiting:
+                if waits(job, waited_s, nodes):
+                    one_waits = True
                     with contextlib.suppress(StaleEvent):  # told before, or cancelled
                         await self._record(job.id, NodeAwaited(why))
                 elif claim := await self._in_thread(partial(self._claims.claim_waiting, job.id)):
@@ -382,7 +381,7 @@ class JobRunner:
                     with contextlib.suppress(StaleEvent):  # somebody has cancelled it
                         await self._record(job.id, failed, token=claim.token)
                     self._unreleased.remove(claim)
-        return waits
+        return one_waits
 
     async def _run(self, device: str, attempt: Attempt, claim: Claim) -> None:
         try:

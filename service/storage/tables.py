@@ -86,6 +86,7 @@ jobs = sa.Table(
     sa.Column("identity", Text, nullable=False),
     sa.Column("state", Text, nullable=False),
     sa.Column("created", Text, nullable=False),
+    sa.Column("added_at", SECONDS),
     sa.Column("job", Text, nullable=False),  # JSON of service.jobs.state.Job
     # copies of what `job` holds, for queries
     sa.Column("device", Text, nullable=False, server_default=""),  # what it requires

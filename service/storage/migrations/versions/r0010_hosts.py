@@ -3,12 +3,15 @@
 import sqlalchemy as sa
 from alembic import op
 
-from service.storage.tables import BIG_INTEGER, SECONDS, Text
+from service.storage.tables import BIG_INTEGER, SECONDS, Text, database_clock_s
 
 revision, down_revision = "0010", "0009"
 
 
 def upgrade() -> None:
+    op.add_column("jobs", sa.Column("added_at", SECONDS))
+    jobs = sa.table("jobs", sa.column("added_at"))
+    op.execute(sa.update(jobs).values(added_at=database_clock_s()))
     op.add_column("nodes", sa.Column("address", Text, nullable=False, server_default=""))
     op.create_table(
         "key_counts",
