@@ -75,6 +75,7 @@ from service.settings import Settings
 from service.storage.audit_entry import SERVICE, Actor, Details, Entry
 from service.storage.files import Files, StoredFile
 from service.storage.layout import Folders
+from service.storage.running_logs import RunningLogs
 
 WORKER = (sys.executable, "-m", "service.jobs.worker")
 MAX_INTERRUPTIONS = 5  # server crashes during one job; then the job counts as the cause
@@ -122,6 +123,7 @@ class JobRunner:
             sandbox or Sandbox(settings.home),
             self._files,
             builds,
+            RunningLogs(jobs.database) if self._files.are_shared else None,
         )
         self._shared = settings.database_url is not None
         server = secrets.token_hex(8)
@@ -204,6 +206,10 @@ class JobRunner:
         artifacts. Conflict for a job in any other state.
         """
         return await self._finish(self._retry(job_id, owner, actor))
+
+    def is_running(self, job_id: str) -> bool:
+        """Return whether this server runs the job now."""
+        return job_id in self._tokens
 
     def changed(self, job_id: str) -> asyncio.Event:
         """Return an event that is set at the job's next event, or when the runner stops. It fires

@@ -116,6 +116,15 @@ events = sa.Table(
     sa.Index("events_by_job", "job_id", "seq"),
 )
 
+running_logs = sa.Table(  # output of jobs that run, for other servers
+    "running_logs",
+    METADATA,
+    sa.Column("job_id", Text, sa.ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("fencing_token", BIG_INTEGER, primary_key=True),  # of the claim under which it ran
+    sa.Column("end_bytes", BIG_INTEGER, primary_key=True),  # where this part ends in the log
+    sa.Column("text", Text, nullable=False),
+)
+
 nodes = sa.Table(
     "nodes",
     METADATA,

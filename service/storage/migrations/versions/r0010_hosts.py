@@ -1,4 +1,4 @@
-"""Several servers as one: the counts of keys, loaded models, addresses."""
+"""Several servers as one: the counts of keys, loaded models, addresses, logs."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -13,6 +13,13 @@ def upgrade() -> None:
     jobs = sa.table("jobs", sa.column("added_at"))
     op.execute(sa.update(jobs).values(added_at=database_clock_s()))
     op.add_column("nodes", sa.Column("address", Text, nullable=False, server_default=""))
+    op.create_table(
+        "running_logs",
+        sa.Column("job_id", Text, sa.ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+        sa.Column("fencing_token", BIG_INTEGER, primary_key=True),
+        sa.Column("end_bytes", BIG_INTEGER, primary_key=True),
+        sa.Column("text", Text, nullable=False),
+    )
     op.create_table(
         "key_counts",
         sa.Column("key", Text, primary_key=True),
