@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from pipeline.errors import CrucibleError, StoreError
 from pipeline.execution.child_process import Child, TimeLimit
 from service import logs
-from service.auth import LOCAL, Source
+from service.auth import LOCAL, Caller, Source
 from service.bytes_in_flight import BytesInFlight
 from service.devices.leases import Leases, utc_now
 from service.devices.policy import Devices
@@ -245,6 +245,12 @@ class Service:
         if not self.settings.needs_keys:
             return True
         return await self._in_key_reader(partial(self.sessions.key_of, token)) is not None
+
+    async def still_accepts(self, caller: Caller) -> bool:
+        """Return whether the key of a caller, whose stream goes on, has not been revoked."""
+        if not self.settings.needs_keys:
+            return True
+        return await self._in_key_reader(partial(self.keys.is_valid, caller.key))
 
     async def _look_up(self, text: str, source: Source) -> Key:
         try:

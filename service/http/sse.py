@@ -20,6 +20,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from starlette.types import Receive, Scope, Send
 
+from service.auth import LOCAL, Caller
 from service.context import Service
 from service.errors import NotFound
 from service.jobs.state import Job
@@ -51,9 +52,15 @@ class EventStream(StreamingResponse):
 
 
 async def stream(
-    service: Service, job_id: str, after: int, heartbeat_s: float = HEARTBEAT_S
+    service: Service,
+    job_id: str,
+    after: int,
+    caller: Caller = LOCAL,
+    heartbeat_s: float = HEARTBEAT_S,
 ) -> AsyncIterator[bytes]:
-    """Yield all events of a job with a number above `after`: the stored ones, then new ones."""
+    """Yield all events of a job with a number above `after`: the stored ones, then new ones, until
+    the key of the caller is revoked.
+    """
     with service.metrics.event_streams.track_inprogress():
         while True:
             # before reading, so that the next round sees events in between
@@ -61,6 +68,8 @@ async def stream(
             try:
                 job, events = await service.read(partial(_read, service.jobs, job_id, after))
             except NotFound:  # the job was removed meanwhile
+                return
+            if not await service.still_accepts(caller):
                 return
             for event in events:
                 yield _text(event)

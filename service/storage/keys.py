@@ -145,6 +145,11 @@ class Keys:
         self._known[_digest(text)] = _CachedKey(key, until_s, revocations)
         return key
 
+    def is_valid(self, prefix: str) -> bool:
+        """Return whether a key that was verified before is still valid, by the database."""
+        row = self._row(prefix)
+        return row is not None and row["revoked"] is None
+
     def list(self) -> tuple[Key, ...]:
         """Return all keys, oldest first, including revoked ones."""
         query = sa.select(keys).order_by(keys.c.created, keys.c.prefix)

@@ -77,10 +77,17 @@ def test_a_key_revoked_at_one_server_is_refused_at_both(tmp_path: Path, postgres
         session = await asyncio.to_thread(one.service.sessions.begin, key, SERVICE)
         for desk in (one, two):
             assert await desk.service.has_session(session)
+        job_id = (await one.compile("hang", header)).json()["id"]
+        events = f"/jobs/{job_id}/events"
+        following = asyncio.create_task(two.client.get(events, headers=header))
+        while (await used(two, header))["max_streams"] != 1:
+            await asyncio.sleep(0.05)
         await asyncio.to_thread(one.service.keys.revoke, key.prefix)
         assert (await one.client.get("/jobs", headers=header)).status_code == 401
         for desk in (one, two):
             assert not await desk.service.has_session(session)
+        await one.service.runner.cancel(job_id)
+        assert "event: cancelled" not in (await following).text, "the key of the stream is revoked"
         await asyncio.sleep(KNOWN_FOR_S)
         assert (await two.client.get("/jobs", headers=header)).status_code == 401
 

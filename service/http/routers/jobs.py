@@ -155,7 +155,8 @@ async def follow_job(
     as they are measured, and one for each new state.
     """
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
-    events = stream(service, job_id, after if last_event_id is None else last_event_id)
+    begin = after if last_event_id is None else last_event_id
+    events = stream(service, job_id, begin, caller)
     return EventStream(events, partial(service.limits.stream, caller.key))
 
 

@@ -152,7 +152,10 @@ def test_a_wrong_secret_and_a_revoked_key_are_refused_in_the_same_words(keys: Ke
     with pytest.raises(Unauthorized) as wrong:
         keys.verify(other)
     assert "CRUCIBLE_KEY" in wrong.value.next_step
+    assert keys.is_valid(key.prefix)
     assert keys.revoke(key.prefix).revoked
+    assert not keys.is_valid(key.prefix)
+    assert not keys.is_valid("unknown")
     with pytest.raises(Unauthorized) as revoked:
         keys.verify(text)
     assert wrong.value.message == revoked.value.message
