@@ -28,24 +28,26 @@ from filelock import FileLock, Timeout
 from pipeline.errors import CrucibleError, StoreError
 from pipeline.execution.child_process import Child, TimeLimit
 from service import logs
-from service.auth import LOCAL, Source
+from service.auth import LOCAL, Caller, Source
 from service.bytes_in_flight import BytesInFlight
 from service.devices.leases import Leases, utc_now
 from service.devices.policy import Devices
 from service.errors import NotFound, StorageFull, Unauthorized, Unavailable
 from service.inference import Serving
 from service.jobs.builds import builds_from
+from service.jobs.claims import LEASE_S
 from service.jobs.messages import HostIdentity
 from service.jobs.queue import JobRunner
 from service.jobs.retention import DAILY_S, Collected, collect
 from service.jobs.store import DamagedRow, JobStore
 from service.jobs.traces import JobSpans
-from service.limits import KeyLimits
+from service.limits.shared import limits_from
 from service.observability.deployed_models import Models
 from service.observability.prometheus import Metrics
 from service.offload.pool import Helpers
 from service.refusals import Refusals
 from service.regions import Regions
+from service.registry.model_states import ModelStates
 from service.registry.promotion import prove
 from service.registry.repository import Repository
 from service.sandbox.layers import Sandbox
@@ -119,6 +121,16 @@ class Service:
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders, self.files)
         self.sandbox = Sandbox(settings.home)
+        self.runner = JobRunner(
+            settings,
+            self.jobs,
+            self._leases,
+            worker,
+            self.sandbox,
+            (metrics.observe_job, spans.observe),
+            files=self.files,
+            builds=self._builds,
+        )
         load = partial(Deployment.start, figures=Figures(metrics.of_models), sandbox=self.sandbox)
         loader_context = LoaderContext(
             self.repository,
@@ -130,22 +142,15 @@ class Service:
             load,
             partial(prove, sandbox=self.sandbox),
             fetch=self.files.fetch,
+            shares_home=settings.shares_home,
+            states=self._model_states(),
         )
         self.models = self.serving = ModelManager(loader_context)
-        self.runner = JobRunner(
-            settings,
-            self.jobs,
-            self._leases,
-            worker,
-            self.sandbox,
-            (metrics.observe_job, spans.observe),
-            files=self.files,
-            builds=self._builds,
-        )
         self.helpers = Helpers(max_unpacked_bytes=settings.max_infer_bytes, sandbox=self.sandbox)
         uploads = self.folders.home / "uploads"
         self.upload_readers = Helpers(1, sandbox=self.sandbox, read=(uploads,))
-        self.regions, self.limits = Regions(settings), KeyLimits(settings)
+        self.regions = Regions(settings)
+        self.limits = limits_from(settings, self.database, self.runner.all_nodes.id, LEASE_S)
         self._host: HostIdentity | None = None
         self._reader = ThreadPoolExecutor(1, "crucible-read")
         self._key_reader = ThreadPoolExecutor(1, "crucible-keys")
@@ -155,6 +160,12 @@ class Service:
         self._tidying: tuple[asyncio.Task[None], ...] = ()
         self._proof: asyncio.Task[Proof] | None = None
         self.started = asyncio.create_task(self._start())
+
+    def _model_states(self) -> ModelStates | None:
+        """Return what says how far the servers of the database have followed their models."""
+        if self.settings.database_url is None:
+            return None
+        return ModelStates(self.database, self.runner.all_nodes.id, LEASE_S)
 
     def host(self) -> HostIdentity:
         """Return this host's identity. Unavailable while the server starts or stops."""
@@ -219,14 +230,14 @@ class Service:
         key = self.keys.known(text)
         if key is None:
             key = await self._look_up(text, source)
-        self.limits.take_request(key.prefix)
+        await self.limits.take_request(key.prefix)
         return key
 
     async def key_of_session(self, token: str, source: Source) -> Key | None:
         """Return the key of a browser's session, and count its request; None if it has ended."""
         key = await self._in_key_reader(partial(self.sessions.key_of, token))
         if key is not None:
-            self.limits.take_request(key.prefix)
+            await self.limits.take_request(key.prefix)
         return key
 
     async def has_session(self, token: str) -> bool:
@@ -234,6 +245,12 @@ class Service:
         if not self.settings.needs_keys:
             return True
         return await self._in_key_reader(partial(self.sessions.key_of, token)) is not None
+
+    async def still_accepts(self, caller: Caller) -> bool:
+        """Return whether the key of a caller, whose stream goes on, has not been revoked."""
+        if not self.settings.needs_keys:
+            return True
+        return await self._in_key_reader(partial(self.keys.is_valid, caller.key))
 
     async def _look_up(self, text: str, source: Source) -> Key:
         try:
@@ -279,6 +296,7 @@ class Service:
         await self.helpers.close()
         await self.upload_readers.close()
         await self.refusals.close()
+        await self.limits.close()
         if self._builds is not None:
             self._builds.close()
         for reader in (self._reader, self._key_reader):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import platform
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -24,6 +25,7 @@ from pipeline.plan.files import home
 
 PREFIX = "CRUCIBLE_SERVICE_"
 MIB, GIB = 2**20, 2**30
+EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -84,6 +86,14 @@ class Settings(Frozen):
         ge=0,
         le=65535,
         description="Port of gRPC. 0: any free port. Default: the port after `port`.",
+    )
+    advertised_address: str | None = Field(
+        default=None,
+        pattern=r"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$",
+        description=(
+            "`HOST:PORT` under which `crucible proxy start --from-database` reaches this server."
+            " Default: `host` and `port`; the name of this machine if `host` is every address."
+        ),
     )
     tls_certificate: Path | None = Field(
         default=None, description="PEM file of the certificate with its chain, for HTTP and gRPC."
@@ -295,10 +305,18 @@ class Settings(Frozen):
         return self.port + 1 if self.port else 0
 
     @property
+    def address(self) -> str:
+        """Where a proxy reaches this server, as HOST:PORT; empty if its port is not known."""
+        if self.advertised_address is not None or self.port == 0:
+            return self.advertised_address or ""
+        host = platform.node() if self.host in EVERY_ADDRESS else self.host.strip("[]")
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
     def hosts(self) -> frozenset[str]:
         """All names that a Host header may have, without the port."""
         names = [*LOOPBACK_NAMES, *self.allowed_hosts]
-        if self.host not in ("0.0.0.0", "::"):
+        if self.host not in EVERY_ADDRESS:
             names.append(f"[{self.host}]" if ":" in self.host else self.host)
         return frozenset(name.lower() for name in names)
 

@@ -292,6 +292,10 @@ def _print_model(model: ModelView, as_json: bool) -> None:
         f"model {model.name}: version {model.current.version} ({model.current.label}) is current,"
         f" {status}"
     )
+    for server in model.servers if len(model.servers) > 1 else ():
+        version = "no version" if server.version is None else f"version {server.version}"
+        reason = f": {server.reason}" if server.reason else ""
+        print(f"server {server.server} on {server.host}: {server.state}, {version}{reason}")
     if model.current.verdict == "keep":
         print("this serves the model as given: no engine was measurably faster")
     if model.current.batch.reason:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from service.routing.addresses import Address
     from service.routing.follow import Pool
     from service.routing.runtime import Runtime
+
+    Servers = Callable[[], tuple[Address, ...]]
 
 app = typer.Typer(
     help="Spread requests over several servers, by HAProxy; take servers out and put them back."
@@ -44,6 +48,13 @@ def start(
         Path | None,
         typer.Option(help="File with one address on each line. It is followed while it changes."),
     ] = None,
+    from_database: Annotated[
+        bool,
+        typer.Option(
+            "--from-database",
+            help="Follow the servers of the database CRUCIBLE_SERVICE_DATABASE_URL.",
+        ),
+    ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=1, max=65534, help="Port of HTTP. The port of gRPC is the next one.")
@@ -53,42 +64,66 @@ def start(
     """Run HAProxy before servers until Ctrl-C. Each request goes to the server with the fewest
     requests, of those whose /readyz answers.
     """
-    from service.routing.addresses import addresses_from, addresses_from_file
     from service.routing.configuration import ProxyOptions
     from service.routing.follow import Pool
     from service.routing.haproxy import running, socket_of
 
-    if bool(servers) == (file is not None):
-        raise PlanError(
-            "expected servers from --server or from --file, got both or none",
-            "give --server HOST:PORT for each server, or --file",
-        )
-    wanted = addresses_from_file(file) if file else addresses_from(servers or ())
+    wanted = _source(servers, file, from_database)
+    first = wanted()
     options = ProxyOptions(host, port, socket_of(_home(home)))
     with running(options) as (process, runtime):
         pool = Pool(runtime)
-        pool.update(wanted)
+        pool.update(first)
         print(f"the proxy listens on http://{host}:{port}; gRPC: port {port + 1}", flush=True)
-        _follow(process.poll, pool, wanted, file)
+        _follow(process.poll, pool, wanted)
 
 
-def _follow(
-    ended: Callable[[], int | None], pool: Pool, wanted: tuple[Address, ...], file: Path | None
-) -> None:
+def _source(servers: list[str] | None, file: Path | None, from_database: bool) -> Servers:
+    """Return what reads the servers, from one place. PlanError for several, or none."""
+    from service.routing.addresses import addresses_from, addresses_from_file
+
+    if [bool(servers), file is not None, from_database].count(True) != 1:
+        raise PlanError(
+            "expected servers from one of --server, --file and --from-database, got several or"
+            " none",
+            "give --server HOST:PORT for each server, or one of the others",
+        )
+    if file is not None:
+        return partial(addresses_from_file, file)
+    if from_database:
+        return _database_source()
+    addresses = addresses_from(servers or ())
+    return lambda: addresses
+
+
+def _database_source() -> Servers:
+    """Return what reads the servers of the database. PlanError if none is set."""
+    from service.routing.database import addresses_from_database
+    from service.settings import settings_from
+    from service.storage.database import Database
+
+    url = settings_from(os.environ).database_url
+    if url is None:
+        raise PlanError(
+            "--from-database needs the PostgreSQL database of the servers, and none is set",
+            "set CRUCIBLE_SERVICE_DATABASE_URL as for the servers",
+        )
+    return partial(addresses_from_database, Database(url))
+
+
+def _follow(ended: Callable[[], int | None], pool: Pool, wanted: Servers) -> None:
     """Update the servers every second. HostError if HAProxy ends, which it does not by itself."""
     import time
-
-    from service.routing.addresses import addresses_from_file
 
     complaint = ""
     while (status := ended()) is None:
         time.sleep(1)
         try:
-            pool.update(addresses_from_file(file) if file else wanted)
+            pool.update(wanted())
             complaint = ""
         except (PlanError, HostError) as error:
             if complaint != str(error):
-                print(f"the servers stay as they are: {error}", file=sys.stderr, flush=True)
+                print(f"the other servers stay as they are: {error}", file=sys.stderr, flush=True)
             complaint = str(error)
     raise HostError(f"HAProxy ended with exit code {status}", "start the proxy again")
 

@@ -134,7 +134,7 @@ class Edge(grpc.GenericRpcHandler):
                 return await self._stream_answer(new_call, request, share, refusal)
 
         if name == STREAM:
-            with self._service.limits.stream(record.caller.key):
+            async with self._service.limits.stream(record.caller.key):
                 await answer_each(requests, answer_one, write, self.stopping)
             return
         with self._service.bytes_in_flight.share() as share:

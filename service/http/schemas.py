@@ -213,6 +213,9 @@ class NodeView(Frozen):
     name: str = Field(description="The name of its host")
     kind: Literal["server", "node"]
     version: str
+    address: str = Field(
+        default="", description="Where a proxy reaches it; empty: it takes no requests"
+    )
     live: bool = Field(description="Whether it has sent a heartbeat lately")
     silent_s: float = Field(description="Time since its last heartbeat")
     labels: dict[str, dict[str, str]] = Field(description="By device; targets ask for them")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import orjson
@@ -20,6 +20,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from starlette.types import Receive, Scope, Send
 
+from service.auth import LOCAL, Caller
 from service.context import Service
 from service.errors import NotFound
 from service.jobs.state import Job
@@ -36,7 +37,7 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(
-        self, events: AsyncIterator[bytes], slot: Callable[[], AbstractContextManager[None]]
+        self, events: AsyncIterator[bytes], slot: Callable[[], AbstractAsyncContextManager[None]]
     ) -> None:
         super().__init__(
             events,
@@ -46,14 +47,20 @@ class EventStream(StreamingResponse):
         self._slot = slot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._slot():
+        async with self._slot():
             await super().__call__(scope, receive, send)
 
 
 async def stream(
-    service: Service, job_id: str, after: int, heartbeat_s: float = HEARTBEAT_S
+    service: Service,
+    job_id: str,
+    after: int,
+    caller: Caller = LOCAL,
+    heartbeat_s: float = HEARTBEAT_S,
 ) -> AsyncIterator[bytes]:
-    """Yield all events of a job with a number above `after`: the stored ones, then new ones."""
+    """Yield all events of a job with a number above `after`: the stored ones, then new ones, until
+    the key of the caller is revoked.
+    """
     with service.metrics.event_streams.track_inprogress():
         while True:
             # before reading, so that the next round sees events in between
@@ -61,6 +68,8 @@ async def stream(
             try:
                 job, events = await service.read(partial(_read, service.jobs, job_id, after))
             except NotFound:  # the job was removed meanwhile
+                return
+            if not await service.still_accepts(caller):
                 return
             for event in events:
                 yield _text(event)

@@ -52,6 +52,7 @@ from service.jobs.messages import (
     Wants,
 )
 from service.jobs.publish import engine_digest, publish, take_over
+from service.jobs.redact import scrubbed
 from service.jobs.state import (
     Died,
     Failure,
@@ -68,11 +69,13 @@ from service.sandbox.framing import BadMessage, Failed
 from service.sandbox.layers import Box, Sandbox, named_files, shared_files
 from service.storage.files import Files, StoredFile
 from service.storage.layout import Folders
+from service.storage.running_logs import RunningLogs
 
 PATIENCE_S = 60.0  # how long a measurement waits for engines to stop serving on the device
 # delay per message of a child that sends too many, so that the server has time for others
 SLOWED_S = 0.005
 DISK_CODES = ("job.disk", DiskFull.code)
+LOG_S, MAX_LOG_PART_BYTES = 2.0, 256 * 1024  # between two parts of a log, and of one
 RETRY_S = 2.0  # between attempts to store how a job ended, where the disk is full
 
 log = logs.get("service.attempt")
@@ -102,6 +105,7 @@ class AttemptContext:
     sandbox: Sandbox
     files: Files
     builds: Builds | None  # None: no other server shares them
+    logs: RunningLogs | None = None  # None: other servers see the file
 
 
 class Attempt:
@@ -182,6 +186,7 @@ class Attempt:
         """Run the child. Returns None if it has finished its report."""
         context, work = self._context, self._work
         child = await Child.start(context.worker, self.job.id, work, file_bytes, environment, box)
+        sharing_log = asyncio.create_task(self._share_log())
         try:
             held, device = context.sandbox.held(self.job.device), self.job.device
             started = Started(child.pid, child.started, held, device)
@@ -190,7 +195,36 @@ class Attempt:
             await child.send(self._start(name))
             return await self._first_ending(child, box)
         finally:
+            await _cancel_all(sharing_log)
             await child.end()
+
+    async def _share_log(self) -> None:
+        """Send the output of the child to servers that do not see its file, while it runs."""
+        sent = 0
+        while self._context.logs is not None:
+            await asyncio.sleep(LOG_S)
+            sent = await asyncio.to_thread(self._send_log, self._context.logs, sent)
+
+    def _send_log(self, shared: RunningLogs, sent: int) -> int:
+        """Send what has come after byte `sent` of the log. Returns how far it is sent then."""
+        data, begin = self._work.read_log(MAX_LOG_PART_BYTES, sent)
+        lines = data[: data.rfind(b"\n") + 1]  # a path must not be cut before it is removed
+        if not lines and len(data) == MAX_LOG_PART_BYTES:
+            lines = data
+        if not lines:
+            return sent
+        text = scrubbed(lines.decode("utf-8", "replace"), self._context.folders)
+        try:
+            shared.append(self.job.id, self._token, begin + len(lines), text)
+        except StoreError as error:  # tried again
+            log.error("log.not_shared", job=self.job.id, error=error.message)
+            return sent
+        return begin + len(lines)
+
+    def _forget_log(self, shared: RunningLogs) -> None:
+        """Remove what was sent of the log, which is stored now."""
+        with contextlib.suppress(StoreError):  # it goes with the job
+            shared.forget(self.job.id, self._token)
 
     def _start(self, name: str) -> Start:
         folders, job = self._context.folders, self.job
@@ -415,6 +449,8 @@ class Attempt:
 
     def _tidy(self, job: Job) -> None:
         """Delete what a retry does not need."""
+        if self._context.logs is not None and job.is_final:
+            self._forget_log(self._context.logs)
         with contextlib.suppress(OSError):
             self._work.shorten_log()
         if job.state == "succeeded":

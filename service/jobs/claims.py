@@ -59,13 +59,19 @@ class Claims:
         with self._database.read() as rows:
             return tuple(rows.scalars(query))
 
-    def waiting_for(self, queue: str) -> tuple[Job, ...]:
-        """Return the jobs that wait with this requirement, oldest first. Damaged rows are left
-        out.
+    def waiting_for(self, queue: str) -> tuple[tuple[Job, float], ...]:
+        """Return the jobs that wait with this requirement, oldest first, and for how many seconds.
+        Damaged rows are left out.
         """
-        query = sa.select(jobs).where(_IS_WAITING, jobs.c.device == queue)
+        now_s = database_clock_s()
+        waited_s = now_s - sa.func.coalesce(jobs.c.added_at, now_s)
+        query = sa.select(jobs, waited_s.label("waited_s")).where(
+            _IS_WAITING, jobs.c.device == queue
+        )
         with self._database.read() as rows:
-            return tuple(claim.job for claim in _claims(rows.execute(query).mappings().all()))
+            found = rows.execute(query).mappings().all()
+        waited = {row["id"]: row["waited_s"] for row in found}
+        return tuple((claim.job, waited[claim.job.id]) for claim in _claims(found))
 
     def claim_waiting(self, job_id: str) -> Claim | None:
         """Claim this job, to end it; None if it does not wait any more."""

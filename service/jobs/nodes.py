@@ -55,6 +55,7 @@ class Node:
     labels: Mapping[str, Labels]  # by device
     silent_s: float = 0.0  # since its last heartbeat
     jobs: tuple[RunningJob, ...] = ()
+    address: str = ""  # of its HTTP; empty: it has none, or has left
 
     @property
     def is_live(self) -> bool:
@@ -67,12 +68,13 @@ class Node:
 class Nodes:
     """All nodes of a database, and the row of this one. Safe for threads."""
 
-    def __init__(self, database: Database, node_id: str, kind: Kind) -> None:
-        self._database, self.id, self._kind = database, node_id, kind
+    def __init__(self, database: Database, node_id: str, kind: Kind, address: str = "") -> None:
+        self._database, self.id, self._kind, self._address = database, node_id, kind, address
 
     def this(self, labels: Mapping[str, Labels]) -> Node:
         """Return this node with these labels of its devices."""
-        return Node(self.id, platform.node(), self._kind, distribution.version(), labels)
+        version, address = distribution.version(), self._address
+        return Node(self.id, platform.node(), self._kind, version, labels, address=address)
 
     def send_heartbeat(self, labels: Mapping[str, Labels]) -> None:
         """Write this node's row, and delete those of nodes that have gone long ago."""
@@ -83,6 +85,7 @@ class Nodes:
             "version": node.version,
             "labels": json.dumps(labels),
             "heartbeat_at": database_clock_s(),
+            "address": node.address,
         }
         old = delete_unlocked(nodes, nodes.c.heartbeat_at < database_clock_s() - FORGET_S)
         with self._database.write() as rows:
@@ -95,7 +98,7 @@ class Nodes:
         """Count as gone from now on."""
         gone = sa.update(nodes).where(nodes.c.id == self.id)
         with self._database.write() as rows:
-            rows.execute(gone.values(heartbeat_at=database_clock_s() - LEASE_S))
+            rows.execute(gone.values(heartbeat_at=database_clock_s() - LEASE_S, address=""))
 
     def list(self) -> tuple[Node, ...]:
         """Return all nodes, those with the newest heartbeat first."""
@@ -116,6 +119,7 @@ class Nodes:
                 json.loads(row.labels),
                 row.silent_s,
                 tuple(job for job in running if job.node == row.id),
+                row.address,
             )
             for row in found
         )
@@ -138,17 +142,17 @@ def why_no_node(text: str, nodes: Iterable[Node]) -> str:
     return f"no server and no node has a device '{required.device}'"
 
 
-def waits_until_s(job: Job, created_s: float, nodes: Iterable[Node], now_s: float) -> float:
-    """Return until when a job waits for a node, where none fulfils it now. All times are since
-    1970.
+def waits(job: Job, waited_s: float, nodes: Iterable[Node]) -> bool:
+    """Return whether a job that has waited for so long goes on waiting for a node, where none
+    fulfils it now. No clock is compared with that of another host.
     """
     try:
         required = requirement_from(job.queue)
     except ValueError:  # no node ever will
-        return 0.0
-    gone_s = [now_s - node.silent_s + LEASE_S for node in nodes if node.fulfils(required)]
-    returns_s = [RETURN_S + each_s for each_s in gone_s if each_s >= created_s]
-    return max(created_s + job.wait_for_node_s, *returns_s, 0.0)
+        return False
+    gone_s = [node.silent_s - LEASE_S for node in nodes if node.fulfils(required)]
+    returns = any(each_s <= waited_s and each_s < RETURN_S for each_s in gone_s)
+    return returns or waited_s < job.wait_for_node_s
 
 
 def no_node_failure(why: str, nodes: Iterable[Node]) -> Failure:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime as dt
 import secrets
 import sys
 import time
@@ -51,7 +50,7 @@ from service.jobs.nodes import (
     Node,
     Nodes,
     no_node_failure,
-    waits_until_s,
+    waits,
     why_no_node,
 )
 from service.jobs.redact import scrubbed_event
@@ -76,6 +75,7 @@ from service.settings import Settings
 from service.storage.audit_entry import SERVICE, Actor, Details, Entry
 from service.storage.files import Files, StoredFile
 from service.storage.layout import Folders
+from service.storage.running_logs import RunningLogs
 
 WORKER = (sys.executable, "-m", "service.jobs.worker")
 MAX_INTERRUPTIONS = 5  # server crashes during one job; then the job counts as the cause
@@ -123,11 +123,13 @@ class JobRunner:
             sandbox or Sandbox(settings.home),
             self._files,
             builds,
+            RunningLogs(jobs.database) if self._files.are_shared else None,
         )
         self._shared = settings.database_url is not None
         server = secrets.token_hex(8)
         self._claims = Claims(jobs.database, server)
-        self.all_nodes = Nodes(jobs.database, server, kind)
+        address = settings.address if kind == "server" else ""
+        self.all_nodes = Nodes(jobs.database, server, kind, address)
         self._labels: dict[str, Labels] = {}  # by device
         self._beat_s = -BEAT_S
         self._attempts: dict[str, Attempt] = {}  # by device
@@ -204,6 +206,10 @@ class JobRunner:
         artifacts. Conflict for a job in any other state.
         """
         return await self._finish(self._retry(job_id, owner, actor))
+
+    def is_running(self, job_id: str) -> bool:
+        """Return whether this server runs the job now."""
+        return job_id in self._tokens
 
     def changed(self, job_id: str) -> asyncio.Event:
         """Return an event that is set at the job's next event, or when the runner stops. It fires
@@ -365,14 +371,14 @@ class JobRunner:
         """Fail the jobs of these queues that no live node can run, unless they wait for one.
         Returns True if one waits.
         """
-        nodes, now_s, waits = await self.nodes(), self._clock().timestamp(), False
+        nodes, one_waits = await self.nodes(), False
         for queue in queues:
             if not (why := why_no_node(queue, nodes)):
                 continue
-            for job in await self._in_thread(partial(self._claims.waiting_for, queue)):
-                created_s = dt.datetime.fromisoformat(job.created).timestamp()
-                if now_s < waits_until_s(job, created_s, nodes, now_s):
-                    waits = True
+            waiting = await self._in_thread(partial(self._claims.waiting_for, queue))
+            for job, waited_s in waiting:
+                if waits(job, waited_s, nodes):
+                    one_waits = True
                     with contextlib.suppress(StaleEvent):  # told before, or cancelled
                         await self._record(job.id, NodeAwaited(why))
                 elif claim := await self._in_thread(partial(self._claims.claim_waiting, job.id)):
@@ -381,7 +387,7 @@ class JobRunner:
                     with contextlib.suppress(StaleEvent):  # somebody has cancelled it
                         await self._record(job.id, failed, token=claim.token)
                     self._unreleased.remove(claim)
-        return waits
+        return one_waits
 
     async def _run(self, device: str, attempt: Attempt, claim: Claim) -> None:
         try:

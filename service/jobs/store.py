@@ -43,13 +43,13 @@ from service.jobs.state import (
     Succeeded,
     step,
 )
-from service.limits import raised_by
+from service.limits.key_limits import raised_by
 from service.storage.audit import Audit
 from service.storage.audit_entry import SERVICE, Actor, Details, Entry
 from service.storage.database import Database, delete_unlocked
 from service.storage.files import StoredFile, delete_files, insert_files
 from service.storage.layout import FOLDERS_OF_JOB
-from service.storage.tables import compile_targets, events, jobs, requests
+from service.storage.tables import compile_targets, database_clock_s, events, jobs, requests
 
 ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
 # states in which an equal request gets the same job; in all others it makes a new one
@@ -157,6 +157,7 @@ class JobStore:
                     "owner": job.owner,
                     "identity": job.identity,
                     "created": job.created,
+                    "added_at": database_clock_s(),
                     "device": job.queue,
                 }
                 rows.execute(sa.insert(jobs).values(new | _columns(job)))

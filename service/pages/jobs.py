@@ -109,7 +109,7 @@ async def log_page(
     request: Request, job_id: str, caller: Visitor, service: CurrentService
 ) -> Response:
     job = await service.read(lambda: service.jobs.get(job_id, caller.sees))
-    return page(request, "log.html", job=job, log=await log_of(service, job_id, MAX_LOG_BYTES))
+    return page(request, "log.html", job=job, log=await log_of(service, job, MAX_LOG_BYTES))
 
 
 @router.get("/ui/jobs/{job_id}/report")

@@ -49,7 +49,7 @@ ROLES = {
 @router.get("/ui/new")
 async def new_page(request: Request, caller: Visitor, service: CurrentService) -> Response:
     caller.require("compile")
-    return _new_page(request, caller, service)
+    return await _new_page(request, caller, service)
 
 
 @router.post("/ui/drafts")
@@ -70,7 +70,7 @@ async def upload_draft(request: Request, caller: Visitor, service: CurrentServic
         if "hx-request" in request.headers:
             text = fragment("refusal.html", refusal=refusal.body, title="The upload was refused")
             return HTMLResponse(text, refusal.status, {**refusal.headers, **HEADERS})
-        return _new_page(request, caller, service, refusal)
+        return await _new_page(request, caller, service, refusal)
     target = f"/ui/drafts/{draft.id}"
     if "hx-request" in request.headers:
         return Response(headers={"HX-Redirect": target})
@@ -152,11 +152,12 @@ def _refusal(request: Request, service: Service, error: Exception) -> Answer:
     return answer_error(error, request.state.request_id, service.folders)
 
 
-def _new_page(
+async def _new_page(
     request: Request, caller: Caller, service: Service, refusal: Answer | None = None
 ) -> Response:
     settings = service.settings
-    left = settings.max_upload_bytes_per_hour - service.limits.uploaded_bytes(caller.key)
+    usage = await service.limits.usage(caller.key)
+    left = settings.max_upload_bytes_per_hour - usage.uploaded_bytes
     answer = page(
         request,
         "new.html",

@@ -192,6 +192,16 @@ class DeploymentView(Frozen):
     memory_bytes: int | None = Field(default=None, description="Device memory of all instances")
 
 
+class ServerState(Frozen):
+    """The state of a model at one of several servers."""
+
+    server: str = Field(description="The id of the server, as in GET /nodes")
+    host: str
+    state: Literal["unloaded", ModelState]
+    version: int | None = Field(description="The version that answers there; null: none")
+    reason: str = Field(default="", description="Why it has not loaded what it should")
+
+
 class ModelView(Frozen):
     """A model as its owner sees it."""
 
@@ -199,7 +209,11 @@ class ModelView(Frozen):
     owner: str
     current: Version
     versions: tuple[Version, ...] = Field(description="All stored versions, the newest first")
-    deployment: DeploymentView
+    deployment: DeploymentView = Field(description="At the server that answers this request")
+    servers: tuple[ServerState, ...] = Field(
+        default=(),
+        description="At each live server of a shared database, as of its last change there",
+    )
 
 
 class ModelPage(Frozen):

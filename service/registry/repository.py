@@ -35,7 +35,7 @@ from service.storage.audit_entry import SERVICE, Entry
 from service.storage.database import Database
 from service.storage.files import Files, delete_files, insert_files
 from service.storage.layout import Folders
-from service.storage.tables import models, versions
+from service.storage.tables import model_states, models, versions
 
 TAKE_AGAIN = (
     "`crucible models {model}` shows the job of the version, and `crucible promote {model} JOB` "
@@ -87,6 +87,12 @@ class Repository:
         """The model of this name; NotFound if there is none, or if it has another owner."""
         with self._database.read() as rows:
             return _model(rows, _row(rows, name, owner))
+
+    def revisions(self) -> dict[str, int]:
+        """Return the revision of each model: it rises with every change of what servers load."""
+        query = sa.select(models.c.name, models.c.revision)
+        with self._database.read() as rows:
+            return {row.name: row.revision for row in rows.execute(query)}
 
     def engine(self, version: Version) -> Engine:
         """Read the description of the engine. The caller checks its files before loading them.
@@ -221,7 +227,8 @@ class Repository:
     def set_current(self, name: str, version: int, entry: Entry | None = None) -> None:
         """Make a version current, and add `entry` to the audit."""
         with self._database.write() as rows:
-            rows.execute(sa.update(models).where(models.c.name == name).values(current=version))
+            change = sa.update(models).where(models.c.name == name)
+            rows.execute(change.values(current=version, revision=models.c.revision + 1))
             if entry is not None:
                 self._audit.add(rows, entry)
 
@@ -232,12 +239,11 @@ class Repository:
 
         None: it is not deployed any more; its last options are kept.
         """
-        change = sa.update(models).where(models.c.name == name)
+        values: dict[str, object] = {"revision": models.c.revision + 1, "deployed": 0}
+        if options is not None:
+            values |= {"deployed": 1, "deployment": options.model_dump_json()}
         with self._database.write() as rows:
-            if options is None:
-                rows.execute(change.values(deployed=0))
-            else:
-                rows.execute(change.values(deployed=1, deployment=options.model_dump_json()))
+            rows.execute(sa.update(models).where(models.c.name == name).values(values))
             if entry is not None:
                 self._audit.add(rows, entry)
 
@@ -278,9 +284,13 @@ class Repository:
             log.info("version.removed", model=name, version=version)
 
     def prune(self, name: str, used: Collection[int], keep: int) -> tuple[int, ...]:
-        """Remove the versions that `prunable` names; return them."""
+        """Remove the versions that `prunable` names; return them. Those that another server has
+        loaded count as used.
+        """
         model = self.get(name)
-        in_use = {model.current, *used}
+        elsewhere = sa.select(model_states.c.version).where(model_states.c.model == name)
+        with self._database.read() as rows:
+            in_use = {model.current, *used, *filter(None, rows.scalars(elsewhere))}
         if model.deployed and model.options and model.options.version:
             in_use.add(model.options.version)
         old = prunable(model.versions, in_use, keep)
@@ -362,7 +372,7 @@ def _insert(rows: sa.Connection, version: Version, current: bool) -> None:
     else:
         rows.execute(model.values(latest=number))
     if current:
-        rows.execute(model.values(current=number))
+        rows.execute(model.values(current=number, revision=models.c.revision + 1))
     row_of_version = {
         "model": name,
         "version": number,

@@ -45,12 +45,15 @@ class Pool:
 
     def update(self, wanted: Collection[Address]) -> None:
         """Add new servers, and let the others leave: each is removed by an `update` after its last
-        request.
+        request. HostError if one cannot be added; all else is done.
         """
-        found = changes(self._present, self._leaving, wanted)
+        found, fault = changes(self._present, self._leaving, wanted), None
         for address in found.add:
-            self._runtime.add(address)
-            self._present.add(address)
+            try:
+                self._runtime.add(address)
+                self._present.add(address)
+            except HostError as error:
+                fault = error
         for address in found.keep:
             self._runtime.enable(address)
             self._leaving.remove(address)
@@ -61,6 +64,8 @@ class Pool:
             if self._runtime.active(address) == 0 and self._runtime.remove(address):
                 self._present.remove(address)
                 self._leaving.remove(address)
+        if fault is not None:
+            raise fault
 
 
 def wait_until_idle(

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from service.devices.leases import Leases
 from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics
-from service.registry.models import Version
+from service.registry.models import DeploymentOptions, Version
 from service.serving.deployment import DeploymentSpec, served_version
 from service.serving.stats import Traffic
 
@@ -72,6 +72,11 @@ class LeasedDeployment:
             except BaseException:
                 leases.give_back(work.name, spec.device)
                 raise
+
+    @property
+    def deploys(self) -> tuple[int, DeploymentOptions]:
+        """The version, and the options with which it was loaded."""
+        return self.spec.version.version, self.spec.options
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         if not self._has_lease:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from service import logs
 from service.devices.leases import Leases
 from service.errors import Unprocessable
 from service.jobs.store import JobStore
+from service.registry.model_states import ModelStates
 from service.registry.models import DeploymentOptions, Version
 from service.registry.promotion import Prove, check_own
 from service.registry.repository import Repository
@@ -48,6 +50,8 @@ class LoaderContext:
     free: Callable[[str], int | None] = free_bytes
     waits_s: tuple[float, ...] = WAITS_S
     fetch: Callable[[Path], object] = lambda folder: None  # a report, from where servers share it
+    shares_home: bool = False  # with other servers, which load models, too
+    states: ModelStates | None = None  # of the servers that share the models; None: there is one
 
 
 class Loader:
@@ -71,7 +75,8 @@ class Loader:
             if spec.options.instances is None:
                 spec = self._with_fitting_instances(spec, free)
             check_fit(version, spec.instances, free, spec.device)
-            name = f"{version.model}-{version.version}-{next(self._numbers)}"
+            # unlike those of other servers, which may share the home
+            name = f"{version.model}-{version.version}-{secrets.token_hex(4)}"
             work = self._context.folders.serving / name
             try:
                 return await LeasedDeployment.start(

@@ -16,17 +16,18 @@ lost. If anything fails before the assignment, nothing changes.
 from __future__ import annotations
 
 import asyncio
+import platform
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.errors import CrucibleError, DamagedError
+from pipeline.errors import CrucibleError, DamagedError, HostError, StoreError
 from service import logs
 from service.auth import Caller
 from service.devices.leases import utc_now
@@ -40,12 +41,14 @@ from service.registry.models import (
     ModelPage,
     ModelView,
     PromoteRequest,
+    ServerState,
     Version,
 )
 from service.registry.promotion import candidate_of, version_of
 from service.registry.repository import Model
 from service.registry.traffic import ShapesView
 from service.serving.deployed_model import DeployedModel, LeasedDeployment
+from service.serving.hosts.follower import Follower
 from service.serving.loader import Loader, LoaderContext, device_for
 from service.serving.stats import Traffic
 from service.storage.audit_entry import Details, Entry
@@ -70,6 +73,9 @@ class ModelManager:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = ThreadPoolExecutor(1, "crucible-models")
         self._started = self._stopping = False
+        self._follower: Follower | None = None
+        if context.states is not None:
+            self._follower = Follower(self, self._repository, context.states, self._in_thread)
 
     # -- the protocol `Serving`
 
@@ -105,6 +111,7 @@ class ModelManager:
     async def unload(self, caller: Caller, model: str) -> None:
         caller.require("admin")
         await self._run_change(self._unload(caller, model))
+        await self._until_followed(model)
 
     # -- changes
 
@@ -112,6 +119,7 @@ class ModelManager:
         """Load a model, or serve it with other options. It is ready on return."""
         caller.require("admin")
         await self._run_change(self._deploy(caller, name, options))
+        await self._until_followed(name)
         return await self.view(caller, name)
 
     async def promote(self, caller: Caller, name: str, request: PromoteRequest) -> ModelView:
@@ -126,12 +134,14 @@ class ModelManager:
                 "choose another name",
             )
         await self._run_change(self._promote(caller, name, request))
+        await self._until_followed(name)
         return await self.view(caller, name)
 
     async def rollback(self, caller: Caller, name: str) -> ModelView:
         """Make the previous version current again; Conflict if there is none."""
         caller.require("admin")
         await self._run_change(self._rollback(caller, name))
+        await self._until_followed(name)
         return await self.view(caller, name)
 
     async def lend(
@@ -189,18 +199,32 @@ class ModelManager:
 
     async def _unload(self, caller: Caller, name: str) -> None:
         async with self._locks[name]:
-            entry = self._find(caller, name, None)
-            details: Details = {"owner": entry.version.owner}
-            unloaded = Entry(caller.actor, "model.unloaded", f"model/{name}", details)
+            owner = await self._owner_of_deployed(caller, name)
+            unloaded = Entry(caller.actor, "model.unloaded", f"model/{name}", {"owner": owner})
             await self._in_thread(lambda: self._repository.set_deployed(name, None, unloaded))
-            entry.state = "draining"
-            self._unloading[name] = self._entries.pop(name)
-            try:
-                if entry.loaded is not None:
-                    await entry.loaded.end()
-            finally:
-                del self._unloading[name]
+            await self._end(name)
             log.info("model.unloaded", model=name, key=caller.key)
+
+    async def _owner_of_deployed(self, caller: Caller, name: str) -> str:
+        """Return the owner of a model that is deployed, here or at another server."""
+        if self._follower is not None and name not in self._entries:
+            model = await self._in_thread(lambda: self._repository.get(name, caller.sees))
+            if model.deployed:
+                return model.owner
+        return self._find(caller, name, None).version.owner
+
+    async def _end(self, name: str) -> None:
+        """Answer the last requests of a model, and free its device. No effect if it is not here."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return
+        entry.state = "draining"
+        self._unloading[name] = entry
+        try:
+            if entry.loaded is not None:
+                await entry.loaded.end()
+        finally:
+            del self._unloading[name]
 
     async def _promote(self, caller: Caller, name: str, request: PromoteRequest) -> None:
         async with self._locks[name]:
@@ -316,7 +340,8 @@ class ModelManager:
 
     async def start(self) -> None:
         """Load the deployed models; return when each model is ready or has failed."""
-        await asyncio.to_thread(shutil.rmtree, self._context.folders.serving, True)
+        if not self._context.shares_home:
+            await asyncio.to_thread(shutil.rmtree, self._context.folders.serving, True)
         models = await self._in_thread(self._repository.list)
         loads = [
             self._resume(model, model.options)
@@ -324,10 +349,10 @@ class ModelManager:
             if model.deployed and model.options
         ]
         await asyncio.gather(*loads)
-        task = asyncio.create_task(self._release_idle_leases())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._keep(asyncio.create_task(self._release_idle_leases()))
         self._started = True
+        if self._follower is not None:
+            self._keep(asyncio.create_task(self._follower.run()))
 
     async def _resume(self, model: Model, options: DeploymentOptions) -> None:
         """Load a model with retries: a host that starts may lack memory or files for a moment.
@@ -353,6 +378,46 @@ class ModelManager:
             if wait_s is not None:
                 entry.state = "loading"
                 await asyncio.sleep(wait_s)
+
+    async def follow(self, name: str) -> str:
+        """Load, switch or unload a model as the database says, which another server has changed.
+        Return why that failed, or "". After a failure the version that answered goes on.
+        """
+        async with self._locks[name]:
+            try:
+                model = await self._in_thread(lambda: self._repository.get(name))
+                if not model.deployed or model.options is None:
+                    await self._end(name)
+                    return ""
+                version, options = model.version(model.options.version), model.options
+                entry = self._entries.setdefault(name, DeployedModel(version, options.device or ""))
+                loaded = entry.loaded
+                if loaded is None or loaded.deploys != (version.version, options):
+                    await self._switch(version, options, commit=None)
+                    log.info("model.followed", model=name, version=version.version)
+            except Exception as error:  # the edge of a model: its error does not stop the server
+                reason = self._failure_message(error)
+                log.error("model.not_loaded", model=name, error=reason, exc_info=_trace(error))
+                return reason
+        return ""
+
+    def state_of(self, name: str, server: str, reason: str) -> ServerState:
+        """Return the state of a model at this server, which has this id."""
+        entry = self._entries.get(name) or self._unloading.get(name)
+        served = self._served(entry) if entry is not None else None
+        loaded = entry.loaded if entry is not None else None
+        return ServerState(
+            server=server,
+            host=platform.node(),
+            state=served.state if served is not None else "unloaded",
+            version=loaded.spec.version.version if loaded is not None else None,
+            reason=reason or (served.reason if served is not None else ""),
+        )
+
+    async def _until_followed(self, name: str) -> None:
+        """Wait until all servers have done a change, or failed to."""
+        if self._follower is not None:
+            await self._follower.until_followed(name, self._context.load_s)
 
     def starting(self) -> tuple[int, int]:
         """Return the number of models that are loading, and the number of all models."""
@@ -445,6 +510,9 @@ class ModelManager:
 
     async def close(self) -> None:
         """Close the database, after `stop`."""
+        if self._context.states is not None:
+            with suppress(HostError):  # it counts as gone later
+                await self._in_thread(self._context.states.forget)
         await self._in_thread(self._repository.close)
         self._thread.shutdown()
 
@@ -453,10 +521,16 @@ class ModelManager:
     async def views(self, caller: Caller) -> ModelPage:
         """All models that the caller may see, by name."""
         models = await self._in_thread(lambda: self._repository.list(caller.sees))
-        return ModelPage(models=tuple(map(self._view_of, models)))
+        states = await self._states_of(None)
+        return ModelPage(models=tuple(self._view_of(model, states) for model in models))
 
     async def view(self, caller: Caller, name: str) -> ModelView:
-        return self._view_of(await self._in_thread(lambda: self._repository.get(name, caller.sees)))
+        model = await self._in_thread(lambda: self._repository.get(name, caller.sees))
+        return self._view_of(model, await self._states_of(name))
+
+    async def _states_of(self, name: str | None) -> dict[str, tuple[ServerState, ...]]:
+        states = self._context.states
+        return {} if states is None else await self._in_thread(lambda: states.of(name))
 
     async def shapes(self, caller: Caller, name: str) -> ShapesView:
         """Count the shapes since the model was loaded; NotFound if it is not deployed."""
@@ -474,7 +548,7 @@ class ModelManager:
             return served
         return replace(served, reason=scrubbed(served.reason, self._context.folders))
 
-    def _view_of(self, model: Model) -> ModelView:
+    def _view_of(self, model: Model, states: Mapping[str, tuple[ServerState, ...]]) -> ModelView:
         entry = self._entries.get(model.name) or self._unloading.get(model.name)
         if entry is None:
             deployment = DeploymentView(
@@ -496,6 +570,7 @@ class ModelManager:
             current=model.version(),
             versions=model.versions,
             deployment=deployment,
+            servers=states.get(model.name, ()),
         )
 
     # -- helpers
@@ -551,14 +626,18 @@ class ModelManager:
             change.close()
             raise self._unavailable()
         task = asyncio.ensure_future(change)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._keep(task)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
             raise self._unavailable() from None
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        """Let `stop` end a task."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     @property
     def _closed_state(self) -> str:
@@ -577,6 +656,8 @@ class ModelManager:
         message = "an error inside the service; its log has the details"
         if isinstance(error, CrucibleError):
             message = error.message
+        if isinstance(error, StoreError):  # its message has an address
+            message = "the service cannot use its database or its files now"
         if isinstance(error, DamagedError):
             message = f"{message}; {error.next_step}"
         return scrubbed(message, self._context.folders)

@@ -4,8 +4,9 @@ cru_3f9a0c1d7b_Zk4…      prefix, then the secret
 
 A verified key is cached for KNOWN_FOR_S, so that a request need not wait for the database. Each
 revocation, by any process, adds a line to a file beside the database and invalidates the cache. A
-database without a file, which several hosts use, has no such line: a revoked key may be cached for
-KNOWN_FOR_S by the other processes.
+database without a file, which several hosts use, has no such line: the other processes may accept a
+revoked key for KNOWN_FOR_S, counted from before they read its row. New keys are accepted at once:
+what is no key is not cached. Without the database a server accepts no key after KNOWN_FOR_S.
 """
 
 from __future__ import annotations
@@ -131,9 +132,8 @@ class Keys:
         """Return the key of this text. Unauthorized with the same message and timing for every
         cause.
         """
-        revocations = (
-            self._count_revocations()
-        )  # before the row is read, so that a revocation in between counts
+        # before the row is read, so that a revocation in between counts
+        revocations, until_s = self._count_revocations(), self._clock() + KNOWN_FOR_S
         match = FORM.fullmatch(text)
         row = self._row(match[1]) if match else None
         same = hmac.compare_digest(_digest(text), row["sha256"] if row else _digest(""))
@@ -142,8 +142,13 @@ class Keys:
         key = key_from_row(row)
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[_digest(text)] = _CachedKey(key, self._clock() + KNOWN_FOR_S, revocations)
+        self._known[_digest(text)] = _CachedKey(key, until_s, revocations)
         return key
+
+    def is_valid(self, prefix: str) -> bool:
+        """Return whether a key that was verified before is still valid, by the database."""
+        row = self._row(prefix)
+        return row is not None and row["revoked"] is None
 
     def list(self) -> tuple[Key, ...]:
         """Return all keys, oldest first, including revoked ones."""

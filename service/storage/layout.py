@@ -14,6 +14,7 @@ home/artifacts/, ...    the store that all jobs read; it adopts the artifacts of
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -83,6 +84,23 @@ class Work:
         """Write the first lines of the log."""
         self.root.mkdir(parents=True)
         self.log.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+    def read_log(self, most: int, after: int = 0) -> tuple[bytes, int]:
+        """Return the end of the log after its byte `after`, at most `most` bytes, and where that
+        begins. Nothing if there is no log, or a symbolic link in its place: a job's code may put
+        one there.
+        """
+        try:
+            with open(self.log, "rb", opener=_open_plain) as stream:
+                begin = max(after, os.fstat(stream.fileno()).st_size - most)
+                stream.seek(begin)
+                return stream.read(most), begin
+        except FileNotFoundError:  # the job has not started
+            return b"", 0
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return b"", 0
+            raise
 
     def shorten_log(self) -> None:
         """Keep only the end of the log, which is all that clients can read. A symbolic link instead
@@ -178,6 +196,10 @@ class Folders:
         """Delete all files of one job."""
         for folder in (self.uploads(job_id), self.work(job_id).root, self.report(job_id)):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_plain(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def plan_of_upload(file: Path) -> Plan:

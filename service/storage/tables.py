@@ -86,6 +86,7 @@ jobs = sa.Table(
     sa.Column("identity", Text, nullable=False),
     sa.Column("state", Text, nullable=False),
     sa.Column("created", Text, nullable=False),
+    sa.Column("added_at", SECONDS),
     sa.Column("job", Text, nullable=False),  # JSON of service.jobs.state.Job
     # copies of what `job` holds, for queries
     sa.Column("device", Text, nullable=False, server_default=""),  # what it requires
@@ -115,6 +116,15 @@ events = sa.Table(
     sa.Index("events_by_job", "job_id", "seq"),
 )
 
+running_logs = sa.Table(  # output of jobs that run, for other servers
+    "running_logs",
+    METADATA,
+    sa.Column("job_id", Text, sa.ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("fencing_token", BIG_INTEGER, primary_key=True),  # of the claim under which it ran
+    sa.Column("end_bytes", BIG_INTEGER, primary_key=True),  # where this part ends in the log
+    sa.Column("text", Text, nullable=False),
+)
+
 nodes = sa.Table(
     "nodes",
     METADATA,
@@ -124,6 +134,8 @@ nodes = sa.Table(
     sa.Column("version", Text, nullable=False),
     sa.Column("labels", Text, nullable=False),  # JSON: labels by device
     sa.Column("heartbeat_at", SECONDS, nullable=False),
+    # of its HTTP, for a proxy; empty: it has none, or has left
+    sa.Column("address", Text, nullable=False, server_default=""),
 )
 
 compile_targets = sa.Table(
@@ -156,6 +168,19 @@ models = sa.Table(
     sa.Column("latest", sa.Integer, nullable=False),
     sa.Column("deployed", sa.Integer, nullable=False, server_default=sa.text("0")),  # 0 or 1
     sa.Column("deployment", Text),  # JSON of service.registry.models.DeploymentOptions
+    # rises with every change of what servers load
+    sa.Column("revision", BIG_INTEGER, nullable=False, server_default=sa.text("0")),
+)
+
+model_states = sa.Table(  # how far each server has followed a model
+    "model_states",
+    METADATA,
+    sa.Column("model", Text, sa.ForeignKey("models.name", ondelete="CASCADE"), primary_key=True),
+    sa.Column("server", Text, primary_key=True),
+    sa.Column("revision", BIG_INTEGER, nullable=False),  # of the model, which it has followed
+    sa.Column("state", Text, nullable=False),
+    sa.Column("version", sa.Integer),  # the one that answers
+    sa.Column("reason", Text, nullable=False),  # why it has not loaded what it should
 )
 
 versions = sa.Table(
@@ -177,6 +202,23 @@ files = sa.Table(  # that `files_url` holds: see service.storage.files
     sa.Column("object", Text, nullable=False),  # below the URL; folders may share it
     sa.Column("sha256", Text, nullable=False),
     sa.Column("size_bytes", BIG_INTEGER, nullable=False),
+)
+
+key_counts = sa.Table(  # what all servers together have allowed: see service.limits
+    "key_counts",
+    METADATA,
+    sa.Column("key", Text, primary_key=True),  # prefix; empty where no key is required
+    sa.Column("requests_until", SECONDS, nullable=False),  # to when the requests count
+    sa.Column("hour_begin", SECONDS, nullable=False),  # of the uploads
+    sa.Column("uploaded_bytes", BIG_INTEGER, nullable=False),
+)
+
+key_streams = sa.Table(  # open streams, by server
+    "key_streams",
+    METADATA,
+    sa.Column("key", Text, primary_key=True),
+    sa.Column("server", Text, primary_key=True),
+    sa.Column("count", sa.Integer, nullable=False),
 )
 
 audit = sa.Table(

@@ -43,7 +43,7 @@ async def receive_draft(
     """
     service.host_for_job()
     await asyncio.to_thread(service.files.check)
-    service.limits.check_upload(caller.key, body.length)
+    await service.limits.check_upload(caller.key, body.length)
     if len(await asyncio.to_thread(service.drafts.of, caller.owner)) >= MAX_DRAFTS:
         raise TooMany(
             f"there are {MAX_DRAFTS} drafts already", "compile one, or delete it on its page"

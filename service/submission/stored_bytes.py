@@ -16,7 +16,7 @@ from service import logs
 from service.context import Service
 from service.errors import TooMany
 from service.jobs.state import Job
-from service.limits import raised_by
+from service.limits.key_limits import raised_by
 from service.sandbox.process_limits import disk_use
 from service.storage.files import Files
 from service.storage.layout import Folders

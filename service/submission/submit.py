@@ -89,7 +89,7 @@ class Body:
     async def counted(self, service: Service, caller: Caller) -> AsyncIterator[bytes]:
         """Yield the body. TooMany where it exceeds the uploads of the caller's key."""
         async for chunk in self.stream:
-            service.limits.take_upload(caller.key, len(chunk))
+            await service.limits.take_upload(caller.key, len(chunk))
             yield chunk
 
 
@@ -98,7 +98,7 @@ async def submit(service: Service, caller: Caller, body: Body, key: str | None) 
     the job of an earlier one.
     """
     host, owner = service.host_for_job(), caller.owner
-    service.limits.check_upload(caller.key, body.length)
+    await service.limits.check_upload(caller.key, body.length)
     _check_key(key)
     await asyncio.to_thread(service.files.check)  # before a long body is read
     upload_id = new_id(utc_now())

@@ -1,5 +1,6 @@
 """Settings: from variables and flags, unknown ones named."""
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from service.settings import GIB, MIB, Settings, is_loopback, settings_from
 
 SETTINGS = (
     "home database_url files_url files_cache_bytes host port http_processes grpc grpc_port"
-    " tls_certificate tls_key allowed_hosts"
+    " advertised_address tls_certificate tls_key allowed_hosts"
     " keys_required admin_key_file configs docs allow_code sandbox shared_memory max_upload_bytes"
     " max_unpacked_bytes max_plan_bytes max_infer_bytes max_body_bytes"
     " max_bytes_in_flight min_body_bytes_per_s max_connections max_connections_per_address"
@@ -47,6 +48,7 @@ def test_variables_are_yaml_and_flags_overrule_them() -> None:
         ("CRUCIBLE_SERVICE_PORT", "high", "port: Input should be a valid integer"),
         ("CRUCIBLE_SERVICE_PORT", "[", "not a YAML value"),
         ("CRUCIBLE_SERVICE_FILES_URL", "s3://b", "these settings: files_url needs database_url"),
+        ("CRUCIBLE_SERVICE_ADVERTISED_ADDRESS", "a b:1", "advertised_address: String should match"),
         ("CRUCIBLE_SERVICE_MAX_UPLOAD_BYTES", "0", "greater than 0"),
         (
             "CRUCIBLE_SERVICE_MAX_BYTES_IN_FLIGHT",
@@ -100,6 +102,20 @@ def test_four_of_the_largest_bodies_fit_beside_each_other() -> None:
     for largest, expected in ((10, GIB), (256 * MIB, GIB), (GIB, 4 * GIB)):
         assert Settings(home=Path("/h"), max_infer_bytes=largest).bytes_in_flight == expected
     assert Settings(home=Path("/h"), max_bytes_in_flight=GIB + 1).bytes_in_flight == GIB + 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "address"),
+    [
+        ({"host": "10.0.0.1", "port": 80}, "10.0.0.1:80"),
+        ({"host": "::1", "port": 80}, "[::1]:80"),
+        ({"host": "0.0.0.0", "port": 80}, f"{platform.node()}:80"),
+        ({"host": "::", "advertised_address": "a.example:81"}, "a.example:81"),
+        ({"port": 0}, ""),
+    ],
+)
+def test_a_proxy_reaches_a_server_at_its_address(settings: dict[str, object], address: str) -> None:
+    assert Settings.model_validate({"home": "/h", **settings}).address == address
 
 
 def test_grpc_has_the_port_after_https_or_its_own() -> None:

@@ -18,6 +18,7 @@ from service.auth import LOCAL
 from service.devices.leases import utc_now
 from service.inference import InferRequest
 from service.jobs.retention import collect
+from service.storage.running_logs import RunningLogs
 from service.storage.tables import files, jobs
 from tests.pipeline.execution.s3 import BUCKET, S3Server, object_names
 from tests.service.builders.app import MODEL, Desk, model_bytes, opened_desk
@@ -82,6 +83,31 @@ def test_an_upload_at_one_server_runs_on_the_other_and_its_report_is_at_both(
         assert again.json()["id"] == job["id"], "an equal request gets the same job"
 
     at_two_desks(tmp_path, postgresql, story)
+
+
+def test_the_log_of_a_running_job_is_read_from_each_server(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        leave_jobs_to(two, one)
+        job_id = (await one.compile("hang")).json()["id"]
+        await one.until(job_id, "running")
+        end = time.monotonic() + WITHIN_S
+        while "I am hang" not in (text := await log_at(one, job_id)):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.1)
+        assert text == await log_at(two, job_id)
+        assert not one.service.folders.work(job_id).log.exists()
+        await one.client.delete(f"/jobs/{job_id}")
+        await one.until(job_id, "cancelled")
+        assert await log_at(one, job_id) == await log_at(two, job_id)
+        while RunningLogs(one.service.database).end_of(job_id, 10):
+            assert time.monotonic() < end + WITHIN_S
+            await asyncio.sleep(0.1)
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
+async def log_at(desk: Desk, job_id: str) -> str:
+    return (await desk.client.get(f"/jobs/{job_id}/log")).text
 
 
 def test_the_report_of_a_job_is_that_of_the_server_which_took_it_over(
@@ -162,9 +188,12 @@ def test_a_version_promoted_at_one_server_is_loaded_and_measured_at_the_other(
         assert promoted.status_code == 200, promoted.text
         assert object_names(s3) == before, "the version shares the objects of its report"
         one.service.runner._labels = {"cpu": {}}
+        loaded = await two.client.put("/models/m/deployment", json={})
+        assert loaded.status_code == 200, loaded.text
+        assert [state["state"] for state in loaded.json()["servers"]] == ["ready", "ready"]
+        page = await one.client.get("/ui/models/m")
+        assert all(state["server"] in page.text for state in loaded.json()["servers"])
         for desk in (one, two):
-            loaded = await desk.client.put("/models/m/deployment", json={})
-            assert loaded.status_code == 200, loaded.text
             answer = await desk.service.serving.infer(InferRequest(LOCAL, "m", {"x": marked(2.0)}))
             assert answer.version == 1
         assert (tmp_path / "a" / "models" / "m" / "1" / "engine").is_dir()

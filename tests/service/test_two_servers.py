@@ -1,26 +1,29 @@
 """Two servers on one PostgreSQL and one home, over HTTP: a client need not know which it asks."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from pipeline.errors import StoreError
+from service.storage.audit_entry import SERVICE
 from service.storage.keys import KNOWN_FOR_S
 from service.storage.layout import Folders
-from tests.service.builders.app import Desk, opened_desk
+from service.storage.tables import database_clock_s, key_counts
+from tests.service.builders.app import Desk, model_bytes, opened_desk
+from tests.service.builders.postgresql import refusing_connections
 
 Story = Callable[[Desk, Desk], Awaitable[None]]
 
 
-def at_two_desks(home: Path, url: str, story: Story, keys_required: bool = False) -> None:
+def at_two_desks(home: Path, url: str, story: Story, **settings: Any) -> None:
     async def run() -> None:
         async with (
-            opened_desk(home, database_url=url, keys_required=keys_required) as one,
-            opened_desk(home, database_url=url, keys_required=keys_required) as two,
+            opened_desk(home, database_url=url, **settings) as one,
+            opened_desk(home, database_url=url, **settings) as two,
         ):
             await story(one, two)
 
@@ -67,15 +70,73 @@ def test_the_events_of_a_running_job_stream_from_the_other_server(
 def test_a_key_revoked_at_one_server_is_refused_at_both(tmp_path: Path, postgresql: str) -> None:
     async def story(one: Desk, two: Desk) -> None:
         header = one.key("compile")
-        for desk in (one, two):
+        text = header["Authorization"].removeprefix("Bearer ")
+        for desk in (one, two):  # a new key works everywhere at once
             assert (await desk.client.get("/jobs", headers=header)).status_code == 200
-        prefix = header["Authorization"].split("_")[1]
-        await asyncio.to_thread(one.service.keys.revoke, prefix)
+        key = await asyncio.to_thread(one.service.keys.verify, text)
+        session = await asyncio.to_thread(one.service.sessions.begin, key, SERVICE)
+        for desk in (one, two):
+            assert await desk.service.has_session(session)
+        job_id = (await one.compile("hang", header)).json()["id"]
+        events = f"/jobs/{job_id}/events"
+        following = asyncio.create_task(two.client.get(events, headers=header))
+        while (await used(two, header))["max_streams"] != 1:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(one.service.keys.revoke, key.prefix)
         assert (await one.client.get("/jobs", headers=header)).status_code == 401
+        for desk in (one, two):
+            assert not await desk.service.has_session(session)
+        await one.service.runner.cancel(job_id)
+        assert "event: cancelled" not in (await following).text, "the key of the stream is revoked"
         await asyncio.sleep(KNOWN_FOR_S)
         assert (await two.client.get("/jobs", headers=header)).status_code == 401
 
     at_two_desks(tmp_path, postgresql, story, keys_required=True)
+
+
+def test_the_limits_of_a_key_hold_over_both(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        header = one.key("compile")
+        job = (await one.compile("hang", header)).json()
+        events = f"/jobs/{job['id']}/events"
+        following = asyncio.create_task(one.client.get(events, headers=header))
+        while (await used(two, header))["max_streams"] != 1:
+            await asyncio.sleep(0.05)
+        refusals = [await two.client.get(events, headers=header)]
+        refusals.append(await two.compile("other", header, model_bytes("x" * 9_400)))
+        for answer, setting in zip(
+            refusals, ("max_streams", "max_upload_bytes_per_hour"), strict=True
+        ):
+            assert answer.status_code == 429, answer.text
+            assert setting in answer.json()["error"]
+        await two.client.delete(f"/jobs/{job['id']}", headers=header)
+        assert "event: cancelled" in (await following).text
+
+    limits = {"max_upload_bytes": 10_000, "max_upload_bytes_per_hour": 10_000}
+    at_two_desks(tmp_path, postgresql, story, keys_required=True, max_streams=1, **limits)
+
+
+async def used(desk: Desk, headers: dict[str, str]) -> dict[str, int]:
+    view = (await desk.client.get("/limits", headers=headers)).json()
+    return {row["setting"]: row["used"] for row in view["limits"]}
+
+
+def test_requests_at_both_count_together(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        header, statuses = one.key("compile"), set[int]()
+        row = {
+            "key": header["Authorization"].split("_")[1],
+            "requests_until": database_clock_s() + 3600,  # used up at another server
+            "hour_begin": 0.0,
+            "uploaded_bytes": 0,
+        }
+        with one.service.database.write() as rows:
+            rows.execute(sa.insert(key_counts).values(row))
+        for desk in (one, two):
+            statuses.add((await desk.client.get("/jobs", headers=header)).status_code)
+        assert statuses == {429}
+
+    at_two_desks(tmp_path, postgresql, story, keys_required=True, max_requests_per_s=100)
 
 
 def test_a_home_of_postgresql_is_not_opened_without_it(tmp_path: Path, postgresql: str) -> None:
@@ -91,25 +152,6 @@ def test_a_home_of_postgresql_is_not_opened_without_it(tmp_path: Path, postgresq
         assert Folders(tmp_path).uploads(job["id"]).is_dir()
 
     asyncio.run(run())
-
-
-@contextmanager
-def refusing_connections(url: str) -> Iterator[None]:
-    """End all connections to a database, and allow no new ones meanwhile."""
-    address = sa.make_url(url)
-    admin = sa.create_engine(address.set(database="postgres"), isolation_level="AUTOCOMMIT")
-    allow = f"ALTER DATABASE {address.database} WITH ALLOW_CONNECTIONS"
-    end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{}'"
-    try:
-        with admin.connect() as rows:
-            rows.exec_driver_sql(f"{allow} false")
-            rows.exec_driver_sql(end.format(address.database))
-            try:
-                yield
-            finally:
-                rows.exec_driver_sql(f"{allow} true")
-    finally:
-        admin.dispose()
 
 
 def test_without_its_database_a_server_says_so_but_not_where_it_is(

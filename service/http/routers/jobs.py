@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -20,6 +17,7 @@ from service.http.sse import EventStream, stream
 from service.jobs.redact import scrubbed
 from service.jobs.state import Job, State
 from service.storage.layout import MAX_LOG_BYTES
+from service.storage.running_logs import RunningLogs
 from service.submission.plan import NamedConfig, SubmittedPlan
 from service.submission.submit import Body, submit
 from service.submission.uploads import PARTS
@@ -157,7 +155,8 @@ async def follow_job(
     as they are measured, and one for each new state.
     """
     await service.read(lambda: service.jobs.get(job_id, caller.sees))
-    events = stream(service, job_id, after if last_event_id is None else last_event_id)
+    begin = after if last_event_id is None else last_event_id
+    events = stream(service, job_id, begin, caller)
     return EventStream(events, partial(service.limits.stream, caller.key))
 
 
@@ -171,8 +170,8 @@ async def tail_log(
     ] = 65536,
 ) -> PlainTextResponse:
     """Return the end of the output of the job's processes."""
-    await service.read(lambda: service.jobs.get(job_id, caller.sees))
-    text = await log_of(service, job_id, bytes_)
+    job = await service.read(lambda: service.jobs.get(job_id, caller.sees))
+    text = await log_of(service, job, bytes_)
     return PlainTextResponse(text, headers={"X-Content-Type-Options": "nosniff"})
 
 
@@ -195,13 +194,18 @@ async def retry_job(
     return accepted(await service.runner.retry(job_id, caller.sees, caller.actor), response)
 
 
-async def log_of(service: Service, job_id: str, most: int) -> str:
-    """Return the last `most` bytes of a job's log, without paths of this host."""
-    work = service.folders.work(job_id)
+async def log_of(service: Service, job: Job, most: int) -> str:
+    """Return the last `most` bytes of a job's log, without paths of this host. That of a job that
+    runs at another server may lack the last seconds.
+    """
+    work, runs_here = service.folders.work(job.id), service.runner.is_running(job.id)
 
     def read() -> str:
+        if service.files.are_shared and not runs_here and not job.is_final:
+            return RunningLogs(service.database).end_of(job.id, most)
         service.files.fetch(work.root, (work.log.name,))  # of a job that has ended
-        return scrubbed(_tail(work.log, most), service.folders)
+        text = work.read_log(most)[0].decode("utf-8", "replace")
+        return scrubbed(text, service.folders)
 
     return await asyncio.to_thread(read)
 
@@ -211,21 +215,3 @@ def accepted(job: Job, response: Response) -> JobView:
     response.headers["Location"] = f"/jobs/{job.id}"
     response.status_code = 200 if job.is_final else 202
     return view_of_job(job, utc_now())
-
-
-def _open_plain(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def _tail(file: Path, most: int) -> str:
-    try:
-        # A job's code may put a link in the place of its log.
-        with open(file, "rb", opener=_open_plain) as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - most))
-            return stream.read(most).decode("utf-8", "replace")
-    except FileNotFoundError:  # the job has not started
-        return ""
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return ""
-        raise

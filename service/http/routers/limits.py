@@ -18,7 +18,8 @@ async def limits(caller: CurrentCaller, service: CurrentService) -> LimitsView:
     """Return each limit of the caller's key and of its owner, and what is used now. A refusal with
     429 names the setting of the limit.
     """
-    settings, of_key, key = service.settings, service.limits, caller.key
+    settings, key = service.settings, caller.key
+    usage = await service.limits.usage(key)
     jobs = await service.read(lambda: service.jobs.counts(caller.owner))
     running = jobs.get("running", 0) + jobs.get("cancelling", 0)
     stored = await stored_bytes(service, caller.owner)
@@ -36,17 +37,17 @@ async def limits(caller: CurrentCaller, service: CurrentService) -> LimitsView:
             "key",
             "max_upload_bytes_per_hour",
             "bytes uploaded in this hour",
-            of_key.uploaded_bytes(key),
+            usage.uploaded_bytes,
             settings.max_upload_bytes_per_hour,
         ),
         (
             "key",
             "max_requests_per_s",
             "requests in the last second",
-            of_key.requests(key),
+            usage.requests,
             settings.max_requests_per_s if key else None,  # not counted where no key is needed
         ),
-        ("key", "max_streams", "open streams", of_key.streams(key), settings.max_streams),
+        ("key", "max_streams", "open streams", usage.streams, settings.max_streams),
     )
     return LimitsView(
         owner=caller.owner,

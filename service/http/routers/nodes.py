@@ -23,6 +23,7 @@ async def list_nodes(caller: CurrentCaller, service: CurrentService) -> NodePage
                 name=node.name,
                 kind=node.kind,
                 version=node.version,
+                address=node.address,
                 live=node.is_live,
                 silent_s=round(max(0.0, node.silent_s), 1),
                 labels={device: dict(labels) for device, labels in node.labels.items()},

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from pipeline.errors import StoreError
 
 FOLDER = Path(__file__).parent
-HEAD = "0009"
+HEAD = "0010"
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,3 +120,22 @@ def running_server() -> Iterator[Server]:
         server.close()
         server.stop()
         shutil.rmtree(folder)
+
+
+@contextmanager
+def refusing_connections(url: str) -> Iterator[None]:
+    """End all connections to a database, and allow no new ones meanwhile."""
+    address = sa.make_url(url)
+    admin = sa.create_engine(address.set(database="postgres"), isolation_level="AUTOCOMMIT")
+    allow = f"ALTER DATABASE {address.database} WITH ALLOW_CONNECTIONS"
+    end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{}'"
+    try:
+        with admin.connect() as rows:
+            rows.exec_driver_sql(f"{allow} false")
+            rows.exec_driver_sql(end.format(address.database))
+            try:
+                yield
+            finally:
+                rows.exec_driver_sql(f"{allow} true")
+    finally:
+        admin.dispose()

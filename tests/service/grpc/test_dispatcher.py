@@ -31,6 +31,7 @@ from service.grpc.descriptors import HEALTH, SERVICE
 from service.grpc.methods import METHODS
 from service.grpc.server import RpcServer, rpc_server
 from service.grpc.statuses import STATUSES, details_of, metadata_of, status_of
+from service.limits.key_limits import KeyLimits
 from service.settings import MIB, Settings
 from service.tls import tls_from
 from tests.service.builders.app import Desk, at_desk
@@ -196,7 +197,9 @@ def test_one_key_cannot_open_all_streams_nor_send_all_requests(tmp_path: Path) -
                 with pytest.raises(grpc.aio.AioRpcError, match="max_streams") as error:
                     await streaming(iter([data]), metadata=metadata).read()
                 assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                desk.service.limits._clock_ns = lambda: 0  # no time passes
+                limits = desk.service.limits
+                assert isinstance(limits, KeyLimits)
+                limits._clock_ns = lambda: 0  # no time passes
                 answers = []
                 for _ in range(4):
                     await stream.write(data)
@@ -205,7 +208,7 @@ def test_one_key_cannot_open_all_streams_nor_send_all_requests(tmp_path: Path) -
                 assert answers[-1]  # and the stream goes on
                 await stream.done_writing()
                 assert await stream.read() is grpc.aio.EOF
-        assert sum(desk.service.limits._streams.values()) == 0
+        assert sum(limits._streams.values()) == 0
 
     at_desk(tmp_path, story, port=0, keys_required=True, max_streams=1, max_requests_per_s=3)
 

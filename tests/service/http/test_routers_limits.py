@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from service.http.routers.health import DISK_SHORT
+from service.limits.key_limits import KeyLimits
 from tests.service.builders.app import Desk, at_desk, model_bytes
 
 LARGE = model_bytes("g" * 100_000)
@@ -47,7 +48,9 @@ def test_without_keys_the_rate_does_not_apply(tmp_path: Path) -> None:
 
 def test_a_key_over_its_rate_is_refused_and_others_are_not(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        desk.service.limits._clock_ns = lambda: 0
+        limits = desk.service.limits
+        assert isinstance(limits, KeyLimits)
+        limits._clock_ns = lambda: 0
         one, other = desk.key("infer"), desk.key("infer")
         statuses = [(await desk.client.get("/jobs", headers=one)).status_code for _ in range(3)]
         assert statuses == [200, 200, 429]

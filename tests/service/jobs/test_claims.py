@@ -103,7 +103,7 @@ def test_jobs_wait_in_the_queue_of_their_device(
     one = server("one")
     assert one.claim(["cpu"], None) is None
     assert one.waiting() == ("gpu:0",)
-    assert [job.id for job in one.waiting_for("gpu:0")] == ["0000"]
+    assert [job.id for job, _ in one.waiting_for("gpu:0")] == ["0000"]
     claim = one.claim(["cpu", "gpu:0"], None)
     assert claim is not None
     assert claim.job.id == "0000"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import datetime as dt
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -11,14 +12,15 @@ import sqlalchemy as sa
 from pipeline.plan.sections.targets import requirement_from
 from service.devices.leases import Leases, utc_now
 from service.devices.policy import Devices
-from service.jobs.claims import LEASE_S
-from service.jobs.nodes import NO_NODE, RETURN_S, Node, Nodes, waits_until_s, why_no_node
+from service.jobs.claims import LEASE_S, Claims
+from service.jobs.nodes import NO_NODE, RETURN_S, Node, Nodes, waits, why_no_node
 from service.jobs.queue import JobRunner
 from service.jobs.state import Job
 from service.jobs.store import JobStore
 from service.sandbox.process_tree import of_jobs
 from service.settings import Settings
 from service.storage.database import Database
+from service.storage.layout import Folders
 from service.storage.tables import nodes
 from tests.service.builders.jobs import WORKER, Bench, new_job, write_out
 
@@ -214,13 +216,32 @@ def test_what_the_live_nodes_lack(target: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("created_s", "wait_s", "until_s"),
-    [(1000, 0, 1000), (1000, 50, 1050), (890, 0, 920 + RETURN_S), (890, 400, 1290)],
+    ("waited_s", "wait_s", "silent_s", "goes_on"),
+    [
+        (0, 0, LEASE_S + 80, False),  # it had gone before
+        (49, 50, LEASE_S + 80, True),
+        (50, 50, LEASE_S + 80, False),
+        (90, 0, LEASE_S + 80, True),  # it may come back
+        (RETURN_S + 90, 0, LEASE_S + RETURN_S - 1, True),
+        (RETURN_S + 90, 0, LEASE_S + RETURN_S, False),
+    ],
 )
-def test_how_long_a_job_waits(created_s: float, wait_s: float, until_s: float) -> None:
-    """The only node that fulfils it was silent for 100 s at 1000 s: it was gone at 920 s."""
+def test_how_long_a_job_waits(
+    waited_s: float, wait_s: float, silent_s: float, goes_on: bool
+) -> None:
+    """One node fulfils it, which is silent for so long."""
     job = Job(id="1", owner="", identity="", name="", device="gpu", created=str(utc_now()))
     job = job.model_copy(update={"wait_for_node_s": wait_s})
     assert not requirement_from("gpu").missing("gpu:0", L4["gpu:0"])
-    known = [node(CPU), node(L4, 100)]
-    assert waits_until_s(job, created_s, known, 1000) == until_s
+    assert waits(job, waited_s, [node(CPU), node(L4, silent_s)]) == goes_on
+
+
+def test_a_job_waits_by_the_clock_of_the_database(database: Database, tmp_path: Path) -> None:
+    """The server that added it may be an hour ahead."""
+    ahead = new_job(Folders(tmp_path), "succeed", "gpu").model_copy(
+        update={"created": (utc_now() + dt.timedelta(hours=1)).isoformat()}
+    )
+    JobStore(database).add(ahead, utc_now())
+    ((job, waited_s),) = Claims(database, "one").waiting_for("gpu")
+    assert job.id == ahead.id
+    assert 0 <= waited_s < 1000

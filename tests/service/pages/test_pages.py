@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -120,9 +120,9 @@ def test_what_the_guard_refuses_is_a_page_for_readers_of_pages(tmp_path: Path) -
 def test_a_stream_that_is_refused_is_asked_for_again(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         job = (await desk.compile("hang")).json()["id"]
-        with ExitStack() as stack:
+        async with AsyncExitStack() as stack:
             for _ in range(desk.service.settings.max_streams):
-                stack.enter_context(desk.service.limits.stream(""))
+                await stack.enter_async_context(desk.service.limits.stream(""))
             refused = await desk.client.get(f"/ui/jobs/{job}/live")
         assert (refused.status_code, refused.text) == (200, "retry: 5000\n\n")
         assert refused.headers["Content-Type"].startswith("text/event-stream")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,12 +22,15 @@ import httpx
 import pytest
 
 from pipeline.errors import HostError, PlanError
+from service.jobs.nodes import Nodes
 from service.routing.addresses import Address
 from service.routing.configuration import ProxyOptions
 from service.routing.follow import Pool, wait_until_idle
 from service.routing.haproxy import program, running, socket_of
 from service.routing.runtime import Runtime, ServerState
+from service.storage.database import Database
 from tests.builders.cli import crucible
+from tests.service.builders.postgresql import refusing_connections
 from tests.service.builders.routed_server import METHOD
 
 WITHIN_S = 60.0
@@ -286,6 +291,43 @@ def test_servers_of_a_list_are_added_and_removed(
 
         until(removed)
         assert {proxy.get() for _ in range(10)} == {second.pid}
+
+
+def test_servers_of_a_database_are_followed(
+    servers: tuple[Server, Server], postgresql: str
+) -> None:
+    database = Database(postgresql)
+    one, two = (Nodes(database, server.pid, "server", str(server.address)) for server in servers)
+    one.send_heartbeat({})
+    port = free_pair()
+    url = f"http://127.0.0.1:{port}"
+    environment = {**os.environ, "CRUCIBLE_SERVICE_DATABASE_URL": postgresql}
+    command = (sys.executable, "-m", "pipeline.cli", "proxy", "start", "--from-database")
+
+    def answers() -> set[str]:
+        try:
+            return {httpx.get(url).text for _ in range(10)}
+        except httpx.TransportError:
+            return set()
+
+    with (
+        TemporaryDirectory(dir="/tmp") as home,
+        subprocess.Popen(
+            (*command, "--port", str(port), "--home", home), env=environment
+        ) as process,
+    ):
+        try:
+            until(lambda: answers() == {one.id})
+            two.send_heartbeat({})
+            until(lambda: answers() == {one.id, two.id})
+            with refusing_connections(postgresql):
+                time.sleep(2)  # it has looked
+                assert answers() == {one.id, two.id}
+            one.leave()
+            until(lambda: answers() == {two.id})
+        finally:
+            process.send_signal(signal.SIGINT)
+    database.close()
 
 
 def test_a_server_that_is_unknown_and_a_second_proxy_are_refused(proxy: Proxy) -> None:

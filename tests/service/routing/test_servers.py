@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from pipeline.errors import HostError, InternalError, PlanError
+from service.jobs.claims import LEASE_S
+from service.jobs.nodes import Nodes
 from service.routing.addresses import Address, addresses_from, addresses_from_file
 from service.routing.configuration import ProxyOptions, configuration
-from service.routing.follow import Changes, changes
+from service.routing.database import addresses_from_database
+from service.routing.follow import Changes, Pool, changes
 from service.routing.runtime import Runtime, ServerState, ServerStatus, parse_statuses
 from service.server import LINGER_S
+from service.storage.database import Database
+from service.storage.tables import nodes
 from tests.builders.cli import crucible
 
 A, B, C = (Address(name, 8000) for name in "abc")
@@ -90,7 +96,50 @@ def test_a_server_that_stops_is_found_while_it_still_answers() -> None:
     assert LINGER_S > 1.25
 
 
-@pytest.mark.parametrize("words", [(), ("--server", "a:1", "--file", "servers")])
+@pytest.mark.parametrize(
+    "words", [(), ("--server", "a:1", "--file", "servers"), ("--server", "a:1", "--from-database")]
+)
 def test_servers_come_from_one_place(words: tuple[str, ...]) -> None:
     result = crucible("proxy", "start", *words)
-    assert (result.code, "got both or none" in result.err) == (1, True)
+    assert (result.code, "got several or none" in result.err) == (1, True)
+
+
+def test_servers_of_a_database_need_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CRUCIBLE_SERVICE_DATABASE_URL", raising=False)
+    result = crucible("proxy", "start", "--from-database")
+    assert (result.code, "CRUCIBLE_SERVICE_DATABASE_URL" in result.err) == (1, True)
+
+
+def test_a_database_names_the_servers_that_have_an_address(database: Database) -> None:
+    with pytest.raises(HostError, match="names no server"):
+        addresses_from_database(database)
+    one = Nodes(database, "one", "server", "b:8000")
+    for node in (one, Nodes(database, "two", "server", "a:8000"), Nodes(database, "n", "node")):
+        node.send_heartbeat({})
+    Nodes(database, "old", "server", "a:8000").send_heartbeat({})  # before it was started again
+    assert addresses_from_database(database) == (A, B)
+    with database.write() as rows:  # it may answer, although it sends no heartbeats
+        late = nodes.c.heartbeat_at - 2 * LEASE_S
+        rows.execute(sa.update(nodes).where(nodes.c.id == "two").values(heartbeat_at=late))
+    assert addresses_from_database(database) == (A, B)
+    one.leave()
+    assert addresses_from_database(database) == (A,)
+
+
+class Refusing(Runtime):
+    """A proxy that does not take the servers of host `a`."""
+
+    def __init__(self) -> None:
+        self.added = list[Address]()
+
+    def add(self, address: Address) -> None:
+        if address == A:
+            raise HostError("the name of the server a:8000 has no address")
+        self.added.append(address)
+
+
+def test_a_server_that_cannot_be_added_holds_back_no_other() -> None:
+    runtime = Refusing()
+    with pytest.raises(HostError, match="has no address"):
+        Pool(runtime).update([A, B, C])
+    assert runtime.added == [B, C]

@@ -25,6 +25,7 @@ from service.errors import TimedOut, Unavailable
 from service.inference import InferAnswer, InferRequest, Served, Statistics, Timing, Total
 from service.jobs.state import Started, Succeeded
 from service.jobs.store import JobStore
+from service.registry.model_states import ModelStates
 from service.registry.models import PromoteRequest
 from service.registry.repository import Repository
 from service.serving.deployment import DeploymentSpec, served_version
@@ -163,10 +164,17 @@ class Shelf:
     """A home, and the deployments on it."""
 
     def __init__(
-        self, home: Path, host: Host, devices: Sequence[str] = ("cpu",), versions: int = 5
+        self,
+        home: Path,
+        host: Host,
+        devices: Sequence[str] = ("cpu",),
+        versions: int = 5,
+        shared: tuple[str, str] | None = None,
     ) -> None:
+        """`shared`: the address of a database, and the id of this server there."""
         self.home, self.host, self.folders = home, host, Folders(home)
-        self.database = Database(home / "crucible.db")
+        url, server = shared or (home / "crucible.db", "")
+        self.database = Database(url)
         self.repository, self.jobs = (
             Repository(self.database, self.folders),
             JobStore(self.database),
@@ -183,6 +191,8 @@ class Shelf:
             host.prove,
             lambda device: host.free_bytes,
             (0.01, 0.01),
+            shares_home=shared is not None,
+            states=ModelStates(self.database, server, 1000.0) if shared else None,
         )
         self.deployments = ModelManager(context)
 
@@ -215,10 +225,14 @@ class Shelf:
 
 @asynccontextmanager
 async def shelf(
-    home: Path, host: Host | None = None, devices: Sequence[str] = ("cpu",), versions: int = 5
+    home: Path,
+    host: Host | None = None,
+    devices: Sequence[str] = ("cpu",),
+    versions: int = 5,
+    shared: tuple[str, str] | None = None,
 ) -> AsyncIterator[Shelf]:
     """Started; stopped at the end, and then nothing is loaded and no lease is held."""
-    opened = Shelf(home, host or Host(), devices, versions)
+    opened = Shelf(home, host or Host(), devices, versions, shared)
     await opened.deployments.start()
     try:
         yield opened

@@ -88,6 +88,27 @@ def test_a_key_revoked_by_another_host_is_refused_within_five_seconds(postgresql
     there.close()
 
 
+def test_a_slow_database_does_not_lengthen_the_time_that_a_revoked_key_works(
+    postgresql: str,
+) -> None:
+    clock = Clock()
+
+    class Slow(Keys):
+        def _row(self, prefix: str) -> sa.RowMapping | None:
+            row = super()._row(prefix)
+            clock.now_s += 3
+            return row
+
+    database = Database(postgresql)
+    serving = Slow(database, clock)
+    _, text = serving.create("ci", ["infer"])
+    serving.verify(text)
+    assert serving.known(text) is not None
+    clock.now_s = KNOWN_FOR_S + 0.001
+    assert serving.known(text) is None
+    database.close()
+
+
 def test_what_was_verified_while_it_was_revoked_is_not_known(tmp_path: Path) -> None:
     class Late(Keys):
         """The row is read, then the key is revoked, then the answer comes."""
@@ -131,7 +152,10 @@ def test_a_wrong_secret_and_a_revoked_key_are_refused_in_the_same_words(keys: Ke
     with pytest.raises(Unauthorized) as wrong:
         keys.verify(other)
     assert "CRUCIBLE_KEY" in wrong.value.next_step
+    assert keys.is_valid(key.prefix)
     assert keys.revoke(key.prefix).revoked
+    assert not keys.is_valid(key.prefix)
+    assert not keys.is_valid("unknown")
     with pytest.raises(Unauthorized) as revoked:
         keys.verify(text)
     assert wrong.value.message == revoked.value.message

@@ -1,11 +1,11 @@
-"""The home belongs to one user."""
+"""The home belongs to one user; logs are read as they are."""
 
 import stat
 from pathlib import Path
 
 import pytest
 
-from service.storage.layout import HOME_MODE, secure_home
+from service.storage.layout import HOME_MODE, Work, secure_home
 
 
 def mode(path: Path) -> int:
@@ -28,3 +28,15 @@ def test_an_open_home_is_closed(tmp_path: Path, before: int, changed: str) -> No
 def test_the_home_of_another_user_is_left_as_it_is() -> None:
     with pytest.raises(PermissionError):
         secure_home(Path("/proc/self"))  # whose mode not even root may change
+
+
+def test_the_end_of_a_log_is_read_but_not_through_a_link(tmp_path: Path) -> None:
+    work = Work(tmp_path)
+    assert work.read_log(100) == (b"", 0)
+    work.log.write_bytes(b"0123456789")
+    assert work.read_log(100) == (b"0123456789", 0)
+    assert work.read_log(100, after=4) == (b"456789", 4)
+    assert work.read_log(3, after=4) == (b"789", 7)
+    work.log.rename(tmp_path / "other")
+    work.log.symlink_to(tmp_path / "other")
+    assert work.read_log(100) == (b"", 0)

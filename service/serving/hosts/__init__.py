@@ -1,0 +1,1 @@
+"""Servers that share a database and files load the same models."""
