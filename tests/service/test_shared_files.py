@@ -179,6 +179,24 @@ def test_a_version_promoted_at_one_server_is_loaded_and_measured_at_the_other(
     at_two_desks(tmp_path, postgresql, story)
 
 
+def test_a_report_that_is_promoted_at_both_at_once_becomes_one_version(
+    tmp_path: Path, postgresql: str
+) -> None:
+    """As a client does whose first request has got no answer."""
+    write_out(tmp_path / "a" / "template", tmp_path / "store", real=linear(tmp_path / "made"))
+
+    async def story(one: Desk, two: Desk) -> None:
+        leave_jobs_to(one, two)
+        body = {"report": (await one.end_of("succeed"))["id"]}
+        promotions = (desk.client.post("/models/m/promote", json=body) for desk in (one, two))
+        answers = await asyncio.gather(*promotions)
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+        views = [answer.json() for answer in answers]
+        assert [[each["version"] for each in view["versions"]] for view in views] == [[1], [1]]
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
 @pytest.mark.parametrize("damage", ["is missing", "has another digest than when it was written"])
 def test_a_damaged_object_is_an_error_that_names_it(
     tmp_path: Path, postgresql: str, s3: Any, damage: str
