@@ -75,8 +75,9 @@ class Cluster:
         names = (*HOSTS, *RACERS)
         s3 = f"127.0.0.1:{self._s3_port}"
         self.gateway = Gateway(folder, names, f"unix@{postgresql.socket}", s3)
+        self.s3 = self._s3_client()  # without the gateway
         moto = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._s3_port)]
-        self._s3 = Program(moto, folder / "s3.log", own_environment())
+        self._s3_program = Program(moto, folder / "s3.log", own_environment())
         self.hosts = {name: self._host(name, kind) for name, kind in HOSTS.items()}
         proxy = [sys.executable, "-m", "pipeline.cli", "proxy", "start"]
         proxy += ["--port", str(self.proxy_port), "--home", str(self.gateway.sockets)]
@@ -120,8 +121,7 @@ class Cluster:
             "AWS_SECRET_ACCESS_KEY": "test",
         }
 
-    def s3_client(self) -> Any:
-        """A client of S3 without the gateway."""
+    def _s3_client(self) -> Any:
         import boto3
 
         environment = self._aws(self._s3_port)
@@ -144,9 +144,9 @@ class Cluster:
     def start(self) -> None:
         """Start all; they are ready on return."""
         write_out(self.template, self.folder / "template-store", real=linear(self.folder / "made"))
-        self._s3.start()
+        self._s3_program.start()
         self.until(lambda: answers(f"http://127.0.0.1:{self._s3_port}/"), "S3")
-        self.s3_client().create_bucket(Bucket=BUCKET)
+        self.s3.create_bucket(Bucket=BUCKET)
         self.gateway.start()
         for host in self.hosts.values():
             host.program.start()
@@ -180,11 +180,15 @@ class Cluster:
     def logs(self) -> Sequence[Path]:
         return sorted(self.folder.glob("*.log"))
 
+    def end_hosts(self) -> None:
+        """End the hosts and the proxy, so that nobody else takes a job."""
+        for program in (*(host.program for host in self.hosts.values()), self.proxy):
+            program.close()
+
     def close(self) -> None:
         """End all."""
-        programs = [host.program for host in self.hosts.values()]
-        for program in (*programs, self.proxy, self._s3):
-            program.close()
+        self.end_hosts()
+        self._s3_program.close()
         self.gateway.close()
         self.database.close()
 

@@ -37,10 +37,11 @@ from rich.status import Status
 
 from benchmarks.common import RESULTS, Row, argument_parser, publish
 from benchmarks.faults.cluster import truth
-from benchmarks.faults.cluster.cluster import BUCKET, FILES_URL, Cluster, running_cluster
+from benchmarks.faults.cluster.cluster import BUCKET, FILES_URL, RACERS, Cluster, running_cluster
 from benchmarks.faults.cluster.fault_list import FAULTS, NUMBERS, Fault, NotHeld
 from benchmarks.faults.cluster.job_worker import COMPILE
 from benchmarks.faults.cluster.load import Load, NoAnswer
+from benchmarks.faults.cluster.races import racing, run_races
 from benchmarks.serving.crucible import plan_of
 from benchmarks.serving.models import write_small
 
@@ -77,6 +78,10 @@ def main(words: Sequence[str]) -> None:
                 ]
             status.update("the database, S3 and the runs are compared")
             violations = {**checks(cluster, load), "no client saw a wrong answer": load.faults}
+            cluster.end_hosts()
+            with racing(cluster, arguments.seed) as races:
+                run_races(races, arguments.races, status.update)
+            violations["every race has one winner"] = races.faults
     minutes = (time.monotonic() - begun) / 60
     publish(
         "cluster_faults",
@@ -89,6 +94,8 @@ def main(words: Sequence[str]) -> None:
             "answered": load.outcomes["answered"],
             "refused": load.outcomes["refused"],
             "broken": load.outcomes["broken"],
+            "races": races.run.total(),
+            "races_won": ", ".join(f"{races.won[name]} by {name}" for name in RACERS),
             "repeats": arguments.repeats,
             "minutes": minutes,
         },
@@ -107,6 +114,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         help="only those with one of these words",
     )
     parser.add_argument("--races", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the races")
     parser.add_argument("--repeats", type=int, default=1, help="of all faults")
     parser.add_argument(
         "--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes"
@@ -185,7 +193,7 @@ def checks(cluster: Cluster, load: Load) -> dict[str, list[str]]:
     """What must hold, and how it is violated."""
     runs = truth.runs_in(cluster.runs)
     database, prefix = cluster.database, FILES_URL.removeprefix(f"s3://{BUCKET}/")
-    reports = truth.wrong_reports(database, cluster.s3_client(), BUCKET, prefix, runs)
+    reports = truth.wrong_reports(database, cluster.s3, BUCKET, prefix, runs)
     return {
         "no job is lost": list(truth.lost_jobs(database, load.accepted)),
         "every job begins and ends once": list(truth.wrong_events(database)),

@@ -73,7 +73,9 @@ class Program:
         self._running.terminate()
 
     def close(self) -> None:
-        """End it in order, with all that it started."""
+        """End it in order, with all that it started. Repeated calls do nothing."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         if not self._started.is_set():
             return
