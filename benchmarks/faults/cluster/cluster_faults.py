@@ -66,9 +66,9 @@ class Result:
 def main(words: Sequence[str]) -> None:
     arguments = parse_arguments(words)
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="crucible-cluster-") as folder, progress() as status:
+    with folder_of(arguments.folder) as folder, progress() as status:
         status.update("the cluster starts")
-        with running_cluster(Path(folder)) as cluster:
+        with running_cluster(folder) as cluster:
             load = Load(cluster.proxy_url, CLIENTS)
             with load.running(), compiling(load, cluster.folder):
                 results = [
@@ -117,6 +117,9 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the races")
     parser.add_argument("--repeats", type=int, default=1, help="of all faults")
     parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="keep the logs and homes in this empty folder"
+    )
+    parser.add_argument(
         "--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes"
     )
     return parser.parse_args(words)
@@ -125,6 +128,17 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 def chosen_faults(words: Sequence[str]) -> list[Fault]:
     """The faults whose name has one of these words."""
     return [fault for fault in FAULTS if any(word in fault.name for word in words)]
+
+
+@contextmanager
+def folder_of(kept: Path | None) -> Iterator[Path]:
+    """The folder of logs and homes: a temporary one, unless it is to be kept."""
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept.absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="crucible-cluster-") as folder:
+        yield Path(folder)
 
 
 @contextmanager

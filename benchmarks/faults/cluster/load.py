@@ -96,11 +96,11 @@ class Load:
         self.finish(self.submit(name), model)
 
     def cancel(self, job: str) -> None:
-        """Cancel a job. It need not succeed any more."""
-        with httpx.Client(base_url=self.url, timeout=ATTEMPT_S) as client:
-            self._ask(client, "DELETE", f"/jobs/{job}")
+        """Cancel a job, which need not succeed any more, and may have ended."""
         with self._lock:
             del self.accepted[job]
+        with httpx.Client(base_url=self.url, timeout=ATTEMPT_S) as client:
+            client.delete(f"/jobs/{job}")
 
     def finish(self, job: str, model: str = "") -> None:
         """Follow a job to its end, read its report, and promote it to a version of `model`."""
