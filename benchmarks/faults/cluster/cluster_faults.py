@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -37,13 +38,23 @@ from rich.status import Status
 
 from benchmarks.common import RESULTS, Row, argument_parser, publish
 from benchmarks.faults.cluster import truth
-from benchmarks.faults.cluster.cluster import BUCKET, FILES_URL, RACERS, Cluster, running_cluster
+from benchmarks.faults.cluster.cluster import (
+    BUCKET,
+    FAKETIME,
+    FILES_URL,
+    RACERS,
+    Cluster,
+    running_cluster,
+)
 from benchmarks.faults.cluster.fault_list import FAULTS, NUMBERS, Fault, NotHeld
 from benchmarks.faults.cluster.job_worker import COMPILE
 from benchmarks.faults.cluster.load import Load, NoAnswer
 from benchmarks.faults.cluster.races import racing, run_races
 from benchmarks.serving.crucible import plan_of
 from benchmarks.serving.models import write_small
+from pipeline.errors import HostError
+from service.routing.haproxy import program
+from tests.service.builders.postgresql import missing as no_postgresql
 
 CLIENTS = 3
 MAX_RECOVERY_S = 30.0
@@ -65,6 +76,8 @@ class Result:
 
 def main(words: Sequence[str]) -> None:
     arguments = parse_arguments(words)
+    if reason := missing():
+        sys.exit(f"the cluster cannot run on this host: {reason}")
     begun = time.monotonic()
     with folder_of(arguments.folder) as folder, progress() as status:
         status.update("the cluster starts")
@@ -123,6 +136,20 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--into", type=Path, default=RESULTS, metavar="DIR", help="where the result goes"
     )
     return parser.parse_args(words)
+
+
+def missing() -> str:
+    """Why this host cannot run the cluster; empty if it can."""
+    if reason := no_postgresql():
+        return reason
+    try:
+        program()
+    except HostError as error:
+        return error.message
+    if not Path(FAKETIME).is_file():
+        return f"no {FAKETIME}: apt-get install faketime"
+    absent = [name for name in ("moto", "s3fs") if find_spec(name) is None]
+    return f"no {absent[0]}: install the extra `dev`" if absent else ""
 
 
 def chosen_faults(words: Sequence[str]) -> list[Fault]:
