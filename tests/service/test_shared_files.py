@@ -93,7 +93,10 @@ def test_the_report_of_a_job_is_that_of_the_server_which_took_it_over(
         await one.until(job_id, "running")
         leave_jobs_to(two, one)
         with two.service.database.write() as rows:  # as if `one` had sent no heartbeat
-            rows.execute(sa.update(jobs).values(server="dead", heartbeat_at=0.0))
+            token = jobs.c.fencing_token + 1
+            rows.execute(
+                sa.update(jobs).values(server="dead", fencing_token=token, heartbeat_at=0.0)
+            )
         job = await one.until(job_id, "succeeded", "failed")
         assert (job["state"], job["attempt"]) == ("succeeded", 2)
         with two.service.database.read() as rows:
