@@ -24,16 +24,16 @@ import httpx
 from sqlalchemy import make_url
 
 from benchmarks.common import ROOT
-from benchmarks.faults.cluster.gateway import Gateway
+from benchmarks.faults.cluster.gateway import Gateway, kept_port
+from benchmarks.faults.cluster.host import REAL_MONOTONIC
 from benchmarks.faults.cluster.program import Program
 from benchmarks.serving.crucible import is_ready, own_environment
-from benchmarks.serving.processes import end_of, free_port
+from benchmarks.serving.processes import end_of
 from service.jobs.nodes import Kind, Node, Nodes
 from service.jobs.store import JobStore
 from service.storage.database import Database
 from tests.service.builders.jobs import write_out
 from tests.service.builders.postgresql import DURABLE, Server, running_server
-from tests.service.routing.test_haproxy import free_pair
 from tests.service.serving.engines import linear
 
 HOSTS: dict[str, Kind] = {"api-1": "server", "api-2": "server", "node-1": "node", "node-2": "node"}
@@ -42,7 +42,6 @@ BUCKET = "bucket"
 FILES_URL = f"s3://{BUCKET}/files"
 START_S = 120.0
 LOOK_S = 0.1
-FAKETIME = "/usr/bin/faketime"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,17 @@ class Host:
 
     def set_clock(self, ahead_s: int) -> None:
         """End it in order, and start it again with a clock that is wrong by so much."""
-        # monotonic clocks count from the start of the machine, and are right everywhere
-        environment = ("env", "FAKETIME_DONT_FAKE_MONOTONIC=1", FAKETIME, "-f", f"{ahead_s:+d}s")
-        self.program.prefix = environment if ahead_s else ()
+        # Not the command `faketime`, whose process would get the signals that end the host.
+        # Monotonic clocks count from the start of the machine, and are right everywhere.
+        self.program.more_environment = (
+            {
+                "LD_PRELOAD": str(libfaketime()),
+                "FAKETIME": f"{ahead_s:+d}s",
+                REAL_MONOTONIC: "1",
+            }
+            if ahead_s
+            else {}
+        )
         self.program.restart()
 
 
@@ -71,7 +78,7 @@ class Cluster:
         self.runs, self.template = folder / "runs", folder / "template"
         self.database = Database(url)
         self.jobs, self._nodes = JobStore(self.database), Nodes(self.database, "", "node")
-        self._s3_port, self.proxy_port = free_port(), free_pair()
+        self._s3_port, self.proxy_port = kept_port(), kept_port()
         names = (*HOSTS, *RACERS)
         s3 = f"127.0.0.1:{self._s3_port}"
         self.gateway = Gateway(folder, names, f"unix@{postgresql.socket}", s3)
@@ -134,7 +141,7 @@ class Cluster:
         )
 
     def _host(self, name: str, kind: Kind) -> Host:
-        home, port = self.folder / name, free_port()
+        home, port = self.folder / name, kept_port()
         home.mkdir()
         words = (kind, name, home, port, self.runs, self.template)
         command = [sys.executable, "-m", "benchmarks.faults.cluster.host", *map(str, words)]
@@ -191,6 +198,11 @@ class Cluster:
         self._s3_program.close()
         self.gateway.close()
         self.database.close()
+
+
+def libfaketime() -> Path | None:
+    """The library of Debian's package faketime; None if it is not installed."""
+    return next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 
 
 def answers(url: str) -> bool:

@@ -40,10 +40,10 @@ from benchmarks.common import RESULTS, Row, argument_parser, publish
 from benchmarks.faults.cluster import truth
 from benchmarks.faults.cluster.cluster import (
     BUCKET,
-    FAKETIME,
     FILES_URL,
     RACERS,
     Cluster,
+    libfaketime,
     running_cluster,
 )
 from benchmarks.faults.cluster.fault_list import FAULTS, NUMBERS, Fault, NotHeld
@@ -146,8 +146,8 @@ def missing() -> str:
         program()
     except HostError as error:
         return error.message
-    if not Path(FAKETIME).is_file():
-        return f"no {FAKETIME}: apt-get install faketime"
+    if libfaketime() is None:
+        return "no libfaketime: apt-get install faketime"
     absent = [name for name in ("moto", "s3fs") if find_spec(name) is None]
     return f"no {absent[0]}: install the extra `dev`" if absent else ""
 

@@ -4,7 +4,9 @@ S3, so that it can be cut off alone.
 
 from __future__ import annotations
 
+import random
 import shutil
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -14,7 +16,6 @@ from typing import Literal
 
 from benchmarks.faults.cluster.program import Program
 from benchmarks.serving.crucible import own_environment
-from benchmarks.serving.processes import free_port
 from pipeline.errors import HostError
 from service.routing.haproxy import program
 from service.routing.runtime import Runtime
@@ -22,6 +23,7 @@ from service.routing.runtime import Runtime
 Shared = Literal["postgresql", "s3"]
 SHARED: tuple[Shared, ...] = ("postgresql", "s3")
 START_S = 60.0
+PORTS = (20_000, 32_000)  # below those that Linux gives to outgoing connections
 HEAD = """\
 global
     stats socket "{socket}" mode 600 level admin
@@ -35,13 +37,29 @@ defaults
 """
 
 
+def kept_port() -> int:
+    """A free port whose next one is free, too. The system gives neither to outgoing connections,
+    so both are free when a program that listened there is started again.
+    """
+    while True:
+        port = random.randrange(*PORTS)
+        try:
+            with (
+                socket.create_server(("127.0.0.1", port)),
+                socket.create_server(("127.0.0.1", port + 1)),
+            ):
+                return port
+        except OSError:
+            continue
+
+
 class Gateway:
     """The HAProxy of all hosts. `postgresql` and `s3`: addresses, as HAProxy writes them."""
 
     def __init__(self, folder: Path, hosts: Sequence[str], postgresql: str, s3: str) -> None:
         addresses = {"postgresql": postgresql, "s3": s3}
         self.hosts = tuple(hosts)
-        self._ports = {each: free_port() for each in product(SHARED, hosts)}
+        self._ports = {each: kept_port() for each in product(SHARED, hosts)}
         self.sockets = Path(mkdtemp(prefix="crucible-gateway-"))  # `folder` may be too long a path
         self._runtime = Runtime(self.sockets / "haproxy.sock")
         text = HEAD.format(socket=self.sockets / "haproxy.sock")

@@ -7,29 +7,28 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from benchmarks.serving.processes import STOP_S, descendants
+from pipeline.execution.child_process import die_with_parent
 
 PAUSE_S = 0.5  # before a program that has ended is started again
 
 
 class Program:
-    """A supervised process with all that it starts. `prepare` is called before each start."""
+    """A supervised process with all that it starts. It ends with this process."""
 
     def __init__(
         self,
         command: Sequence[str | Path],
         log: Path,
         environment: Mapping[str, str],
-        prepare: Callable[[], object] = lambda: None,
     ) -> None:
         self._command, self.log, self._environment = list(map(str, command)), log, environment
-        self._prepare = prepare
-        self.prefix: Sequence[str] = ()  # words before the command, from the next start on
+        self.more_environment: Mapping[str, str] = {}  # from the next start on
         self.starts = 0
         self._closing, self._started = threading.Event(), threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name=log.stem)
@@ -40,15 +39,16 @@ class Program:
         self._started.wait()
 
     def _supervise(self) -> None:
+        parent = os.getpid()
         while not self._closing.is_set():
-            self._prepare()
             with self.log.open("ab") as log:
                 running = subprocess.Popen(
-                    [*self.prefix, *self._command],
-                    env=self._environment,
+                    self._command,
+                    env={**self._environment, **self.more_environment},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(parent),
                 )
             self._running, self.starts = running, self.starts + 1
             self._started.set()

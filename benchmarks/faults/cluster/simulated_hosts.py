@@ -2,9 +2,9 @@
 
     python -m benchmarks simulated_hosts [--hosts N ...] [--seconds S] [--into DIR]
 
-Each host is an asyncio task that looks every POLL_S, as the runner does: a heartbeat every BEAT_S,
-its claims renewed, expired claims taken over, the waiting requirements read, and a job claimed if
-it has none. A job takes JOB_S and stores EVENTS stage events. The calls are those of the service,
+Each host is an asyncio task that looks every POLL_S, as the runner does: its claim renewed, the
+waiting requirements read, and a job claimed if it has none; every BEAT_S also a heartbeat, and the
+jobs of dead hosts taken over. A job takes JOB_S and stores EVENTS stage events. The calls are those of the service,
 in threads; at most CONNECTIONS connections are open. For each host one job is open at any time: a
 job that ends is submitted again. In the last third, 10 % of the hosts die, and others take over
 their jobs.
@@ -87,7 +87,6 @@ class Counts:
     heartbeats: int = 0
     claims: int = 0
     ended: int = 0
-    taken_over: list[float] = field(default_factory=list)  # after the death of hosts
     lost: int = 0  # claims that another host took, although this one was alive
     errors: list[str] = field(default_factory=list)
 
@@ -102,7 +101,7 @@ class Host:
         self._claims, self._nodes = Claims(database, name), Nodes(database, name, "node")
         self._jobs = JobStore(database)
         self._claim: Claim | None = None
-        self._next_event_s = self._beat_s = 0.0
+        self._next_event_s, self._beat_s = 0.0, -BEAT_S
         self._events = 0
 
     async def live(self) -> None:
@@ -123,7 +122,8 @@ class Host:
         """What the runner does between two pauses: see JobRunner._run_queue."""
         call = partial(self._pool.call, self.number)
         now_s = time.monotonic()
-        if now_s - self._beat_s >= BEAT_S:
+        is_due = now_s - self._beat_s >= BEAT_S
+        if is_due:
             await call(partial(self._nodes.send_heartbeat, LABELS))
             self._counts.heartbeats += 1
             self._beat_s = now_s
@@ -132,15 +132,20 @@ class Host:
         if self._claim and self._claim.job.id not in held:
             self._counts.lost += 1
             self._claim = None
-        for claim in await call(partial(self._claims.expired, LEASE_S)):
-            event = after_a_crash(claim.job, MAX_INTERRUPTIONS)
-            await call(partial(self._append, claim, event))
-            self._counts.taken_over.append(time.monotonic())
+        if is_due:
+            await self._take_over()
         queues = await call(self._claims.waiting)
         if self._claim is None and queues:
             await self._begin(queues)
         elif self._claim is not None:
             await self._go_on(self._claim)
+
+    async def _take_over(self) -> None:
+        """Queue the jobs of dead hosts again."""
+        expired = partial(self._claims.expired, LEASE_S)
+        for claim in await self._pool.call(self.number, expired):
+            event = after_a_crash(claim.job, MAX_INTERRUPTIONS)
+            await self._pool.call(self.number, partial(self._append, claim, event))
 
     async def _begin(self, queues: Sequence[str]) -> None:
         claim = await self._pool.call(self.number, partial(self._claims.claim, queues, None))
@@ -238,7 +243,7 @@ async def simulate(server: Server, url: str, number: int, seconds: float) -> Row
         "recovery_s": recovery_s,
         "postgresql_cores": postgresql_s / lasted_s,
         "hosts_cores": (used.hosts_s - cpu.hosts_s) / lasted_s,
-        "postgresql_ms_per_host_s": 1000 * postgresql_s / lasted_s / number,
+        "postgresql_ms_per_look": 1000 * postgresql_s / max(1, len(looks_s)),
         "errors": len(counts.errors),
     }
 
