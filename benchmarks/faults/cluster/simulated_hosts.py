@@ -4,10 +4,10 @@
 
 Each host is an asyncio task that looks every POLL_S, as the runner does: its claim renewed, the
 waiting requirements read, and a job claimed if it has none; every BEAT_S also a heartbeat, and the
-jobs of dead hosts taken over. A job takes JOB_S and stores EVENTS stage events. The calls are those of the service,
-in threads; at most CONNECTIONS connections are open. For each host one job is open at any time: a
-job that ends is submitted again. In the last third, 10 % of the hosts die, and others take over
-their jobs.
+jobs of dead hosts taken over. A job takes JOB_S and stores EVENTS stage events. The calls are those
+of the service, in threads; at most CONNECTIONS connections are open. For each host one job is open
+at any time: a job that ends is submitted again. At the end 10 % of the hosts die, and others take
+over their jobs.
 
 A host is late if it looks less often than it should: `look_p99_s` is the time between the begins of
 two looks. Heartbeats are lost where it nears LEASE_S. Hosts and PostgreSQL share the cores, so the
