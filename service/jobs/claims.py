@@ -40,14 +40,6 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A job that nobody has claimed."""
-
-    job: Job
-    waited_s: float  # since it was submitted, or its last server was heard
-
-
-@dataclass(frozen=True, slots=True)
 class Held:
     """A job of this server, as the database has it."""
 
@@ -67,18 +59,13 @@ class Claims:
         with self._database.read() as rows:
             return tuple(rows.scalars(query))
 
-    def waiting_for(self, queue: str) -> tuple[Waiting, ...]:
+    def waiting_for(self, queue: str) -> tuple[Job, ...]:
         """Return the jobs that wait with this requirement, oldest first. Damaged rows are left
         out.
         """
-        waited_s = (database_clock_s() - sa.func.coalesce(jobs.c.heartbeat_at, 0.0)).label(
-            "waited_s"
-        )
-        query = sa.select(jobs, waited_s).where(_IS_WAITING, jobs.c.device == queue)
+        query = sa.select(jobs).where(_IS_WAITING, jobs.c.device == queue)
         with self._database.read() as rows:
-            found = rows.execute(query).mappings().all()
-        times_s = {row["id"]: row["waited_s"] for row in found}
-        return tuple(Waiting(claim.job, times_s[claim.job.id]) for claim in _claims(found))
+            return tuple(claim.job for claim in _claims(rows.execute(query).mappings().all()))
 
     def claim_waiting(self, job_id: str) -> Claim | None:
         """Claim this job, to end it; None if it does not wait any more."""

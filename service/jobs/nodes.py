@@ -23,8 +23,8 @@ import sqlalchemy as sa
 from pipeline import distribution
 from pipeline.host.labels import Labels, labels_text
 from pipeline.plan.sections.targets import Requirement, requirement_from
-from service.jobs.claims import LEASE_S, Waiting
-from service.jobs.state import Failure
+from service.jobs.claims import LEASE_S
+from service.jobs.state import Failure, Job
 from service.storage.database import Database, delete_unlocked
 from service.storage.tables import database_clock_s, jobs, nodes
 
@@ -138,19 +138,17 @@ def why_no_node(text: str, nodes: Iterable[Node]) -> str:
     return f"no server and no node has a device '{required.device}'"
 
 
-def waits_for_node(waiting: Waiting, nodes: Iterable[Node]) -> bool:
-    """Return whether a job waits for a node, where none fulfils it now.
-
-    All times are durations by the database's clock: those of hosts may differ by minutes.
+def waits_until_s(job: Job, created_s: float, nodes: Iterable[Node], now_s: float) -> float:
+    """Return until when a job waits for a node, where none fulfils it now. All times are since
+    1970.
     """
-    job, waited_s = waiting.job, waiting.waited_s
     try:
         required = requirement_from(job.queue)
     except ValueError:  # no node ever will
-        return False
-    gone_s = [node.silent_s - LEASE_S for node in nodes if node.fulfils(required)]
-    may_return = any(each_s <= min(waited_s, RETURN_S) for each_s in gone_s)
-    return waited_s < job.wait_for_node_s or may_return
+        return 0.0
+    gone_s = [now_s - node.silent_s + LEASE_S for node in nodes if node.fulfils(required)]
+    returns_s = [RETURN_S + each_s for each_s in gone_s if each_s >= created_s]
+    return max(created_s + job.wait_for_node_s, *returns_s, 0.0)
 
 
 def no_node_failure(why: str, nodes: Iterable[Node]) -> Failure:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import secrets
 import sys
 import time
@@ -50,7 +51,7 @@ from service.jobs.nodes import (
     Node,
     Nodes,
     no_node_failure,
-    waits_for_node,
+    waits_until_s,
     why_no_node,
 )
 from service.jobs.redact import scrubbed_event
@@ -364,13 +365,13 @@ class JobRunner:
         """Fail the jobs of these queues that no live node can run, unless they wait for one.
         Returns True if one waits.
         """
-        nodes, waits = await self.nodes(), False
+        nodes, now_s, waits = await self.nodes(), self._clock().timestamp(), False
         for queue in queues:
             if not (why := why_no_node(queue, nodes)):
                 continue
-            for waiting in await self._in_thread(partial(self._claims.waiting_for, queue)):
-                job = waiting.job
-                if waits_for_node(waiting, nodes):
+            for job in await self._in_thread(partial(self._claims.waiting_for, queue)):
+                created_s = dt.datetime.fromisoformat(job.created).timestamp()
+                if now_s < waits_until_s(job, created_s, nodes, now_s):
                     waits = True
                     with contextlib.suppress(StaleEvent):  # told before, or cancelled
                         await self._record(job.id, NodeAwaited(why))

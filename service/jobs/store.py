@@ -49,7 +49,7 @@ from service.storage.audit_entry import SERVICE, Actor, Details, Entry
 from service.storage.database import Database, delete_unlocked
 from service.storage.files import StoredFile, delete_files, insert_files
 from service.storage.layout import FOLDERS_OF_JOB
-from service.storage.tables import compile_targets, database_clock_s, events, jobs, requests
+from service.storage.tables import compile_targets, events, jobs, requests
 
 ONCE_FOR = dt.timedelta(hours=24)  # how long an Idempotency-Key is remembered
 # states in which an equal request gets the same job; in all others it makes a new one
@@ -158,7 +158,6 @@ class JobStore:
                     "identity": job.identity,
                     "created": job.created,
                     "device": job.queue,
-                    "heartbeat_at": database_clock_s(),
                 }
                 rows.execute(sa.insert(jobs).values(new | _columns(job)))
                 _insert_event(rows, job.id, job.created, "queued", {})

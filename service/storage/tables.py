@@ -94,7 +94,7 @@ jobs = sa.Table(
     # the claim: see service.jobs.claims
     sa.Column("server", Text),
     sa.Column("fencing_token", BIG_INTEGER, nullable=False, server_default=sa.text("0")),
-    sa.Column("heartbeat_at", SECONDS),  # before the first claim: when it was submitted
+    sa.Column("heartbeat_at", SECONDS),
     sa.Index("jobs_by_server", "server"),
     sa.Index("jobs_by_identity", "owner", "identity"),
     sa.Index("jobs_by_state", "state", "id"),
