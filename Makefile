@@ -20,13 +20,14 @@ PARTS ?=
 SOAK ?=
 FUZZ ?=
 SOAK_FAULTS ?=
+FAULTS ?=
 ATTACK ?=
 TENSORRT ?= build/tensorrt
 GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RESULTS ?= build/gpu-tests.json
 GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
 
-.PHONY: demo test check docs docs-gpu docs-howtos reference protos image-test image-test-gpu test-gpu bench-gpu gpu-site bench soak fuzz attack serve clean
+.PHONY: demo test check docs docs-gpu docs-howtos reference protos image-test image-test-gpu test-gpu bench-gpu gpu-site bench soak faults fuzz attack serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -89,6 +90,11 @@ serve: $(VENV)/.ready
 soak: $(VENV)/.ready
 	$(BIN)/python -m benchmarks soak $(SOAK)
 	$(BIN)/python -m benchmarks soak_faults $(SOAK_FAULTS)
+
+# Nightly: several servers under faults, 10,000 races, 1,000 simulated hosts. FAULTS="--races 200 --repeats 1": shorter
+faults: $(VENV)/.ready
+	$(BIN)/python -m benchmarks cluster_faults --races 10000 --repeats 10 $(FAULTS)
+	$(BIN)/python -m benchmarks simulated_hosts
 
 # FUZZ="--cases 10000 --seed 2 --target npz": see tests/fuzz/__main__.py
 fuzz: $(VENV)/.ready

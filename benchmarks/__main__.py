@@ -30,6 +30,8 @@ BENCHMARKS = {
     "serving": "benchmarks.serving.serving",
     "soak": "benchmarks.serving.soak",
     "soak_faults": "benchmarks.faults.soak_faults",
+    "cluster_faults": "benchmarks.faults.cluster.cluster_faults",
+    "simulated_hosts": "benchmarks.faults.cluster.simulated_hosts",
     "perf_analyzer": "benchmarks.serving.perf_analyzer",
     "image_size": "benchmarks.serving.image_size",
     # on a GPU
@@ -65,6 +67,8 @@ QUESTIONS = {
     "serving": "What does serving cost, beside six other servers?",
     "soak": "Does the service lose, mix up or leak anything under load?",
     "soak_faults": "Does the service lose anything while its host fails?",
+    "cluster_faults": "Do several servers lose anything while hosts and networks fail?",
+    "simulated_hosts": "How many hosts can share one PostgreSQL?",
     "perf_analyzer": "Does Triton's perf_analyzer run against the service as it is?",
     "image_size": "How large are the images, and how soon are they ready?",
     "tensorrt_compile": "What does TensorRT make of the three example plans?",

@@ -107,6 +107,8 @@ class Claims:
         A job that was claimed but does not run, because the database failed in between, gets none:
         so it is claimed again later.
         """
+        if not running:
+            return {}
         heartbeat = (
             sa.update(jobs)
             .where(jobs.c.server == self._server, jobs.c.id.in_(running))

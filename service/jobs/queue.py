@@ -429,9 +429,9 @@ class JobRunner:
         take over jobs of those that have died, and wake clients that wait for their events.
         """
         begun_s = time.monotonic()
-        if begun_s - self._beat_s >= BEAT_S:
+        is_due = begun_s - self._beat_s >= BEAT_S
+        if is_due:
             await self._in_thread(partial(self.all_nodes.send_heartbeat, self._labels))
-            self._beat_s = begun_s
         held = await self._in_thread(partial(self._claims.renew, tuple(self._tokens)))
         self._renewed_s = begun_s
         for attempt in self._attempts.values():
@@ -440,7 +440,9 @@ class JobRunner:
                 attempt.stop(TAKEN)
             elif job.state == "cancelling":
                 attempt.stop(CANCELLED)
-        await self._recover(LEASE_S)
+        if is_due:  # reads the jobs of all servers; after `renew`, so that it finds none of this
+            await self._recover(LEASE_S)
+            self._beat_s = begun_s
         newest = await self._in_thread(partial(self._jobs.newest_events, list(self._changed)))
         for job_id, seq in newest.items():
             if self._seen.get(job_id) != seq:

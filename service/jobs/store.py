@@ -302,6 +302,8 @@ class JobStore:
 
     def newest_events(self, job_ids: Collection[str]) -> dict[str, int]:
         """Return the number of the newest event of each of these jobs."""
+        if not job_ids:
+            return {}
         newest = sa.func.max(events.c.seq).label("newest")
         query = sa.select(events.c.job_id, newest).where(events.c.job_id.in_(job_ids))
         with self.database.read() as rows:

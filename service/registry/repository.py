@@ -199,18 +199,27 @@ class Repository:
         shutil.copytree(self.engine_folder(version), folder / ENGINE)
 
     def add(
-        self, version: Version, engine: Path, current: bool, entry: Entry | None = None
+        self,
+        version: Version,
+        engine: Path,
+        current: bool,
+        entry: Entry | None = None,
+        newest: int | None = None,
     ) -> Version:
         """Add a new version, and `entry` to the audit, with its number. The repository assigns that
         and ignores `version.version`.
 
-        Conflict if the name belongs to another owner.
+        `newest` is the newest version that the caller knows. If another server has added one of the
+        same report since, that one is returned, and nothing is added. Conflict if the name belongs
+        to another owner.
         """
         with self._staged(engine) as staged, contextlib.ExitStack() as transaction:
             stored = self._files.upload(staged, like=(self._folders.report(version.job),))
             rows = transaction.enter_context(self._database.write())
             self._database.lock(rows, f"model {version.model}")  # it may have no row to lock
             added = _numbered(rows, version)
+            if newest is not None and (same := _promoted_since(rows, version, newest)):
+                return same
             folder = self._folders.version(added.model, added.version)
             folder.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)  # a promotion was killed before its row
@@ -361,6 +370,14 @@ def _numbered(rows: sa.Connection, version: Version) -> Version:
     if row["owner"] != version.owner:
         raise Conflict(f"the name '{version.model}' is taken", "choose another name")
     return version.model_copy(update={"version": row["latest"] + 1, "before": row["current"]})
+
+
+def _promoted_since(rows: sa.Connection, version: Version, newest: int) -> Version | None:
+    """Return the version of the same report that is newer than `newest`, if there is one."""
+    since = (versions.c.model == version.model) & (versions.c.version > newest)
+    query = sa.select(versions).where(since, versions.c.job_id == version.job)
+    row = rows.execute(query.order_by(versions.c.version.desc())).mappings().first()
+    return None if row is None else _version(row)
 
 
 def _insert(rows: sa.Connection, version: Version, current: bool) -> None:

@@ -258,9 +258,10 @@ class ModelManager:
             )
             follows = existing is not None and self._follows(existing)
             entry = _promotion(caller, version)
+            newest = max((each.version for each in existing.versions), default=0) if existing else 0
             version = await self._in_thread(
                 lambda: self._repository.add(
-                    version, candidate.engine.root, not follows, None if follows else entry
+                    version, candidate.engine.root, not follows, None if follows else entry, newest
                 )
             )
             if existing is not None and follows:

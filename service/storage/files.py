@@ -126,8 +126,9 @@ class Files:
     def fetch(self, folder: Path, paths: Collection[str] | None = None) -> bool:
         """Make a folder, or these files of it, as they were stored. False if none is stored.
 
-        Files that are here are compared with their digests. DamagedError names an object that is
-        missing or has changed; StoreError if the store does not answer.
+        Files that are here are compared with their digests. In a whole folder, those of another
+        claim, which has lost its job, are removed. DamagedError names an object that is missing or
+        has changed; StoreError if the store does not answer.
         """
         if self._objects is None:
             return False
@@ -139,6 +140,8 @@ class Files:
             missing = [file for file in wanted if not _is_intact(folder / file.path, file.sha256)]
             for file in missing:
                 self._download(self._objects, file, folder / file.path)
+            if paths is None:
+                _remove_others(folder, {folder / file.path for file in files})
             os.utime(folder)
         if missing:
             self.shrink()
@@ -341,6 +344,15 @@ def delete_files(rows: sa.Connection, folders: Iterable[str]) -> None:
 
 def _is_intact(path: Path, sha256: str) -> bool:
     return path.is_file() and not path.is_symlink() and digest_of(path) == sha256
+
+
+def _remove_others(folder: Path, kept: Collection[Path]) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):  # what is in a folder before it
+        if path.is_symlink() or not path.is_dir():
+            if path not in kept:
+                path.unlink()
+        elif not any(path.iterdir()):
+            path.rmdir()
 
 
 def _used_s(folder: Path) -> float:

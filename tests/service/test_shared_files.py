@@ -119,7 +119,10 @@ def test_the_report_of_a_job_is_that_of_the_server_which_took_it_over(
         await one.until(job_id, "running")
         leave_jobs_to(two, one)
         with two.service.database.write() as rows:  # as if `one` had sent no heartbeat
-            rows.execute(sa.update(jobs).values(server="dead", heartbeat_at=0.0))
+            token = jobs.c.fencing_token + 1
+            rows.execute(
+                sa.update(jobs).values(server="dead", fencing_token=token, heartbeat_at=0.0)
+            )
         job = await one.until(job_id, "succeeded", "failed")
         assert (job["state"], job["attempt"]) == ("succeeded", 2)
         with two.service.database.read() as rows:
@@ -204,6 +207,24 @@ def test_a_version_promoted_at_one_server_is_loaded_and_measured_at_the_other(
             folder = f"uploads/{measured.json()['id']}"
             paths = rows.scalars(sa.select(files.c.path).where(files.c.folder == folder))
             assert names < set(paths)
+
+    at_two_desks(tmp_path, postgresql, story)
+
+
+def test_a_report_that_is_promoted_at_both_at_once_becomes_one_version(
+    tmp_path: Path, postgresql: str
+) -> None:
+    """As a client does whose first request has got no answer."""
+    write_out(tmp_path / "a" / "template", tmp_path / "store", real=linear(tmp_path / "made"))
+
+    async def story(one: Desk, two: Desk) -> None:
+        leave_jobs_to(one, two)
+        body = {"report": (await one.end_of("succeed"))["id"]}
+        promotions = (desk.client.post("/models/m/promote", json=body) for desk in (one, two))
+        answers = await asyncio.gather(*promotions)
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+        views = [answer.json() for answer in answers]
+        assert [[each["version"] for each in view["versions"]] for view in views] == [[1], [1]]
 
     at_two_desks(tmp_path, postgresql, story)
 

@@ -20,6 +20,8 @@ USER = "postgres"  # initdb refuses root
 START_S = 60.0
 # A test needs no durability. One transaction holds few locks, but many databases are created.
 OPTIONS = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "max_connections=200")
+# Committed transactions outlast a crash of the server, though not one of the host.
+DURABLE = (*OPTIONS, "synchronous_commit=on")
 
 
 def missing() -> str:
@@ -36,8 +38,8 @@ def missing() -> str:
 class Server:
     """A server. Each test has databases of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, options: Sequence[str] = OPTIONS) -> None:
+        self._folder, self._options = folder, options
         self._numbers = count()
         self._owner = USER if os.getuid() == 0 else None  # None: this process's user
         self._user = self._owner or pwd.getpwuid(os.getuid()).pw_name
@@ -55,7 +57,7 @@ class Server:
 
     def start(self) -> None:
         """Start, and return when it answers."""
-        options = (f"unix_socket_directories={self._folder}", "listen_addresses=", *OPTIONS)
+        options = (f"unix_socket_directories={self._folder}", "listen_addresses=", *self._options)
         command: list[str | Path] = [BINARIES / "postgres", "-D", self._folder / "data"]
         for option in options:
             command += ["-c", option]
@@ -87,9 +89,24 @@ class Server:
                 extra_groups=[] if self._owner else None,
             )
 
+    @property
+    def socket(self) -> Path:
+        """Where it listens."""
+        return self._folder / ".s.PGSQL.5432"
+
+    @property
+    def process_id(self) -> int:
+        """That of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
     def url(self, database: str) -> str:
         """The address of a database, as the setting `database_url` has it."""
         return f"postgresql+psycopg://{self._user}@/{database}?host={self._folder}"
+
+    def url_at(self, port: int, database: str) -> str:
+        """The address of a database behind a TCP port that leads to the socket."""
+        return f"postgresql+psycopg://{self._user}@127.0.0.1:{port}/{database}"
 
     @contextmanager
     def database(self, template: str = "template1") -> Iterator[str]:
@@ -108,10 +125,10 @@ class Server:
 
 
 @contextmanager
-def running_server() -> Iterator[Server]:
+def running_server(options: Sequence[str] = OPTIONS) -> Iterator[Server]:
     """Start a server, and stop it at the end."""
     folder = Path(tempfile.mkdtemp(prefix="crucible-postgresql-"))
-    server = Server(folder)
+    server = Server(folder, options)
     try:
         server.initialize()
         server.start()

@@ -118,7 +118,9 @@ def test_the_job_of_a_dead_server_runs_on_the_other_one(tmp_path: Path, postgres
         with one.store.database.write() as rows:
             rows.execute(
                 sa.update(jobs).values(
-                    server="dead", heartbeat_at=jobs.c.heartbeat_at - 2 * LEASE_S
+                    server="dead",
+                    fencing_token=jobs.c.fencing_token + 1,
+                    heartbeat_at=jobs.c.heartbeat_at - 2 * LEASE_S,
                 )
             )
         again = await two.until(job, lambda job: job.attempt == 2)

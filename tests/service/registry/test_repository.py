@@ -315,3 +315,16 @@ def test_a_version_of_which_something_is_missing_is_not_lent(home: Home) -> None
         aside.rename(gone)
         shutil.rmtree(home.folders.uploads("a"), ignore_errors=True)  # as whoever asked does
     home.repository.lend(lent, "a")
+
+
+def test_two_servers_that_promote_a_report_at_once_add_one_version(home: Home) -> None:
+    """The later one gets the version of the first, which it did not know."""
+    root = home.engine.root
+    first = home.repository.add(version(), root, current=True, newest=0)
+    assert home.repository.add(version(), root, current=True, newest=0) == first
+    assert [folder.name for folder in home.folders.models.glob("m/*")] == ["1"]
+    assert list(home.folders.models.glob(".*")) == []
+    again = home.repository.add(version(), root, current=True, newest=1)
+    assert (first.version, again.version) == (1, 2), "it was promoted again on purpose"
+    with pytest.raises(Conflict, match="is taken"):
+        home.repository.add(version(owner="other"), root, current=True, newest=0)

@@ -98,6 +98,21 @@ def test_a_copy_that_has_changed_is_fetched_again(
     assert not (folder / "sub" / "two").is_symlink()
 
 
+def test_what_an_attempt_left_that_lost_its_job_does_not_stay(
+    host: Callable[..., Files], tmp_path: Path
+) -> None:
+    """Its engine may have files of other names than that of the attempt whose report is stored."""
+    store(host(tmp_path / "a"), tmp_path / "a" / "reports" / "x")
+    other, copy = host(tmp_path / "b"), tmp_path / "b" / "reports" / "x"
+    (copy / "engine").mkdir(parents=True)
+    (copy / "engine" / "model.xml").write_text("of the attempt that lost the job")
+    assert other.fetch(copy, ("one",))
+    assert (copy / "engine" / "model.xml").exists(), "only one file was asked for"
+    assert other.fetch(copy)
+    here = {str(path.relative_to(copy)) for path in copy.rglob("*")}
+    assert here == {"one", "sub", "sub/two"}
+
+
 def test_a_file_that_cannot_be_fetched_leaves_what_is_here(
     host: Callable[..., Files], tmp_path: Path, s3: Any
 ) -> None:

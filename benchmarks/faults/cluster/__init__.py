@@ -1,0 +1,1 @@
+"""Several servers of one database while hosts, the database and the network fail."""
