@@ -60,13 +60,23 @@ class InferAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedDevice:
+    """One device of a deployed version."""
+
+    device: str  # "cpu", "gpu:0", ...; empty: not chosen yet
+    state: ModelState
+    reason: str = ""  # why it is not ready
+    memory_bytes: int = 0  # of all instances on the device
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """One deployed version, as clients see it."""
 
     model: str
     version: int
     owner: str
-    device: str
+    devices: tuple[ServedDevice, ...]
     backend: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -74,10 +84,15 @@ class Served:
     state: ModelState
     reason: str = ""  # of `failed`
     max_batch: int = 1  # rows that run together, as it is deployed
-    instances: int = 1
+    instances: int = 1  # on each device
     image: InputRecipe | None = None
     # class names by output, in the order of the class indices
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        """The names of its devices, for people."""
+        return ", ".join(each.device for each in self.devices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Load a version: choose its device, check the free memory, start its workers. Prove its batches.
+"""Load a version: choose devices, check their free memory, start workers. Prove its batches.
 
 Loads run one at a time, so that each load sees the memory that is really free.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import DamagedError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service import logs
+from service.devices.gpus import GpuKind, gpu_kinds
 from service.devices.leases import Leases
 from service.errors import Unprocessable
 from service.jobs.store import JobStore
-from service.registry.models import DeploymentOptions, Version
+from service.registry.models import ALL_DEVICES, DeploymentOptions, Version
 from service.registry.promotion import Prove, check_own
 from service.registry.repository import Repository
 from service.serving.deployed_model import LeasedDeployment, Start
@@ -46,6 +47,7 @@ class LoaderContext:
     start: Start
     prove: Prove
     free: Callable[[str], int | None] = free_bytes
+    kinds: Callable[[], Mapping[str, GpuKind]] = gpu_kinds
     waits_s: tuple[float, ...] = WAITS_S
     fetch: Callable[[Path], object] = lambda folder: None  # a report, from where servers share it
 
@@ -61,16 +63,20 @@ class Loader:
     async def load(self, spec: DeploymentSpec) -> LeasedDeployment:
         """Load a version. It is ready on return.
 
-        Conflict, before the device is used, if the free memory is too small. DamagedError, with
+        Conflict, before a device is used, if its free memory is too small. DamagedError, with
         the way to restore it, if a file of the engine has changed: the worker checks all files
         before it loads any.
         """
         version = spec.version
         async with self._loading:
-            free = await asyncio.to_thread(self._context.free, spec.device)
+            free = {
+                device: await asyncio.to_thread(self._context.free, device)
+                for device in spec.devices
+            }
             if spec.options.instances is None:
                 spec = self._with_fitting_instances(spec, free)
-            check_fit(version, spec.instances, free, spec.device)
+            for device, free_here in free.items():
+                check_fit(version, spec.instances, free_here, device)
             name = f"{version.model}-{version.version}-{next(self._numbers)}"
             work = self._context.folders.serving / name
             try:
@@ -85,9 +91,14 @@ class Loader:
                 advice = await asyncio.to_thread(self._context.repository.remedy, version)
                 raise DamagedError(error.message, advice) from error
 
-    def _with_fitting_instances(self, spec: DeploymentSpec, free: int | None) -> DeploymentSpec:
-        """Reduce the number that the compile found best to what fits."""
-        fitting = fitting_instances(spec.version, spec.instances, free)
+    def _with_fitting_instances(
+        self, spec: DeploymentSpec, free: Mapping[str, int | None]
+    ) -> DeploymentSpec:
+        """Reduce the number that the compile found best to what fits on each device."""
+        fitting = min(
+            fitting_instances(spec.version, spec.instances, free_here)
+            for free_here in free.values()
+        )
         if fitting < spec.instances:
             log.warning(
                 "deployment.fewer_instances",
@@ -101,13 +112,20 @@ class Loader:
     def spec(self, version: Version, options: DeploymentOptions) -> DeploymentSpec:
         """Describe the deployment of a version. Reads the disk.
 
-        Unprocessable if the engine does not run on the device. Conflict if the engine is code
+        Unprocessable if the engine does not run on the devices. Conflict if the engine is code
         that no job of this server has built.
         """
         engine = self.engine(version)
-        device = device_for(options.device, version.on_gpu, self._context.leases.devices.names)
+        names, note = self._context.leases.devices.names, ""
+        if options.device == ALL_DEVICES and engine.is_on_gpu:
+            devices, note = all_devices_for(engine, names, self._context.kinds())
+        else:
+            devices = tuple(
+                device_for(device or None, version.on_gpu, names)
+                for device in options.named_devices
+            )
         load_s = max(self._context.load_s, COLD_STARTS * (engine.cold_start_s or 0))
-        return DeploymentSpec(version, engine, options, device, load_s)
+        return DeploymentSpec(version, engine, options, devices, load_s, note=note)
 
     def engine(self, version: Version) -> Engine:
         """Return the engine of a version; Conflict for code that no job of this server built."""
@@ -149,3 +167,34 @@ def device_for(device: str | None, on_gpu: bool, names: Sequence[str]) -> str:
             "leave `device` out, or compile the model for a device of this server",
         )
     return device
+
+
+def all_devices_for(
+    engine: Engine, names: Sequence[str], kinds: Mapping[str, GpuKind]
+) -> tuple[tuple[str, ...], str]:
+    """Choose the GPUs among `names` that are of the kind for which an engine was built.
+
+    Return them, and a note on those that are left out. Unprocessable if there is none.
+    """
+    gpus = {name: kinds[name] for name in names if name in kinds}
+    fitting = tuple(name for name, kind in gpus.items() if _is_built_for(engine, kind))
+    others = "; ".join(f"{name} is {gpus[name]}" for name in gpus if name not in fitting)
+    target = engine.target
+    needed = GpuKind(target.device, target.compute_capability or "")
+    if not fitting:
+        raise Unprocessable(
+            f"the engine was built for {needed}, and this server has no such GPU;"
+            f" {others or 'it has none'}",
+            "name a device, or compile the model for a GPU of this server",
+        )
+    return fitting, others and f"left out, as the engine was built for {needed}: {others}"
+
+
+def _is_built_for(engine: Engine, kind: GpuKind) -> bool:
+    """Return whether an engine loads on GPUs of a kind, and is as fast there as it was proved.
+
+    An engine for every GPU of a compute capability names no GPU.
+    """
+    names_gpu = engine.recipe.compute_capability is None
+    there = engine.target.model_copy(update={"compute_capability": kind.compute_capability})
+    return not engine.target.accepts(there) and (not names_gpu or engine.target.device == kind.name)
