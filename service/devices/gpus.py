@@ -16,13 +16,13 @@ from pipeline.host.gpu import UNKNOWN, NvmlDevice, open_nvml
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """What GPUs must have in common to run one engine."""
+    """What GPUs have in common that run one engine equally."""
 
     name: str
-    compute_capability: str  # "8.9"
+    compute_capability: str | None  # "8.9"; None if NVML does not tell
 
     def __str__(self) -> str:
-        return f"{self.name}, compute capability {self.compute_capability}"
+        return f"{self.name}, compute capability {self.compute_capability or UNKNOWN}"
 
 
 @contextlib.contextmanager
@@ -36,6 +36,6 @@ def gpu_kinds(nvml: ModuleType | None = None) -> Mapping[str, GpuKind]:
     """Return the kind of each GPU of this server, by its device's name."""
     with visible_gpus(nvml) as gpus:
         return {
-            f"gpu:{number}": GpuKind(gpu.name() or UNKNOWN, gpu.compute_capability() or UNKNOWN)
+            f"gpu:{number}": GpuKind(gpu.name() or UNKNOWN, gpu.compute_capability())
             for number, gpu in enumerate(gpus)
         }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import DamagedError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service import logs
+from service.devices.choice import all_devices_for, device_for
 from service.devices.gpus import GpuKind, gpu_kinds
 from service.devices.leases import Leases
-from service.errors import Unprocessable
 from service.jobs.store import JobStore
 from service.registry.models import ALL_DEVICES, DeploymentOptions, Version
 from service.registry.promotion import Prove, check_own
@@ -146,55 +146,3 @@ class Loader:
             return await self._context.prove(engine, padding, device)
         finally:
             self._context.leases.give_back(holder, device)
-
-
-def device_for(device: str | None, on_gpu: bool, names: Sequence[str]) -> str:
-    """Choose the device of an engine among `names`, by default the first that fits.
-
-    Unprocessable if the engine cannot run on `device`, or on any.
-    """
-    fitting = [name for name in names if name.startswith("gpu:") == on_gpu]
-    if device is None and fitting:
-        return fitting[0]
-    if device is None or device not in fitting:
-        kind = "a GPU" if on_gpu else "a CPU"
-        available = ", ".join(fitting) or "none"
-        message = f"this server has no device for an engine that was built for {kind}"
-        if device:
-            message = f"the engine was built for {kind} and does not run on device '{device}'"
-        raise Unprocessable(
-            f"{message}; devices that fit: {available}",
-            "leave `device` out, or compile the model for a device of this server",
-        )
-    return device
-
-
-def all_devices_for(
-    engine: Engine, names: Sequence[str], kinds: Mapping[str, GpuKind]
-) -> tuple[tuple[str, ...], str]:
-    """Choose the GPUs among `names` that are of the kind for which an engine was built.
-
-    Return them, and a note on those that are left out. Unprocessable if there is none.
-    """
-    gpus = {name: kinds[name] for name in names if name in kinds}
-    fitting = tuple(name for name, kind in gpus.items() if _is_built_for(engine, kind))
-    others = "; ".join(f"{name} is {gpus[name]}" for name in gpus if name not in fitting)
-    target = engine.target
-    needed = GpuKind(target.device, target.compute_capability or "")
-    if not fitting:
-        raise Unprocessable(
-            f"the engine was built for {needed}, and this server has no such GPU;"
-            f" {others or 'it has none'}",
-            "name a device, or compile the model for a GPU of this server",
-        )
-    return fitting, others and f"left out, as the engine was built for {needed}: {others}"
-
-
-def _is_built_for(engine: Engine, kind: GpuKind) -> bool:
-    """Return whether an engine loads on GPUs of a kind, and is as fast there as it was proved.
-
-    An engine for every GPU of a compute capability names no GPU.
-    """
-    names_gpu = engine.recipe.compute_capability is None
-    there = engine.target.model_copy(update={"compute_capability": kind.compute_capability})
-    return not engine.target.accepts(there) and (not names_gpu or engine.target.device == kind.name)

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from pipeline.errors import CrucibleError, DamagedError
 from service import logs
 from service.auth import Caller
+from service.devices.choice import device_for
 from service.devices.leases import utc_now
 from service.errors import Conflict, NotFound, NotOwned, TimedOut, Unavailable, Unprocessable
 from service.inference import InferAnswer, InferRequest, Served, Statistics
@@ -46,7 +47,7 @@ from service.registry.promotion import candidate_of, version_of
 from service.registry.repository import Model
 from service.registry.traffic import ShapesView
 from service.serving.deployed_model import DeployedModel, LeasedDeployment
-from service.serving.loader import Loader, LoaderContext, device_for
+from service.serving.loader import Loader, LoaderContext
 from service.serving.stats import Traffic
 from service.storage.audit_entry import Details, Entry
 

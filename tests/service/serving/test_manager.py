@@ -17,7 +17,6 @@ from service.errors import Conflict, Forbidden, NotFound, Unavailable, Unprocess
 from service.inference import InferRequest
 from service.registry.models import DeploymentOptions, ModelView, PromoteRequest
 from service.registry.traffic import SeenShape
-from service.serving.loader import device_for
 from tests.service.serving.engines import play
 from tests.service.serving.models import ALONE, MIB, Host, Shelf, shelf
 
@@ -503,42 +502,3 @@ def test_shapes_and_memory_are_told(tmp_path: Path) -> None:
             assert here.host.started[-1].spec.options.queue_limit == 7  # as it was deployed last
 
     play(story)
-
-
-@pytest.mark.parametrize(
-    ("device", "on_gpu", "expected"),
-    [
-        (None, False, "cpu"),
-        (None, True, "gpu:0"),
-        ("gpu:1", True, "gpu:1"),
-        ("cpu", True, ""),
-        ("gpu:0", False, ""),
-        ("gpu:7", True, ""),
-    ],
-)
-def test_an_engine_runs_on_its_own_kind_of_device(
-    device: str | None, on_gpu: bool, expected: str
-) -> None:
-    devices = ("cpu", "gpu:0", "gpu:1")
-    if expected:
-        assert device_for(device, on_gpu, devices) == expected
-        return
-    with pytest.raises(
-        Unprocessable,
-        match=(
-            f"the engine was built for {'a GPU' if on_gpu else 'a CPU'} and does not run on device"
-            f" '{device}'; devices that fit: {'gpu:0, gpu:1' if on_gpu else 'cpu'}"
-        ),
-    ):
-        device_for(device, on_gpu, devices)
-
-
-def test_a_host_without_a_gpu_says_so() -> None:
-    with pytest.raises(
-        Unprocessable,
-        match=(
-            "this server has no device for an engine that was built for a GPU; devices that fit:"
-            " none"
-        ),
-    ):
-        device_for(None, on_gpu=True, names=("cpu",))
