@@ -112,7 +112,10 @@ def test_the_form_of_a_deployment_keeps_what_was_wrong(tmp_path: Path) -> None:
         refused = await desk.client.post(path, data={"max_batch": "9"})
         assert refused.status_code == 422
         assert "takes at most 8" in refused.text.replace("\n", " ")
-        assert (await desk.client.post(path, data={"device": "gpu:0"})).status_code == 422
+        for device in ("gpu:0", "cpu, gpu:0", "cpu, cpu"):
+            refused = await desk.client.post(path, data={"device": device})
+            assert refused.status_code == 422
+            assert f'value="{device}"' in refused.text
         done = await desk.client.post(path, data={"instances": "2", "queue_limit": "9"})
         assert done.status_code == 303
         view = await desk.service.models.view(LOCAL, "m")
