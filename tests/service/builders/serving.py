@@ -167,6 +167,15 @@ OBSERVED = ("slow", "narrow")
 UNLOADED = ("scalar",)  # at the start
 
 
+def on_two_gpus() -> Served:
+    """A model with two instances on each of two GPUs, the second of which has failed."""
+    devices = (
+        ServedDevice("gpu:0", "ready", memory_bytes=3000),
+        ServedDevice("gpu:3", "failed", "its worker <b>died</b>"),
+    )
+    return replace(MODELS["wide"].served("wide", 1), devices=devices, instances=2)
+
+
 class DoubleServing:
     """Serving, of MODELS. One request of a model computes at a time; the others wait in its
     queue.
