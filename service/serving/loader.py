@@ -121,7 +121,7 @@ class Loader:
             devices, note = all_devices_for(engine, names, self._context.kinds())
         else:
             devices = tuple(
-                device_for(device or None, version.on_gpu, names)
+                device_for(device or None, engine.is_on_gpu, names)
                 for device in options.named_devices
             )
         load_s = max(self._context.load_s, COLD_STARTS * (engine.cold_start_s or 0))
