@@ -21,7 +21,7 @@ def device_for(device: str | None, on_gpu: bool, names: Sequence[str]) -> str:
         kind = "a GPU" if on_gpu else "a CPU"
         available = ", ".join(fitting) or "none"
         message = f"this server has no device for an engine that was built for {kind}"
-        if device:
+        if device is not None:
             message = f"the engine was built for {kind} and does not run on device '{device}'"
         raise Unprocessable(
             f"{message}; devices that fit: {available}",

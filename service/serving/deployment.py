@@ -318,34 +318,26 @@ class Deployment:
 
     # -- requests ----------------------------------------------------------------
 
-    def _state(self, instances: Sequence[Instance] = ()) -> ModelState:
-        """The state of these instances, by default of all: ready if one of them is."""
+    def _state(self, instances: Sequence[Instance]) -> tuple[ModelState, str]:
+        """The state of these instances, and the first reason why none is ready."""
+        reason = next((each.reason for each in instances if each.reason), "")
         if self._draining:
-            return "draining"
-        states = {instance.state for instance in instances or self._instances}
+            return "draining", reason
+        states = {each.state for each in instances}
         if "ready" in states:
-            return "ready"
-        return "loading" if "starting" in states else "failed"
-
-    def _failure_reason(self, instances: Sequence[Instance] = ()) -> str:
-        """The first reason for which an instance is not ready; empty if there is none."""
-        reasons = (instance.reason for instance in instances or self._instances)
-        return next(filter(None, reasons), "")
+            return "ready", ""
+        return ("loading" if "starting" in states else "failed"), reason
 
     def _described(self) -> Served:
-        state = self._state()
-        reason = "" if state == "ready" else self._failure_reason()
+        state, reason = self._state(self._instances)
         devices = tuple(map(self._served_device, self.spec.devices))
         return replace(self._served, state=state, reason=reason, devices=devices)
 
     def _served_device(self, device: str) -> ServedDevice:
         instances = [instance for instance in self._instances if instance.device == device]
-        return ServedDevice(
-            device,
-            self._state(instances),
-            self._failure_reason(instances),
-            sum(instance.memory_bytes for instance in instances if instance.pid),
-        )
+        # the memory of a worker that has gone is free
+        memory_bytes = sum(instance.memory_bytes for instance in instances if instance.pid)
+        return ServedDevice(device, *self._state(instances), memory_bytes)
 
     def _admit(self) -> None:
         """Refuse the request with Unavailable unless a worker is ready."""

@@ -119,10 +119,11 @@ class Loader:
         names, note = self._context.leases.devices.names, ""
         if options.device == ALL_DEVICES and engine.is_on_gpu:
             devices, note = all_devices_for(engine, names, self._context.kinds())
+        elif options.device in (None, ALL_DEVICES):
+            devices = (device_for(None, engine.is_on_gpu, names),)
         else:
             devices = tuple(
-                device_for(device or None, engine.is_on_gpu, names)
-                for device in options.named_devices
+                device_for(device, engine.is_on_gpu, names) for device in options.named_devices
             )
         load_s = max(self._context.load_s, COLD_STARTS * (engine.cold_start_s or 0))
         return DeploymentSpec(version, engine, options, devices, load_s, note=note)

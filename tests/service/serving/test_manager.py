@@ -597,6 +597,7 @@ def test_the_memory_of_each_device_counts(tmp_path: Path) -> None:
         (("gpu:0", "gpu:7"), "does not run on device 'gpu:7'; devices that fit: gpu:0, gpu:1"),
         (("gpu:0", "cpu"), "the engine was built for a GPU and does not run on device 'cpu'"),
         ("All", "does not run on device 'All'"),
+        (("gpu:0", ""), "does not run on device ''"),
     ],
 )
 def test_devices_that_the_engine_does_not_run_on_are_refused(
