@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from pipeline.core import Tensors, TensorSpec
+from pydantic import Field
+
+from pipeline.core import Frozen, Tensors, TensorSpec
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service.auth import Caller
 from service.regions import Inputs
@@ -59,14 +61,13 @@ class InferAnswer:
     id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedDevice:
+class ServedDevice(Frozen):
     """One device of a deployed version."""
 
-    device: str  # "cpu", "gpu:0", ...; empty: not chosen yet
-    state: ModelState
-    reason: str = ""  # why it is not ready
-    memory_bytes: int = 0  # of all instances on the device
+    device: str = Field(description="`cpu`, `gpu:0`, ...; empty: not chosen yet")
+    state: ModelState = Field(description="`ready` if one of its instances is")
+    reason: str = Field(default="", description="Why none is ready")
+    memory_bytes: int = Field(default=0, description="Memory of the device that its instances hold")
 
 
 @dataclass(frozen=True, slots=True)

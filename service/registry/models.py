@@ -217,8 +217,7 @@ class DeploymentView(Frozen):
     version: int | None = Field(description="The version that answers; null: none")
     device: str | None = Field(description="The names of its devices")
     devices: tuple[ServedDevice, ...] = Field(
-        default=(),
-        description="Each device: the state of its instances, and the memory that they hold",
+        default=(), description="Each of them; empty: no version answers"
     )
     note: str = Field(default="", description="The GPUs that `all` has left out, and why")
     options: DeploymentOptions | None = Field(

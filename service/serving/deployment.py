@@ -337,7 +337,8 @@ class Deployment:
         instances = [instance for instance in self._instances if instance.device == device]
         # the memory of a worker that has gone is free
         memory_bytes = sum(instance.memory_bytes for instance in instances if instance.pid)
-        return ServedDevice(device, *self._state(instances), memory_bytes)
+        state, reason = self._state(instances)
+        return ServedDevice(device=device, state=state, reason=reason, memory_bytes=memory_bytes)
 
     def _admit(self) -> None:
         """Refuse the request with Unavailable unless a worker is ready."""
@@ -591,7 +592,9 @@ def served_version(
         model=version.model,
         version=version.version,
         owner=version.owner,
-        devices=tuple(ServedDevice(device, state, reason) for device in devices),
+        devices=tuple(
+            ServedDevice(device=device, state=state, reason=reason) for device in devices
+        ),
         backend=version.backend,
         inputs=version.inputs,
         outputs=version.outputs,

@@ -474,7 +474,8 @@ class ModelManager:
         if not served.reason and not any(each.reason for each in served.devices):
             return served
         devices = tuple(
-            replace(each, reason=scrubbed(each.reason, folders)) for each in served.devices
+            each.model_copy(update={"reason": scrubbed(each.reason, folders)})
+            for each in served.devices
         )
         return replace(served, reason=scrubbed(served.reason, folders), devices=devices)
 

@@ -21,7 +21,7 @@ def metrics_text() -> str:
     timing = Timing(queue_s=0.001, copy_in_s=0.001, compute_s=0.001, copy_out_s=0.001, batch_size=2)
     tally.ran("cpu", 1, timing, InputValues(sent=6, run=8, at_max=8))
     tally.answered(timing, 0.004)
-    cpu = (ServedDevice("cpu", "ready"),)
+    cpu = (ServedDevice(device="cpu", state="ready"),)
     served = Served("net", 1, "me", cpu, "onnxruntime", (), (), BatchSpec(axes={}), "ready")
     metrics.registry.register(Models(lambda: (served,)))
     metrics.requests.labels("GET", "/healthz", "200").inc()

@@ -92,7 +92,7 @@ class Model:
             name,
             version,
             self.owner,
-            (ServedDevice("cpu", self.state, reason),),
+            (ServedDevice(device="cpu", state=self.state, reason=reason),),
             "onnxruntime",
             inputs,
             outputs,
@@ -170,8 +170,8 @@ UNLOADED = ("scalar",)  # at the start
 def on_two_gpus() -> Served:
     """A model with two instances on each of two GPUs, the second of which has failed."""
     devices = (
-        ServedDevice("gpu:0", "ready", memory_bytes=3000),
-        ServedDevice("gpu:3", "failed", "its worker <b>died</b>"),
+        ServedDevice(device="gpu:0", state="ready", memory_bytes=3000),
+        ServedDevice(device="gpu:3", state="failed", reason="its worker <b>died</b>"),
     )
     return replace(MODELS["wide"].served("wide", 1), devices=devices, instances=2)
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -367,8 +366,9 @@ def test_a_device_whose_workers_die_leaves_the_others(tmp_path: Path, engine: En
                 assert (await outcome(bench, number)).device == "gpu:0"
             served = bench.deployment.served()
             assert (served.state, served.reason) == ("ready", "")
-            first = ServedDevice("gpu:0", "ready", "", 1000)
-            assert served.devices == (first, replace(second(), device="gpu:1", memory_bytes=0))
+            first = ServedDevice(device="gpu:0", state="ready", memory_bytes=1000)
+            assert served.devices == (first, second())
+            assert (second().device, second().memory_bytes) == ("gpu:1", 0)
             assert "does not keep to the protocol" in second().reason
             assert bench.deployment.memory_bytes >= 1000
 
