@@ -42,6 +42,7 @@ BENCHMARKS = {
     "host_to_host": "benchmarks.limits.host_to_host",
     "resnet_throughput": "benchmarks.limits.resnet_throughput",
     "serving_ceiling": "benchmarks.limits.serving_ceiling",
+    "two_gpus": "benchmarks.limits.two_gpus",
     # several, and their pages
     "run_all": "benchmarks.run_all",
     "pages": "benchmarks.pages.write",
@@ -77,6 +78,7 @@ QUESTIONS = {
     "host_to_host": "How fast are whole runs from host to host, beside PyTorch at its best?",
     "resnet_throughput": "How many images per second does ResNet-50 in int8 reach on this GPU?",
     "serving_ceiling": "How much goes through the server, and what binds?",
+    "two_gpus": "How much more does one deployment answer on two GPUs than on one?",
     "run_all": "What do all benchmarks of `make bench` find here?",
     "pages": "None: it writes the pages and figures of docs/ from the results.",
 }

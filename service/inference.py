@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from pipeline.core import Tensors, TensorSpec
+from pydantic import Field
+
+from pipeline.core import Frozen, Tensors, TensorSpec
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service.auth import Caller
 from service.regions import Inputs
@@ -59,6 +61,15 @@ class InferAnswer:
     id: str = ""
 
 
+class ServedDevice(Frozen):
+    """One device of a deployed version."""
+
+    device: str = Field(description="`cpu`, `gpu:0`, ...; empty: not chosen yet")
+    state: ModelState = Field(description="`ready` if one of its instances is")
+    reason: str = Field(default="", description="Why none is ready")
+    memory_bytes: int = Field(default=0, description="Memory of the device that its instances hold")
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """One deployed version, as clients see it."""
@@ -66,7 +77,7 @@ class Served:
     model: str
     version: int
     owner: str
-    device: str
+    devices: tuple[ServedDevice, ...]
     backend: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -74,10 +85,15 @@ class Served:
     state: ModelState
     reason: str = ""  # of `failed`
     max_batch: int = 1  # rows that run together, as it is deployed
-    instances: int = 1
+    instances: int = 1  # on each device
     image: InputRecipe | None = None
     # class names by output, in the order of the class indices
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        """The names of its devices, for people."""
+        return ", ".join(each.device for each in self.devices)
 
 
 @dataclass(frozen=True, slots=True)

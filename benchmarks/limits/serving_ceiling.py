@@ -141,10 +141,22 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser(NAME, __doc__)
     parser.add_argument("--parts", type=_parts, default=tuple(PARTS), metavar="PART,PART")
     parser.add_argument("--backend", choices=BACKENDS, default="tensorrt", help="of `engine`")
-    parser.add_argument("--images", type=_count, default=64, help="of one request [%(default)s]")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a stretch [%(default)s]")
+    add_server_arguments(parser, connections=(2, 6, 12))
+    parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--limit", type=float, default=420.0, metavar="SECONDS", help="[420]")
+    return parser.parse_args(words)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, connections: tuple[int, ...]) -> None:
+    """Add the options of the server and of its clients."""
+    parser.add_argument("--images", type=_count, default=64, help="of one request [%(default)s]")
     parser.add_argument(
-        "--connections", type=_numbers, default=(2, 6, 12), metavar="N,N", help="[2,6,12]"
+        "--connections",
+        type=_numbers,
+        default=connections,
+        metavar="N,N",
+        help=f"[{','.join(map(str, connections))}]",
     )
     parser.add_argument("--client-cores", type=_count, default=6, metavar="N", help="[%(default)s]")
     parser.add_argument(
@@ -158,9 +170,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         type=Path,
         help="of the servers; kept, so that a second run compiles nothing [default: temporary]",
     )
-    parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR")
-    parser.add_argument("--limit", type=float, default=420.0, metavar="SECONDS", help="[420]")
-    return parser.parse_args(words)
 
 
 def _parts(text: str) -> tuple[str, ...]:
@@ -313,11 +322,7 @@ def deployed(
     """The model served on the server's cores. It is compiled first, with all cores, unless the home
     holds it.
     """
-    if not delivered(home):
-        home.mkdir(parents=True, exist_ok=True)
-        with serving(home) as served, Client(served.url) as client:
-            job = deploy(client, model, plan)
-        (home / JOB).write_text(job, encoding="utf-8")
+    compiled(home, model, plan)
     options = DeploymentOptions(
         instances=setting.instances, max_batch=setting.images, max_delay_s=0.0
     )
@@ -333,6 +338,16 @@ def deployed(
         columns = load_engine(Path(delivered(home))).outputs[0].shape[-1]
         size = setting.images * int(columns) * 4
         yield Asked(served.process, served.port, request, answer[-size:])
+
+
+def compiled(home: Path, model: Path, plan: Mapping[str, Any]) -> str:
+    """The job whose engine is deployed in this home. It is compiled unless the home holds it."""
+    if not delivered(home):
+        home.mkdir(parents=True, exist_ok=True)
+        with serving(home) as served, Client(served.url) as client:
+            job = deploy(client, model, plan)
+        (home / JOB).write_text(job, encoding="utf-8")
+    return (home / JOB).read_text(encoding="utf-8")
 
 
 def delivered(home: Path) -> str:

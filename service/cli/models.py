@@ -10,7 +10,13 @@ from pipeline.cli import terminal
 from pipeline.formatting import date, shape_text
 from service.cli.options import JsonOption, UrlOption, WaitOption, connect
 from service.cli.progress import follow, print_job, promote_text
-from service.registry.models import DeploymentOptions, ModelPage, ModelView, Version
+from service.registry.models import (
+    DeploymentOptions,
+    ModelPage,
+    ModelView,
+    Version,
+    devices_from_text,
+)
 from service.registry.traffic import MAX_SHAPES, ShapesView, Suggestion, profile_text
 
 DEFAULTS = DeploymentOptions()
@@ -64,13 +70,16 @@ def load(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu, gpu:0, ... Default: the first device that the engine runs on."),
+        typer.Option(
+            help="cpu, gpu:0, ..., several as gpu:0,gpu:1, or all: every GPU of the kind that the"
+            " engine was built for. Default: the first device that the engine runs on."
+        ),
     ] = None,
     instances: Annotated[
         int | None,
         typer.Option(
-            help="Batches that run at the same time: on a GPU in one process, else in a process"
-            " each. Default: as the compile found it best, else 1."
+            help="Batches that run at the same time on each device: on a GPU in one process, else"
+            " in a process each. Default: as the compile found it best, else 1."
         ),
     ] = DEFAULTS.instances,
     max_batch: Annotated[
@@ -102,7 +111,7 @@ def load(
     try:
         options = DeploymentOptions(
             version=version,
-            device=device,
+            device=None if device is None else devices_from_text(device),
             instances=instances,
             max_batch=max_batch,
             max_delay_s=max_delay_ms / 1e3,
@@ -296,6 +305,11 @@ def _print_model(model: ModelView, as_json: bool) -> None:
         version = "no version" if server.version is None else f"version {server.version}"
         reason = f": {server.reason}" if server.reason else ""
         print(f"server {server.server} on {server.host}: {server.state}, {version}{reason}")
+    for device in serving.devices:
+        if device.state != serving.state:
+            print(f"{device.device} is {device.state}: {device.reason}")
+    if serving.note:
+        print(serving.note)
     if model.current.verdict == "keep":
         print("this serves the model as given: no engine was measurably faster")
     if model.current.batch.reason:

@@ -96,12 +96,10 @@ def _joined_first(served: Served) -> bool:
 
 
 def _instances(served: Served) -> Document:
-    kind, _, number = served.device.partition(":")
-    return {
-        "kind": "KIND_GPU" if kind == "gpu" else "KIND_CPU",
-        "count": served.instances,
-        "gpus": [int(number)] if number.isdecimal() else [],
-    }
+    """Describe the instances; as in Triton, `count` is the number on each GPU."""
+    numbers = [each.device.removeprefix("gpu:") for each in served.devices]
+    gpus = [int(number) for number in numbers if number.isdecimal()]
+    return {"kind": "KIND_GPU" if gpus else "KIND_CPU", "count": served.instances, "gpus": gpus}
 
 
 def _model_statistics(model: Statistics) -> Document:

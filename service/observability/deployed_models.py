@@ -22,16 +22,19 @@ class Models(Collector):
         labels = ("model", "version", "device")
         state = GaugeMetricFamily(
             "crucible_model_state",
-            "Deployed models: 1 for the state they are in",
+            "Deployed models: 1 for the state they are in on a device",
             labels=(*labels, "state"),
         )
         instances = GaugeMetricFamily(
-            "crucible_model_instances", "Processes that serve a model", labels=labels
+            "crucible_model_instances",
+            "Batches of a model that run at the same time on a device",
+            labels=labels,
         )
         for model in self._served():
-            values = [model.model, str(model.version), model.device]
-            state.add_metric([*values, model.state], 1)
-            instances.add_metric(values, model.instances)
+            for device in model.devices:
+                values = [model.model, str(model.version), device.device]
+                state.add_metric([*values, device.state], 1)
+                instances.add_metric(values, model.instances)
         yield from (state, instances)
 
     def describe(self) -> Iterable[Metric]:

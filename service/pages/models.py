@@ -159,7 +159,7 @@ async def _values(
     served = [each for each in service.serving.served(caller) if each.model == name]
     return {
         "model": model,
-        "instances": served[0].instances if served else 0,
+        "instances": served[0].instances * len(served[0].devices) if served else 0,
         "figures": figures_between(before, after),
     }
 

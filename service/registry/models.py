@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from pipeline.core import Frozen, Precision, Profile, TensorSpec
 from pipeline.results.report import LoadPoint, Verdict
 from pipeline.serving_inputs import BatchSpec, InputRecipe
-from service.inference import ModelState
+from service.inference import ModelState, ServedDevice
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$"
 RESERVED = frozenset({"stats"})
 """Names that no model may have: the path GET /v2/models/stats would hide the model."""
+ALL_DEVICES = "all"
 
 
 class PromoteRequest(Frozen):
@@ -83,17 +84,21 @@ class DeploymentOptions(Frozen):
         ge=1,
         description="Null: always the current one, also after a promotion or a rollback",
     )
-    device: str | None = Field(
-        default=None, description="`cpu`, `gpu:0`, ...; null: the first device that fits the engine"
+    device: str | tuple[str, ...] | None = Field(
+        default=None,
+        description=(
+            "`cpu`, `gpu:0`, ..., or a list of several; `all`: every GPU of the server of the kind"
+            " for which the engine was built; null: the first device that fits the engine"
+        ),
     )
     instances: int | None = Field(
         default=None,
         ge=1,
         le=64,
         description=(
-            "Batches that run at the same time: on a GPU in one process, with one copy of the"
-            " weights, otherwise in a process each; null: the sessions of the version's best point,"
-            " else 1"
+            "Batches that run at the same time on each device: on a GPU in one process, with one"
+            " copy of the weights, otherwise in a process each; null: the sessions of the version's"
+            " best point, else 1"
         ),
     )
     max_batch: int | None = Field(
@@ -122,6 +127,31 @@ class DeploymentOptions(Frozen):
         le=3600,
         description="Time-out of a request; a request may set a shorter one",
     )
+
+    @field_validator("device")
+    @classmethod
+    def _names_each_device_once(
+        cls, device: str | tuple[str, ...] | None
+    ) -> str | tuple[str, ...] | None:
+        if isinstance(device, str) or device is None:
+            return device
+        if not device:
+            raise ValueError("expected at least one device, got an empty list; null: the first one")
+        if ALL_DEVICES in device:
+            raise ValueError("expected names of devices in a list; `all` stands without a list")
+        if repeated := [name for name in dict.fromkeys(device) if device.count(name) > 1]:
+            raise ValueError(
+                f"'{repeated[0]}' is in the list twice; for several batches at once on each device"
+                " set `instances`"
+            )
+        return device
+
+    @property
+    def named_devices(self) -> tuple[str, ...]:
+        """The devices that the options name; one empty name if the load chooses them."""
+        if isinstance(self.device, tuple):
+            return self.device
+        return ("" if self.device in (None, ALL_DEVICES) else str(self.device),)
 
 
 class Version(Frozen):
@@ -185,7 +215,11 @@ class DeploymentView(Frozen):
     state: Literal["unloaded", ModelState]
     reason: str = Field(default="", description="Why it failed")
     version: int | None = Field(description="The version that answers; null: none")
-    device: str | None
+    device: str | None = Field(description="The names of its devices")
+    devices: tuple[ServedDevice, ...] = Field(
+        default=(), description="Each of them; empty: no version answers"
+    )
+    note: str = Field(default="", description="The GPUs that `all` has left out, and why")
     options: DeploymentOptions | None = Field(
         description="The options of the last request for a deployment"
     )
@@ -221,6 +255,12 @@ class ModelPage(Frozen):
 
 
 # -- decisions ---------------------------------------------------------------
+
+
+def devices_from_text(text: str) -> str | tuple[str, ...]:
+    """Read a device, `all`, or several devices with commas between them."""
+    names = tuple(map(str.strip, text.split(",")))
+    return names if len(names) > 1 else text.strip()
 
 
 def version_name(model: str, version: int) -> str:

@@ -1,4 +1,4 @@
-"""A deployed model: its version, its state, and the loaded version with its lease on the device."""
+"""A deployed model: its version, its state, and the loaded version with its leases."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ Start = Callable[[DeploymentSpec, Path], Awaitable[Running]]
 
 
 class LeasedDeployment:
-    """A loaded version that holds a lease on its device while it loads and serves.
+    """A loaded version that holds a lease on each of its devices while it loads and serves.
 
-    It keeps the lease for QUIET_S after its last request.
+    It keeps them for QUIET_S after its last request.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LeasedDeployment:
     ) -> None:
         self.running, self.spec, self._files = running, spec, files
         self._name, self._leases = name, leases
-        self._requests, self._has_lease, self._last_s = 0, True, time.monotonic()
+        self._requests, self._has_leases, self._last_s = 0, True, time.monotonic()
 
     @classmethod
     async def start(
@@ -59,18 +59,20 @@ class LeasedDeployment:
         leases: Leases,
         hold: AbstractContextManager[None],
     ) -> LeasedDeployment:
-        """Take the lease and load the version. On any error the lease is given back.
+        """Take the leases and load the version. On any error they are given back.
 
         `hold` keeps the files of the engine until the version has ended.
         """
         with ExitStack() as files:
             files.enter_context(hold)
-            leases.serve(work.name, spec.device)
             try:
+                for device in spec.devices:
+                    leases.serve(work.name, device)
                 running = await start(spec, work)
                 return cls(running, spec, work.name, leases, files.pop_all())
             except BaseException:
-                leases.give_back(work.name, spec.device)
+                for device in spec.devices:
+                    leases.give_back(work.name, device)
                 raise
 
     @property
@@ -79,9 +81,10 @@ class LeasedDeployment:
         return self.spec.version.version, self.spec.options
 
     async def infer(self, request: InferRequest) -> InferAnswer:
-        if not self._has_lease:
-            self._leases.serve(self._name, self.spec.device)
-            self._has_lease = True
+        if not self._has_leases:
+            for device in self.spec.devices:
+                self._leases.serve(self._name, device)
+            self._has_leases = True
         self._requests += 1
         try:
             return await self.running.infer(request)
@@ -90,13 +93,12 @@ class LeasedDeployment:
             self._last_s = time.monotonic()
 
     def release_when_idle(self, now_s: float) -> None:
-        """Give the lease back if there was no request for QUIET_S."""
-        if self._has_lease and not self._requests and now_s - self._last_s >= QUIET_S:
-            self._leases.give_back(self._name, self.spec.device)
-            self._has_lease = False
+        """Give the leases back if there was no request for QUIET_S."""
+        if self._has_leases and not self._requests and now_s - self._last_s >= QUIET_S:
+            self._give_back()
 
     async def end(self, within_s: float | None = None) -> None:
-        """Answer the waiting requests for at most `within_s`, then free the device."""
+        """Answer the waiting requests for at most `within_s`, then free the devices."""
         try:
             async with asyncio.timeout(within_s):
                 await self.running.drain()
@@ -104,8 +106,13 @@ class LeasedDeployment:
             pass
         finally:
             await self.running.close()
-            self._leases.give_back(self._name, self.spec.device)
+            self._give_back()
             self._files.close()
+
+    def _give_back(self) -> None:
+        for device in self.spec.devices:
+            self._leases.give_back(self._name, device)
+        self._has_leases = False
 
 
 @dataclass(slots=True)
@@ -113,7 +120,7 @@ class DeployedModel:
     """One deployed model."""
 
     version: Version  # the one that answers or, while none does, the one that loads
-    device: str
+    devices: tuple[str, ...]  # an empty name: not chosen yet
     state: ModelState = "loading"
     reason: str = ""
     loaded: LeasedDeployment | None = None
@@ -122,4 +129,4 @@ class DeployedModel:
         """Describe the model to clients."""
         if self.loaded is not None and self.state != "draining":
             return self.loaded.running.served()
-        return served_version(self.version, self.device, self.state, self.reason)
+        return served_version(self.version, self.devices, self.state, self.reason)

@@ -28,7 +28,15 @@ from pipeline.host.environment import usable_cores
 from pipeline.serving_inputs import with_made_inputs
 from service import logs
 from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unprocessable
-from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics, Timing
+from service.inference import (
+    InferAnswer,
+    InferRequest,
+    ModelState,
+    Served,
+    ServedDevice,
+    Statistics,
+    Timing,
+)
 from service.regions import Inputs
 from service.registry.models import DeploymentOptions, Version, version_name
 from service.sandbox.layers import Sandbox
@@ -67,17 +75,26 @@ class DeploymentSpec:
     version: Version
     engine: Engine
     options: DeploymentOptions
-    device: str  # "cpu", "gpu:0", ...
+    devices: tuple[str, ...]  # "cpu", "gpu:0", ...
     load_s: float  # time-out for a worker to become ready
     most_instances: int | None = None  # that fit into the memory, if no number was requested
+    note: str = ""  # the devices that were left out, and why
 
     @property
     def instances(self) -> int:
-        """The number of batches that run at once: as requested, or as the compile found it best."""
+        """The number of batches that run at once on each device.
+
+        As requested, or as the compile found it best.
+        """
         if self.options.instances:
             return self.options.instances
         best = self.version.best_point.sessions if self.version.best_point else 1
         return min(best, self.most_instances or best)
+
+    @property
+    def all_instances(self) -> int:
+        """The number of batches that run at once on all devices."""
+        return self.instances * len(self.devices)
 
     @property
     def sessions(self) -> int:
@@ -123,7 +140,7 @@ class Deployment:
         self._rows = BatchAssembler(engine.inputs, engine.outputs, self._matcher.axes)
         self._outputs = tuple(spec.name for spec in engine.outputs)
         self._served = replace(
-            served_version(version, spec.device, "ready", ""),
+            served_version(version, spec.devices, "ready", ""),
             max_batch=self._matcher.maximum,
             instances=spec.instances,
         )
@@ -131,7 +148,11 @@ class Deployment:
         self._pending: dict[int, _PendingRequest] = {}
         self._numbers = itertools.count()
         self._tally = Tally(
-            figures, version.model, version.version, lambda: len(self._queue.waiting)
+            figures,
+            version.model,
+            version.version,
+            spec.devices,
+            lambda: len(self._queue.waiting),
         )
         self.traffic = Traffic()
         self._timer: asyncio.TimerHandle | None = None
@@ -143,7 +164,6 @@ class Deployment:
             engine=engine,
             warm=self._matcher.warm_sizes(),
             runs=RUNS_TO_CAPTURE if captures(engine) else 1,
-            device=spec.device,
             load_s=spec.load_s,
             sessions=spec.sessions,
             stuck_s=max(MIN_STUCK_S, STUCK_TIMEOUTS * options.timeout_s),
@@ -151,15 +171,19 @@ class Deployment:
             sandbox=sandbox,
         )
         load = next(LOADS)
+        workers_of_device = spec.instances // spec.sessions
         self._instances = [
             Instance(
                 order(
                     f"{version.model}-{version.version}-{load}-{number}",
+                    device=device,
                     work=Work(work / str(number)),
                 ),
                 self._changed,
             )
-            for number in range(spec.instances // spec.sessions)
+            for number, device in enumerate(
+                device for device in spec.devices for _ in range(workers_of_device)
+            )
         ]
 
     @classmethod
@@ -173,12 +197,15 @@ class Deployment:
     ) -> Deployment:
         """Load and warm up, with logs and temporary files below `work`.
 
-        If a worker does not become ready, its error is raised and everything is cleaned up.
+        If a worker does not become ready, its error is raised and everything is cleaned up, on all
+        devices.
         """
         deployment = cls(
             spec, work, figures, worker or worker_for(spec.engine), sandbox or Sandbox(work)
         )
-        tasks = [asyncio.ensure_future(instance.start()) for instance in deployment._instances]
+        tasks = [
+            asyncio.ensure_future(deployment._start(instance)) for instance in deployment._instances
+        ]
         try:
             await asyncio.gather(*tasks)
         except BaseException:
@@ -189,6 +216,19 @@ class Deployment:
             raise
         deployment._tally.show()
         return deployment
+
+    async def _start(self, instance: Instance) -> None:
+        """Start an instance. Its error tells what becomes of the other devices."""
+        try:
+            await instance.start()
+        except CrucibleError as error:
+            others = ", ".join(name for name in self.spec.devices if name != instance.device)
+            if not others:
+                raise
+            raise type(error)(
+                f"{error.message}; so the load on {others} was undone, too",
+                f"{error.next_step}; or give a `device` without {instance.device}",
+            ) from error
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         """Run one request; see `Serving.infer`."""
@@ -232,12 +272,12 @@ class Deployment:
     def served(self) -> Served:
         """Describe the deployment to clients.
 
-        Its state is `loading` also while the only worker is restarted after a crash.
+        Its state is `loading` also while the only worker is restarted after a crash. It is `ready`
+        as long as one device is.
         """
-        state = self._state()
-        if state == "ready":
+        if not self._draining and all(instance.state == "ready" for instance in self._instances):
             return self._served
-        return replace(self._served, state=state, reason=self._failure_reason())
+        return self._described()
 
     def statistics(self) -> Statistics:
         """The statistics since the version was loaded."""
@@ -278,17 +318,27 @@ class Deployment:
 
     # -- requests ----------------------------------------------------------------
 
-    def _state(self) -> ModelState:
+    def _state(self, instances: Sequence[Instance]) -> tuple[ModelState, str]:
+        """The state of these instances, and the first reason why none is ready."""
+        reason = next((each.reason for each in instances if each.reason), "")
         if self._draining:
-            return "draining"
-        states = {instance.state for instance in self._instances}
+            return "draining", reason
+        states = {each.state for each in instances}
         if "ready" in states:
-            return "ready"
-        return "loading" if "starting" in states else "failed"
+            return "ready", ""
+        return ("loading" if "starting" in states else "failed"), reason
 
-    def _failure_reason(self) -> str:
-        """The first reason for which an instance is not ready; empty if there is none."""
-        return next((instance.reason for instance in self._instances if instance.reason), "")
+    def _described(self) -> Served:
+        state, reason = self._state(self._instances)
+        devices = tuple(map(self._served_device, self.spec.devices))
+        return replace(self._served, state=state, reason=reason, devices=devices)
+
+    def _served_device(self, device: str) -> ServedDevice:
+        instances = [instance for instance in self._instances if instance.device == device]
+        # the memory of a worker that has gone is free
+        memory_bytes = sum(instance.memory_bytes for instance in instances if instance.pid)
+        state, reason = self._state(instances)
+        return ServedDevice(device=device, state=state, reason=reason, memory_bytes=memory_bytes)
 
     def _admit(self) -> None:
         """Refuse the request with Unavailable unless a worker is ready."""
@@ -326,7 +376,7 @@ class Deployment:
 
     def _retry_after_s(self) -> int:
         """Estimate the time for the waiting requests, at the average speed so far."""
-        batches = len(self._queue.waiting) / self._queue.rules.maximum / self.spec.instances
+        batches = len(self._queue.waiting) / self._queue.rules.maximum / self.spec.all_instances
         return max(1, math.ceil(batches * self._tally.seconds_per_batch))
 
     def _time_out(self, number: int, timeout_s: float) -> None:
@@ -366,6 +416,7 @@ class Deployment:
         """
         if self._closed:
             return
+        self._served = self._described()
         if all(instance.state == "failed" for instance in self._instances):
             self._fail_waiting(self._not_ready())
         self._schedule()
@@ -497,7 +548,7 @@ class Deployment:
             batch_size=batch.rows,
         )
         working_s = of_batch.copy_in_s + of_batch.compute_s + of_batch.copy_out_s
-        self._tally.ran(len(requests), of_batch, values)
+        self._tally.ran(result.device, len(requests), of_batch, values)
         self.traffic.ran(joined.sizes, len(requests), values)
         for pending, waits, own_outputs in zip(requests, is_open, outputs, strict=True):
             if waits:
@@ -514,7 +565,7 @@ class Deployment:
                     InferAnswer(
                         self.model,
                         self.spec.version.version,
-                        self.spec.device,
+                        result.device,
                         own_outputs,
                         timing,
                         pending.request.id,
@@ -528,18 +579,22 @@ class Deployment:
 
 def _threads(spec: DeploymentSpec) -> int:
     """The threads of one worker: several workers on the CPU share its cores."""
-    if spec.engine.threads or spec.instances == 1 or spec.device != "cpu":
+    if spec.engine.threads or spec.instances == 1 or spec.devices != ("cpu",):
         return spec.engine.threads
     return max(1, usable_cores() // spec.instances)
 
 
-def served_version(version: Version, device: str, state: ModelState, reason: str) -> Served:
+def served_version(
+    version: Version, devices: Iterable[str], state: ModelState, reason: str
+) -> Served:
     """Describe a version to clients, with as many rows together as were proved."""
     return Served(
         model=version.model,
         version=version.version,
         owner=version.owner,
-        device=device,
+        devices=tuple(
+            ServedDevice(device=device, state=state, reason=reason) for device in devices
+        ),
         backend=version.backend,
         inputs=version.inputs,
         outputs=version.outputs,

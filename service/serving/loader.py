@@ -1,4 +1,4 @@
-"""Load a version: choose its device, check the free memory, start its workers. Prove its batches.
+"""Load a version: choose devices, check their free memory, start workers. Prove its batches.
 
 Loads run one at a time, so that each load sees the memory that is really free.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import DamagedError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service import logs
+from service.devices.choice import all_devices_for, device_for
+from service.devices.gpus import GpuKind, gpu_kinds
 from service.devices.leases import Leases
-from service.errors import Unprocessable
 from service.jobs.store import JobStore
 from service.registry.model_states import ModelStates
-from service.registry.models import DeploymentOptions, Version
+from service.registry.models import ALL_DEVICES, DeploymentOptions, Version
 from service.registry.promotion import Prove, check_own
 from service.registry.repository import Repository
 from service.serving.deployed_model import LeasedDeployment, Start
@@ -48,6 +49,7 @@ class LoaderContext:
     start: Start
     prove: Prove
     free: Callable[[str], int | None] = free_bytes
+    kinds: Callable[[], Mapping[str, GpuKind]] = gpu_kinds
     waits_s: tuple[float, ...] = WAITS_S
     fetch: Callable[[Path], object] = lambda folder: None  # a report, from where servers share it
     shares_home: bool = False  # with other servers, which load models, too
@@ -65,16 +67,20 @@ class Loader:
     async def load(self, spec: DeploymentSpec) -> LeasedDeployment:
         """Load a version. It is ready on return.
 
-        Conflict, before the device is used, if the free memory is too small. DamagedError, with
+        Conflict, before a device is used, if its free memory is too small. DamagedError, with
         the way to restore it, if a file of the engine has changed: the worker checks all files
         before it loads any.
         """
         version = spec.version
         async with self._loading:
-            free = await asyncio.to_thread(self._context.free, spec.device)
+            free = {
+                device: await asyncio.to_thread(self._context.free, device)
+                for device in spec.devices
+            }
             if spec.options.instances is None:
                 spec = self._with_fitting_instances(spec, free)
-            check_fit(version, spec.instances, free, spec.device)
+            for device, free_here in free.items():
+                check_fit(version, spec.instances, free_here, device)
             # unlike those of other servers, which may share the home
             name = f"{version.model}-{version.version}-{secrets.token_hex(4)}"
             work = self._context.folders.serving / name
@@ -90,9 +96,14 @@ class Loader:
                 advice = await asyncio.to_thread(self._context.repository.remedy, version)
                 raise DamagedError(error.message, advice) from error
 
-    def _with_fitting_instances(self, spec: DeploymentSpec, free: int | None) -> DeploymentSpec:
-        """Reduce the number that the compile found best to what fits."""
-        fitting = fitting_instances(spec.version, spec.instances, free)
+    def _with_fitting_instances(
+        self, spec: DeploymentSpec, free: Mapping[str, int | None]
+    ) -> DeploymentSpec:
+        """Reduce the number that the compile found best to what fits on each device."""
+        fitting = min(
+            fitting_instances(spec.version, spec.instances, free_here)
+            for free_here in free.values()
+        )
         if fitting < spec.instances:
             log.warning(
                 "deployment.fewer_instances",
@@ -106,13 +117,21 @@ class Loader:
     def spec(self, version: Version, options: DeploymentOptions) -> DeploymentSpec:
         """Describe the deployment of a version. Reads the disk.
 
-        Unprocessable if the engine does not run on the device. Conflict if the engine is code
+        Unprocessable if the engine does not run on the devices. Conflict if the engine is code
         that no job of this server has built.
         """
         engine = self.engine(version)
-        device = device_for(options.device, version.on_gpu, self._context.leases.devices.names)
+        names, note = self._context.leases.devices.names, ""
+        if options.device == ALL_DEVICES and engine.is_on_gpu:
+            devices, note = all_devices_for(engine, names, self._context.kinds())
+        elif options.device in (None, ALL_DEVICES):
+            devices = (device_for(None, engine.is_on_gpu, names),)
+        else:
+            devices = tuple(
+                device_for(device, engine.is_on_gpu, names) for device in options.named_devices
+            )
         load_s = max(self._context.load_s, COLD_STARTS * (engine.cold_start_s or 0))
-        return DeploymentSpec(version, engine, options, device, load_s)
+        return DeploymentSpec(version, engine, options, devices, load_s, note=note)
 
     def engine(self, version: Version) -> Engine:
         """Return the engine of a version; Conflict for code that no job of this server built."""
@@ -133,24 +152,3 @@ class Loader:
             return await self._context.prove(engine, padding, device)
         finally:
             self._context.leases.give_back(holder, device)
-
-
-def device_for(device: str | None, on_gpu: bool, names: Sequence[str]) -> str:
-    """Choose the device of an engine among `names`, by default the first that fits.
-
-    Unprocessable if the engine cannot run on `device`, or on any.
-    """
-    fitting = [name for name in names if name.startswith("gpu:") == on_gpu]
-    if device is None and fitting:
-        return fitting[0]
-    if device is None or device not in fitting:
-        kind = "a GPU" if on_gpu else "a CPU"
-        available = ", ".join(fitting) or "none"
-        message = f"this server has no device for an engine that was built for {kind}"
-        if device:
-            message = f"the engine was built for {kind} and does not run on device '{device}'"
-        raise Unprocessable(
-            f"{message}; devices that fit: {available}",
-            "leave `device` out, or compile the model for a device of this server",
-        )
-    return device

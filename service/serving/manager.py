@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from pipeline.errors import CrucibleError, DamagedError, HostError, StoreError
 from service import logs
 from service.auth import Caller
+from service.devices.choice import device_for
 from service.devices.leases import utc_now
 from service.errors import Conflict, NotFound, NotOwned, TimedOut, Unavailable, Unprocessable
 from service.inference import InferAnswer, InferRequest, Served, Statistics
@@ -49,7 +50,7 @@ from service.registry.repository import Model
 from service.registry.traffic import ShapesView
 from service.serving.deployed_model import DeployedModel, LeasedDeployment
 from service.serving.hosts.follower import Follower
-from service.serving.loader import Loader, LoaderContext, device_for
+from service.serving.loader import Loader, LoaderContext
 from service.serving.stats import Traffic
 from service.storage.audit_entry import Details, Entry
 
@@ -150,7 +151,7 @@ class ModelManager:
         """Copy the report and the engine of a version into a job, and choose its device.
 
         Without a `number` this is the loaded version, or else the current one. A loaded version
-        is measured on its own device.
+        is measured on its own device, the first if it has several.
         """
         entry = self._entries.get(name)
         if entry is not None and (
@@ -168,7 +169,7 @@ class ModelManager:
 
         version = await self._in_thread(copy)  # versions are pruned in the same thread
         if entry:
-            return version, entry.device
+            return version, entry.devices[0]
         names = self._context.leases.devices.names
         return version, device_for(None, version.on_gpu, names)
 
@@ -361,7 +362,7 @@ class ModelManager:
         Other models load between the tries. A load that timed out or found damage is not retried.
         """
         version = model.version(options.version)
-        entry = self._entries[model.name] = DeployedModel(version, options.device or "")
+        entry = self._entries[model.name] = DeployedModel(version, options.named_devices)
         for wait_s in (*self._context.waits_s, None):
             try:
                 await self._switch(version, options, commit=None)
@@ -391,7 +392,9 @@ class ModelManager:
                     await self._end(name)
                     return ""
                 version, options = model.version(model.options.version), model.options
-                entry = self._entries.setdefault(name, DeployedModel(version, options.device or ""))
+                entry = self._entries.setdefault(
+                    name, DeployedModel(version, options.named_devices)
+                )
                 loaded = entry.loaded
                 if loaded is None or loaded.deploys != (version.version, options):
                     await self._switch(version, options, commit=None)
@@ -439,7 +442,7 @@ class ModelManager:
             if commit is not None:
                 await self._commit(loaded, commit)
         old, entry.loaded = entry.loaded, loaded
-        entry.version, entry.device = version, spec.device
+        entry.version, entry.devices = version, spec.devices
         entry.state, entry.reason = "ready", ""
         if old is not None:
             await old.end()
@@ -455,7 +458,7 @@ class ModelManager:
         """
         is_new = version.model not in self._entries
         entry = self._entries.setdefault(
-            version.model, DeployedModel(version, options.device or "")
+            version.model, DeployedModel(version, options.named_devices)
         )
         if entry.loaded is None:
             entry.state = "loading"
@@ -476,7 +479,7 @@ class ModelManager:
         version = loaded.spec.version
         try:
             if loaded.spec.sessions == 1:  # several share the weights
-                memory_bytes = loaded.running.memory_bytes // loaded.spec.instances
+                memory_bytes = loaded.running.memory_bytes // loaded.spec.all_instances
                 await self._in_thread(lambda: self._repository.set_memory(version, memory_bytes))
             await self._in_thread_to_end(commit)
         except BaseException:
@@ -544,10 +547,14 @@ class ModelManager:
 
         The last message of a worker may contain such paths.
         """
-        served = entry.served()
-        if not served.reason:
+        served, folders = entry.served(), self._context.folders
+        if not served.reason and not any(each.reason for each in served.devices):
             return served
-        return replace(served, reason=scrubbed(served.reason, self._context.folders))
+        devices = tuple(
+            each.model_copy(update={"reason": scrubbed(each.reason, folders)})
+            for each in served.devices
+        )
+        return replace(served, reason=scrubbed(served.reason, folders), devices=devices)
 
     def _view_of(self, model: Model, states: Mapping[str, tuple[ServerState, ...]]) -> ModelView:
         entry = self._entries.get(model.name) or self._unloading.get(model.name)
@@ -562,6 +569,8 @@ class ModelManager:
                 reason=served.reason,
                 version=loaded.spec.version.version if loaded is not None else None,
                 device=served.device,
+                devices=served.devices if loaded is not None else (),
+                note=loaded.spec.note if loaded is not None else "",
                 options=model.options,
                 memory_bytes=loaded.running.memory_bytes if loaded is not None else None,
             )

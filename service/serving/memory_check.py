@@ -54,7 +54,7 @@ def check_fit(version: Version, instances: int, free_bytes: int | None, device: 
             f" {_mib(need.bytes * instances)} ({need.source}),"
             f" {_mib(free_bytes)} of {device} are free"
         )
-        raise Conflict(message, "unload another model, or use fewer instances")
+        raise Conflict(message, "unload another model, or use fewer instances or another device")
 
 
 def _mib(count: int) -> str:

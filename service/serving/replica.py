@@ -35,7 +35,7 @@ class Instance:
     def __init__(self, order: Order, changed: Callable[[], None]) -> None:
         self._state: InstanceState = "starting"
         self.reason = ""  # why it is not ready
-        self.memory_bytes = 0
+        self.memory_bytes = 0  # of its newest worker
         self._order, self._changed = order, changed
         self._worker: Worker | None = None
         self._crashes = 0
@@ -45,6 +45,11 @@ class Instance:
         """Start the worker. It is ready on return; otherwise its error is raised."""
         worker = await self._start_worker()
         self._supervisor = asyncio.create_task(self._supervise(worker))
+
+    @property
+    def device(self) -> str:
+        """The device on which it runs."""
+        return self._order.device
 
     @property
     def state(self) -> InstanceState:
@@ -98,6 +103,7 @@ class Instance:
         log.info(
             "worker.ready",
             worker=self._order.name,
+            device=self.device,
             pid=worker.pid,
             memory_bytes=worker.memory_bytes,
         )

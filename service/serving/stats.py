@@ -8,7 +8,7 @@ had left. A request is `dropped` if its client left before it ran.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,8 +78,8 @@ class Figures:
         )
         self.rows = Histogram(
             "crucible_inference_batch_rows",
-            "Rows that ran together",
-            LABELS,
+            "Rows that ran together on a device",
+            (*LABELS, "device"),
             buckets=ROWS,
             registry=registry,
         )
@@ -118,7 +118,12 @@ class Tally:
     """The statistics of one deployed version."""
 
     def __init__(
-        self, figures: Figures, model: str, version: int, waiting: Callable[[], int]
+        self,
+        figures: Figures,
+        model: str,
+        version: int,
+        devices: Iterable[str],
+        waiting: Callable[[], int],
     ) -> None:
         self._model, self._version, self._figures = model, version, figures
         labels = (model, str(version))
@@ -127,7 +132,8 @@ class Tally:
         self._sent = figures.values_sent.labels(*labels)
         self._run = figures.values_run.labels(*labels)
         self._at_max = figures.values_at_max.labels(*labels)
-        self._rows, self._waiting = figures.rows.labels(*labels), waiting
+        self._rows = {each: figures.rows.labels(*labels, each) for each in devices}
+        self._waiting = waiting
         self._succeeded, self._failed = _Sum(), _Sum()
         self._sums = tuple(_Sum() for _ in STAGES)
         self._batches: dict[int, _Sum] = {}
@@ -144,10 +150,10 @@ class Tally:
         self._figures.padding.labels(*labels).set(0)
         self._figures.newest[labels] = self
 
-    def ran(self, requests: int, timing: Timing, values: InputValues) -> None:
-        """Count a batch, with the values of its inputs."""
+    def ran(self, device: str, requests: int, timing: Timing, values: InputValues) -> None:
+        """Count a batch of a device, with the values of its inputs."""
         self._requests["executed"].inc(requests)
-        self._rows.observe(timing.batch_size)
+        self._rows[device].observe(timing.batch_size)
         times_s = (timing.copy_in_s, timing.compute_s, timing.copy_out_s)
         for histogram, seconds in zip(self._stages[1:], times_s, strict=True):
             histogram.observe(seconds)

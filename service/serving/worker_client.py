@@ -99,6 +99,7 @@ class BatchResult:
     The outputs are views of the slot: copy them before `then` returns.
     """
 
+    device: str
     outputs: tuple[Array, ...]
     copy_in_s: float
     compute_s: float
@@ -216,7 +217,7 @@ class Worker:
             return DamagedError(self._failed.message, self._failed.next_step)
         kind = TimedOut if is_late else HostError
         advice = "the server's log holds the output of the worker"
-        return kind(f"the worker of '{name}' {message}", advice)
+        return kind(f"the worker of '{name}' on {self._order.device} {message}", advice)
 
     @property
     def pid(self) -> int:
@@ -394,7 +395,13 @@ class Worker:
             if len(placed.shape) != rank:
                 raise BadMessage(f"expected an output of rank {rank}, got rank {len(placed.shape)}")
             arrays.append(buffer.array(dtype, placed))
-        return BatchResult(tuple(arrays), message.copy_in_s, message.compute_s, message.copy_out_s)
+        return BatchResult(
+            self._order.device,
+            tuple(arrays),
+            message.copy_in_s,
+            message.compute_s,
+            message.copy_out_s,
+        )
 
     def _run_again(self, sent: _PendingBatch, output_bytes: int) -> None:
         """Run the batch again with more room for its outputs. Its inputs are still in the slot."""

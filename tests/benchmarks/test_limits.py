@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,11 +19,13 @@ from onnx import TensorProto, helper, numpy_helper
 from benchmarks.common import Row
 from benchmarks.gpu.contest import Entrant, contest
 from benchmarks.gpu.host import Watch
-from benchmarks.limits import host_to_host, resnet_throughput, serving_ceiling
+from benchmarks.limits import host_to_host, resnet_throughput, serving_ceiling, two_gpus
 from benchmarks.limits.from_host import Overlapped, channels_last, opened_from_host
 from benchmarks.limits.open_loop import run as ask_in_an_open_loop
 from benchmarks.limits.part_results import LimitReached, ended_after, measure_parts
 from benchmarks.serving.client import ask_once, http_request
+from benchmarks.serving.crucible import plan_of
+from benchmarks.serving.models import image, write_small
 from benchmarks.serving.processes import Cpu, clean_environment, free_port, running, wait_until
 from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.benchmark.interleaved import Workload
@@ -31,6 +34,8 @@ from pipeline.errors import ModelError
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import plan_from_document
 from pipeline.plan.schema import BenchmarkConfig
+from service.devices.gpus import GpuKind
+from service.registry.models import DeploymentOptions
 from tests.pipeline.backends.tensorrt.builders import Bench, doubled, feeds
 
 # -- parts -------------------------------------------------------------------
@@ -144,6 +149,74 @@ def test_a_sink_reads_bodies_of_any_length_and_an_open_loop_asks_it(tmp_path: Pa
     assert found.latencies_s
     assert not found.faults
     assert found.under_way == 0
+
+
+# -- two_gpus ----------------------------------------------------------------
+
+H200, L4 = GpuKind("NVIDIA H200", "9.0"), GpuKind("NVIDIA L4", "8.9")
+
+
+def test_the_first_two_gpus_of_one_kind_are_taken() -> None:
+    kinds = {"gpu:0": L4, "gpu:1": H200, "gpu:2": H200, "gpu:3": H200, "gpu:4": L4}
+    assert two_gpus.places_on(kinds) == {
+        "first": ("gpu:1",),
+        "second": ("gpu:2",),
+        "both": ("gpu:1", "gpu:2"),
+    }
+    with pytest.raises(SystemExit, match=r"two GPUs of one kind; gpu:0 is NVIDIA L4.*; gpu:1 is"):
+        two_gpus.places_on({"gpu:0": L4, "gpu:1": H200})
+    with pytest.raises(SystemExit, match="two GPUs of one kind; there is none\n  next: run it on"):
+        two_gpus.places_on({})
+
+
+def test_both_gpus_are_held_against_each_alone_in_the_same_round() -> None:
+    def taken(rate: float) -> dict[str, Any]:
+        figures = dict.fromkeys(two_gpus.MEDIANS, 1.0)
+        return {**figures, "images_per_s": rate, "p99_ms": None, "note": None, "second_share": 0.5}
+
+    rounds = {
+        "first": [taken(100.0), taken(200.0), taken(100.0)],
+        "second": [taken(100.0), taken(200.0), taken(100.0)],
+        "both": [taken(190.0), taken(400.0), taken(160.0)],
+    }
+    places = {"first": ("gpu:0",), "second": ("gpu:1",), "both": ("gpu:0", "gpu:1")}
+    first, second, both = two_gpus.rows_of(rounds, 16, places)
+    assert (first["images_per_s"], first["highest"], first["p99_ms"]) == (100.0, 200.0, None)
+    assert "of_ideal" not in second
+    assert (both["devices"], both["of_ideal"], both["second_share"]) == ("gpu:0, gpu:1", 0.95, 0.5)
+    assert (both["of_ideal_low"], both["of_ideal_high"]) == (0.8, 1.0)
+    rows: list[Row] = [{"part": "compute", **row} for row in (first, second, both)]
+    ((text, met),) = two_gpus.targets_of(rows).items()
+    assert "got 95%" in text
+    assert met
+    assert two_gpus.targets_of([{"part": "copies", "of_ideal": 0.5}]) == {}
+    assert two_gpus.share_of("b", {"a": 1.0}, {"a": 4.0, "b": 1.0}) == 0.25
+
+
+def test_one_engine_is_asked_in_three_deployments(tmp_path: Path) -> None:
+    """A whole part, with the CPU for each of the GPUs."""
+    words = ["--seconds", "0.5", "--connections", "2", "--client-cores", "1", "--images", "2"]
+    arguments = two_gpus.parse_arguments([*words, "--http-processes", "1"])
+    arguments.backend = "onnxruntime"
+    setting = serving_ceiling.setting_from(arguments, tmp_path)
+    load = two_gpus.Load(
+        plan_of("small", 4),
+        partial(write_small, seed=0),
+        image(16).repeat(2, axis=0),
+        DeploymentOptions(max_batch=4),
+    )
+    places = dict.fromkeys(("first", "second", "both"), ("cpu",))
+    rows = two_gpus.measured("small", load, setting, 2, places)
+    assert [row["deployment"] for row in rows] == list(places)
+    assert all(float(row["images_per_s"] or 0) > 0 and row["note"] is None for row in rows)
+    assert rows[-1]["second_share"] == 1.0
+
+
+@pytest.mark.parametrize("part", two_gpus.LOADS)
+def test_the_plans_of_both_parts_are_plans(part: str, tmp_path: Path) -> None:
+    setting = serving_ceiling.setting_from(two_gpus.parse_arguments([]), tmp_path)
+    document = {**two_gpus.LOADS[part](setting).plan, "model": {"path": "m.onnx"}}
+    assert plan_from_document(document, tmp_path).candidates[0].backend == "tensorrt"
 
 
 # -- resnet_throughput -------------------------------------------------------

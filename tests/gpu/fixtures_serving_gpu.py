@@ -139,8 +139,8 @@ class Site:
     def figures(self) -> str:
         return httpx.get(f"{self.url}/metrics").text
 
-    def workers(self, model: str) -> list[psutil.Process]:
-        """The processes that hold a model's engine now, one for each instance."""
+    def workers(self, model: str, device: str = "") -> list[psutil.Process]:
+        """The processes that hold a model's engine now, on all devices or on this one."""
         events = [
             json.loads(line)
             for line in (self.folder / "home" / "server.log").read_text().splitlines()
@@ -155,7 +155,7 @@ class Site:
         guardians = {
             event["worker"]: psutil.Process(event["pid"])
             for event in ready
-            if event["worker"].rpartition("-")[0] == newest
+            if event["worker"].rpartition("-")[0] == newest and device in ("", event["device"])
         }
         family = [
             child for guardian in guardians.values() for child in guardian.children(recursive=True)

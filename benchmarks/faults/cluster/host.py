@@ -53,6 +53,6 @@ def sleep(seconds: float) -> None:
 
 if __name__ == "__main__":
     if REAL_MONOTONIC in os.environ:
-        time.sleep = sleep
+        time.sleep = sleep  # type: ignore[assignment]  # takes the same numbers
     kind, *words = sys.argv[1:]
     main("server" if kind == "server" else "node", *words)

@@ -49,11 +49,8 @@ def lost_jobs(database: Database, accepted: Mapping[str, str]) -> Iterator[str]:
     """Every job that a client was told of is there, and has succeeded; and each name has one."""
     with database.read() as rows:
         found = {row.id: row for row in rows.execute(sa.select(jobs))}
-        ids = dict(
-            rows.execute(
-                sa.select(events.c.job_id, sa.func.count()).group_by(events.c.job_id)
-            ).all()
-        )
+        counted = sa.select(events.c.job_id, sa.func.count().label("number"))
+        ids = {row.job_id: row.number for row in rows.execute(counted.group_by(events.c.job_id))}
     for job, name in accepted.items():
         if job not in found:
             yield f"job {job} ('{name}') was accepted, and is not in the database"

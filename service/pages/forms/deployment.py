@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from service.registry.models import DeploymentOptions
+from service.registry.models import DeploymentOptions, devices_from_text
 
 HELP = {
     "version": ("Version", "Empty: always the current one, also after a promotion or a rollback."),
-    "device": ("Device", "cpu, gpu:0, ... Empty: the first device that fits the engine."),
-    "instances": ("Instances", "Batches that run at the same time. Empty: as measured, else 1."),
+    "device": (
+        "Device",
+        "cpu, gpu:0, ..., several with commas between them, or all: every GPU of the kind that the"
+        " engine was built for. Empty: the first device that fits the engine.",
+    ),
+    "instances": (
+        "Instances",
+        "Batches that run at the same time on each device. Empty: as measured, else 1.",
+    ),
     "max_batch": ("Largest batch", "Rows that may run together. Empty: as measured."),
     "max_delay_s": (
         "Wait for a batch, seconds",
@@ -61,7 +68,11 @@ def fields(values: Mapping[str, str], faults: Mapping[str, str]) -> list[Field]:
 
 def values_of(options: DeploymentOptions) -> dict[str, str]:
     """Return the options as texts of the form; an option that is null has none."""
-    return {name: str(value) for name, value in options if value is not None}
+    return {
+        name: ", ".join(value) if isinstance(value, tuple) else str(value)
+        for name, value in options
+        if value is not None
+    }
 
 
 def options_from(values: Mapping[str, str]) -> DeploymentOptions:
@@ -69,5 +80,7 @@ def options_from(values: Mapping[str, str]) -> DeploymentOptions:
 
     Other fields of the form are ignored.
     """
-    given = {name: values[name] for name in HELP if values.get(name)}
+    given: dict[str, object] = {name: values[name] for name in HELP if values.get(name)}
+    if "device" in given:
+        given["device"] = devices_from_text(values["device"])
     return DeploymentOptions.model_validate(given)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pipeline.serving_inputs import BatchSpec
-from service.inference import Served, Timing
+from service.inference import Served, ServedDevice, Timing
 from service.observability.deployed_models import Models
 from service.observability.prometheus import Metrics
 from service.serving.stats import Figures, InputValues, Tally
@@ -16,12 +16,13 @@ def metrics_text() -> str:
     nvml: Any = Nvml(Device("a GPU", "GPU-1"))
     metrics.collect_devices(nvml)
     metrics.collect_jobs(lambda: {"queued": 1})
-    tally = Tally(Figures(metrics.registry), "net", 1, lambda: 0)
+    tally = Tally(Figures(metrics.registry), "net", 1, ("cpu",), lambda: 0)
     tally.show()
     timing = Timing(queue_s=0.001, copy_in_s=0.001, compute_s=0.001, copy_out_s=0.001, batch_size=2)
-    tally.ran(1, timing, InputValues(sent=6, run=8, at_max=8))
+    tally.ran("cpu", 1, timing, InputValues(sent=6, run=8, at_max=8))
     tally.answered(timing, 0.004)
-    served = Served("net", 1, "me", "cpu", "onnxruntime", (), (), BatchSpec(axes={}), "ready")
+    cpu = (ServedDevice(device="cpu", state="ready"),)
+    served = Served("net", 1, "me", cpu, "onnxruntime", (), (), BatchSpec(axes={}), "ready")
     metrics.registry.register(Models(lambda: (served,)))
     metrics.requests.labels("GET", "/healthz", "200").inc()
     metrics.request_seconds.labels("GET", "/healthz").observe(0.004)

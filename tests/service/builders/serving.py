@@ -28,6 +28,7 @@ from service.inference import (
     InferRequest,
     ModelState,
     Served,
+    ServedDevice,
     Statistics,
     Timing,
     Total,
@@ -91,7 +92,7 @@ class Model:
             name,
             version,
             self.owner,
-            "cpu",
+            (ServedDevice(device="cpu", state=self.state, reason=reason),),
             "onnxruntime",
             inputs,
             outputs,
@@ -164,6 +165,15 @@ MODELS: Mapping[str, Model] = {
 
 OBSERVED = ("slow", "narrow")
 UNLOADED = ("scalar",)  # at the start
+
+
+def on_two_gpus() -> Served:
+    """A model with two instances on each of two GPUs, the second of which has failed."""
+    devices = (
+        ServedDevice(device="gpu:0", state="ready", memory_bytes=3000),
+        ServedDevice(device="gpu:3", state="failed", reason="its worker <b>died</b>"),
+    )
+    return replace(MODELS["wide"].served("wide", 1), devices=devices, instances=2)
 
 
 class DoubleServing:

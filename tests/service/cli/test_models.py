@@ -52,13 +52,18 @@ def test_a_model_is_promoted_loaded_rolled_back_and_unloaded_by_commands(tmp_pat
             result.out
             == "model m: version 1 (onnxruntime fp32) is current, the model is unloaded\n"
         ), result.err
-        assert at(server, "load", "m", "--max-delay-ms", "1", "--instances", "2").out.endswith(
+        options = ("--max-delay-ms", "1", "--instances", "2", "--device", "all")
+        assert at(server, "load", "m", *options).out.endswith(
             "is current, version 1 answers on cpu\n"
         )
         promoted = at(server, "promote", "m", f"{server.url}/reports/{second}", "--json").summary
         assert (promoted["current"]["version"], promoted["deployment"]["version"]) == (2, 2)
         options = promoted["deployment"]["options"]
-        assert (options["max_delay_s"], options["instances"]) == (0.001, 2)
+        assert (options["max_delay_s"], options["instances"], options["device"]) == (
+            0.001,
+            2,
+            "all",
+        )
         assert [
             word for word in ("m", "2", "ready", "cpu") if word in at(server, "models").out.split()
         ] == ["m", "2", "ready", "cpu"]
@@ -73,6 +78,8 @@ def test_a_model_is_promoted_loaded_rolled_back_and_unloaded_by_commands(tmp_pat
                 ("load", "m", "--instances", "0"),
                 "instances: Input should be greater than or equal to 1",
             ),
+            (("load", "m", "--device", "cpu,cpu"), "'cpu' is in the list twice"),
+            (("load", "m", "--device", "cpu,gpu:0"), "does not run on device 'gpu:0'"),
             (("promote", "m", "no job"), "neither a job's id nor an address"),
         ):
             refused = at(server, *arguments)

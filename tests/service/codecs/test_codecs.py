@@ -25,10 +25,11 @@ from service.codecs.json_values import parsed_object
 from service.codecs.native_json import encode_json, parse_json
 from service.codecs.npy import array_from_npy, arrays_from_npz, npy_from_array, npz_from_arrays
 from service.codecs.oip import OipRequest, binary_form, encode_answer, parse_request
+from service.codecs.oip_metadata import model_config
 from service.codecs.tensors import array_from, bytes_of, dtype_of
 from service.errors import TooLarge, Unavailable, Unprocessable
 from service.inference import InferAnswer, Timing
-from tests.service.builders.serving import DTYPES, some_arrays
+from tests.service.builders.serving import DTYPES, on_two_gpus, some_arrays
 
 Array = np.ndarray[Any, Any]
 SHAPES = ((), (1,), (0, 3), (2, 3), (1, 0, 2))
@@ -456,3 +457,9 @@ def test_a_damaged_file_is_taken_or_refused(data: some.DataObject) -> None:
         body[data.draw(some.integers(0, len(body) - 1))] = data.draw(some.integers(0, 255))
     taken_or_refused(lambda content: array_from_npy(content, "x"), bytes(body))
     taken_or_refused(lambda content: arrays_from_npz(content, 10**6), bytes(body))
+
+
+def test_the_instances_of_a_config_are_those_on_each_gpu() -> None:
+    assert model_config(on_two_gpus())["instance_group"] == [
+        {"name": "gpu:0, gpu:3", "kind": "KIND_GPU", "count": 2, "gpus": [0, 3]}
+    ]

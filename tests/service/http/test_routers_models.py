@@ -77,13 +77,21 @@ def test_a_model_from_its_report_to_an_answer_and_back(tmp_path: Path) -> None:
         assert [tensor["name"] for tensor in view["current"]["inputs"]] == ["x"]
 
         view = await json_of(
-            await web.put("/models/m/deployment", json={"instances": 2, "max_batch": 4})
+            await web.put(
+                "/models/m/deployment", json={"device": ["cpu"], "instances": 2, "max_batch": 4}
+            )
         )
         assert (
             view["deployment"]["state"],
             view["deployment"]["version"],
             view["deployment"]["device"],
         ) == ("ready", 1, "cpu")
+        (of_device,) = view["deployment"]["devices"]
+        assert (of_device["device"], of_device["state"], of_device["memory_bytes"]) == (
+            "cpu",
+            "ready",
+            view["deployment"]["memory_bytes"],
+        )
         assert (
             view["deployment"]["memory_bytes"] // 2 == view["current"]["memory_bytes"] > 2**24
         )  # an interpreter, at least
@@ -305,6 +313,8 @@ REFUSED = [
     ("PUT", "/models/m/deployment", {}, 404, "no model 'm'"),
     ("PUT", "/models/m/deployment", {"instances": 0}, 422, "instances"),
     ("PUT", "/models/m/deployment", {"timeout_s": -1}, 422, "timeout_s"),
+    ("PUT", "/models/m/deployment", {"device": []}, 422, "expected at least one device"),
+    ("PUT", "/models/m/deployment", {"device": ["cpu", "cpu"]}, 422, "'cpu' is in the list twice"),
     ("DELETE", "/models/m/deployment", None, 404, "no model 'm' is deployed"),
     ("GET", "/models/m", None, 404, "no model 'm'"),
     ("GET", "/models/m/shapes", None, 404, "no model 'm' is deployed"),

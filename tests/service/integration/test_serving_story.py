@@ -98,9 +98,10 @@ def test_from_a_report_to_answers_in_every_form(tmp_path: Path) -> None:
             in figures
         )
         assert f"crucible_inference_queue{{{labels}}} 0.0" in figures
-        assert f"crucible_inference_batch_rows_sum{{{labels}}} 14.0" in figures
-        assert f'crucible_inference_batch_rows_bucket{{le="1.0",{labels}}} 0.0' in figures
-        assert f'crucible_inference_batch_rows_bucket{{le="2.0",{labels}}} 7.0' in figures
+        rows = "crucible_inference_batch_rows"
+        assert f'{rows}_sum{{device="cpu",{labels}}} 14.0' in figures
+        assert f'{rows}_bucket{{device="cpu",le="1.0",{labels}}} 0.0' in figures
+        assert f'{rows}_bucket{{device="cpu",le="2.0",{labels}}} 7.0' in figures
         for stage in ("queue", "copy_in", "compute", "copy_out"):
             assert figure(web, "crucible_inference_stage_seconds_count", stage=stage) == 7
             assert 0 <= figure(web, "crucible_inference_stage_seconds_sum", stage=stage) < WITHIN_S

@@ -10,13 +10,13 @@ from service.serving.stats import Figures, InputValues, Tally
 def test_figures_are_those_of_the_time_between() -> None:
     registry = CollectorRegistry()
     figures = Figures(registry)
-    tallies = {name: Tally(figures, name, 1, lambda: 3) for name in ("m", "other")}
+    tallies = {name: Tally(figures, name, 1, ("cpu",), lambda: 3) for name in ("m", "other")}
     for tally in tallies.values():
         tally.show()
 
     def answer(name: str, compute_s: float) -> None:
         timing = Timing(0.0, 0.0, compute_s, 0.0, 1)
-        tallies[name].ran(1, timing, InputValues(1, 1, 1))
+        tallies[name].ran("cpu", 1, timing, InputValues(1, 1, 1))
         tallies[name].answered(timing, compute_s)
 
     answer("m", 50.0)

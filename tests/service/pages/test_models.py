@@ -4,17 +4,21 @@ import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pipeline.results.report import Verdict
 from service.auth import LOCAL
+from service.observability.live_figures import Counts, figures_between
 from service.pages.forms.deployment import HELP
 from service.pages.jobs import model_name
 from service.pages.models import live
-from service.registry.models import NAME, DeploymentOptions, PromoteRequest
+from service.pages.rendering import fragment
+from service.registry.models import NAME, DeploymentOptions, DeploymentView, PromoteRequest
 from service.serving.loader import Loader
 from service.storage.key import Scope
 from tests.service.builders.app import Desk, at_desk
+from tests.service.builders.serving import on_two_gpus
 from tests.service.pages.test_pages import HOSTILE, Scripts, csrf_of, signed_in
 from tests.service.serving.models import Host, ended_job
 
@@ -112,7 +116,10 @@ def test_the_form_of_a_deployment_keeps_what_was_wrong(tmp_path: Path) -> None:
         refused = await desk.client.post(path, data={"max_batch": "9"})
         assert refused.status_code == 422
         assert "takes at most 8" in refused.text.replace("\n", " ")
-        assert (await desk.client.post(path, data={"device": "gpu:0"})).status_code == 422
+        for device in ("gpu:0", "cpu, gpu:0", "cpu, cpu"):
+            refused = await desk.client.post(path, data={"device": device})
+            assert refused.status_code == 422
+            assert f'value="{device}"' in refused.text
         done = await desk.client.post(path, data={"instances": "2", "queue_limit": "9"})
         assert done.status_code == 303
         view = await desk.service.models.view(LOCAL, "m")
@@ -211,3 +218,25 @@ def test_a_job_suggests_a_valid_name() -> None:
     for job in ("digits", HOSTILE, "..", "a/b", "x" * 300, ""):
         assert re.fullmatch(NAME, model_name(job))
     assert model_name("digits") == "digits"
+
+
+def test_the_figures_show_each_of_several_devices() -> None:
+    served = on_two_gpus()
+    deployment = DeploymentView(
+        state="ready",
+        version=1,
+        device=served.device,
+        devices=served.devices,
+        note="<i>gpu:1</i>",
+        options=None,
+    )
+    html = fragment(
+        "model_figures.html",
+        model=SimpleNamespace(deployment=deployment),
+        instances=4,
+        figures=figures_between(Counts(0.0), Counts(0.0)),
+    )
+    assert "version 1 on gpu:0, gpu:3" in html
+    assert "3.00 kB of memory" in html
+    assert "its worker &lt;b&gt;died" in html
+    assert "&lt;i&gt;gpu:1" in html

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -103,6 +104,10 @@ def client_of(url: str, key: str) -> Iterator[Service]:
         yield Service(client)
 
 
+def log_says(server: Service, job: str, word: str) -> bool:
+    return word in server.ask("GET", f"/jobs/{job}/log")
+
+
 def until(reached: Callable[[], bool]) -> None:
     end = time.monotonic() + WITHIN_S
     while not reached():
@@ -125,7 +130,7 @@ def test_several_servers_behind_a_proxy_are_one_service(start: Start, postgresql
         assert service.end_of(job) == "succeeded"
         for server in servers:
             assert server.ask("GET", f"/reports/{job}") == service.ask("GET", f"/reports/{job}")
-            until(lambda server=server: "hang" in server.ask("GET", f"/jobs/{hanging}/log"))
+            until(partial(log_says, server, hanging, "hang"))
             assert "event: succeeded" in server.ask("GET", f"/jobs/{job}/events")
         service.ask("DELETE", f"/jobs/{hanging}")
         assert service.end_of(hanging) == "cancelled"

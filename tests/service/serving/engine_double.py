@@ -1,5 +1,5 @@
 """A worker that speaks the messages as model_worker does, and does what it is told: `python
-engine_double.py BEHAVIOUR FD`.
+engine_double.py BEHAVIOUR[@GPU] FD`. With a GPU, it does so there alone.
 
 It answers y = x for one input and one output of the same dtype and shape. Imports nothing of ours,
 as a stranger's worker would not.
@@ -18,6 +18,9 @@ from typing import Any
 
 class Double:
     def __init__(self, behaviour: str, descriptor: int) -> None:
+        behaviour, _, gpu = behaviour.partition("@")
+        if gpu and os.environ["CUDA_VISIBLE_DEVICES"] != gpu:
+            behaviour = "echo"
         self.what, _, argument = behaviour.partition("-")
         self.argument = float(argument or 0)
         self.server = socket.socket(fileno=descriptor)

@@ -174,8 +174,8 @@ async def deployed(
     registry = CollectorRegistry()
     figures = Figures(registry)
     version = version_of_engine(engine, batch, more.pop("model", MODEL))
-    device, load_s = more.pop("device", "cpu"), more.pop("load_s", 180.0)
-    spec = DeploymentSpec(version, engine, DeploymentOptions(**more), device, load_s)
+    devices, load_s = more.pop("devices", ("cpu",)), more.pop("load_s", 180.0)
+    spec = DeploymentSpec(version, engine, DeploymentOptions(**more), devices, load_s)
     work = folder / f"work-{uuid.uuid4().hex}"
     deployment = await Deployment.start(spec, work, figures, worker)
     try:

@@ -19,6 +19,7 @@ from pipeline.report.bundle import load_engine
 from pipeline.results.report import Report, Verdict
 from pipeline.serving_inputs import BatchSpec, Padding, ServingConfig
 from service.auth import LOCAL, Caller
+from service.devices.gpus import GpuKind
 from service.devices.leases import Leases, utc_now
 from service.devices.policy import Devices
 from service.errors import TimedOut, Unavailable
@@ -62,7 +63,7 @@ class Double:
             return InferAnswer(
                 self.spec.version.model,
                 self.spec.version.version,
-                self.spec.device,
+                self.spec.devices[-1],
                 outputs,
                 Timing(0, 0, 0.001, 0, 1),
                 request.id,
@@ -72,7 +73,7 @@ class Double:
 
     def served(self) -> Served:
         spec = self.spec
-        served = served_version(spec.version, spec.device, "ready", "")
+        served = served_version(spec.version, spec.devices, "ready", "")
         return replace(served, backend="double", instances=spec.instances)
 
     def statistics(self) -> Statistics:
@@ -110,6 +111,8 @@ class Host:
 
     def __init__(self) -> None:
         self.free_bytes = 4096 * MIB
+        self.free_bytes_of: dict[str, int] = {}  # a device with other free memory
+        self.kinds: dict[str, GpuKind] = {}  # of GPUs
         self.broken: Counter[int] = Counter()  # by version: how many starts fail
         self.hanging: set[str] = set()  # models whose engine is not ready in time
         self.tried: Counter[str] = Counter()
@@ -189,7 +192,8 @@ class Shelf:
             60.0,
             host.start,
             host.prove,
-            lambda device: host.free_bytes,
+            lambda device: host.free_bytes_of.get(device, host.free_bytes),
+            lambda: host.kinds,
             (0.01, 0.01),
             shares_home=shared is not None,
             states=ModelStates(self.database, server, 1000.0) if shared else None,
@@ -201,9 +205,10 @@ class Shelf:
         verdict: Verdict = "accepted",
         owner: str = "local",
         serving: ServingConfig | None = None,
+        engine: Engine | None = None,
     ) -> str:
         """The id of a job that has ended with a report."""
-        return ended_job(self.folders, self.jobs, verdict, owner, serving)
+        return ended_job(self.folders, self.jobs, verdict, owner, serving, engine)
 
     async def promote(
         self,

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from onnx import TensorProto, helper
 
 from pipeline.core import DimRange, Engine, Profile
 from pipeline.errors import HostError
+from pipeline.host.gpu import VISIBLE
 from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import TimedOut, TooMany, Unavailable, Unprocessable
-from service.inference import InferAnswer
+from service.inference import InferAnswer, ServedDevice
 from service.regions import Region, RegionTensor
 from service.registry.traffic import MAX_SHAPES, SeenBatch, SeenShape
 from service.serving.deployment import Deployment
@@ -290,6 +292,102 @@ def test_instances_that_share_weights_are_threads_of_one_worker(
                     psutil.Process(pid).num_threads() for pid in processes_of(f"serve-{MODEL}-")
                 )
         assert threads[3] == threads[1] + 2
+
+    play(story)
+
+
+GPUS = ("gpu:0", "gpu:1")
+
+
+def gpus_of_workers() -> Counter[str]:
+    """The number of workers for each CUDA_VISIBLE_DEVICES."""
+    found = map(psutil.Process, processes_of(f"serve-{MODEL}-"))
+    workers = [each for each in found if "service.sandbox.guardian" not in each.cmdline()]
+    return Counter(worker.environ()[VISIBLE] for worker in workers)
+
+
+def test_every_device_has_instances_which_share_one_queue(tmp_path: Path, engine: Engine) -> None:
+    """Real engines; that they see another GPU each changes nothing on the CPU."""
+
+    async def story() -> None:
+        async with deployed(tmp_path, engine, devices=GPUS, instances=2, max_batch=1) as bench:
+            served = bench.deployment.served()
+            assert (served.instances, served.device) == (2, "gpu:0, gpu:1")
+            assert gpus_of_workers() == {"0": 2, "1": 2}
+            answers = await asyncio.gather(*(bench.ask(marked(n)) for n in range(200)))
+            for number, answer in enumerate(answers):
+                np.testing.assert_allclose(
+                    answer.outputs["y"], direct(engine, {"x": marked(number)})["y"], rtol=1e-5
+                )
+            counted = Counter(answer.device for answer in answers)
+            assert set(counted) == set(GPUS)
+            for device in GPUS:
+                labels = {"model": MODEL, "version": "1", "device": device}
+                rows = bench.registry.get_sample_value("crucible_inference_batch_rows_sum", labels)
+                assert rows == counted[device]
+
+    play(story)
+
+
+def test_a_batch_goes_to_the_device_with_the_fewest(tmp_path: Path, engine: Engine) -> None:
+    """The second GPU takes 10 s for a batch, so the first one runs all others."""
+
+    async def story() -> None:
+        worker = (*SLOW[:2], "slow-10@1")
+        async with deployed(tmp_path, engine, worker=worker, devices=GPUS, max_batch=1) as bench:
+            slow = [asyncio.ensure_future(outcome(bench, n)) for n in range(2)]
+            done, waiting = await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+            assert {task.result().device for task in done} == {"gpu:0"}
+            for number in range(20):
+                assert (await outcome(bench, number)).device == "gpu:0"
+            assert not any(task.done() for task in waiting)
+            for task in waiting:
+                task.cancel()
+
+    play(story)
+
+
+def test_a_device_whose_workers_die_leaves_the_others(tmp_path: Path, engine: Engine) -> None:
+    async def story() -> None:
+        worker = (*SLOW[:2], "unasked@1")
+        async with deployed(tmp_path, engine, worker=worker, devices=GPUS, max_batch=1) as bench:
+
+            def second() -> ServedDevice:
+                return bench.deployment.served().devices[1]
+
+            number = 0
+            while second().state != "failed":
+                answer = await outcome(bench, number)
+                # a batch may be on its way to a worker that dies
+                assert isinstance(answer, Unavailable) or answer.device == "gpu:0"
+                number += 1
+                await asyncio.sleep(0.05)
+            for _ in range(10):
+                assert (await outcome(bench, number)).device == "gpu:0"
+            served = bench.deployment.served()
+            assert (served.state, served.reason) == ("ready", "")
+            first = ServedDevice(device="gpu:0", state="ready", memory_bytes=1000)
+            assert served.devices == (first, second())
+            assert (second().device, second().memory_bytes) == ("gpu:1", 0)
+            assert "does not keep to the protocol" in second().reason
+            assert bench.deployment.memory_bytes >= 1000
+
+    play(story)
+
+
+@pytest.mark.parametrize("behaviour", ["stillborn", "unloadable"])
+def test_a_load_that_fails_on_one_device_is_undone_on_all(
+    tmp_path: Path, engine: Engine, behaviour: str
+) -> None:
+    async def story() -> None:
+        worker = (*SLOW[:2], f"{behaviour}@1")
+        with pytest.raises(HostError, match=r"^the worker of '.*' on gpu:1 ") as raised:
+            async with deployed(tmp_path, engine, worker=worker, devices=GPUS):
+                raise AssertionError("it was loaded")
+        assert raised.value.message.endswith("; so the load on gpu:0 was undone, too")
+        assert raised.value.next_step.endswith("; or give a `device` without gpu:1")
+        assert processes_of(f"serve-{MODEL}-") == []
+        assert list(tmp_path.glob("work-*")) == []
 
     play(story)
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from pipeline.core import Engine, Precision, Recipe, Target
 from pipeline.errors import ChildDied, CrucibleError
 from pipeline.report.files import load_report
 from pipeline.results.report import LoadPoint
 from service.auth import LOCAL, Caller
+from service.devices.gpus import GpuKind
 from service.devices.policy import Lease
 from service.errors import Conflict, Forbidden, NotFound, Unavailable, Unprocessable
 from service.inference import InferRequest
 from service.registry.models import DeploymentOptions, ModelView, PromoteRequest
 from service.registry.traffic import SeenShape
-from service.serving.loader import device_for
+from tests.builders.report import engine as report_engine
 from tests.service.serving.engines import play
 from tests.service.serving.models import ALONE, MIB, Host, Shelf, shelf
 
@@ -505,40 +509,150 @@ def test_shapes_and_memory_are_told(tmp_path: Path) -> None:
     play(story)
 
 
+H200, L4 = GpuKind("NVIDIA H200", "9.0"), GpuKind("NVIDIA L4", "8.9")
+GPUS = {"gpu:0": H200, "gpu:1": L4, "gpu:2": H200}
+
+
+def gpu_engine(folder: Path) -> Engine:
+    """An engine for an H200, which nothing here runs."""
+    folder.mkdir()
+    (folder / "model.onnx").write_bytes(b"engine")
+    recipe = Recipe(backend="tensorrt", precision=Precision.FP16)
+    target = Target(
+        backend="tensorrt", version="10.6.0", device=H200.name, compute_capability="9.0"
+    )
+    return report_engine(recipe, 6, folder).model_copy(update={"target": target})
+
+
+@asynccontextmanager
+async def gpu_shelf(home: Path) -> AsyncIterator[Shelf]:
+    """A host with two H200 and an L4, and an engine for an H200 which is promoted."""
+    host = Host()
+    host.kinds = dict(GPUS)
+    async with shelf(home, host, ("cpu", *GPUS)) as here:
+        request = PromoteRequest(report=here.report(engine=gpu_engine(home / "built")))
+        await here.deployments.promote(LOCAL, "m", request)
+        yield here
+
+
+def holders(here: Shelf) -> list[str]:
+    return sorted(lease.device for lease in here.leases.devices.held)
+
+
+def test_a_model_serves_on_all_gpus_of_its_kind_with_a_lease_on_each(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with gpu_shelf(tmp_path) as here:
+            everywhere = DeploymentOptions(device="all", instances=2)
+            view = (await here.deployments.deploy(LOCAL, "m", everywhere)).deployment
+            assert (view.state, view.device, view.options) == ("ready", "gpu:0, gpu:2", everywhere)
+            assert [each.device for each in view.devices] == ["gpu:0", "gpu:2"]
+            assert view.note == (
+                "`all` leaves out, as the engine was built for NVIDIA H200, compute capability 9.0:"
+                " gpu:1 is NVIDIA L4, compute capability 8.9"
+            )
+            spec = here.host.started[-1].spec
+            assert (spec.instances, spec.all_instances) == (2, 4)
+            assert holders(here) == ["gpu:0", "gpu:2"]
+            measured = await here.leases.ask(Lease("gpu:2", "measure", "job"), patience_s=60)
+            assert not measured.contended  # the model is idle
+            await here.ask()
+            assert holders(here) == ["gpu:0", "gpu:2", "gpu:2"]
+            lease = here.leases.measured("job", "gpu:2")
+            assert lease is not None
+            assert lease.contended
+            _, device = await here.deployments.lend(LOCAL, "m", None, "lent")
+            assert device == "gpu:0"
+            moved = DeploymentOptions(device=("gpu:2",))
+            view = (await here.deployments.deploy(LOCAL, "m", moved)).deployment
+            assert (view.device, view.note) == ("gpu:2", "")
+            assert holders(here) == ["gpu:2"]
+            await here.deployments.unload(LOCAL, "m")
+            assert holders(here) == []
+            await here.deployments.load(LOCAL, "m")  # with its last options
+            assert here.host.started[-1].spec.devices == ("gpu:2",)
+
+    play(story)
+
+
+def test_the_memory_of_each_device_counts(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with gpu_shelf(tmp_path) as here:
+            here.host.free_bytes_of["gpu:2"] = 3
+            message = await refused(
+                Conflict, here.deployments.deploy(LOCAL, "m", DeploymentOptions(device="all"))
+            )
+            assert message.endswith("0.0 MiB of gpu:2 are free")
+            assert (here.host.started, holders(here)) == ([], [])
+            del here.host.free_bytes_of["gpu:2"]
+            view = await here.deployments.deploy(LOCAL, "m", DeploymentOptions(device="all"))
+            assert view.current.memory_bytes == 7 * MIB // 2  # of one instance
+
+    play(story)
+
+
 @pytest.mark.parametrize(
-    ("device", "on_gpu", "expected"),
+    ("device", "message"),
     [
-        (None, False, "cpu"),
-        (None, True, "gpu:0"),
-        ("gpu:1", True, "gpu:1"),
-        ("cpu", True, ""),
-        ("gpu:0", False, ""),
-        ("gpu:7", True, ""),
+        ("gpu:7", "the engine was built for a GPU and does not run on device 'gpu:7'"),
+        (("gpu:0", "gpu:7"), "does not run on device 'gpu:7'; devices that fit: gpu:0, gpu:1"),
+        (("gpu:0", "cpu"), "the engine was built for a GPU and does not run on device 'cpu'"),
+        ("All", "does not run on device 'All'"),
+        (("gpu:0", ""), "does not run on device ''"),
     ],
 )
-def test_an_engine_runs_on_its_own_kind_of_device(
-    device: str | None, on_gpu: bool, expected: str
+def test_devices_that_the_engine_does_not_run_on_are_refused(
+    tmp_path: Path, device: str | tuple[str, ...], message: str
 ) -> None:
-    devices = ("cpu", "gpu:0", "gpu:1")
-    if expected:
-        assert device_for(device, on_gpu, devices) == expected
-        return
-    with pytest.raises(
-        Unprocessable,
-        match=(
-            f"the engine was built for {'a GPU' if on_gpu else 'a CPU'} and does not run on device"
-            f" '{device}'; devices that fit: {'gpu:0, gpu:1' if on_gpu else 'cpu'}"
-        ),
-    ):
-        device_for(device, on_gpu, devices)
+    async def story() -> None:
+        async with gpu_shelf(tmp_path) as here:
+            options = DeploymentOptions(device=device)
+            assert message in await refused(
+                Unprocessable, here.deployments.deploy(LOCAL, "m", options)
+            )
+            assert (await here.deployments.view(LOCAL, "m")).deployment.state == "unloaded"
+
+    play(story)
 
 
-def test_a_host_without_a_gpu_says_so() -> None:
-    with pytest.raises(
-        Unprocessable,
-        match=(
-            "this server has no device for an engine that was built for a GPU; devices that fit:"
-            " none"
-        ),
-    ):
-        device_for(None, on_gpu=True, names=("cpu",))
+def test_all_is_refused_where_no_gpu_is_of_the_kind(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with gpu_shelf(tmp_path) as here:
+            here.host.kinds = {"gpu:1": L4}
+            message = await refused(
+                Unprocessable, here.deployments.deploy(LOCAL, "m", DeploymentOptions(device="all"))
+            )
+            assert "this server has no such GPU (gpu:1 is NVIDIA L4, compute" in message
+
+    play(story)
+
+
+def test_all_devices_of_a_cpu_engine_are_the_cpu(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path, devices=("cpu", "gpu:0")) as here:
+            await here.promote()
+            for device in ("all", ("cpu",)):
+                options = DeploymentOptions(device=device)
+                view = (await here.deployments.deploy(LOCAL, "m", options)).deployment
+                assert (view.device, view.note) == ("cpu", "")
+            both = DeploymentOptions(device=("cpu", "gpu:0"))
+            assert "was built for a CPU and does not run on device 'gpu:0'" in await refused(
+                Unprocessable, here.deployments.deploy(LOCAL, "m", both)
+            )
+
+    play(story)
+
+
+def test_a_model_that_loads_again_at_the_start_takes_all_gpus_that_are_there_then(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        async with gpu_shelf(tmp_path) as here:
+            await here.deployments.deploy(LOCAL, "m", DeploymentOptions(device="all"))
+        host = Host()
+        host.kinds = {"gpu:0": H200}
+        async with shelf(tmp_path, host, ("cpu", "gpu:0")) as here:
+            view = (await here.deployments.view(LOCAL, "m")).deployment
+            assert (view.state, view.device) == ("ready", "gpu:0")
+            assert here.deployments.find(LOCAL, "m").instances == 1
+
+    play(story)

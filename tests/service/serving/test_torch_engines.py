@@ -172,5 +172,5 @@ def test_cuda_graphs_of_torch_compile_are_padded_to_and_have_a_worker_each(
     engine = program(tmp_path, mode, on_gpu)
     assert captures(engine) is captured
     options = DeploymentOptions(instances=3)
-    spec = DeploymentSpec(version_of_engine(engine, PROVED, "m"), engine, options, "gpu:0", 60.0)
+    spec = DeploymentSpec(version_of_engine(engine, PROVED, "m"), engine, options, ("gpu:0",), 60.0)
     assert (spec.instances, spec.sessions) == (3, 1)  # three workers
