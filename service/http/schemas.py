@@ -211,7 +211,7 @@ class NodeView(Frozen):
 
     id: str
     name: str = Field(description="The name of its host")
-    kind: Literal["server", "node"]
+    kind: Literal["server", "node", "ray"]
     version: str
     live: bool = Field(description="Whether it has sent a heartbeat lately")
     silent_s: float = Field(description="Time since its last heartbeat")

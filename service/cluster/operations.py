@@ -1,0 +1,92 @@
+"""The commands of `crucible ray`, once their options are read."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.errors import HostError, UserError
+from service.cluster.ray_cluster import HostFacts, RayCluster, RayNode, connect, why_unusable
+from service.cluster.supervisor import Supervisor, SupervisorOptions
+from service.settings import Settings
+from service.storage.database import database_from
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A Ray node that a selector names, as `crucible ray status` prints it."""
+
+    host: str
+    address: str
+    devices: tuple[str, ...]
+    node: str  # of ours; empty if none runs there
+    has_actor: bool
+    fault: str
+
+
+def supervise(settings: Settings, address: str, options: SupervisorOptions) -> None:
+    """Keep the nodes of a cluster until SIGTERM or Ctrl-C; they then go on. UserError without a
+    shared database.
+    """
+    check_database(settings)
+    asyncio.run(_supervise(settings, address, options))
+
+
+def check_database(settings: Settings) -> None:
+    """UserError without a database that the nodes can share."""
+    if settings.database_url is None:
+        raise UserError(
+            "nodes on Ray need the PostgreSQL database of the servers, and none is set",
+            "set CRUCIBLE_SERVICE_DATABASE_URL here, and for `ray start` on each host",
+        )
+
+
+async def _supervise(settings: Settings, address: str, options: SupervisorOptions) -> None:
+    cluster = connect(address)
+    database = await asyncio.to_thread(database_from, settings)
+    try:
+        supervisor = Supervisor(cluster, database, options, lambda text: print(text, flush=True))
+        running = asyncio.create_task(supervisor.run())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+        print(f"connected to Ray at {address}", flush=True)
+        await asyncio.gather(running, return_exceptions=True)
+        if not running.cancelled() and (fault := running.exception()) is not None:
+            raise fault
+    finally:
+        await asyncio.to_thread(database.close)
+
+
+def statuses(address: str, selector: Mapping[str, str]) -> tuple[NodeStatus, ...]:
+    """Return the Ray nodes with these labels."""
+    return asyncio.run(_statuses(connect(address), selector))
+
+
+def stop_all(address: str, selector: Mapping[str, str], grace_s: float) -> tuple[str, ...]:
+    """End the nodes of ours on Ray nodes with these labels, at once for all. Returns the hosts."""
+    return asyncio.run(_stop_all(connect(address), selector, grace_s))
+
+
+async def _stop_all(
+    cluster: RayCluster, selector: Mapping[str, str], grace_s: float
+) -> tuple[str, ...]:
+    await cluster.request((), selector)
+    found = [node for node in await cluster.nodes() if node.has_actor and node.matches(selector)]
+    await asyncio.gather(*(cluster.stop(node, grace_s) for node in found))
+    return tuple(node.host for node in found)
+
+
+async def _statuses(cluster: RayCluster, selector: Mapping[str, str]) -> tuple[NodeStatus, ...]:
+    found = [node for node in await cluster.nodes() if node.matches(selector)]
+    return tuple(await asyncio.gather(*(_status(cluster, node) for node in found)))
+
+
+async def _status(cluster: RayCluster, node: RayNode) -> NodeStatus:
+    try:
+        facts = await cluster.inspect(node)
+        fault = why_unusable(node, facts)
+    except HostError as error:
+        facts, fault = HostFacts("", ""), str(error)
+    return NodeStatus(node.host, node.address, node.devices, facts.node, node.has_actor, fault)
