@@ -96,7 +96,8 @@ class Supervisor:
         options: SupervisorOptions,
         tell: Callable[[str], None] = print,
     ) -> None:
-        self._cluster, self._options, self._tell = cluster, options, tell
+        self._cluster, self.options, self._tell = cluster, options, tell
+        self.limits = options.limits
         self._nodes = Nodes(database, "", "ray")
         self._claims = Claims(database, "")
         self.slots: dict[str, Slot] = {}
@@ -112,7 +113,7 @@ class Supervisor:
                 await self.tick()
                 await asyncio.sleep(TICK_S)
         finally:
-            await self._close()
+            await self.close()
 
     async def tick(self) -> None:
         """Look at the cluster and the queue once, and do what they need."""
@@ -127,14 +128,14 @@ class Supervisor:
         now_s = asyncio.get_running_loop().time()
         usable = [slot for slot in self.slots.values() if self._is_usable(slot, now_s)]
         places = [self._place(slot, rows, now_s) for slot in usable]
-        decision = decide(waiting, places, self._options.limits)
+        decision = decide(waiting, places, self.limits)
         self._act(decision)
         await self._request(decision.bundles)
         await self._announce([slot for slot in usable if slot.agent is None], now_s)
 
     async def _update_slots(self) -> None:
         found = {node.id: node for node in await self._cluster.nodes()}
-        named = {key: node for key, node in found.items() if node.matches(self._options.selector)}
+        named = {key: node for key, node in found.items() if node.matches(self.options.selector)}
         for key in self.slots.keys() - named.keys():
             slot = self.slots.pop(key)
             if slot.task is not None:
@@ -153,7 +154,7 @@ class Supervisor:
         self._complain("labels", "" if named else self._no_match(list(found.values())))
 
     def _no_match(self, found: Sequence[RayNode]) -> str:
-        wanted = ", ".join(f"{name}={value}" for name, value in self._options.selector.items())
+        wanted = ", ".join(f"{name}={value}" for name, value in self.options.selector.items())
         labels = sorted(
             f"{node.host} ({', '.join(f'{name}={value}' for name, value in node.labels.items())})"
             for node in found
@@ -181,7 +182,7 @@ class Supervisor:
             slot.idle_since_s = now_s
         return Place(
             slot.node.id,
-            slot.labels(self._options.extra_labels),
+            slot.labels(self.options.extra_labels),
             bundle_of(slot.node.devices),
             slot.is_busy,
             jobs,
@@ -197,7 +198,7 @@ class Supervisor:
             if slot.agent is not None and not slot.stops:
                 slot.stops = True
                 self._tell(f"the node {slot.agent.node} on {slot.node.host} is idle: it ends")
-                stopping = self._cluster.stop(slot.node, self._options.grace_s)
+                stopping = self._cluster.stop(slot.node, self.options.grace_s)
                 slot.task = asyncio.create_task(self._stop(slot, stopping, slot.task))
 
     async def _stop(
@@ -225,7 +226,7 @@ class Supervisor:
 
     async def _keep(self, slot: Slot) -> None:
         """Start the actor of a Ray node, and watch it until its node has ended."""
-        options = AgentOptions(slot.node.devices, self._options.labels, self._options.command)
+        options = AgentOptions(slot.node.devices, self.options.labels, self.options.command)
         slot.idle_since_s, slot.is_orphaned = None, False
         try:
             slot.agent = agent = await self._cluster.start(slot.node, options)
@@ -253,7 +254,7 @@ class Supervisor:
 
     async def _request(self, bundles: tuple[Bundle, ...]) -> None:
         if bundles != self._requested:
-            await self._cluster.request(bundles, self._options.selector)
+            await self._cluster.request(bundles, self.options.selector)
             self._requested = bundles
 
     async def _announce(self, slots: Sequence[Slot], now_s: float) -> None:
@@ -265,7 +266,7 @@ class Supervisor:
             if gone := self._announced - ids:
                 await asyncio.to_thread(self._nodes.leave, *gone)
             for slot in slots:
-                labels = slot.labels(self._options.extra_labels)
+                labels = slot.labels(self.options.extra_labels)
                 version = distribution.version()
                 row = Node(slot.announced_id, slot.node.host, "ray", version, labels)
                 await asyncio.to_thread(self._nodes.send_heartbeat_of, row)
@@ -280,11 +281,12 @@ class Supervisor:
             self._tell(text)
         self._complaints[about] = text
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Watch no node any more, and announce none."""
         for slot in self.slots.values():
             if slot.task is not None:
                 slot.task.cancel()
         with contextlib.suppress(CrucibleError):
             if self._announced:
                 await asyncio.to_thread(self._nodes.leave, *self._announced)
-            await self._cluster.request((), self._options.selector)
+            await self._cluster.request((), self.options.selector)
