@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -57,6 +58,9 @@ def start(
         float, typer.Option(min=0, help="Seconds without a job until a node ends.")
     ] = 300,
     grace_s: GraceOption = 60,
+    once: Annotated[
+        bool, typer.Option("--once", help="End when Ray cannot be reached, instead of waiting.")
+    ] = False,
 ) -> None:
     """Start a node on each Ray node that a waiting job needs, and end those that are idle, until
     Ctrl-C. The nodes then go on: `crucible ray stop` ends them.
@@ -65,7 +69,7 @@ def start(
     '{"measure": 1}'`, 1 for each device. Its environment needs CRUCIBLE_SERVICE_DATABASE_URL and,
     unless all hosts share a home, CRUCIBLE_SERVICE_FILES_URL.
     """
-    from service.cluster.operations import supervise
+    from service.cluster.operations import check_requirements, supervise, supervise_again
     from service.cluster.scaling import Limits
     from service.cluster.supervisor import SupervisorOptions
     from service.settings import settings_from
@@ -78,7 +82,11 @@ def start(
     limits = Limits(min_nodes, max_nodes, idle_s)
     extra = labels_from(labels)
     options = SupervisorOptions(limits, selector_from(select), labels, extra, grace_s)
-    supervise(settings_from(os.environ), address, options)
+    settings = settings_from(os.environ)
+    check_requirements(settings)
+    if not once:
+        supervise_again([sys.executable, "-m", "pipeline.cli", *sys.argv[1:], "--once"])
+    supervise(settings, address, options)
 
 
 @app.command()

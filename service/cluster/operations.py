@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
-from collections.abc import Mapping
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from pipeline.errors import HostError, UserError
-from service.cluster.ray_cluster import HostFacts, RayCluster, RayNode, connect, why_unusable
+from pipeline.execution.child_process import die_with_parent
+from service.cluster.ray_cluster import (
+    HostFacts,
+    RayCluster,
+    RayNode,
+    connect,
+    not_installed,
+    why_unusable,
+)
 from service.cluster.supervisor import Supervisor, SupervisorOptions
 from service.settings import Settings
 from service.storage.database import database_from
+
+AGAIN_S = 10.0  # after the connection to Ray is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +42,35 @@ class NodeStatus:
 
 
 def supervise(settings: Settings, address: str, options: SupervisorOptions) -> None:
-    """Keep the nodes of a cluster until SIGTERM or Ctrl-C; they then go on. UserError without a
-    shared database.
+    """Keep the nodes of a cluster until SIGTERM or Ctrl-C; they then go on. HostError if no cluster
+    answers. Ray ends this process if the head of the cluster is gone.
     """
-    check_database(settings)
     asyncio.run(_supervise(settings, address, options))
 
 
-def check_database(settings: Settings) -> None:
-    """UserError without a database that the nodes can share."""
+def check_requirements(settings: Settings) -> None:
+    """UserError without a database that the nodes can share; BackendUnavailable without Ray."""
     if settings.database_url is None:
         raise UserError(
             "nodes on Ray need the PostgreSQL database of the servers, and none is set",
             "set CRUCIBLE_SERVICE_DATABASE_URL here, and for `ray start` on each host",
         )
+    if find_spec("ray") is None:
+        raise not_installed()
+
+
+def supervise_again(command: Sequence[str]) -> None:
+    """Run a command that supervises, and run it again whenever it ends, until SIGTERM or Ctrl-C."""
+    parent = os.getpid()
+    while True:
+        with subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent)) as process:
+            try:
+                status = process.wait()
+            finally:
+                process.terminate()  # an exit by SIGTERM or Ctrl-C
+        print(f"no connection to Ray (exit code {status}); the next try is in {AGAIN_S:.0f} s")
+        sys.stdout.flush()
+        time.sleep(AGAIN_S)
 
 
 async def _supervise(settings: Settings, address: str, options: SupervisorOptions) -> None:

@@ -29,12 +29,11 @@ NAMESPACE = "crucible"
 NAME = "node-"  # of an actor, before the id of its Ray node
 INSPECT_S = 120.0  # a worker of Ray starts, and imports what it needs
 END_S = 30.0  # for an actor to end, after its node has
-# How long we wait for a head of Ray that is gone. Ray ends this process then.
+# Of this process, unless its environment has others. Ray ends it when the head is gone for so long.
 TIME_OUTS = {
     "RAY_gcs_rpc_server_connect_timeout_s": "10",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "60",
 }
-LOST = 75  # EX_TEMPFAIL of sysexits.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +185,8 @@ class RayCluster:
                 raise error.cause from None
             raise HostError(f"the Ray node {node.host} failed: {error.cause!r}") from error
         except RayError as error:
-            raise HostError(f"the actor on the Ray node {node.host} has ended: {error}") from error
+            reason = str(error).partition("\n")[0]
+            raise HostError(f"the Ray node {node.host} does not answer: {reason}") from error
 
 
 def connect(address: str) -> RayCluster:
@@ -197,9 +197,7 @@ def connect(address: str) -> RayCluster:
     try:
         import ray
     except ImportError as error:
-        raise BackendUnavailable(
-            "Ray is not installed on this host", "pip install 'crucible-compiler[ray]'"
-        ) from error
+        raise not_installed() from error
     for name, value in TIME_OUTS.items():
         os.environ.setdefault(name, value)
     try:
@@ -215,6 +213,13 @@ def connect(address: str) -> RayCluster:
             "run this on a host of the cluster, after `ray start`; give HOST:PORT of its head",
         ) from error
     return RayCluster(ray, address)
+
+
+def not_installed() -> BackendUnavailable:
+    """Return the error that names the extra."""
+    return BackendUnavailable(
+        "Ray is not installed on this host", "pip install 'crucible-compiler[ray]'"
+    )
 
 
 def inspection() -> Callable[[], dict[str, Any]]:

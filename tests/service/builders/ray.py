@@ -74,13 +74,21 @@ class RayCluster:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._port = folder, _free_port()
-        head = (*HEAD, f"--port={self._port}", f"--temp-dir={folder}/r")
-        self.head = self._start("head", head, {})
+        self.head = self._start_head()
         self.hosts: dict[str, RayHost] = {}
 
     @property
     def address(self) -> str:
         return f"{ADDRESS}:{self._port}"
+
+    def restart_head(self) -> None:
+        """Start a new head at the same address. It knows no host."""
+        self.head.close()
+        self.head = self._start_head()
+
+    def _start_head(self) -> RayHost:
+        options = (*HEAD, f"--port={self._port}", f"--temp-dir={self._folder}/r")
+        return self._start("head", options, {})
 
     def join(self, name: str, labels: str, environment: Mapping[str, str]) -> RayHost:
         """Start a host with one device and these labels of Ray."""
