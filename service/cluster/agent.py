@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from service.settings import settings_from
 NODE = ("-m", "pipeline.cli", "node", "start")
 START_S = 300.0  # to import every backend from a slow disk
 POLL_S = 0.5
+RECORD = "node.json"
 LOG_LINES = 20
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # $1: the log. The shell ends at once, so the node is nobody's child: Ray kills the children of a
@@ -61,16 +62,31 @@ class AgentState:
     log: str
 
 
+def environment_of_raylet() -> dict[str, str]:
+    """Return the environment of `ray start`, with the GPUs that Ray has given to this actor.
+
+    Not that of this process: Ray sets OMP_NUM_THREADS in it, which would slow engines down.
+    """
+    environment = psutil.Process(os.getppid()).environ()
+    if VISIBLE in os.environ:
+        environment[VISIBLE] = os.environ[VISIBLE]
+    return environment
+
+
 class Agent:
     """The actor. Ray runs its methods in one event loop."""
 
-    def __init__(self, options: AgentOptions) -> None:
-        self._options = options
+    def __init__(
+        self,
+        options: AgentOptions,
+        environment: Callable[[], dict[str, str]] = environment_of_raylet,
+    ) -> None:
+        self._options, self._environment = options, environment
         self.folder = folder_of_host()
-        self.record, self.log = self.folder / "node.json", self.folder / "node.log"
-        self._lock = FileLock(self.folder / "lock")
-        self._current: NodeRecord | None = None
-        self._adopted = False
+        self.record, self.log = self.folder / RECORD, self.folder / "node.log"
+        self.current: NodeRecord | None = None
+        self._lock, self._adopted = FileLock(self.folder / "lock"), False
+        self._starting = asyncio.Lock()
 
     async def start(self) -> AgentState:
         """Adopt the node that runs here, or start one, and return it once it claims jobs.
@@ -78,19 +94,15 @@ class Agent:
         HostError if it does not start, or if another actor has this home. Repeated calls return
         the same node.
         """
-        if self._current is None or self._current.process() is None:
-            self._take_home()
-            found = read_record(self.record)
-            self._adopted = found is not None and found.process() is not None
-            self._current = found if self._adopted else await self._start()
-        assert self._current is not None
-        host = platform.node()
-        node, pid = self._current.node, self._current.pid
-        return AgentState(node, host, pid, self._adopted, str(self.log))
+        async with self._starting:
+            record = self.current
+            if record is None or record.process() is None:
+                record = self.current = await self._adopt_or_start()
+        return AgentState(record.node, platform.node(), record.pid, self._adopted, str(self.log))
 
     async def watch(self) -> str:
         """Return the last lines of the node's log when the node has ended."""
-        while self._current is not None and self._current.process() is not None:
+        while self.current is not None and self.current.process() is not None:
             await asyncio.sleep(POLL_S)
         return last_lines(self.log)
 
@@ -98,17 +110,25 @@ class Agent:
         """End the node: its jobs are queued again. It is killed after `grace_s`; the guardians of
         its jobs then end with it.
         """
-        process = self._current.process() if self._current else None
-        if process is None:
+        record = self.current
+        if record is None or (process := record.process()) is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
         end = time.monotonic() + grace_s
-        while process.is_running() and time.monotonic() < end:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return
+        while record.process() is not None and time.monotonic() < end:
             await asyncio.sleep(POLL_S)
-        kill_all(lambda: alive(process.pid, process.create_time()))
+        kill_all(lambda: alive(record.pid, record.started_s))
+
+    def release(self) -> None:
+        """Let another actor have this home, as the end of this one does."""
+        self._lock.release()
+
+    async def _adopt_or_start(self) -> NodeRecord:
+        self._take_home()
+        found = read_record(self.record)
+        self._adopted = found is not None and found.process() is not None
+        return found if found is not None and self._adopted else await self._start()
 
     def _take_home(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +145,7 @@ class Agent:
         command += ["--devices", ",".join(self._options.devices)]
         if self._options.labels:
             command += ["--labels", self._options.labels]
-        pid = start_detached(command, self.log, environment_of_node())
+        pid = start_detached(command, self.log, self._environment())
         started, end = started_at(pid), time.monotonic() + START_S
         while True:
             record = read_record(self.record)
@@ -134,7 +154,11 @@ class Agent:
             running = alive(pid, started)
             if not running or time.monotonic() > end:
                 kill_all(lambda: alive(pid, started))
-                what = f"has not started within {START_S:.0f} s" if running else "ended at once"
+                what = (
+                    f"has not started within {START_S:.0f} s"
+                    if running
+                    else "ended before it took jobs"
+                )
                 raise HostError(
                     f"the node on {platform.node()} {what}; its log ends with:\n"
                     f"{last_lines(self.log)}",
@@ -159,17 +183,6 @@ def start_detached(command: list[str], log: Path, environment: Mapping[str, str]
     return int(shell.stdout)
 
 
-def environment_of_node() -> dict[str, str]:
-    """Return the environment of `ray start`, with the GPUs that Ray has given to this actor.
-
-    Not that of this process: Ray sets OMP_NUM_THREADS in it, which would slow engines down.
-    """
-    environment = psutil.Process(os.getppid()).environ()
-    if VISIBLE in os.environ:
-        environment[VISIBLE] = os.environ[VISIBLE]
-    return environment
-
-
 def last_lines(file: Path) -> str:
     """Return the end of a log; empty if there is none."""
     try:
@@ -186,7 +199,7 @@ def folder_of_host() -> Path:
 
 def living_node() -> str:
     """Return the id of the node that runs on this host; empty if none does."""
-    record = read_record(folder_of_host() / "node.json")
+    record = read_record(folder_of_host() / RECORD)
     return record.node if record is not None and record.process() is not None else ""
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from service.cluster.record import NodeRecord, read_record
 from service.jobs.nodes import Nodes
+from service.jobs.state import FINAL
 from service.sandbox.process_tree import alive
 from tests.builders.cli import crucible
 from tests.service.builders.app import MODEL, Desk, opened_desk
@@ -79,12 +80,18 @@ class Lab:
     async def job(self, job_id: str, *states: str) -> dict[str, Any]:
         """Wait until a job is in one of these states."""
         end = time.monotonic() + WITHIN_S
-        while (job := (await self.desk.client.get(f"/jobs/{job_id}")).json())[
-            "state"
-        ] not in states:
+        while True:
+            job = (await self.desk.client.get(f"/jobs/{job_id}")).json()
+            if job["state"] in states:
+                return dict(job)
+            assert job["state"] not in FINAL, f"{job}\n{self.told()}"
             assert time.monotonic() < end, f"{job}\n{self.told()}"
             await asyncio.sleep(0.2)
-        return dict(job)
+
+    def announced(self) -> set[str]:
+        """The ids of Ray nodes for which jobs may wait."""
+        rows = Nodes(self.desk.service.database, "", "server").list()
+        return {row.id for row in rows if row.kind == "ray" and row.is_live}
 
     async def node_of(self, job_id: str) -> tuple[str, NodeRecord]:
         """The host of the node that runs a job, and its record."""
@@ -131,6 +138,7 @@ async def opened_lab(folder: Path, url: str, monkeypatch: pytest.MonkeyPatch) ->
                 await asyncio.to_thread(lab.join)
                 try:
                     with supervising(folder, cluster.address):
+                        await lab.until(lambda: len(lab.announced()) == len(HOSTS), "Ray nodes")
                         yield lab
                 finally:
                     for record in lab.records().values():
