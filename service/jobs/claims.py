@@ -61,10 +61,10 @@ class Claims:
 
     def count_waiting(self) -> dict[str, int]:
         """Return how many jobs wait, by what they require of a device."""
-        query = sa.select(jobs.c.device, sa.func.count().label("count")).where(_IS_WAITING)
+        query = sa.select(jobs.c.device, sa.func.count().label("number")).where(_IS_WAITING)
         grouped = query.group_by(jobs.c.device).order_by(jobs.c.device)
         with self._database.read() as rows:
-            return {row.device: row.count for row in rows.execute(grouped)}
+            return {row.device: row.number for row in rows.execute(grouped)}
 
     def waiting_for(self, queue: str) -> tuple[Job, ...]:
         """Return the jobs that wait with this requirement, oldest first. Damaged rows are left

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 START_S = 240.0  # beside busy processes
-TRIES = 4  # Ray gives up a start after 30 s, which is short beside busy processes
+TRIES = 6  # Ray gives up a start after 30 s, which is short beside busy processes
 ADDRESS = "127.0.0.1"
 # Others than those that Ray's own commands would find, and none that another test may want.
 HEAD = ("--head", "--include-dashboard=false", "--num-cpus=1", "--resources={}")
@@ -92,8 +92,8 @@ class RayCluster:
 
     def join(self, name: str, labels: str, environment: Mapping[str, str]) -> RayHost:
         """Start a host with one device and these labels of Ray."""
-        options = ('--resources={"measure": 1}', f"--labels={labels}", "--num-cpus=1")
-        options += (f"--address={self.address}",)
+        options = ["--num-cpus=1", '--resources={"measure": 1}', f"--labels={labels}"]
+        options.append(f"--address={self.address}")
         self.hosts[name] = self._start(name, options, environment)
         return self.hosts[name]
 
