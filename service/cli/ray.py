@@ -101,7 +101,7 @@ def status(
 
     found = statuses(address, selector_from(select))
     if as_json:
-        print(json.dumps([dataclasses.asdict(each) for each in found]))
+        print(json.dumps({"nodes": [dataclasses.asdict(each) for each in found]}))
         return
     rows = [
         (

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from service.cluster.scaling import Bundle, bundle_of, devices_of
 NAMESPACE = "crucible"
 NAME = "node-"  # of an actor, before the id of its Ray node
 INSPECT_S = 120.0  # a worker of Ray starts, and imports what it needs
+CONNECT_S = 10.0
 END_S = 30.0  # for an actor to end, after its node has
 # Of this process, unless its environment has others. Ray ends it when the head is gone for so long.
 TIME_OUTS = {
@@ -201,6 +203,7 @@ def connect(address: str) -> RayCluster:
     for name, value in TIME_OUTS.items():
         os.environ.setdefault(name, value)
     try:
+        _check_listens(address)
         ray.init(
             address=address,
             namespace=NAMESPACE,
@@ -213,6 +216,15 @@ def connect(address: str) -> RayCluster:
             "run this on a host of the cluster, after `ray start`; give HOST:PORT of its head",
         ) from error
     return RayCluster(ray, address)
+
+
+def _check_listens(address: str) -> None:
+    """OSError or ValueError if nobody listens there. Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), CONNECT_S):
+        return
 
 
 def not_installed() -> BackendUnavailable:

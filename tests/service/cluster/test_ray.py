@@ -226,7 +226,7 @@ async def stopped(lab: Lab) -> None:
     select = ("--address", lab.cluster.address, "--select", "pool=crucible")
     listed = await asyncio.to_thread(crucible, "ray", "status", "--json", *select)
     assert listed.code == 0, listed.err
-    nodes = {each["node"] for each in listed.summary if each["node"]}  # type: ignore[call-overload]
+    nodes = {each["node"] for each in listed.summary["nodes"] if each["node"]}
     assert nodes == {record.node for record in lab.records().values()} != set()
     result = await asyncio.to_thread(crucible, "ray", "stop", *select)
     assert result.code == 0, result.err
