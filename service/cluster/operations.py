@@ -14,6 +14,7 @@ from importlib.util import find_spec
 
 from pipeline.errors import HostError, UserError
 from pipeline.execution.child_process import die_with_parent
+from service.cluster.agent import AgentOptions
 from service.cluster.ray_cluster import (
     HostFacts,
     RayCluster,
@@ -103,9 +104,19 @@ async def _stop_all(
     cluster: RayCluster, selector: Mapping[str, str], grace_s: float
 ) -> tuple[str, ...]:
     await cluster.request((), selector)
-    found = [node for node in await cluster.nodes() if node.has_actor and node.matches(selector)]
-    await asyncio.gather(*(cluster.stop(node, grace_s) for node in found))
-    return tuple(node.host for node in found)
+    found = [node for node in await cluster.nodes() if node.matches(selector)]
+    ended = await asyncio.gather(*(_stop(cluster, node, grace_s) for node in found))
+    return tuple(host for host in ended if host)
+
+
+async def _stop(cluster: RayCluster, node: RayNode, grace_s: float) -> str:
+    """End what runs on a Ray node, also without an actor. Returns its host; "" if nothing did."""
+    if not node.has_actor:
+        if not (await cluster.inspect(node)).node:
+            return ""
+        await cluster.start(node, AgentOptions(node.devices))  # adopts it
+    await cluster.stop(node, grace_s)
+    return node.host
 
 
 async def _statuses(cluster: RayCluster, selector: Mapping[str, str]) -> tuple[NodeStatus, ...]:

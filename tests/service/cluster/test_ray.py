@@ -222,7 +222,9 @@ async def without_its_node(lab: Lab) -> None:
 
 
 async def stopped(lab: Lab) -> None:
-    """`crucible ray status` lists the nodes, and `crucible ray stop` ends them."""
+    """`crucible ray status` lists the nodes, and `crucible ray stop` ends them, also those that no
+    actor keeps.
+    """
     select = ("--address", lab.cluster.address, "--select", "pool=crucible")
     listed = await asyncio.to_thread(crucible, "ray", "status", "--json", *select)
     assert listed.code == 0, listed.err
