@@ -1,4 +1,4 @@
-"""A delivered engine behind Ray Serve: `serve run docker.ray_serve:app engine=OUT/engine`.
+"""A delivered engine behind Ray Serve: `serve run --app-dir docker ray_serve:app engine=OUT`.
 
 POST {"inputs": {"x": [[...]]}} answers {"outputs": {"y": [[...]]}}. Each replica has the engine in
 its own process. Give each one the device for which the engine was built: `num_gpus=1` for a GPU.
@@ -24,14 +24,20 @@ class EngineDeployment:
         self._engine = pipeline.open_engine(folder)
 
     async def __call__(self, request: Request) -> JSONResponse:
-        sent: dict[str, Any] = (await request.json())["inputs"]
         dtypes = {spec.name: spec.dtype for spec in self._engine.inputs}
         try:
-            inputs = {name: np.asarray(sent[name], dtype) for name, dtype in dtypes.items()}
+            sent: dict[str, Any] = (await request.json())["inputs"]
+            inputs = {name: np.asarray(each, dtypes.get(name)) for name, each in sent.items()}
             outputs = self._engine.run(inputs)
-        except (KeyError, ValueError, pipeline.CrucibleError) as error:
-            return JSONResponse({"error": str(error)}, status_code=400)
+        except KeyError:
+            return _refusal('expected {"inputs": {NAME: VALUES}}, got no `inputs`')
+        except (ValueError, pipeline.CrucibleError) as error:
+            return _refusal(str(error))
         return JSONResponse({"outputs": {name: each.tolist() for name, each in outputs.items()}})
+
+
+def _refusal(error: str) -> JSONResponse:
+    return JSONResponse({"error": error}, status_code=400)
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
