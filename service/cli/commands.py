@@ -10,7 +10,7 @@ import typer
 
 from pipeline.cli import terminal
 from service.cli import models as model_commands
-from service.cli import node, proxy
+from service.cli import node, proxy, ray
 from service.cli.audit import audit
 from service.cli.gc import gc
 from service.cli.options import (
@@ -39,6 +39,7 @@ keys = typer.Typer(
 app.add_typer(keys, name="keys")
 app.add_typer(proxy.app, name="proxy")
 app.add_typer(node.app, name="node")
+app.add_typer(ray.app, name="ray")
 app.command()(gc)
 app.command()(audit)
 app.add_typer(model_commands.app)

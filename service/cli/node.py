@@ -32,6 +32,16 @@ def start(
         Path | None,
         typer.Option(help="That of the servers, unless files are in S3. Default: $CRUCIBLE_HOME."),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help=(
+                "Write the node's id and process to this file. The node ends once a newer node is"
+                " in it."
+            ),
+        ),
+    ] = None,
 ) -> None:
     """Run jobs of the database CRUCIBLE_SERVICE_DATABASE_URL, without HTTP, until SIGTERM or
     Ctrl-C. Then its jobs are queued again, for other nodes.
@@ -40,7 +50,8 @@ def start(
     from service.settings import settings_from
 
     names = [name.strip() for name in devices.split(",") if name.strip()]
-    run_node(settings_from(os.environ, home=home), names, labels_from(labels))
+    settings = settings_from(os.environ, home=home)
+    run_node(settings, names, labels_from(labels), record=record)
 
 
 @app.command(name="list")

@@ -1,6 +1,7 @@
 """`crucible node start`: run the jobs of a database, without HTTP.
 
 SIGTERM or Ctrl-C:  running jobs are stopped and queued again, and other nodes take them
+another node in the record of this one:  the same
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.host.labels import Labels
 from service import logs
+from service.cluster.record import NodeRecord, read_record, write_record
 from service.context import Probe, probe
 from service.devices.leases import Leases
 from service.devices.policy import Devices
@@ -26,6 +29,8 @@ from service.storage.database import POSTGRESQL_MARK, database_from
 from service.storage.files import files_from
 from service.storage.layout import secure_home
 
+POLL_S = 1.0  # between two looks at the record
+
 log = logs.get("service.node")
 
 
@@ -35,10 +40,11 @@ def run_node(
     labels: Labels | None = None,
     worker: Sequence[str] = WORKER,
     probe: Probe = probe,
+    record: Path | None = None,
 ) -> None:
     """Run jobs until SIGTERM or Ctrl-C, on these devices of the host (none: on all), which have
-    `labels` besides those that are found. UserError without a shared database, or for a device that
-    the host lacks.
+    `labels` besides those that are found. It is written to the file `record`, and ends once another
+    node is. UserError without a shared database, or for a device that the host lacks.
     """
     if settings.database_url is None:
         raise UserError(
@@ -46,7 +52,7 @@ def run_node(
             "set CRUCIBLE_SERVICE_DATABASE_URL; and CRUCIBLE_SERVICE_FILES_URL, or their home",
         )
     logs.configure(settings)
-    asyncio.run(_run(settings, devices, labels or {}, worker, probe))
+    asyncio.run(_run(settings, devices, labels or {}, worker, probe, record))
 
 
 def labels_of_devices(
@@ -68,6 +74,7 @@ async def _run(
     labels: Labels,
     worker: Sequence[str],
     probe: Probe,
+    record: Path | None,
 ) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -93,12 +100,25 @@ async def _run(
             builds=builds,
             kind="node",
         )
+        if record is not None:
+            write_record(record, NodeRecord.of_this_process(runner.all_nodes.id))
         await runner.start(known)
         print(f"node {runner.all_nodes.id} runs jobs on {', '.join(known)}", flush=True)
-        await stopped.wait()
+        await _until(stopped, record, runner.all_nodes.id)
         log.info("node.stopping", node=runner.all_nodes.id)
         await runner.stop(settings.shutdown_s)
     finally:
         if builds is not None:
             builds.close()
         await asyncio.to_thread(database.close)
+
+
+async def _until(stopped: asyncio.Event, record: Path | None, node: str) -> None:
+    """Wait for the signal to stop, or for another node in the record."""
+    while not stopped.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopped.wait(), POLL_S if record else None)
+        current = await asyncio.to_thread(read_record, record) if record else None
+        if current is not None and current.node != node:
+            log.warning("node.replaced", node=node, by=current.node)
+            return

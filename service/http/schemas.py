@@ -211,7 +211,7 @@ class NodeView(Frozen):
 
     id: str
     name: str = Field(description="The name of its host")
-    kind: Literal["server", "node"]
+    kind: Literal["server", "node", "ray"]
     version: str
     address: str = Field(
         default="", description="Where a proxy reaches it; empty: it takes no requests"

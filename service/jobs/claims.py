@@ -59,6 +59,13 @@ class Claims:
         with self._database.read() as rows:
             return tuple(rows.scalars(query))
 
+    def count_waiting(self) -> dict[str, int]:
+        """Return how many jobs wait, by what they require of a device."""
+        query = sa.select(jobs.c.device, sa.func.count().label("number")).where(_IS_WAITING)
+        grouped = query.group_by(jobs.c.device).order_by(jobs.c.device)
+        with self._database.read() as rows:
+            return {row.device: row.number for row in rows.execute(grouped)}
+
     def waiting_for(self, queue: str) -> tuple[tuple[Job, float], ...]:
         """Return the jobs that wait with this requirement, oldest first, and for how many seconds.
         Damaged rows are left out.

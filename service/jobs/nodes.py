@@ -28,7 +28,8 @@ from service.jobs.state import Failure, Job
 from service.storage.database import Database, delete_unlocked
 from service.storage.tables import database_clock_s, jobs, nodes
 
-Kind = Literal["server", "node"]
+# ray: a host on which Ray starts a node as soon as a job waits for it
+Kind = Literal["server", "node", "ray"]
 BEAT_S = 4.0  # between two heartbeats
 RETURN_S = 300.0  # how long a job waits for a node that has gone
 FORGET_S = 3600.0  # how long a node that has gone is listed
@@ -78,25 +79,28 @@ class Nodes:
 
     def send_heartbeat(self, labels: Mapping[str, Labels]) -> None:
         """Write this node's row, and delete those of nodes that have gone long ago."""
-        node = self.this(labels)
+        self.send_heartbeat_of(self.this(labels))
+
+    def send_heartbeat_of(self, node: Node) -> None:
+        """Write the row of a node that cannot do it itself."""
         values = {
             "name": node.name,
             "kind": node.kind,
             "version": node.version,
-            "labels": json.dumps(labels),
+            "labels": json.dumps(dict(node.labels)),
             "heartbeat_at": database_clock_s(),
             "address": node.address,
         }
         old = delete_unlocked(nodes, nodes.c.heartbeat_at < database_clock_s() - FORGET_S)
         with self._database.write() as rows:
             rows.execute(old)
-            changed = rows.execute(sa.update(nodes).where(nodes.c.id == self.id).values(values))
+            changed = rows.execute(sa.update(nodes).where(nodes.c.id == node.id).values(values))
             if changed.rowcount == 0:
-                rows.execute(sa.insert(nodes).values(values | {"id": self.id}))
+                rows.execute(sa.insert(nodes).values(values | {"id": node.id}))
 
-    def leave(self) -> None:
-        """Count as gone from now on."""
-        gone = sa.update(nodes).where(nodes.c.id == self.id)
+    def leave(self, *others: str) -> None:
+        """Let this node, or the others instead, count as gone from now on."""
+        gone = sa.update(nodes).where(nodes.c.id.in_(others or (self.id,)))
         with self._database.write() as rows:
             rows.execute(gone.values(heartbeat_at=database_clock_s() - LEASE_S, address=""))
 

@@ -14,6 +14,7 @@ import pytest
 from pipeline.errors import PlanError, UserError
 from service.cli.node import labels_from
 from service.cli.node_process import labels_of_devices, run_node
+from service.cluster.record import NodeRecord, read_record, write_record
 from service.devices.leases import utc_now
 from service.jobs.nodes import Node, Nodes
 from service.jobs.store import JobStore
@@ -33,7 +34,7 @@ from service.settings import settings_from
 from tests.service.builders.app import known_host
 from tests.service.builders.jobs import WORKER
 settings = settings_from(os.environ, home=Path(sys.argv[1]), sandbox="off")
-run_node(settings, ("cpu",), {"rack": "a"}, WORKER, known_host)
+run_node(settings, ("cpu",), {"rack": "a"}, WORKER, known_host, Path(sys.argv[1]) / "record")
 """
 ROOT = Path(__file__).parents[3]
 
@@ -46,7 +47,18 @@ def until(reached: Callable[[], bool], process: "subprocess.Popen[str]") -> None
         time.sleep(0.1)
 
 
-def test_a_node_runs_a_job_and_queues_it_again_at_its_end(tmp_path: Path, postgresql: str) -> None:
+def by_signal(process: "subprocess.Popen[str]", record: Path) -> None:
+    process.send_signal(signal.SIGTERM)
+
+
+def by_another_node(process: "subprocess.Popen[str]", record: Path) -> None:
+    write_record(record, NodeRecord.of_this_process("another node"))
+
+
+@pytest.mark.parametrize("end", [by_signal, by_another_node])
+def test_a_node_runs_a_job_and_queues_it_again_at_its_end(
+    tmp_path: Path, postgresql: str, end: Callable[["subprocess.Popen[str]", Path], None]
+) -> None:
     write_out(tmp_path / "template", tmp_path / "template-store")
     environment = {**os.environ, "CRUCIBLE_SERVICE_DATABASE_URL": postgresql}
     job = new_job(Folders(tmp_path), "hang", "cpu, rack==a")
@@ -67,7 +79,10 @@ def test_a_node_runs_a_job_and_queues_it_again_at_its_end(tmp_path: Path, postgr
                     True,
                 )
                 assert [each.id for each in node.jobs] == [job.id]
-                process.send_signal(signal.SIGTERM)
+                record = read_record(tmp_path / "record")
+                assert record is not None
+                assert (record.node, record.pid) == (node.id, process.pid)
+                end(process, tmp_path / "record")
                 assert process.stdout is not None
                 assert f"node {node.id} runs jobs on cpu" in process.stdout.read()
                 assert process.wait(WITHIN_S) == 0

@@ -103,11 +103,13 @@ def test_jobs_wait_in_the_queue_of_their_device(
     one = server("one")
     assert one.claim(["cpu"], None) is None
     assert one.waiting() == ("gpu:0",)
+    assert one.count_waiting() == {"gpu:0": 1}
     assert [job.id for job, _ in one.waiting_for("gpu:0")] == ["0000"]
     claim = one.claim(["cpu", "gpu:0"], None)
     assert claim is not None
     assert claim.job.id == "0000"
     assert (one.waiting(), one.waiting_for("gpu:0"), one.claim_waiting("0000")) == ((), (), None)
+    assert one.count_waiting() == {}
 
 
 def test_a_waiting_job_is_claimed_by_its_id(
