@@ -51,14 +51,14 @@ def promote(
 
     where, job_id = place_of(report, url)
     with connect(where) as client:
-        _print_model(client.promote(name, job_id, override), as_json)
+        print_model(client.promote(name, job_id, override), as_json)
 
 
 @app.command()
 def rollback(name: ModelArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Make the previous version of a model current again."""
     with connect(url) as client:
-        _print_model(client.rollback(name), as_json)
+        print_model(client.rollback(name), as_json)
 
 
 @app.command()
@@ -121,7 +121,7 @@ def load(
     except ValidationError as error:
         raise PlanError(explain(error, DeploymentOptions), "see `crucible load --help`") from error
     with connect(url) as client:
-        _print_model(client.load(name, options), as_json)
+        print_model(client.load(name, options), as_json)
 
 
 @app.command()
@@ -289,7 +289,8 @@ def _print_suggestion(suggestion: Suggestion) -> None:
     print(f"to be measured at: {'; '.join(map(shape_text, suggestion.sizes))}")
 
 
-def _print_model(model: ModelView, as_json: bool) -> None:
+def print_model(model: ModelView, as_json: bool) -> None:
+    """Print what a model serves, and the devices on which it does not."""
     if as_json:
         print(model.model_dump_json())
         return

@@ -14,14 +14,17 @@ import numpy as np
 import pytest
 
 from pipeline.plan.schema import ModelConfig, Plan
+from service.cli.models import print_model
 from service.client import Client, RemoteError
 from service.jobs.store import JobStore
-from service.registry.models import DeploymentOptions
+from service.registry.models import DeploymentOptions, DeploymentView, ModelView
 from service.storage.database import Database
 from service.storage.layout import Folders
 from service.submission.recompile import MIN_REQUESTS
 from tests.builders.cli import Result, crucible
+from tests.service.builders.serving import on_two_gpus
 from tests.service.integration.test_server import Server, serving, until
+from tests.service.registry.test_repository import version
 from tests.service.serving.engines import linear, processes_of
 from tests.service.serving.models import ended_job
 
@@ -211,3 +214,24 @@ def test_a_killed_server_leaves_no_process_and_reloads_its_deployments(tmp_path:
         assert 'state="ready"' in httpx.get(f"{server.url}/metrics").text
         assert server.end() == 0
     assert processes_of(f"serve-{name}-") == []
+
+
+def test_a_device_that_does_not_answer_and_what_is_left_out_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    served = on_two_gpus()
+    deployment = DeploymentView(
+        state="ready",
+        version=1,
+        device=served.device,
+        devices=served.devices,
+        note="`all` leaves out gpu:1",
+        options=None,
+    )
+    current = version()
+    view = ModelView(
+        name="m", owner="local", current=current, versions=(current,), deployment=deployment
+    )
+    print_model(view, as_json=False)
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["gpu:3 is failed: its worker <b>died</b>", "`all` leaves out gpu:1"]
