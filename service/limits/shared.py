@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -177,8 +178,10 @@ class SharedLimits:
         finally:
             piece.taking = None
         piece.count, piece.ends_s = grant.count, begin_s + LIFE_S
-        if grant.count < most:  # asking again would give as little
-            piece.refused_until_s = begin_s + max(grant.left_s, PIECE_S)
+        if grant.count < most:  # asking again at once would give as little
+            wait_s = max(grant.left_s, PIECE_S)
+            # at random, so that no server always asks before the others
+            piece.refused_until_s = begin_s + random.uniform(0.5, 1.5) * wait_s
 
     def _held_bytes(self, key: str) -> _Bytes:
         held = self._bytes[key]

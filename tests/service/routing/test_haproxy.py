@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -48,14 +49,16 @@ pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"proxy test: {lacking()
 
 
 def free_pair() -> int:
-    """A free port whose next one is free too."""
+    """A free port whose next one is free too. Below those that the kernel gives to connections,
+    so that no connection takes it before it is used.
+    """
     while True:
+        port = random.randrange(10_000, 32_000)
         with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
             try:
+                first.bind(("127.0.0.1", port))
                 second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
+            except OSError:
                 continue
             return port
 
