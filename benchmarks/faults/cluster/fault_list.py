@@ -104,13 +104,13 @@ def part_clocks(cluster: Cluster, load: Load) -> float:
     wait_s = APART_S // 2
     patient = load.submit(f"patient-{next(NUMBERS)}", target="cpu, absent", wait_for_node_s=wait_s)
     time.sleep(AWAITED_S)
-    state = cluster.jobs.get(patient).state
+    found = cluster.jobs.get(patient)
     load.cancel(patient)
     time.sleep(CLOCKS_S)
     for host in cluster.hosts.values():
         set_clock(cluster, host, 0)
-    if state != "queued":
-        raise NotHeld(f"a job that may wait {wait_s} s for a node is {state} at once")
+    if found.state != "queued":
+        raise NotHeld(f"a job that may wait {wait_s} s for a node is {found}")
     return time.monotonic()
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import SupportsIndex
 
 from service.cli.node_process import run_node
 from service.jobs.messages import HostIdentity
@@ -44,11 +45,11 @@ def main(kind: Kind, name: str, home: str, port: str, runs: str, template: str) 
         run_node(settings, worker=worker, probe=known_host)
 
 
-def sleep(seconds: float) -> None:
+def sleep(seconds: float | SupportsIndex) -> None:
     """Sleep without clock_nanosleep, which fails with EINVAL in libfaketime 0.9.10 where it leaves
     monotonic clocks as they are.
     """
-    threading.Event().wait(seconds)
+    threading.Event().wait(float(seconds))
 
 
 if __name__ == "__main__":

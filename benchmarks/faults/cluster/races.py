@@ -13,9 +13,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -240,7 +239,7 @@ class Races:
         kinds = [event.kind for event in self._jobs.events(job.id)]
         return "" if kinds == list(expected) else f"the events are {kinds}, expected {expected}"
 
-    def _row(self, job: Job) -> Mapping[str, Any]:
+    def _row(self, job: Job) -> sa.RowMapping:
         columns = (jobs.c.server, jobs.c.fencing_token)
         with self.cluster.database.read() as rows:
             query = sa.select(*columns).where(jobs.c.id == job.id)

@@ -293,7 +293,12 @@ def main(words: Sequence[str]) -> None:
         rows,
         targets_of(rows),
         arguments.into,
-        run={"seconds": arguments.seconds, "connections": CONNECTIONS},
+        run={
+            "seconds": arguments.seconds,
+            "connections": CONNECTIONS,
+            "job_s": JOB_S,
+            "events": EVENTS,
+        },
     )
 
 
