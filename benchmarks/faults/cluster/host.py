@@ -54,6 +54,6 @@ def sleep(seconds: float | SupportsIndex) -> None:
 
 if __name__ == "__main__":
     if REAL_MONOTONIC in os.environ:
-        time.sleep = sleep  # type: ignore[assignment]  # takes the same numbers
+        time.sleep = sleep
     kind, *words = sys.argv[1:]
     main("server" if kind == "server" else "node", *words)

@@ -243,7 +243,7 @@ class Races:
         columns = (jobs.c.server, jobs.c.fencing_token)
         with self.cluster.database.read() as rows:
             query = sa.select(*columns).where(jobs.c.id == job.id)
-            return dict(rows.execute(query).mappings().one())
+            return rows.execute(query).mappings().one()
 
     def _content(self, folder: str) -> dict[str, str]:
         """What S3 has for the rows of a folder."""
