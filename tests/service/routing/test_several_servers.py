@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -85,6 +86,9 @@ class Service:
         except httpx.TransportError:
             return 0
 
+    def has_logged(self, job_id: str, text: str) -> bool:
+        return text in self.ask("GET", f"/jobs/{job_id}/log")
+
     def infer(self) -> int:
         """The version that answers."""
         body = {"inputs": {"x": marked(1.0).tolist()}}
@@ -125,7 +129,7 @@ def test_several_servers_behind_a_proxy_are_one_service(start: Start, postgresql
         assert service.end_of(job) == "succeeded"
         for server in servers:
             assert server.ask("GET", f"/reports/{job}") == service.ask("GET", f"/reports/{job}")
-            until(lambda server=server: "hang" in server.ask("GET", f"/jobs/{hanging}/log"))
+            until(partial(server.has_logged, hanging, "I am hang"))
             assert "event: succeeded" in server.ask("GET", f"/jobs/{job}/events")
         service.ask("DELETE", f"/jobs/{hanging}")
         assert service.end_of(hanging) == "cancelled"
