@@ -86,6 +86,9 @@ class Service:
         except httpx.TransportError:
             return 0
 
+    def has_logged(self, job_id: str, text: str) -> bool:
+        return text in self.ask("GET", f"/jobs/{job_id}/log")
+
     def infer(self) -> int:
         """The version that answers."""
         body = {"inputs": {"x": marked(1.0).tolist()}}
@@ -102,10 +105,6 @@ def client_of(url: str, key: str) -> Iterator[Service]:
     headers = {"Authorization": f"Bearer {key}"}
     with httpx.Client(base_url=url, headers=headers, timeout=WITHIN_S) as client:
         yield Service(client)
-
-
-def log_says(server: Service, job: str, word: str) -> bool:
-    return word in server.ask("GET", f"/jobs/{job}/log")
 
 
 def until(reached: Callable[[], bool]) -> None:
@@ -130,7 +129,7 @@ def test_several_servers_behind_a_proxy_are_one_service(start: Start, postgresql
         assert service.end_of(job) == "succeeded"
         for server in servers:
             assert server.ask("GET", f"/reports/{job}") == service.ask("GET", f"/reports/{job}")
-            until(partial(log_says, server, hanging, "hang"))
+            until(partial(server.has_logged, hanging, "I am hang"))
             assert "event: succeeded" in server.ask("GET", f"/jobs/{job}/events")
         service.ask("DELETE", f"/jobs/{hanging}")
         assert service.end_of(hanging) == "cancelled"
