@@ -17,13 +17,12 @@ from pipeline.execution.child_process import die_with_parent
 from service.cluster.agent import AgentOptions
 from service.cluster.ray_cluster import (
     HostFacts,
-    RayCluster,
     RayNode,
     connect,
     not_installed,
     why_unusable,
 )
-from service.cluster.supervisor import Supervisor, SupervisorOptions
+from service.cluster.supervisor import Cluster, Supervisor, SupervisorOptions
 from service.settings import Settings
 from service.storage.database import database_from
 
@@ -92,16 +91,16 @@ async def _supervise(settings: Settings, address: str, options: SupervisorOption
 
 def statuses(address: str, selector: Mapping[str, str]) -> tuple[NodeStatus, ...]:
     """Return the Ray nodes with these labels."""
-    return asyncio.run(_statuses(connect(address), selector))
+    return asyncio.run(statuses_of(connect(address), selector))
 
 
 def stop_all(address: str, selector: Mapping[str, str], grace_s: float) -> tuple[str, ...]:
     """End the nodes of ours on Ray nodes with these labels, at once for all. Returns the hosts."""
-    return asyncio.run(_stop_all(connect(address), selector, grace_s))
+    return asyncio.run(stop_nodes(connect(address), selector, grace_s))
 
 
-async def _stop_all(
-    cluster: RayCluster, selector: Mapping[str, str], grace_s: float
+async def stop_nodes(
+    cluster: Cluster, selector: Mapping[str, str], grace_s: float
 ) -> tuple[str, ...]:
     await cluster.request((), selector)
     found = [node for node in await cluster.nodes() if node.matches(selector)]
@@ -109,7 +108,7 @@ async def _stop_all(
     return tuple(host for host in ended if host)
 
 
-async def _stop(cluster: RayCluster, node: RayNode, grace_s: float) -> str:
+async def _stop(cluster: Cluster, node: RayNode, grace_s: float) -> str:
     """End what runs on a Ray node, also without an actor. Returns its host; "" if nothing did."""
     if not node.has_actor:
         if not (await cluster.inspect(node)).node:
@@ -119,12 +118,12 @@ async def _stop(cluster: RayCluster, node: RayNode, grace_s: float) -> str:
     return node.host
 
 
-async def _statuses(cluster: RayCluster, selector: Mapping[str, str]) -> tuple[NodeStatus, ...]:
+async def statuses_of(cluster: Cluster, selector: Mapping[str, str]) -> tuple[NodeStatus, ...]:
     found = [node for node in await cluster.nodes() if node.matches(selector)]
     return tuple(await asyncio.gather(*(_status(cluster, node) for node in found)))
 
 
-async def _status(cluster: RayCluster, node: RayNode) -> NodeStatus:
+async def _status(cluster: Cluster, node: RayNode) -> NodeStatus:
     try:
         facts = await cluster.inspect(node)
         fault = why_unusable(node, facts)

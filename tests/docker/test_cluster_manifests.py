@@ -63,7 +63,12 @@ def test_kubernetes_takes_servers_and_nodes(version: str) -> None:
 @VERSIONS
 def test_kubernetes_takes_the_pods_of_the_ray_cluster(version: str) -> None:
     for name, pod in ray_pods().items():
-        document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": pod}
+        document: Document = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name},
+            "spec": pod,
+        }
         kubernetes_validate.validate(document, version, strict=True)
     document["spec"]["nodeSelectors"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="nodeSelectors"):

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 MISSING = "" if find_spec("ray") and find_spec("ray.serve") else "no Ray Serve: install ray[serve]"
 ASK = """
 import json, sys, urllib.error, urllib.request
-sys.path.insert(0, "docker")
 import ray
 from ray import serve
 import ray_serve
@@ -51,7 +50,8 @@ def test_an_engine_answers_behind_ray_serve(compiled: tuple[Path, Path]) -> None
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        environment = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": short, "PYTHONPATH": str(ROOT)}
+        path = f"{ROOT}:{ROOT / 'docker'}"  # also of Ray's workers
+        environment = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": short, "PYTHONPATH": path}
         result = subprocess.run(
             [sys.executable, "-c", ASK, str(folder), str(port), json.dumps(bodies)],
             env={**os.environ, **environment, "RAY_USAGE_STATS_ENABLED": "0"},
