@@ -110,7 +110,8 @@ def part_clocks(cluster: Cluster, load: Load) -> float:
     for host in cluster.hosts.values():
         set_clock(cluster, host, 0)
     if found.state != "queued":
-        raise NotHeld(f"a job that may wait {wait_s} s for a node is {found}")
+        reason = found.failure.message if found.failure else "no failure is stored"
+        raise NotHeld(f"a job that may wait {wait_s} s for a node is {found.state}: {reason}")
     return time.monotonic()
 
 
