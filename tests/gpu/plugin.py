@@ -120,8 +120,8 @@ class GpuTests:
                 item.add_marker(pytest.mark.skip(reason=f"GPU test: {self.obstacle.reason}"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if "gpu" in report.keywords:  # of a worker of pytest-xdist, too, which chose the tests
-            self.tests.setdefault(report.nodeid, GpuTest()).add(report)
+        if report.nodeid in self.tests:
+            self.tests[report.nodeid].add(report)
             if report.when == "teardown":
                 self.write(finished=False)  # so that a run which is cut short leaves what it found
 
