@@ -203,10 +203,14 @@ def inject(cluster: Cluster, load: Load, fault: Fault, status: Status) -> Result
     status.update(f"{fault.name}; {len(load.ended)} jobs have ended")
     result, before = Result(fault), Counter(load.outcomes)
     try:
-        end = fault.run(cluster, load)
+        try:
+            end = fault.run(cluster, load)
+        except NotHeld as error:  # raised after the fault's end
+            end = time.monotonic()
+            result.failures.append(str(error))
         status.update(f"the cluster recovers after: {fault.name}")
         result.recovery_s = recover(cluster, load) - end
-    except (NotHeld, NoAnswer, TimeoutError) as error:
+    except (NoAnswer, TimeoutError) as error:
         result.failures.append(str(error))
     result.answered, result.refused, result.broken = (
         load.outcomes[outcome] - before[outcome] for outcome in ("answered", "refused", "broken")

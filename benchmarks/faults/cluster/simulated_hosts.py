@@ -200,8 +200,9 @@ class Cpu:
 
 
 def cpu_of(server: Server) -> Cpu:
-    total_s = 0.0
     process = psutil.Process(server.process_id)
+    ended = process.cpu_times()  # of connections that have ended
+    total_s = ended.children_user + ended.children_system
     for each in (process, *descendants(process)):
         try:
             times = each.cpu_times()
