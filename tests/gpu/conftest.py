@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gpu.fixtures_serving_gpu import Kind, Site
+from tests.gpu.fixtures.serving import Kind, Site
 
 
 @pytest.fixture(scope="package")

@@ -41,7 +41,7 @@ from pipeline.plan.files import load_plan
 from pipeline.stages.build import build
 from tests.builders.cli import FEATURES, Result, answers, crucible, write_task
 from tests.builders.nvml import Nvml, NVMLError_LibraryNotFound, write_nvml
-from tests.gpu.fixtures_gpu import MIB, SLACK_BYTES, full_gpu, slow_model, used_bytes, wait_for
+from tests.gpu.fixtures.gpu import MIB, SLACK_BYTES, full_gpu, slow_model, used_bytes, wait_for
 from tests.pipeline.conformance.models import Case, convolution, two_symbols
 
 pytestmark = pytest.mark.gpu

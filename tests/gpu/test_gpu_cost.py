@@ -16,7 +16,7 @@ from pipeline.host.gpu import find_gpus
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.report import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
-from tests.gpu.fixtures_gpu import MIB, check_cost
+from tests.gpu.fixtures.gpu import MIB, check_cost
 from tests.pipeline.conformance.models import Case, model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -54,8 +54,8 @@ from pipeline.serving_inputs import BatchSpec
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.export import export
 from tests.builders.cli import crucible, write_task
-from tests.gpu.fixtures_gpu import check_cost
-from tests.gpu.fixtures_programs import MODELS, profile_of, skipped_if_packages_crash
+from tests.gpu.fixtures.gpu import check_cost
+from tests.gpu.fixtures.programs import MODELS, profile_of, skipped_if_packages_crash
 from tests.pipeline.backends.pytorch.builders import CLASSES, IMAGE, engine_of, source_of
 from tests.pipeline.compiler.test_compile import NETWORK
 from tests.service.serving.engines import asking, deployed, play

@@ -19,7 +19,7 @@ from pipeline.results.precision_audit import time_by_precision
 from service.client import Client, Upload
 from service.sandbox.layers import find_layers
 from tests.builders.cli import environment, write_model
-from tests.gpu.fixtures_serving_gpu import RESNET, RESNET_PLAN, SMALL_PLAN, Site, weights_of
+from tests.gpu.fixtures.serving import RESNET, RESNET_PLAN, SMALL_PLAN, Site, weights_of
 from tests.service.integration.test_docs import served_by
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]

@@ -20,8 +20,8 @@ from pipeline.benchmark.batch_invariance import TOLERANCE
 from service.client import RemoteError
 from service.registry.models import DeploymentOptions
 from tests.builders.cli import FEATURES
-from tests.gpu.fixtures_gpu import MIB, SLACK_BYTES, full_gpu, used_bytes, wait_for
-from tests.gpu.fixtures_serving_gpu import (
+from tests.gpu.fixtures.gpu import MIB, SLACK_BYTES, full_gpu, used_bytes, wait_for
+from tests.gpu.fixtures.serving import (
     RESNET,
     ROWS,
     SMALL,

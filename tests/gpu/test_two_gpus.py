@@ -14,8 +14,8 @@ from pipeline.benchmark.batch_invariance import TOLERANCE
 from pipeline.host.gpu import find_gpus, memory_in_use
 from service.client import RemoteError
 from service.registry.models import DeploymentOptions
-from tests.gpu.fixtures_gpu import SLACK_BYTES, full_gpu
-from tests.gpu.fixtures_serving_gpu import (
+from tests.gpu.fixtures.gpu import SLACK_BYTES, full_gpu
+from tests.gpu.fixtures.serving import (
     RESNET,
     ROWS,
     Site,

@@ -17,7 +17,7 @@ from pipeline.errors import CrucibleError
 from tests.docs.operations import documented
 
 ROOT = Path(__file__).parents[2]
-CODE = ("pipeline", "service", "tests", "benchmarks", "calibration_data")
+CODE = ("pipeline", "service", "tests", "benchmarks", "calibration_data", "docker")
 OURS = r"(?:pipeline|service|tests|benchmarks)"
 MAX_MODULES = 15  # in one folder; more would hide the order of things
 MAX_COLUMNS = 100

@@ -12,7 +12,7 @@ from service.cluster.operations import check_requirements
 from service.cluster.ray_cluster import connect
 from service.settings import Settings
 from tests.builders.cli import crucible
-from tests.service.builders.ray import missing
+from tests.service.cluster.ray_cluster import missing
 
 DATABASE = "postgresql+psycopg://nobody@127.0.0.1/nothing"
 

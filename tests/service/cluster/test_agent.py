@@ -18,7 +18,7 @@ from service.cluster.agent import (
     settings_fault,
 )
 from service.cluster.record import NodeRecord, write_record
-from tests.service.builders.ray import end_node
+from tests.service.cluster.ray_cluster import end_node
 
 NODE = """
 import sys, time

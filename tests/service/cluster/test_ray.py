@@ -22,7 +22,7 @@ from service.sandbox.process_tree import alive
 from tests.builders.cli import crucible
 from tests.service.builders.app import MODEL, Desk, opened_desk
 from tests.service.builders.jobs import write_out
-from tests.service.builders.ray import RayCluster, end_node, missing, running_ray
+from tests.service.cluster.ray_cluster import RayCluster, end_node, missing, running_ray
 
 WITHIN_S = 240.0  # beside busy processes; Ray itself takes up to 60 s to notice what is gone
 HOSTS = ("a", "b")
@@ -106,7 +106,7 @@ class Lab:
 
 @contextmanager
 def supervising(folder: Path, address: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "tests.service.builders.ray_supervisor", address]
+    command = [sys.executable, "-m", "tests.service.cluster.supervisor_process", address]
     # so that the loss of the head shows soon
     environment = {**os.environ, "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
     with (folder / "supervisor.log").open("wb") as log:

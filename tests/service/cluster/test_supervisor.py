@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pipeline import distribution
 from pipeline.errors import HostError
@@ -73,8 +74,8 @@ def supervised(folder: Path, story: Story, **limits: float) -> list[str]:
     told = list[str]()
 
     async def run() -> None:
-        bounds = {"min_nodes": 0, "max_nodes": 4, "idle_s": 60.0} | limits
-        options = SupervisorOptions(Limits(**bounds), {"pool": "crucible"})  # type: ignore[arg-type]
+        bounds: dict[str, Any] = {"min_nodes": 0, "max_nodes": 4, "idle_s": 60.0} | limits
+        options = SupervisorOptions(Limits(**bounds), {"pool": "crucible"})
         database = Database(folder / "crucible.db")
         cluster = ClusterDouble()
         supervisor = Supervisor(cluster, database, options, told.append)

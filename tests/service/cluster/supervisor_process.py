@@ -1,5 +1,5 @@
 """A supervisor whose nodes run the double of a worker: `python -m
-tests.service.builders.ray_supervisor ADDRESS [--once]`.
+tests.service.cluster.supervisor_process ADDRESS [--once]`.
 """
 
 import os
@@ -10,7 +10,7 @@ from service.cluster.scaling import Limits
 from service.cluster.supervisor import SupervisorOptions
 from service.settings import settings_from
 
-MODULE = "tests.service.builders.ray_supervisor"
+MODULE = "tests.service.cluster.supervisor_process"
 
 
 def main(address: str, once: bool) -> None:
@@ -21,7 +21,7 @@ def main(address: str, once: bool) -> None:
         {"pool": "crucible"},
         labels="ray",
         extra_labels={"ray": ""},
-        command=("-m", "tests.service.builders.ray_node"),
+        command=("-m", "tests.service.cluster.node_double"),
     )
     supervise(settings_from(os.environ), address, options)
 

@@ -1,4 +1,4 @@
-"""A node whose jobs run the double of a worker: `python -m tests.service.builders.ray_node` with
+"""A node whose jobs run the double of a worker: `python -m tests.service.cluster.node_double` with
 options of `crucible node start`.
 """
 
