@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import distribution
+from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, HostError
 from pipeline.host.labels import Labels
 from service.cluster.agent import START_S, Agent, AgentOptions, AgentState
@@ -229,9 +230,7 @@ def _check_listens(address: str) -> None:
 
 def not_installed() -> BackendUnavailable:
     """Return the error that names the extra."""
-    return BackendUnavailable(
-        "Ray is not installed on this host", "pip install 'crucible-compiler[ray]'"
-    )
+    return BackendUnavailable("Ray is not installed on this host", install_command("ray"))
 
 
 def inspection() -> Callable[[], dict[str, Any]]:
