@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -329,7 +328,7 @@ def test_servers_of_a_database_are_followed(
             one.leave()
             until(lambda: answers() == {two.id})
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
     database.close()
 
 

@@ -5,7 +5,6 @@ service, also while a server is killed, and while one is added.
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 import sys
 import time
@@ -66,7 +65,7 @@ def proxy() -> Iterator[tuple[str, str]]:
         try:
             yield f"http://127.0.0.1:{port}", f"127.0.0.1:{port + 1}"
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
 
 
 @dataclass(frozen=True, slots=True)
