@@ -26,7 +26,7 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RESULTS ?= build/gpu-tests.json
 GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
 
-.PHONY: demo test check docs docs-gpu docs-howtos reference protos image-test image-test-gpu test-gpu bench-gpu gpu-site bench soak faults fuzz attack serve clean
+.PHONY: demo test check docs docs-gpu docs-howtos reference protos image-test image-test-gpu test-gpu bench-gpu gpu-site bench soak faults cluster-demo fuzz attack serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -98,6 +98,10 @@ soak: $(VENV)/.ready
 faults: $(VENV)/.ready
 	$(BIN)/python -m benchmarks cluster_faults --races 10000 --repeats 10 $(FAULTS)
 	$(BIN)/python -m benchmarks simulated_hosts
+
+# A whole cluster on this machine, with a live table: PostgreSQL, S3's double, Ray, two servers and HAProxy; one of each is killed. Five minutes.
+cluster-demo: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.faults.cluster.demo
 
 # FUZZ="--cases 10000 --seed 2 --target npz": see tests/fuzz/__main__.py
 fuzz: $(VENV)/.ready
