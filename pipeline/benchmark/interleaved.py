@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from pipeline.benchmark.gpu_cost import measure_gpu_cost
 from pipeline.core import (
     CandidateFigures,
     Engine,
+    Precision,
     Progress,
     Tensors,
     nearest_profile,
@@ -169,19 +170,40 @@ class Peer(Protocol):
     def stop(self) -> None: ...
 
 
+class Named(Protocol):
+    """What tells engines apart."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def precision(self) -> Precision: ...
+
+
+class Racer(Protocol):
+    """What the race knows of an engine. Only its child knows how to run it."""
+
+    @property
+    def recipe(self) -> Named: ...
+    @property
+    def is_on_gpu(self) -> bool: ...
+
+
+R = TypeVar("R", bound=Racer)
+
+
 @dataclass(frozen=True, slots=True)
-class RaceEntry:
+class RaceEntry(Generic[R]):
     """An engine to measure, and its role."""
 
-    engine: Engine
+    engine: R
     role: Role
 
 
 @dataclass(slots=True)
-class Contestant:
+class Contestant(Generic[R]):
     """One engine in the race: its current child, and the results of its children so far."""
 
-    engine: Engine
+    engine: R
     role: Role
     warmups: list[list[float]]  # per workload
     blocks: list[list[Block]]  # per workload, in the order in which they ran
@@ -241,15 +263,15 @@ class Contestant:
 
 
 def race(
-    entries: Sequence[RaceEntry],
+    entries: Sequence[RaceEntry[R]],
     shapes: Sequence[str],
     options: BenchmarkConfig,
-    start: Callable[[Engine], Peer],
+    start: Callable[[R], Peer],
     progress: Progress = silent,
     clock: Clock = monotonic,
     enough_runs: int | None = None,
     gpu: str = "",
-) -> list[Contestant]:
+) -> list[Contestant[R]]:
     """Run generations until the race is decided or its time is over.
 
     `gpu` is the UUID of the GPU that its engines use, or "".
@@ -272,13 +294,13 @@ def race(
 
 
 @dataclass(slots=True)
-class Race:
+class Race(Generic[R]):
     """The schedule of a race."""
 
-    contestants: list[Contestant]
+    contestants: list[Contestant[R]]
     shapes: Sequence[str]
     options: BenchmarkConfig
-    start: Callable[[Engine], Peer]
+    start: Callable[[R], Peer]
     progress: Progress
     clock: Clock = monotonic
     enough_runs: int | None = None  # of a block
@@ -310,7 +332,7 @@ class Race:
     def _is_decided(self) -> bool:
         return is_decided([contestant.runner() for contestant in self.racing()])
 
-    def racing(self) -> list[Contestant]:
+    def racing(self) -> list[Contestant[R]]:
         """Return the contestants that are still in the race."""
         return [contestant for contestant in self.contestants if contestant.is_racing]
 
@@ -336,7 +358,7 @@ class Race:
         loading takes CPU time and memory. The slowest to load last time starts first.
         """
         waiting = sorted(self._in_random_order(), key=lambda contestant: contestant.loading_s)
-        loading: list[Contestant] = []
+        loading: list[Contestant[R]] = []
         while waiting or loading:
             while waiting and len(loading) < self.cores:
                 contestant = waiting.pop()
@@ -371,7 +393,7 @@ class Race:
             contestant.processes.append(rounds)
             contestant.generations.append(self.generation)
 
-    def _take(self, contestant: Contestant, index: int, take: Take) -> None:
+    def _take(self, contestant: Contestant[R], index: int, take: Take) -> None:
         """Run one block of a contestant at a shape, and report the first one of all."""
         block = self._turn(contestant, self.shapes[index], take)
         if block is not None:
@@ -405,22 +427,22 @@ class Race:
                 if before and after and before > after:
                     contestant.gpu_costs = [cost.with_freed(before - after) for cost in costs]
 
-    def _in_random_order(self) -> list[Contestant]:
+    def _in_random_order(self) -> list[Contestant[R]]:
         racing = self.racing()
         return self.order.sample(racing, len(racing))
 
-    def _turn(self, contestant: Contestant, text: str, message: object | None) -> Any:
+    def _turn(self, contestant: Contestant[R], text: str, message: object | None) -> Any:
         """Let a contestant run, and return its reply; None if it has left the race."""
         self._tell(contestant, text)
         return _answer(contestant, message)
 
-    def _report(self, contestant: Contestant) -> None:
+    def _report(self, contestant: Contestant[R]) -> None:
         """Report the latency of a contestant so far."""
         shape = self.shapes[0]
         self._tell(contestant, shape, contestant.figures(shape))
 
     def _tell(
-        self, contestant: Contestant, text: str, figures: CandidateFigures | None = None
+        self, contestant: Contestant[R], text: str, figures: CandidateFigures | None = None
     ) -> None:
         spent = (self.clock() - self.began_s) / self.options.budget_s
         process = f"process {self.generation + 1}, {text}: {contestant.engine.recipe.label}"
@@ -436,7 +458,7 @@ def warm_up_of_process(options: BenchmarkConfig) -> WarmUpOptions:
     )
 
 
-def _first_to_answer(contestants: Sequence[Contestant]) -> Contestant:
+def _first_to_answer(contestants: Sequence[Contestant[R]]) -> Contestant[R]:
     """Wait for a loading contestant that has loaded or has left the race, and return it.
 
     After PATIENCE_S, return the next one that is polled.
@@ -449,7 +471,7 @@ def _first_to_answer(contestants: Sequence[Contestant]) -> Contestant:
     raise InternalError("expected at least one contestant that is loading, got none")
 
 
-def _answer(contestant: Contestant, message: object | None) -> Any:
+def _answer(contestant: Contestant[R], message: object | None) -> Any:
     if contestant.failure or contestant.peer is None:
         return None
     try:

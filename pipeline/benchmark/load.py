@@ -152,7 +152,7 @@ def is_within(point: LoadPoint, limit_s: float | None) -> bool:
 class Search:
     """The search of all engines, one after another, with few sessions first."""
 
-    entries: Sequence[RaceEntry]
+    entries: Sequence[RaceEntry[Engine]]
     workloads: Sequence[Workload]  # by ascending batch
     sessions: Sequence[int]
     limit_s: float | None

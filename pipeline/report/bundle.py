@@ -8,8 +8,9 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import TypeVar
 
-from pipeline.core import Engine, OnnxModel, Provenance
+from pipeline.core import Artifact, Engine, OnnxModel, Provenance
 from pipeline.errors import DamagedError, ModelError, PlanError
 from pipeline.execution.store import (
     MANIFEST,
@@ -26,6 +27,8 @@ from pipeline.host.replace_folder import (
     locked,
     replace_folder,
 )
+
+A = TypeVar("A", bound=Artifact)
 
 ENGINE_FILE = "engine.json"
 LEFTOVER = re.compile(
@@ -80,7 +83,7 @@ def deliver_model(model: OnnxModel, file: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def deliver_engine(engine: Engine, folder: Path, exchange: Exchange = exchange_names) -> None:
+def deliver_engine(engine: Artifact, folder: Path, exchange: Exchange = exchange_names) -> None:
     """Put an engine into `folder`, and replace an earlier one. DamagedError if a copy fails.
 
     If this process is killed, `load_engine` finds the old engine or the new one, and the next
@@ -95,9 +98,9 @@ def deliver_engine(engine: Engine, folder: Path, exchange: Exchange = exchange_n
         try:
             shutil.copytree(engine.root, work)
             (work / ENGINE_FILE).write_text(engine.model_dump_json(indent=1), encoding="utf-8")
-            if not (work / MANIFEST).is_file():  # it does not come from a store
-                seal(work, engine)
-            load_engine(work)  # checks the copy against the manifest
+            if isinstance(engine, Engine) and not (work / MANIFEST).is_file():
+                seal(work, engine)  # it does not come from a store
+            load_delivered(work, type(engine))  # checks the copy against the manifest
             replace_folder(work, folder, exchange)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
@@ -137,7 +140,12 @@ def load_engine(folder: Path) -> Engine:
     DamagedError names a file that has changed. Every delivery writes a manifest; without one, the
     files cannot be checked (`has_manifest`).
     """
-    engine = read_engine(folder)
+    return load_delivered(folder, Engine)
+
+
+def load_delivered(folder: Path, kind: type[A]) -> A:
+    """Return the engine of a kind, as `load_engine` does."""
+    engine = _read(folder, "", kind)
     check_if_sealed(engine)
     return engine
 
@@ -148,6 +156,10 @@ def read_engine(folder: Path, name: str = "") -> Engine:
     ModelError if there is none. DamagedError if it differs from the manifest; the message calls the
     engine `name`.
     """
+    return _read(folder, name, Engine)
+
+
+def _read(folder: Path, name: str, kind: type[A]) -> A:
     root = folder if (folder / ENGINE_FILE).is_file() else current_folder(folder / "engine")
     file = root / ENGINE_FILE
     if not file.is_file():
@@ -155,7 +167,7 @@ def read_engine(folder: Path, name: str = "") -> Engine:
         raise ModelError(f"no engine in '{folder}': expected {ENGINE_FILE}", advice)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        engine = Engine.model_validate({**content, "root": root})
+        engine = kind.model_validate({**content, "root": root})
     except (TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         text = f"'{ENGINE_FILE}' is not an engine of this version: {reason}"
@@ -165,18 +177,18 @@ def read_engine(folder: Path, name: str = "") -> Engine:
     return engine
 
 
-def has_manifest(engine: Engine) -> bool:
+def has_manifest(engine: Artifact) -> bool:
     """Return True if the folder of an engine holds a manifest with the digests of its files."""
     return (engine.root / MANIFEST).is_file()
 
 
-def check_if_sealed(engine: Engine) -> None:
+def check_if_sealed(engine: Artifact) -> None:
     """Check an engine as `check_engine` does, if there is a manifest."""
     if has_manifest(engine):
         check_engine(engine)
 
 
-def check_engine(engine: Engine, name: str = "") -> None:
+def check_engine(engine: Artifact, name: str = "") -> None:
     """Raise DamagedError unless the files of an engine are those that its manifest lists.
 
     No file may be missing, changed or added. The message calls the engine `name`.
@@ -187,10 +199,10 @@ def check_engine(engine: Engine, name: str = "") -> None:
         raise _damaged(engine.root, damage(error), name) from error
 
 
-def _check_description(engine: Engine, name: str) -> None:
+def _check_description(engine: Artifact, name: str) -> None:
     try:
         manifest = read_manifest(engine.root)
-        original = Engine.model_validate({**manifest.value, "root": engine.root})
+        original = type(engine).model_validate({**manifest.value, "root": engine.root})
     except (OSError, ValueError) as error:
         raise _damaged(engine.root, damage(error), name) from error
     if original.model_dump_json() != engine.model_dump_json():

@@ -53,17 +53,17 @@ def write_report(report: Report, folder: Path) -> ReportFiles:
         markdown_file=folder / MARKDOWN_NAME,
         html_file=folder / HTML_NAME,
     )
-    _write(files.html_file, page(report, partial(_svg_of, folder / FIGURES)))
-    _write(files.markdown_file, markdown(report))
-    _write(files.json_file, report.model_dump_json(indent=1))
+    write_file(files.html_file, page(report, partial(_svg_of, folder / FIGURES)))
+    write_file(files.markdown_file, markdown(report))
+    write_file(files.json_file, report.model_dump_json(indent=1))
     return files
 
 
 def write_targets(summary: TargetsSummary, folder: Path) -> None:
     """Write the summary of several targets, whose reports are in folders of their names."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / TARGETS_HTML, targets_page(summary))
-    _write(folder / TARGETS_JSON, summary.model_dump_json(indent=1))
+    write_file(folder / TARGETS_HTML, targets_page(summary))
+    write_file(folder / TARGETS_JSON, summary.model_dump_json(indent=1))
 
 
 def _svg_of(folder: Path, plot: Plot) -> str:
@@ -77,7 +77,7 @@ def _svg_of(folder: Path, plot: Plot) -> str:
         if text.startswith(mark):
             return text.removeprefix(mark)
     drawing = plot.draw()
-    _write(file, mark + drawing)
+    write_file(file, mark + drawing)
     return drawing
 
 
@@ -147,7 +147,8 @@ def schema() -> str:
     return json.dumps(Report.model_json_schema(mode="serialization"), indent=1) + "\n"
 
 
-def _write(file: Path, text: str) -> None:
+def write_file(file: Path, text: str) -> None:
+    """Write a file in one step."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:

@@ -9,8 +9,9 @@ content security policy of the page forbids loading, and every script but this o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Protocol
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -19,8 +20,20 @@ from pipeline.report.figures import Plot, plots
 from pipeline.report.graph.view import graph_json, graph_script, graph_style, script_source
 from pipeline.report.performance_summary import TARGET_HEADINGS, target_cells
 from pipeline.report.sections import headline, sections
+from pipeline.report.tables import Section
 from pipeline.results.report import Report
 from pipeline.results.targets import TargetsSummary
+
+
+class Headed(Protocol):
+    """What the head of a page says."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def verdict(self) -> str: ...
+    @property
+    def headline(self) -> str: ...
 
 
 @cache
@@ -61,3 +74,8 @@ def targets_page(summary: TargetsSummary) -> str:
     rows = [(target, target_cells(target)) for target in summary.targets]
     template = _environment().get_template("targets.html")
     return template.render(summary=summary, headings=TARGET_HEADINGS, rows=rows)
+
+
+def language_page(report: Headed, parts: Sequence[Section]) -> str:
+    """Render the report of a language model, from its sections."""
+    return _environment().get_template("language.html").render(report=report, sections=parts)

@@ -15,9 +15,9 @@ SPECIAL = "\\|*`[]~"  # characters that are markup
 def markdown(report: Report) -> str:
     """Render the whole report."""
     lines = [
-        f"# {_escape(report.name or 'Report')}: {report.verdict}",
+        f"# {escape(report.name or 'Report')}: {report.verdict}",
         "",
-        f"**{_escape(headline(report))}**",
+        f"**{escape(headline(report))}**",
         "",
     ]
     if report.reasons:
@@ -25,16 +25,17 @@ def markdown(report: Report) -> str:
     if report.next_steps:
         lines += ["Next:", "", *_list_lines(report.next_steps)]
     if report.nearest_miss:
-        lines += [f"Nearest miss: {_escape(report.title_of(report.nearest_miss))}", ""]
+        lines += [f"Nearest miss: {escape(report.title_of(report.nearest_miss))}", ""]
     for section in sections(report):
-        lines += _section_lines(section)
+        lines += section_lines(section)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section_lines(section: Section) -> list[str]:
+def section_lines(section: Section) -> list[str]:
+    """Render one section with its heading."""
     lines = [f"## {section.title}", ""]
     for paragraph in section.paragraphs:
-        lines += [_escape(paragraph), ""]
+        lines += [escape(paragraph), ""]
     if section.items:
         lines += _list_lines(section.items)
     if section.code:
@@ -51,11 +52,11 @@ def _titled_lines(table: Table) -> list[str]:
     if not lines or not table.title:
         return lines
     part = f" (the first {count} of {len(table.rows)})" if count < len(table.rows) else ""
-    return [f"{_escape(table.title)}{part}:", "", *lines]
+    return [f"{escape(table.title)}{part}:", "", *lines]
 
 
 def _list_lines(items: tuple[str, ...]) -> list[str]:
-    return [*(f"- {_escape(item)}" for item in items), ""]
+    return [*(f"- {escape(item)}" for item in items), ""]
 
 
 def table_lines(table: Table) -> list[str]:
@@ -63,18 +64,18 @@ def table_lines(table: Table) -> list[str]:
     if not table.rows:
         return []
     lines = [
-        [_escape(column.title) for column in table.columns],
+        [escape(column.title) for column in table.columns],
         ["---:" if column.align == "right" else "---" for column in table.columns],
     ]
     for index, row in enumerate(table.rows):
-        cells = [_escape(cell) for cell in row]
+        cells = [escape(cell) for cell in row]
         if index == table.emphasised:
             cells = [f"**{cell}**" if cell else "" for cell in cells]
         lines.append(cells)
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Escape plain text, so that nothing in it is markup."""
     escaped = html.escape(" ".join(text.split()), quote=False)
     return "".join(f"\\{char}" if char in SPECIAL else char for char in escaped)

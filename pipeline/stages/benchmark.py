@@ -20,6 +20,7 @@ from pipeline.benchmark.interleaved import (
     Block,
     Contestant,
     Peer,
+    R,
     RaceEntry,
     Workload,
     contend,
@@ -78,7 +79,7 @@ More runs of a very fast engine waste time unless far percentiles are needed.
 
 
 def benchmark(
-    entries: Sequence[RaceEntry],
+    entries: Sequence[RaceEntry[Engine]],
     model: OnnxModel,
     options: BenchmarkConfig,
     enough_runs: int | None = ENOUGH_RUNS,
@@ -163,7 +164,7 @@ def with_threads(engine: Engine, threads: int) -> Engine:
 
 
 def benchmark_load(
-    entries: Sequence[RaceEntry],
+    entries: Sequence[RaceEntry[Engine]],
     inputs: tuple[TensorSpec, ...],
     options: BenchmarkConfig,
     limit_s: float | None,
@@ -242,7 +243,7 @@ def load_workloads(
 
 def curves(
     searched: Sequence[Searched],
-    contestants: Sequence[Contestant],
+    contestants: Sequence[Contestant[Engine]],
     limit_s: float | None,
     host: BusyHost,
 ) -> tuple[LoadCurve | BenchmarkFailure, ...]:
@@ -271,11 +272,11 @@ def curves(
         )
         if contestant is not None:
             compared = None if contestant is baseline else baseline
-            ratio, ratio_missing = _ratio(contestant, compared, 0, host)
+            ratio, ratio_missing = ratio_to(contestant, compared, 0, host)
             if no_baseline_is_within:
                 ratio_missing = "no baseline has a point within the limit"
             measured = {
-                "sample_time": _end_to_end(contestant, 0),
+                "sample_time": end_to_end_samples(contestant, 0),
                 "p99_s": tail_s(contestant.blocks[0]),
                 "ratio": ratio,
                 "ratio_missing": ratio_missing,
@@ -383,7 +384,7 @@ def rows_per_run(inputs: Sequence[TensorSpec], sizes: dict[str, int]) -> int:
 
 
 def results(
-    contestants: Sequence[Contestant], workloads: Sequence[Workload], host: BusyHost
+    contestants: Sequence[Contestant[Engine]], workloads: Sequence[Workload], host: BusyHost
 ) -> tuple[BenchmarkReport | BenchmarkFailure, ...]:
     """Return a report or a failure for each contestant, in order."""
     baseline = baseline_of(contestants)
@@ -407,7 +408,7 @@ def results(
     return tuple(reports)
 
 
-def baseline_of(contestants: Sequence[Contestant]) -> Contestant | None:
+def baseline_of(contestants: Sequence[Contestant[R]]) -> Contestant[R] | None:
     """Return the fastest baseline, to which all ratios refer."""
     baselines = [
         contestant
@@ -417,7 +418,7 @@ def baseline_of(contestants: Sequence[Contestant]) -> Contestant | None:
     return min(baselines, key=lambda baseline: baseline.runner().level_s, default=None)
 
 
-def stop_text(contestant: Contestant) -> str:
+def stop_text(contestant: Contestant[R]) -> str:
     """Return why a contestant was stopped early, or "" for one that ran to the end."""
     stop, count = contestant.stop, len(contestant.processes)
     if stop is None:
@@ -428,14 +429,16 @@ def stop_text(contestant: Contestant) -> str:
     return f"stopped after {processes}: {stop.times_slower:.2f} times as slow as {stop.best}"
 
 
-def _ratio(
-    contestant: Contestant, baseline: Contestant | None, index: int, host: BusyHost
+def ratio_to(
+    contestant: Contestant[R], baseline: Contestant[R] | None, index: int, host: BusyHost
 ) -> tuple[Interval | None, str]:
     """Return how many times as fast as the baseline a contestant is, or why that is unknown."""
     if baseline is None:
         return None, ""
     try:
-        return compare(_end_to_end(baseline, index), _end_to_end(contestant, index)), ""
+        return compare(
+            end_to_end_samples(baseline, index), end_to_end_samples(contestant, index)
+        ), ""
     except NotMeasurable as error:
         if error.obstacle is not Obstacle.OUT_OF_TIME:
             return None, host.too_busy(error.text)
@@ -444,8 +447,8 @@ def _ratio(
 
 
 def _row(
-    contestant: Contestant,
-    baseline: Contestant | None,
+    contestant: Contestant[Engine],
+    baseline: Contestant[Engine] | None,
     index: int,
     workload: Workload,
     host: BusyHost,
@@ -459,9 +462,9 @@ def _row(
         processes=contestant.processes,
         generations=contestant.generations,
     )
-    end_to_end = _end_to_end(contestant, index)
+    end_to_end = end_to_end_samples(contestant, index)
     median_s = end_to_end.median_s
-    ratio, ratio_missing = _ratio(contestant, baseline, index, host)
+    ratio, ratio_missing = ratio_to(contestant, baseline, index, host)
     enqueue = device([block.enqueue_s for block in blocks], clock="host") if on_gpu else None
     return LatencyRow(
         sizes=workload.sizes,
@@ -491,7 +494,8 @@ def _totals(blocks: Sequence[Block]) -> Totals:
     )
 
 
-def _end_to_end(contestant: Contestant, index: int) -> Samples:
+def end_to_end_samples(contestant: Contestant[R], index: int) -> Samples:
+    """Return the times of complete runs of a contestant at a workload."""
     blocks = contestant.blocks[index]
     rewarm = [time for block in blocks for time in block.rewarm_s]
     return samples_from_blocks(
@@ -503,7 +507,7 @@ def _end_to_end(contestant: Contestant, index: int) -> Samples:
     )
 
 
-def _notes(contestant: Contestant, rows: Sequence[LatencyRow]) -> tuple[Note, ...]:
+def _notes(contestant: Contestant[Engine], rows: Sequence[LatencyRow]) -> tuple[Note, ...]:
     notes = []
     if any(not row.end_to_end.stable for row in rows):
         text = (

@@ -43,7 +43,7 @@ from tests.builders.interleaved import (
 from tests.builders.nvml import Device, Nvml, install_nvml
 
 
-def entries(*engines: Engine) -> list[RaceEntry]:
+def entries(*engines: Engine) -> list[RaceEntry[Engine]]:
     """The first is the baseline."""
     return [
         RaceEntry(engine, Role.CANDIDATE if index else Role.BASELINE)

@@ -102,7 +102,7 @@ def engine(model: OnnxModel, tmp_path_factory: pytest.TempPathFactory) -> Engine
     return built
 
 
-def twins(engine: Engine) -> list[RaceEntry]:
+def twins(engine: Engine) -> list[RaceEntry[Engine]]:
     """The same engine twice: neither stops before the other."""
     return [RaceEntry(engine, Role.BASELINE), RaceEntry(engine, Role.COMPARED)]
 
