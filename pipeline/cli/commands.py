@@ -64,6 +64,8 @@ def compile_(
     measured side by side with the baseline. The output ends with a table of candidates, the
     verdict, the path of the HTML report and, as the last line, one JSON document.
 
+    A plan with `language_model` compiles a decoder language model, checked on your texts.
+
     A plan with `targets` is compiled for each one that this host has, in a folder of its name, and
     the output ends with a table of the targets. The exit code is that of the worst.
 
@@ -73,6 +75,10 @@ def compile_(
     """
     from pipeline.compiler.compile import compile_plan, publish_report
 
+    if (document := _language_document(plan)) is not None:
+        if profiles:
+            raise PlanError("--profile is not for language models", "set `context` in the plan")
+        _compile_language_model(plan, document, overrides, out, as_json)
     parsed = _plan(plan, overrides, profiles)
     folder = out or Path("crucible-out") / (parsed.name or "model")
     deliver.check_folder(folder)
@@ -91,6 +97,54 @@ def compile_(
     if report.ratio is None:
         summary["ratio_missing"] = report.ratio_missing
     summary |= {
+        "reasons": report.reasons,
+        "reports": {
+            "json": str(files.json_file),
+            "markdown": str(files.markdown_file),
+            "html": str(files.html_file),
+        },
+        "engine": str(files.folder / "engine") if report.has_engine else None,
+    }
+    print(json.dumps(summary))
+    raise typer.Exit(exit_code(report.verdict))
+
+
+def _language_document(plan: Path) -> dict[str, object] | None:
+    """Return the parsed plan of a language model; None for another one."""
+    from pipeline.llm.plan import is_language_plan
+
+    if plan.suffix not in (".yaml", ".yml") or not plan.is_file():
+        return None
+    document = config.read_document(plan)
+    return document if isinstance(document, dict) and is_language_plan(document) else None
+
+
+def _compile_language_model(
+    plan: Path, document: dict[str, object], overrides: list[str], out: Path | None, as_json: bool
+) -> NoReturn:
+    """Compile a language model, print its table, and end with the exit code of the verdict."""
+    from pipeline.llm.compile import compile_language_model
+    from pipeline.llm.plan import language_plan_from_document
+    from pipeline.llm.render import accuracy_table, failures, publish, speed_table
+
+    parsed = language_plan_from_document(document, plan.resolve().parent, plan.stem, overrides)
+    folder = out or Path("crucible-out") / (parsed.name or "model")
+    deliver.check_folder(folder)
+    with _runner(as_json, parsed.name) as runner:
+        report = compile_language_model(parsed, runner, command_line())
+        files = publish(report, folder)
+    if not as_json:
+        terminal.print_language_model(
+            terminal.console(),
+            report,
+            (accuracy_table(report), speed_table(report)),
+            failures(report),
+            files.html_file,
+        )
+    summary = {
+        "verdict": report.verdict,
+        "winner": report.winner,
+        "headline": report.headline,
         "reasons": report.reasons,
         "reports": {
             "json": str(files.json_file),

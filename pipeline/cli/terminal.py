@@ -15,6 +15,7 @@ from pipeline.benchmark.batch_sweep import Sweep, tail_name
 from pipeline.compiler.speed import level_s
 from pipeline.core import KeptNode, Refusal
 from pipeline.formatting import shape_text, state_label
+from pipeline.llm.results import LanguageReport
 from pipeline.report.accuracy_sections import ablation_outcome
 from pipeline.report.latency_sections import throughput_section
 from pipeline.report.performance_summary import (
@@ -93,6 +94,27 @@ def print_compiled(console: Console, report: Report, html_file: Path) -> None:
         console.print(ablation_table(report.ablation))
     for line in verdict_lines(report):
         console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"report: {html_file}", highlight=False, soft_wrap=True, markup=False)
+
+
+def print_language_model(
+    console: Console,
+    report: LanguageReport,
+    tables: Sequence[Table],
+    failures: Sequence[str],
+    html_file: Path,
+) -> None:
+    """Print the result of `crucible compile` of a language model."""
+    for table in tables:
+        console.print(rich_table(table))
+    for text in failures if report.verdict != "rejected" else ():  # else they are the reasons
+        console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
+    style = VERDICT_STYLE[report.verdict]
+    console.print(f"[{style}]{report.verdict.upper()}[/]  {escape(report.headline)}")
+    for text in report.reasons:
+        console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
+    for text in report.next_steps:
+        console.print(f"  next: {escape(text)}", highlight=False, soft_wrap=True)
     console.print(f"report: {html_file}", highlight=False, soft_wrap=True, markup=False)
 
 

@@ -546,7 +546,7 @@ def call_of_fastest(run: Benchmarks, baselines: Iterable[Engine]) -> str:
 
 def entries_of(
     baselines: Iterable[Engine], prepared: Prepared, decisive: str = ""
-) -> list[RaceEntry]:
+) -> list[RaceEntry[Engine]]:
     """Return every engine to measure, with its role.
 
     `decisive` is the label of the baseline that all ratios refer to; empty: the fastest one.

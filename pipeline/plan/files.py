@@ -74,6 +74,13 @@ def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
 
     PlanError names the faulty line or key.
     """
+    return plan_from_document(
+        read_document(path), base=path.resolve().parent, name=path.stem, overrides=overrides
+    )
+
+
+def read_document(path: Path) -> object:
+    """Read the YAML of a plan. PlanError if there is none, or a faulty line."""
     if not path.is_file():
         raise PlanError(
             f"no plan at '{path}'",
@@ -86,7 +93,7 @@ def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
             f" function which returns the model: `model: {{entrypoint: {path.stem}:build, ...}}`",
         )
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), PlanLoader)
+        return yaml.load(path.read_text(encoding="utf-8"), PlanLoader)
     except UnicodeDecodeError as error:
         advice = (
             "write a plan that names it: `model: {path: ...}` takes .onnx and .pt2; a state dict is"
@@ -97,9 +104,6 @@ def load_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
         raise PlanError(
             f"'{path}' is not valid YAML: {error}", "correct the line named above"
         ) from error
-    return plan_from_document(
-        document, base=path.resolve().parent, name=path.stem, overrides=overrides
-    )
 
 
 def plan_from_model(path: Path, overrides: Iterable[str] = ()) -> Plan:
@@ -120,8 +124,8 @@ def plan_from_document(
             "see configs/digits.yaml for an example",
         )
     for override in overrides:
-        _apply_override(document, override)
-    document.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("."))
+        apply_override(document, override, Plan)
+    document.setdefault("name", safe_name(name))
     try:
         plan = Plan.model_validate(document)
     except ValidationError as error:
@@ -151,7 +155,13 @@ def _written_profile(profile: Mapping[str, Any]) -> dict[str, Any]:
     return written
 
 
-def _apply_override(document: dict[str, Any], override: str) -> None:
+def safe_name(text: str) -> str:
+    """Return a plan's name from that of its file."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", text).lstrip(".")
+
+
+def apply_override(document: dict[str, Any], override: str, kind: type[BaseModel]) -> None:
+    """Set one key of a parsed plan of this kind. PlanError if it cannot be set."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise PlanError(
@@ -177,7 +187,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         _index(node, last, key)
         node[int(last)] = value
     else:
-        for names in old_names(_section_at(Plan, tuple(parents))).items():
+        for names in old_names(_section_at(kind, tuple(parents))).items():
             if last in names:  # the override replaces the value under either name
                 for name in names:
                     node.pop(name, None)

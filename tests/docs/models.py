@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
+from pipeline.llm.plan import LanguagePlan
 from pipeline.plan.files import models_in, old_names
 from pipeline.plan.schema import Plan
 from pipeline.results.report import Report
@@ -34,6 +35,8 @@ ABOUT_PLAN = """The plan is one YAML file: what to compile, on which data, withi
 plan's own folder. Unknown keys are errors. `--set a.b=value` overrides any key from the command
 line; list entries are numbered from 0. [plan.schema.json](plan.schema.json) is the JSON schema, for
 editors."""
+ABOUT_LANGUAGE_PLAN = """A plan whose key is `language_model` instead of `model`.
+[Compile a language model](../howto/language-models.md) explains it."""
 ABOUT_SETTINGS = f"""Each setting of `crucible serve` is an environment variable: `{PREFIX}` with
 the name in capitals. Its value is YAML, such as `{PREFIX}ALLOWED_HOSTS='[models.example.org]'`. An
 unknown variable is an error. `--host`, `--port`, `--home` and `--shared-memory` of `crucible serve`
@@ -71,6 +74,21 @@ def plan_page() -> str:
         " and 64 candidates. `architecture` names the model of `.safetensors` weights, and"
         " `classes` the size of its output.",
         table(("section", "keys"), _allowed(titles)),
+    )
+
+
+def language_plan_page() -> str:
+    """The keys of a plan of a language model."""
+    schema = LanguagePlan.model_json_schema()
+    titles = titles_in(schema, by_path=True)
+    links = linked(titles)
+    return page(
+        "Plan of a language model",
+        "`pipeline/llm/plan.py`",
+        ABOUT_LANGUAGE_PLAN,
+        "## All keys",
+        key_table(schema, schema, links),
+        *sections(schema, titles, links),
     )
 
 

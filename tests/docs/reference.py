@@ -17,6 +17,7 @@ def pages() -> dict[str, str]:
     return {
         "cli.md": command_line.cli_page(),
         "plan.md": models.plan_page(),
+        "language-plan.md": models.language_plan_page(),
         "plan.schema.json": json.dumps(Plan.model_json_schema(), indent=1) + "\n",
         "report.md": models.report_page(),
         "report.schema.json": files.schema(),

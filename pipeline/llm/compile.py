@@ -1,0 +1,309 @@
+"""Compile a language model: export, build, score, race, prove, decide."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pipeline.core import Target
+from pipeline.errors import BackendUnavailable, ChildDied, ChildStopped, UserError
+from pipeline.execution.stage_runner import Runner, Stage, StageCall
+from pipeline.host.environment import environment
+from pipeline.llm.engine import MODEL_FILE, ExportedModel, LanguageEngine
+from pipeline.llm.export import export
+from pipeline.llm.gate import Judged, judge, percent_text
+from pipeline.llm.plan import LanguageCandidate, LanguagePlan
+from pipeline.llm.race import AnswerTimes, Race, measure, prompts_from
+from pipeline.llm.reference import Reference, refer
+from pipeline.llm.results import LanguageReport, LanguageResult
+from pipeline.llm.scoring import Scores, score
+from pipeline.llm.served import Room
+from pipeline.llm.source import INSTALL, Description, Source, describe, find_source
+from pipeline.llm.texts import Documents, read_texts
+from pipeline.llm.weights import build, target
+from pipeline.measurement.comparison import processes_from_samples
+from pipeline.results.report import Verdict
+
+PACKAGES = ("torch", "transformers", "gguf", "nncf", "openvino_genai", "openvino_tokenizers")
+TOOLS = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "gguf",
+    "openvino",
+    "openvino-genai",
+    "openvino-tokenizers",
+    "nncf",
+)
+DESCRIBE = Stage("describe", 1, ("gguf",), writes_files=False)
+EXPORT = Stage("export language model", 1, TOOLS)
+REFER = Stage("reference", 1, ("torch", "transformers", "tokenizers", "gguf"))
+BUILD = Stage("weights", 1, TOOLS)
+SCORE = Stage("score", 1, ("openvino", "openvino-genai"), writes_files=False)
+RACE = Stage("race", 1, writes_files=False, needs_quiet_device=True)
+
+GROUPS = (32, 64)  # of int4 weights, where they divide a row
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """One compile: what its steps share."""
+
+    plan: LanguagePlan
+    runner: Runner
+    source: Source
+    about: Description
+    exported: ExportedModel
+    calibration: Documents | None
+    target: Target
+    room: Room
+
+    def refer(self, documents: Documents) -> Reference:
+        texts = self.plan.texts
+        work = partial(refer, self.source, documents, texts.max_tokens, texts.cached_tokens)
+        call = StageCall(
+            REFER, Reference, work, subject=documents.name, depends_on=(documents.name,)
+        )
+        return self.runner.stage(call)
+
+    def build(self, recipe: LanguageCandidate) -> LanguageEngine:
+        data = self.calibration if recipe.awq or recipe.scale_estimation else None
+        work = partial(build, self.exported, recipe, self.source, data)
+        call = StageCall(BUILD, LanguageEngine, work, subject=recipe.label, target=self.target)
+        return self.runner.stage(call)
+
+    def score(self, engine: LanguageEngine, reference: Reference) -> Scores:
+        work = partial(score, engine, reference, self.plan.texts.cached_tokens, self.room)
+        subject = f"{engine.label}, {reference.name}"
+        return self.runner.stage(
+            StageCall(SCORE, Scores, work, subject=subject, target=self.target)
+        )
+
+    def race(self, engines: Sequence[LanguageEngine], reference: Reference) -> Race:
+        arguments = (engines, self.source, reference, self.plan.benchmark, self.room)
+        result: Race = self.runner.anew(RACE, "", measure, *arguments)
+        return result
+
+
+def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> LanguageReport:
+    """Build, score and time the candidates of a plan, and decide.
+
+    PlanError, ModelError, DataError and HostError for what makes all of it impossible. A candidate
+    that fails is in the report with its reason.
+    """
+    check_packages()
+    source = find_source(plan.language_model.path)
+    calibration, selection, validation = read_texts(plan.texts)
+    here = target()
+    about = runner.stage(StageCall(DESCRIBE, Description, partial(describe, source, plan.context)))
+    exported = runner.stage(
+        StageCall(EXPORT, ExportedModel, partial(export, source, about), target=here)
+    )
+    room = Room(
+        context=plan.context,
+        cache_values_per_token=about.cache_values_per_token,
+        threads=plan.benchmark.threads,
+    )
+    run = Compile(plan, runner, source, about, exported, calibration, here, room)
+    reference = run.refer(selection)
+    prompts_from(reference, plan.benchmark.prompt_tokens)
+    results, engines = list[LanguageResult](), dict[str, LanguageEngine]()
+    for recipe in plan.candidates or default_candidates(about, source, plan):
+        result, engine = _prepared(run, recipe, reference)
+        results.append(result)
+        if engine is not None:
+            engines[result.label] = engine
+    passing = [each for each in results if each.judged and each.judged.passed]
+    baseline, rows, load = None, tuple[AnswerTimes, ...](), 0.0
+    if passing:
+        entrants = [_in_transformers(source, exported, here)]
+        timed = run.race([*entrants, *(engines[each.label] for each in passing)], reference)
+        baseline, *others = timed.rows
+        rows, load = tuple(others), timed.load_1min
+    times = {row.label: row for row in rows}
+    results = [each.model_copy(update={"times": times.get(each.label)}) for each in results]
+    fastest = fastest_of(rows)
+    judged = None
+    if fastest is not None:
+        proof = run.score(engines[fastest.label], run.refer(validation))
+        judged = judge(proof, plan.accuracy)
+    decided = decide(baseline, fastest, judged, results)
+    return LanguageReport(
+        name=plan.name,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        command=command,
+        plan=plan,
+        model=about,
+        environment=environment(),
+        reference_perplexity=reference.perplexity,
+        verdict=decided.verdict,
+        headline=decided.headline,
+        winner=decided.winner,
+        reasons=decided.reasons,
+        next_steps=decided.next_steps,
+        notes=_notes(about),
+        candidates=tuple(results),
+        baseline=baseline,
+        load_1min=load,
+        validation=judged,
+        delivered=engines.get(decided.winner),
+        steps=tuple(runner.steps),
+    )
+
+
+def check_packages() -> None:
+    """BackendUnavailable if a package is missing that every language model needs."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BackendUnavailable(
+            f"a language model needs packages that are not installed: {', '.join(missing)}", INSTALL
+        )
+
+
+def default_candidates(
+    about: Description, source: Source, plan: LanguagePlan
+) -> tuple[LanguageCandidate, ...]:
+    """Return what is tried unless the plan says so."""
+    found = [
+        LanguageCandidate(weights="fp16", kv_cache="f16"),
+        LanguageCandidate(weights="int8", kv_cache="f16"),
+        LanguageCandidate(weights="int8"),
+    ]
+    groups = [size for size in GROUPS if about.hidden % size == 0]
+    found += [LanguageCandidate(weights="int4_asym", group_size=size) for size in groups]
+    if source.kind == "gguf" and about.is_quantised:
+        found.append(LanguageCandidate(weights="stored"))
+    if plan.effort == "high":
+        found += [
+            LanguageCandidate(weights="int4_asym", group_size=size, awq=True, scale_estimation=True)
+            for size in groups
+        ]
+    return tuple(found)
+
+
+def _prepared(
+    run: Compile, recipe: LanguageCandidate, reference: Reference
+) -> tuple[LanguageResult, LanguageEngine | None]:
+    try:
+        engine = run.build(recipe)
+        scores = run.score(engine, reference)
+    except (UserError, ChildDied) as error:
+        if isinstance(error, ChildStopped):
+            raise
+        return LanguageResult(label=recipe.label, failure=error.message), None
+    result = LanguageResult(
+        label=recipe.label,
+        weight_bytes=engine.weight_bytes,
+        facts=scores.facts,
+        judged=judge(scores, run.plan.accuracy),
+    )
+    return result, engine
+
+
+def _in_transformers(source: Source, exported: ExportedModel, here: Target) -> LanguageEngine:
+    """Return the baseline: its folder is only that of the export."""
+    return LanguageEngine(
+        root=exported.root,
+        file=MODEL_FILE,
+        library="transformers",
+        recipe=None,
+        target=here,
+        weight_bytes=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The verdict and what explains it."""
+
+    verdict: Verdict
+    headline: str
+    winner: str = ""
+    reasons: tuple[str, ...] = ()
+    next_steps: tuple[str, ...] = ()
+
+
+def decide(
+    baseline: AnswerTimes | None,
+    fastest: AnswerTimes | None,
+    judged: Judged | None,
+    results: Sequence[LanguageResult],
+) -> Decision:
+    """Decide by the winner's ratio and by its scores on the validation set."""
+    if baseline is None or fastest is None or judged is None:
+        return _without_winner(results)
+    if not judged.passed:
+        return Decision(
+            "rejected",
+            f"{fastest.label} was within the limits on the selection set, and is not on the"
+            " validation set.",
+            reasons=judged.failures,
+            next_steps=("give a larger selection set, or raise the limits",),
+        )
+    costs = f"its perplexity changes by {percent_text(judged.worst_increase)}"
+    if fastest.ratio is None:
+        return Decision(
+            "unproven",
+            f"{fastest.label} is right, and {costs}. How fast it is could not be measured.",
+            fastest.label,
+            reasons=(fastest.ratio_missing or f"the baseline failed: {baseline.failure}",),
+            next_steps=("compile again when this host is quiet: only the race runs again",)
+            if fastest.ratio_missing
+            else (),
+        )
+    ratio = fastest.ratio
+    speed = f"{ratio.value:.2f} times as fast (95 %: {ratio.low:.2f} to {ratio.high:.2f})"
+    if ratio.low > 1:
+        headline = f"{fastest.label} answers {speed} as {baseline.label}, and {costs}."
+        return Decision("accepted", headline, fastest.label)
+    verdict: Verdict = "keep" if ratio.high < 1 else "unproven"
+    return Decision(
+        verdict,
+        f"Nothing is measurably faster than {baseline.label}: {fastest.label} is {speed}.",
+        fastest.label if verdict == "unproven" else "",
+        next_steps=("raise benchmark.budget_s",) if verdict == "unproven" else (),
+    )
+
+
+def fastest_of(rows: Sequence[AnswerTimes]) -> AnswerTimes | None:
+    """Return the engine whose undisturbed processes were fastest; None if none was timed."""
+    timed = [(row, row.answer) for row in rows if row.answer is not None]
+    levels = [(processes_from_samples(answer).level_s, row.label) for row, answer in timed]
+    label = min(levels)[1] if levels else ""
+    return next((row for row, _ in timed if row.label == label), None)
+
+
+def _without_winner(results: Sequence[LanguageResult]) -> Decision:
+    """Say why there is no engine: none was built, none is right, or none could be timed."""
+    reasons = tuple(f"{each.label}: {_why(each)}" for each in results)
+    if all(each.judged is None for each in results):
+        return Decision("rejected", "No candidate could be built.", reasons=reasons)
+    if any(each.judged and each.judged.passed for each in results):
+        headline = "Candidates are within the limits of the accuracy, and none could be timed."
+        return Decision("rejected", headline, reasons=reasons)
+    return Decision(
+        "rejected",
+        "No candidate is within the limits of the accuracy.",
+        reasons=reasons,
+        next_steps=("raise the limits of `accuracy`, or try `effort: high`",),
+    )
+
+
+def _why(result: LanguageResult) -> str:
+    if result.failure:
+        return result.failure
+    if result.judged and result.judged.failures:
+        return result.judged.failures[0]
+    return result.times.failure if result.times and result.times.failure else "not timed"
+
+
+def _notes(about: Description) -> tuple[str, ...]:
+    if not about.is_quantised:
+        return ()
+    return (
+        f"The weights came with {about.stored_bits} bits ({about.stored_as}). What int4 costs here"
+        " says little about int4 of the model as it was trained.",
+    )

@@ -1,0 +1,258 @@
+"""The plan of a language model: `language_model` is its key instead of `model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from pipeline.core import Frozen
+from pipeline.errors import PlanError
+from pipeline.plan.files import apply_override, explain, safe_name
+
+KEY = "language_model"
+
+Effort = Literal["normal", "high"]
+WeightFormat = Literal["fp16", "int8", "int4_sym", "int4_asym", "stored"]
+CacheFormat = Literal["f32", "f16", "bf16", "u8"]
+Arithmetic = Literal["auto", "f32", "bf16", "f16"]
+
+PACKAGE = "package:"
+
+GREEDY_PROMPT_TOKENS, GREEDY_TOKENS = 64, 50
+"""Lengths of the answers that are compared with those of the model in fp32."""
+
+
+def checked_path(text: str) -> str:
+    """Return the path of a model. ValueError if `package:` is not followed by NAME/FILE."""
+    name, _, file = text.removeprefix(PACKAGE).partition("/")
+    if text.startswith(PACKAGE) and not (name and file):
+        raise ValueError("expected package:NAME/FILE, a file inside an installed package")
+    return text
+
+
+class LanguageModelConfig(Frozen):
+    """The trained model."""
+
+    path: Annotated[str, AfterValidator(checked_path)] = Field(
+        description=(
+            "A GGUF file, or a folder in the form of Hugging Face (config.json, tokenizer,"
+            " safetensors). `package:NAME/FILE` is a file inside an installed Python package."
+        )
+    )
+
+
+class Texts(Frozen):
+    """The user's texts. Each set is a .jsonl file with `{"text": ...}` a line, or a folder of .txt
+    files.
+    """
+
+    calibration: Path | None = Field(
+        default=None,
+        description="Chooses scales, for candidates with `awq` or `scale_estimation`.",
+    )
+    selection: Path = Field(description="Every candidate is scored on it.")
+    validation: Path = Field(description="Read once, at the end, for the winner.")
+    max_tokens: int = Field(
+        default=512, ge=16, description="Longer texts are cut after this number of tokens."
+    )
+    cached_tokens: int = Field(
+        default=64,
+        ge=1,
+        description=(
+            "The last tokens of each text are scored one by one, too, as they are generated:"
+            " through the KV cache in its format."
+        ),
+    )
+
+
+class LanguageAccuracy(Frozen):
+    """The limits. The worse end of each 95 % interval decides."""
+
+    max_perplexity_increase: float = Field(
+        default=0.02, ge=0, description="Against the model in fp32: 0.02 is 2 %."
+    )
+    max_kl: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Mean Kullback-Leibler divergence from the model in fp32, in nats per token.",
+    )
+    min_agreement: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Share of tokens whose likeliest successor is that of the model in fp32.",
+    )
+    max_path_difference: float = Field(
+        default=0.1,
+        gt=0,
+        description=(
+            "Mean difference of log-probabilities between the pipeline that serves and the one that"
+            " is scored, in nats. Above it, a candidate is not what its scores say."
+        ),
+    )
+
+
+class LanguageCandidate(Frozen):
+    """One form of the model on OpenVINO GenAI."""
+
+    weights: WeightFormat = Field(
+        description=(
+            "`fp16`; `int8`; `int4_sym` and `int4_asym`: without and with a zero point;"
+            " `stored`: the file as GenAI itself reads it."
+        )
+    )
+    group_size: int = Field(
+        default=0,
+        ge=0,
+        description="int4: weights that share a scale. 0: all of one output channel.",
+    )
+    kv_cache: CacheFormat = Field(default="u8", description="Format of keys and values.")
+    arithmetic: Arithmetic = Field(
+        default="auto",
+        description="Precision of the products. `auto`: what OpenVINO chooses for this CPU.",
+    )
+    awq: bool = Field(default=False, description="int4: scale salient channels by activations.")
+    scale_estimation: bool = Field(
+        default=False, description="int4: choose scales by the error of the layer's output."
+    )
+
+    @model_validator(mode="after")
+    def _only_int4_has_groups(self) -> LanguageCandidate:
+        if not self.weights.startswith("int4") and (
+            self.group_size or self.awq or self.scale_estimation
+        ):
+            raise ValueError("group_size, awq and scale_estimation are for int4 weights")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The unique short name for tables: `int4_asym g64 kv-u8`."""
+        parts: list[str] = [self.weights]
+        if self.weights.startswith("int4"):
+            parts.append(f"g{self.group_size}" if self.group_size else "per channel")
+        parts += ["awq"] * self.awq + ["scales"] * self.scale_estimation
+        parts.append(f"kv-{self.kv_cache}")
+        if self.arithmetic != "auto":
+            parts.append(self.arithmetic)
+        return " ".join(parts)
+
+
+class LanguageBenchmark(Frozen):
+    """The request that is timed, and how long."""
+
+    prompt_tokens: int = Field(default=128, ge=1, description="Length of the prompts.")
+    output_tokens: int = Field(default=32, ge=2, description="Length of the answers.")
+    budget_s: float = Field(
+        default=180.0,
+        gt=0,
+        description=(
+            "Time of the whole benchmark, s. It ends earlier once the verdict rests on narrow"
+            " intervals, and may take twice as long for the four processes that a ratio needs."
+        ),
+    )
+    threads: int = Field(
+        default=0, ge=0, description="Threads per engine. 0: all cores that this process may use."
+    )
+
+
+class LanguagePlan(Frozen):
+    """All settings of `crucible compile` for a language model."""
+
+    name: str = Field(
+        default="",
+        pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$",
+        description="Names the report and its folder. Default: the plan's file name.",
+    )
+    language_model: LanguageModelConfig = Field(description="The trained model.")
+    texts: Texts = Field(description="Your texts, on which the answers must stay right.")
+    accuracy: LanguageAccuracy = Field(
+        default=LanguageAccuracy(), description="The limits of the gate."
+    )
+    candidates: tuple[LanguageCandidate, ...] = Field(
+        default=(), description="What to build and compare. Default: by model and `effort`."
+    )
+    effort: Effort = Field(
+        default="normal",
+        description="`high`: int4 by AWQ and scale estimation, too. It takes minutes more.",
+    )
+    benchmark: LanguageBenchmark = Field(
+        default=LanguageBenchmark(), description="The request that decides about speed."
+    )
+    context: int = Field(
+        default=2048, ge=16, description="Longest prompt and answer together, in tokens."
+    )
+
+
+def is_language_plan(document: object) -> bool:
+    """Return True if a parsed plan is one of a language model."""
+    return isinstance(document, Mapping) and KEY in document
+
+
+def language_plan_from_document(
+    document: Mapping[str, object], base: Path, name: str = "", overrides: Iterable[str] = ()
+) -> LanguagePlan:
+    """Check a parsed plan; relative paths are taken from `base`. PlanError names the faulty key."""
+    written = dict(document)
+    for override in overrides:
+        apply_override(written, override, LanguagePlan)
+    written.setdefault("name", safe_name(name))
+    try:
+        plan = LanguagePlan.model_validate(written)
+    except ValidationError as error:
+        raise PlanError(
+            explain(error, LanguagePlan),
+            "correct the plan; docs/reference/language-plan.md lists every key",
+        ) from error
+    _check_lengths(plan)
+    return _with_absolute_paths(plan, base)
+
+
+def _check_lengths(plan: LanguagePlan) -> None:
+    benchmark = plan.benchmark
+    asked = benchmark.prompt_tokens + benchmark.output_tokens
+    longest = max(asked, plan.texts.max_tokens, GREEDY_PROMPT_TOKENS + GREEDY_TOKENS)
+    if longest > plan.context:
+        raise PlanError(
+            f"context: {plan.context} tokens, but texts and answers take up to {longest}",
+            "raise `context`, or lower `texts.max_tokens` or the lengths in `benchmark`",
+        )
+    if plan.texts.cached_tokens >= plan.texts.max_tokens:
+        raise PlanError(
+            f"texts.cached_tokens: expected below max_tokens, {plan.texts.max_tokens}, got"
+            f" {plan.texts.cached_tokens}",
+            "lower it",
+        )
+    labels = [candidate.label for candidate in plan.candidates]
+    if twice := next((label for label in labels if labels.count(label) > 1), ""):
+        raise PlanError(f"candidates: '{twice}' is listed twice", "remove one")
+    asks = any(candidate.awq or candidate.scale_estimation for candidate in plan.candidates)
+    asks = asks or (not plan.candidates and plan.effort == "high")
+    if asks and plan.texts.calibration is None:
+        raise PlanError(
+            "expected texts.calibration, because a candidate has awq or scale_estimation",
+            "name a file of texts, or set `effort: normal`",
+        )
+
+
+def _with_absolute_paths(plan: LanguagePlan, base: Path) -> LanguagePlan:
+    path = plan.language_model.path
+    if not path.startswith(PACKAGE):
+        path = str((base / Path(path).expanduser()).resolve())
+    sets = {
+        role: None if value is None else (base / value.expanduser()).resolve()
+        for role, value in (
+            ("calibration", plan.texts.calibration),
+            ("selection", plan.texts.selection),
+            ("validation", plan.texts.validation),
+        )
+    }
+    return plan.model_copy(
+        update={
+            "language_model": LanguageModelConfig(path=path),
+            "texts": plan.texts.model_copy(update=sets),
+        }
+    )

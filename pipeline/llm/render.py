@@ -1,0 +1,191 @@
+"""The report of a language model for people: tables, Markdown, HTML and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.formatting import bytes_text
+from pipeline.llm.gate import percent_text
+from pipeline.llm.results import LanguageReport
+from pipeline.report.bundle import deliver_engine, withdraw_engine
+from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME, write_file
+from pipeline.report.html import language_page
+from pipeline.report.markdown import escape, section_lines
+from pipeline.report.tables import Section, Table, left, number_cell, right
+from pipeline.results.report import ReportFiles
+
+ENGINE_FOLDER = "engine"
+
+
+def accuracy_table(report: LanguageReport) -> Table:
+    """Return what each candidate costs in accuracy."""
+    columns = (
+        *left("candidate"),
+        *right("weights", "perplexity", "one by one", "KL, nats", "likeliest agree"),
+        *left("outcome"),
+    )
+    rows = list[tuple[str, ...]]()
+    for each in report.candidates:
+        judged = each.judged
+        if judged is None:
+            rows.append((each.label, *["-"] * 5, "failed"))
+            continue
+        cells = (
+            bytes_text(each.weight_bytes),
+            percent_text(judged.perplexity_increase),
+            percent_text(judged.cached_perplexity_increase),
+            f"{judged.divergence.value:.4f}",
+            f"{judged.agreement.value:.1%}",
+        )
+        outcome = "within the limits" if judged.passed else "beyond the limits"
+        rows.append((each.label, *cells, outcome))
+    return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
+
+
+def speed_table(report: LanguageReport) -> Table:
+    """Return how fast the engines answer that are within the limits, and the baseline."""
+    columns = (
+        *left("candidate"),
+        *right("first token, ms", "next token, ms", "p99", "answer, ms", "memory"),
+        *right("times as fast"),
+    )
+    rows = list[tuple[str, ...]]()
+    timed = [report.baseline, *(each.times for each in report.candidates)]
+    for times in timed:
+        if times is None or times.answer is None:
+            continue
+        ratio = times.ratio
+        cells = (
+            f"{1e3 * times.first_token_s:.0f}",
+            f"{1e3 * times.next_token_s:.1f}",
+            number_cell(times.next_token_p99_s and 1e3 * times.next_token_p99_s, ".1f"),
+            f"{1e3 * times.median_s:.0f}",
+            bytes_text(times.memory_bytes),
+            f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else "-",
+        )
+        rows.append((times.label, *cells))
+    return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
+
+
+def _winners_row(report: LanguageReport, rows: list[tuple[str, ...]]) -> int | None:
+    labels = [row[0] for row in rows]
+    return labels.index(report.winner) if report.winner in labels else None
+
+
+def failures(report: LanguageReport) -> tuple[str, ...]:
+    """Return why candidates are not in the race, or have no ratio."""
+    texts = []
+    for each in report.candidates:
+        judged, times = each.judged, each.times
+        reasons = [each.failure, *(judged.failures if judged else ())]
+        if times is not None and times.ratio is None:
+            reasons += [times.failure, times.stopped]
+        texts += [f"{each.label}: {reason}" for reason in reasons if reason]
+    return tuple(texts)
+
+
+def sections(report: LanguageReport) -> tuple[Section, ...]:
+    """Return the sections of the report."""
+    model, plan = report.model, report.plan
+    benchmark = plan.benchmark
+    scored = [each.judged for each in report.candidates if each.judged]
+    tokens = f" on {scored[0].tokens:,} tokens of the selection set" if scored else ""
+    accuracy = Section(
+        "accuracy",
+        "Accuracy",
+        paragraphs=(
+            f"Against the model in fp32{tokens} (perplexity {report.reference_perplexity:.2f}),"
+            " with 95 % intervals over texts.",
+        ),
+        tables=(accuracy_table(report),),
+        items=failures(report),
+    )
+    speed = Section(
+        "speed",
+        "Speed",
+        paragraphs=(
+            f"An answer is {benchmark.output_tokens} tokens after a prompt of"
+            f" {benchmark.prompt_tokens}. Medians, with 95 % intervals of the ratio.",
+        ),
+        tables=(speed_table(report),),
+    )
+    facts = [
+        (each.label, *(f"{name}={value}" for name, value in each.facts.items()))
+        for each in report.candidates
+        if each.facts
+    ]
+    arithmetic = Section(
+        "arithmetic",
+        "What really ran",
+        paragraphs=(
+            "Properties that OpenVINO reports for the graph that was scored, opened as the pipeline"
+            " that serves. They change answers.",
+        ),
+        items=tuple(f"{label}: {', '.join(values)}" for label, *values in facts),
+    )
+    about = Section(
+        "model",
+        "Model and host",
+        items=(
+            f"{model.architecture}, {model.parameters:,} parameters, {model.layers} layers,"
+            f" stored as {model.stored_as}",
+            f"context {plan.context:,} of {model.context:,} tokens; keys and values take"
+            f" {model.cache_values_per_token:,} numbers per token",
+            f"{report.environment.cpu}, {report.environment.cores} cores"
+            f" ({', '.join(report.environment.cpu_flags)}), load {report.load_1min:.1f}",
+            *report.notes,
+        ),
+    )
+    proof: tuple[Section, ...] = ()
+    if report.validation:
+        judged = report.validation
+        proof = (
+            Section(
+                "proof",
+                "Proof on the validation set",
+                items=(
+                    f"perplexity {percent_text(judged.perplexity_increase)}; read one by one"
+                    f" {percent_text(judged.cached_perplexity_increase)}, on {judged.tokens:,}"
+                    " tokens",
+                    f"{judged.greedy_equal:.0%} of greedy tokens before the first that differs"
+                    " from the model in fp32",
+                    "log-probabilities as served and as scored differ by"
+                    f" {judged.path_difference:.4f} nats in the mean",
+                ),
+            ),
+        )
+    again = Section("again", "Again", code=report.command)
+    return (accuracy, speed, *proof, arithmetic, about, again)
+
+
+def markdown(report: LanguageReport) -> str:
+    lines = [
+        f"# {escape(report.name or 'Report')}: {report.verdict}",
+        "",
+        f"**{escape(report.headline)}**",
+        "",
+    ]
+    lines += [f"- {escape(text)}" for text in (*report.reasons, *report.next_steps)]
+    for section in sections(report):
+        if not section.is_empty:
+            lines += ["", *section_lines(section)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def publish(report: LanguageReport, folder: Path) -> ReportFiles:
+    """Write the report, and the engine beside it. What an earlier compile left is replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if report.delivered is not None:
+        deliver_engine(report.delivered, folder / ENGINE_FOLDER)
+    else:
+        withdraw_engine(folder / ENGINE_FOLDER)
+    files = ReportFiles(
+        folder=folder,
+        json_file=folder / JSON_NAME,
+        markdown_file=folder / MARKDOWN_NAME,
+        html_file=folder / HTML_NAME,
+    )
+    write_file(files.html_file, language_page(report, sections(report)))
+    write_file(files.markdown_file, markdown(report))
+    write_file(files.json_file, report.model_dump_json(indent=1))
+    return files

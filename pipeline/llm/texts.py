@@ -1,0 +1,107 @@
+"""The user's texts: read from files, checked, and the same for all candidates."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import Field
+
+from pipeline.core import Frozen
+from pipeline.errors import DataError
+from pipeline.llm.plan import Texts
+
+MIN_DOCUMENTS = 4
+"""Fewer do not show how much texts differ."""
+
+MAX_BYTES = 1 << 28
+
+
+class Documents(Frozen):
+    """One set of texts."""
+
+    name: str
+    texts: tuple[str, ...] = Field(exclude=True)
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+def read_documents(path: Path, name: str) -> Documents:
+    """Read a .jsonl file with `{"text": ...}` a line, or a folder of .txt files, each a document.
+
+    DataError names the file and the line.
+    """
+    if path.is_dir():
+        texts = [_read(file) for file in sorted(path.glob("*.txt"))]
+    elif path.suffix == ".jsonl":
+        texts = list(_lines(path))
+    else:
+        raise DataError(
+            f"texts.{name}: expected a .jsonl file or a folder of .txt files, got '{path}'",
+            'write one {"text": "..."} a line',
+        )
+    if any(not text.strip() for text in texts):
+        raise DataError(f"texts.{name}: a text in '{path}' is empty", "remove it")
+    if len(set(texts)) < len(texts):
+        raise DataError(
+            f"texts.{name}: a text is in '{path}' twice", "remove one: intervals count on texts"
+        )
+    if len(texts) < MIN_DOCUMENTS:
+        raise DataError(
+            f"texts.{name}: {len(texts)} texts in '{path}', expected at least {MIN_DOCUMENTS}",
+            "add more: an interval needs texts that differ",
+        )
+    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    return Documents(name=name, texts=tuple(texts), digest=digest)
+
+
+def _read(file: Path) -> str:
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise DataError(
+                f"'{file}' has {file.stat().st_size} bytes, expected at most {MAX_BYTES}",
+                "give a part of it: some hundred texts are enough",
+            )
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DataError(f"no file at '{file}'", "correct the path in the plan") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"'{file}' is not UTF-8: {error}", "convert it to UTF-8") from error
+
+
+def _lines(file: Path) -> Iterator[str]:
+    for number, line in enumerate(_read(file).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(
+                f'\'{file}\', line {number}: expected {{"text": "..."}}, got {line[:60]!r}',
+                "correct this line",
+            )
+        yield text
+
+
+def read_texts(texts: Texts) -> tuple[Documents | None, Documents, Documents]:
+    """Return the calibration, selection and validation sets. DataError if a text is in two."""
+    calibration = None
+    if texts.calibration is not None:
+        calibration = read_documents(texts.calibration, "calibration")
+    selection = read_documents(texts.selection, "selection")
+    validation = read_documents(texts.validation, "validation")
+    seen: dict[str, str] = {}
+    for part in filter(None, (calibration, selection, validation)):
+        for text in part.texts:
+            if seen.setdefault(text, part.name) != part.name:
+                raise DataError(
+                    f"a text of texts.{part.name} is in texts.{seen[text]}, too: {text[:60]!r}",
+                    "remove it from one: a text that chose the winner cannot prove it",
+                )
+    return calibration, selection, validation

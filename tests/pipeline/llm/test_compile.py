@@ -1,0 +1,134 @@
+"""Small random models from the folder to the verdict, against transformers in fp32."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.export import export
+from pipeline.llm.gate import judge
+from pipeline.llm.hf import load_model
+from pipeline.llm.plan import LanguageAccuracy, LanguageCandidate
+from pipeline.llm.reference import refer
+from pipeline.llm.scoring import Graph, score
+from pipeline.llm.served import Room
+from pipeline.llm.source import describe, find_source
+from pipeline.llm.texts import read_documents
+from pipeline.llm.weights import build
+from pipeline.report.bundle import load_delivered
+from tests.builders.cli import crucible
+from tests.pipeline.llm.models import language_plan, texts, write_model, write_texts
+
+for package in ("openvino_genai", "openvino_tokenizers", "gguf", "accelerate", "nncf"):
+    pytest.importorskip(package, reason=f"language models: no {package}")
+
+EXACT = LanguageCandidate(weights="fp16", kv_cache="f32", arithmetic="f32")
+SCALED: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"rope_parameters": SCALED}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 32}),
+    ],
+    ids=["llama", "llama with scaled positions", "mistral", "qwen2", "qwen3"],
+)
+def test_the_engine_says_what_the_model_says(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    import torch
+
+    source = find_source(str(write_model(tmp_path / "model", kind, **options)))
+    about = describe(source, 256)
+    folders = [tmp_path / name for name in ("exported", "engine", "reference")]
+    for folder in folders:
+        folder.mkdir()
+    exported = export(source, about, folders[0])
+    engine = build(exported, EXACT, source, None, folders[1])
+    ids = np.random.default_rng(0).integers(3, 380, 160)
+    with torch.inference_mode():
+        logits = load_model(source)(torch.tensor(ids[None])).logits[0]
+    wanted = torch.log_softmax(logits.double(), -1).numpy()
+    assert Graph(engine).log_probs(ids, 20) == pytest.approx(wanted, abs=0.02)
+
+    documents = read_documents(write_texts(tmp_path / "t.jsonl", texts(4)), "selection")
+    reference = refer(source, documents, 96, 8, folders[2])
+    room = Room(context=256, cache_values_per_token=about.cache_values_per_token)
+    scores = score(engine, reference, 8, room)
+    judged = judge(scores, LanguageAccuracy(max_perplexity_increase=0.001, max_kl=1e-4))
+    assert judged.passed, judged.failures
+    assert scores.path_difference < 1e-3
+    assert scores.facts["KV_CACHE_PRECISION"] == "f32"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """A compile on the command line: its folder, exit code and output."""
+    folder = tmp_path_factory.mktemp("language")
+    model = write_model(folder / "model", scale=0.2)
+    candidates = [
+        {"weights": "int8", "kv_cache": "f32", "arithmetic": "f32"},
+        {"weights": "int4_sym", "kv_cache": "f32", "arithmetic": "f32"},
+        {"weights": "stored"},  # there is no GGUF file to be read
+    ]
+    benchmark = {"prompt_tokens": 16, "output_tokens": 4, "budget_s": 5}
+    accuracy = {"max_perplexity_increase": 1.0, "max_kl": 0.02}
+    plan = language_plan(
+        folder, model, candidates=candidates, benchmark=benchmark, accuracy=accuracy
+    )
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan))
+    home = {"CRUCIBLE_HOME": str(folder / "home")}
+    result = crucible("compile", folder / "plan.yaml", "--out", folder / "out", env=home)
+    return folder / "out", result.code, result.out + result.err
+
+
+def test_a_compile_ends_with_an_engine_and_a_report(compiled: tuple[Path, int, str]) -> None:
+    out, code, output = compiled
+    assert code == 0, output
+    report = json.loads((out / "report.json").read_text())
+    assert report["verdict"] in ("accepted", "unproven", "keep")
+    exact, rough, stored = report["candidates"]
+    assert exact["judged"]["failures"] == []
+    assert any("divergence of" in text for text in rough["judged"]["failures"])
+    assert rough["times"] is None, "what is beyond the limits is not timed"
+    assert "GGUF" in stored["failure"]
+    assert report["baseline"]["label"] == "transformers fp32"
+    page = (out / "report.html").read_text()
+    assert report["headline"] in (out / "report.md").read_text().replace("\\", "")
+    assert "int4_sym per channel" in page
+    if report["verdict"] != "keep":
+        engine = load_delivered(out / "engine", LanguageEngine)
+        assert engine.label == report["winner"] == exact["label"]
+
+
+def test_a_limit_that_nothing_keeps_rejects_all(
+    compiled: tuple[Path, int, str], tmp_path: Path
+) -> None:
+    folder = compiled[0].parent
+    result = crucible(
+        "compile",
+        folder / "plan.yaml",
+        "--set",
+        "accuracy.max_kl=1e-9",
+        "--out",
+        tmp_path / "out",
+        env={"CRUCIBLE_HOME": str(folder / "home")},
+    )
+    assert result.code == 2, result.err
+    assert json.loads(result.out.splitlines()[-1])["verdict"] == "rejected"
+    assert not (tmp_path / "out" / "engine").exists()
