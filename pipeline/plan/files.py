@@ -123,6 +123,11 @@ def plan_from_document(
             f"expected a plan of `key: value` lines, got {type(document).__name__}",
             "see configs/digits.yaml for an example",
         )
+    if "language_model" in document:
+        raise PlanError(
+            f"'{name}' is a plan of a language model",
+            "`crucible compile` takes it; other commands and the service do not yet",
+        )
     for override in overrides:
         apply_override(document, override, Plan)
     document.setdefault("name", safe_name(name))

@@ -18,7 +18,10 @@ from pipeline.data.samples import (
     check_disjoint,
     open_set,
 )
-from pipeline.plan.files import load_plan
+from pipeline.errors import PlanError
+from pipeline.llm.plan import language_plan_from_document
+from pipeline.llm.texts import read_texts
+from pipeline.plan.files import load_plan, read_document
 from pipeline.plan.source import source_from_config
 
 ROOT = Path(__file__).parents[3]
@@ -31,8 +34,22 @@ EXPECTED = {
 }
 
 
+LANGUAGE_MODELS = {"smollm2": (12, 12, 42)}
+
+
 def test_every_config_is_expected_here() -> None:
-    assert {path.stem for path in (ROOT / "configs").iterdir()} == set(EXPECTED)
+    assert {path.stem for path in (ROOT / "configs").iterdir()} == {*EXPECTED, *LANGUAGE_MODELS}
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_a_config_of_a_language_model_loads_and_its_texts_open(name: str) -> None:
+    file = ROOT / "configs" / f"{name}.yaml"
+    document = read_document(file)
+    assert isinstance(document, dict)
+    texts = read_texts(language_plan_from_document(document, file.parent, name).texts)
+    assert tuple(len(part) for part in texts if part) == LANGUAGE_MODELS[name]
+    with pytest.raises(PlanError, match="is a plan of a language model"):
+        load_plan(file)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
