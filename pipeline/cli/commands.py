@@ -41,7 +41,7 @@ from pipeline.host.environment import usable_cores
 from pipeline.plan import files as config
 from pipeline.plan.schema import Plan, TargetConfig
 from pipeline.report import bundle as deliver
-from pipeline.results.report import Report, Verdict
+from pipeline.results.report import Report, ReportFiles, Verdict
 
 MEASURING_TIME = ("benchmark.budget_s", "benchmark.duration_s")
 
@@ -96,17 +96,21 @@ def compile_(
     }
     if report.ratio is None:
         summary["ratio_missing"] = report.ratio_missing
-    summary |= {
-        "reasons": report.reasons,
+    summary |= {"reasons": report.reasons, **_written(files, report.has_engine)}
+    print(json.dumps(summary))
+    raise typer.Exit(exit_code(report.verdict))
+
+
+def _written(files: ReportFiles, has_engine: bool) -> dict[str, object]:
+    """Return where the results of a compile are, for its JSON document."""
+    return {
         "reports": {
             "json": str(files.json_file),
             "markdown": str(files.markdown_file),
             "html": str(files.html_file),
         },
-        "engine": str(files.folder / "engine") if report.has_engine else None,
+        "engine": str(files.folder / "engine") if has_engine else None,
     }
-    print(json.dumps(summary))
-    raise typer.Exit(exit_code(report.verdict))
 
 
 def _language_document(plan: Path) -> dict[str, object] | None:
@@ -146,12 +150,7 @@ def _compile_language_model(
         "winner": report.winner,
         "headline": report.headline,
         "reasons": report.reasons,
-        "reports": {
-            "json": str(files.json_file),
-            "markdown": str(files.markdown_file),
-            "html": str(files.html_file),
-        },
-        "engine": str(files.folder / "engine") if report.has_engine else None,
+        **_written(files, report.has_engine),
     }
     print(json.dumps(summary))
     raise typer.Exit(exit_code(report.verdict))
