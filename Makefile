@@ -35,6 +35,7 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	@mkdir -p build
 	@$(BIN)/python -m pytest --ignore tests/service > build/tests.log 2>&1 & first=$$!; \
+	trap "kill $$first" INT TERM; \
 	$(BIN)/python -m pytest tests/service; second=$$?; \
 	wait $$first; first=$$?; cat build/tests.log; exit $$((first || second))
 
