@@ -14,7 +14,8 @@ streams     Each stream is counted in the database when it opens. Those of a ser
 
 Without the database, or if it takes more than ANSWER_S, a server spends the pieces that it has, and
 then gives each key 1/n of its requests and streams: n servers were live when the server last asked.
-It asks again every RETRY_S. Uploads fail, as a job can be stored nowhere.
+It asks again every RETRY_S. Uploads wait for UPLOAD_ANSWER_S and then fail, as a job can be stored
+nowhere.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ PIECE_S = 0.1
 LIFE_S = 1.0
 MAX_PIECE_BYTES = 16 * 2**20
 ANSWER_S = 1.0
+UPLOAD_ANSWER_S = 15.0
 RETRY_S = 2.0
 COUNT_S = 5.0  # between two counts of the servers
 
@@ -126,7 +128,8 @@ class SharedLimits:
         held = self._held_bytes(key)
         limit = self._settings.max_upload_bytes_per_hour
         if count > held.count:
-            grant = await self._ask(partial(self._counts.take_bytes, key, limit, 0, 0))
+            take = partial(self._counts.take_bytes, key, limit, 0, 0)
+            grant = await self._ask(take, UPLOAD_ANSWER_S)
             if grant.used - held.count + count > limit:
                 raise self._too_many_bytes(grant, held, count)
 
@@ -137,7 +140,7 @@ class SharedLimits:
             if (least := count - held.count) > 0:
                 most = max(least, min(MAX_PIECE_BYTES, limit // 256))
                 take = partial(self._counts.take_bytes, key, limit, least, most)
-                grant = await self._ask(take)
+                grant = await self._ask(take, UPLOAD_ANSWER_S)
                 if not grant.count:
                     raise self._too_many_bytes(grant, held, count)
                 held.count, held.ends_s = held.count + grant.count, begin_s + grant.left_s
@@ -213,9 +216,9 @@ class SharedLimits:
             except HostError:
                 await asyncio.sleep(RETRY_S)
 
-    async def _ask(self, call: Callable[[], T]) -> T:
+    async def _ask(self, call: Callable[[], T], answer_s: float = ANSWER_S) -> T:
         """Ask the database, and count the servers from time to time. StoreError if it does not
-        answer.
+        answer in time.
         """
         loop = asyncio.get_running_loop()
 
@@ -225,14 +228,14 @@ class SharedLimits:
             return call()
 
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(answer_s):
                 answer = await loop.run_in_executor(self._thread, ask)
         except (HostError, TimeoutError) as error:
             if self._retry_s is None:
                 log.error("limits.apart", error=str(error), servers=self._servers)
             self._retry_s = self._clock() + RETRY_S
             if isinstance(error, TimeoutError):
-                message = f"the database of the limits did not answer within {ANSWER_S:g} s"
+                message = f"the database of the limits did not answer within {answer_s:g} s"
                 raise StoreError(message, "check that it runs, and its load") from error
             raise
         if self._retry_s is not None:

@@ -29,6 +29,7 @@ from service.storage.keys import Keys
 from tests.service.builders.app import MODEL
 from tests.service.builders.jobs import WITHIN_S
 from tests.service.integration.test_server import serving, until
+from tests.service.routing.test_haproxy import free_pair
 
 STREAM = (
     ': heartbeat\n\nid: 1\nevent: queued\ndata: {"at": "x"}\n\nid: 7\nevent: stage\ndata: {"text":'
@@ -190,12 +191,13 @@ def test_a_job_from_its_submission_to_its_report(tmp_path: Path) -> None:
 
 def test_events_go_on_over_a_killed_server_and_an_orderly_end(tmp_path: Path) -> None:
     history: list[Event] = []
+    port = free_pair()
 
     def follow(events: Iterator[Event]) -> None:
         history.extend(events)
 
     with contextlib.ExitStack() as stack:
-        with serving(tmp_path) as server:
+        with serving(tmp_path, port=port) as server:
             client = stack.enter_context(Client(server.url))
             job = client.submit(upload(tmp_path, "succeed-4"))
             events = client.events(job.id)
@@ -203,7 +205,6 @@ def test_events_go_on_over_a_killed_server_and_an_orderly_end(tmp_path: Path) ->
             follower = threading.Thread(target=follow, args=(events,), daemon=True)
             follower.start()
             server.process.kill()
-        port = server.address[1]
         with serving(tmp_path, port=port) as second:
             until(lambda: history[-1].kind == "stage" and len(history) > 3)
             assert second.end() == 0

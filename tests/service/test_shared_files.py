@@ -310,7 +310,7 @@ def test_a_job_whose_files_cannot_be_stored_in_its_time_says_so(
         assert ended["failure"]["code"] == "host.store"
         assert "the store of the service's files cannot be used" in ended["failure"]["message"]
 
-    at_two_desks(tmp_path, postgresql, story, job_timeout_s=6)
+    at_two_desks(tmp_path, postgresql, story, job_timeout_s=10)
 
 
 def test_only_the_newest_versions_are_kept_with_their_rows(tmp_path: Path, postgresql: str) -> None:

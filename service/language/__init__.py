@@ -1,0 +1,1 @@
+"""Language models, as the routes under /v1 and the deployments share them."""
