@@ -1,6 +1,7 @@
 """Measured peaks of this host's CPU: its fastest matrix product per precision and fastest copy.
 
-They are measured once and stored under CRUCIBLE_HOME. No data sheet gives the clock that a
+They are measured once, by the first compile on a quiet host or by `crucible doctor --measure`, and
+stored under CRUCIBLE_HOME. No data sheet gives the clock that a
 (virtual) CPU keeps with all cores busy. So the peak is measured with the libraries that engines run
 on: the best run of the best library at the best size. It is valid for one CPU, its flags and a
 number of threads.
@@ -13,9 +14,9 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,10 +28,13 @@ from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.benchmark.roofline import with_bounds
 from pipeline.core import BuildOptions, Engine, Frozen, Precision, Progress, Recipe, Target, silent
-from pipeline.errors import BackendUnavailable, UnsupportedError
+from pipeline.errors import BackendUnavailable, ChildDied, ChildStopped, UnsupportedError
+from pipeline.execution.stage_runner import Runner, Stage
+from pipeline.host.contention import cpu_clock
 from pipeline.host.environment import cpu_flags, cpu_name, usable_cores
 from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware
-from pipeline.measurement.clock import measure_block
+from pipeline.measurement.clock import measure_block, monotonic
+from pipeline.measurement.comparison import MAX_WAITING
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import home
 from pipeline.results.layer_table import LayerTable
@@ -39,8 +43,13 @@ from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmark
 
 LIBRARIES = ("onnxruntime", "openvino")
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
-SIZES = (512, 1024, 2048)  # of square products; which one is best depends on the caches
+SIZES = (1024, 2048, 512)  # of square products; which one is best depends on the caches
 SECONDS = 0.5  # per product
+UNASKED = Stage("peaks", 1, writes_files=False, needs_quiet_device=True)
+UNASKED_S = 3.0  # at most, and after one product of each precision
+UNASKED_SECONDS = 0.1  # per product
+UNASKED_SHARE = 0.05  # of `benchmark.budget_s`
+LEAST_S = 1.0  # less does not suffice for one product of each precision
 COPY_BYTES = 256 * 2**20  # far more than any cache holds
 MIN_RUNS = 5
 BUSY_SHARE = 0.5  # of the cores; with more load before the start the result is below the peak
@@ -53,6 +62,7 @@ class Product(Frozen):
     precision: Precision
     size: int
     flops_per_s: float  # of the fastest run
+    waiting: float  # share of its time for which it waited for a CPU
 
 
 def peaks_of(target: Target, threads: int) -> Peaks | None:
@@ -134,22 +144,60 @@ def save_peaks(measured: Peaks, threads: int = 0) -> Path:
 # -- measurement -------------------------------------------------------------
 
 
+def measure_once(runner: Runner, engines: Iterable[Engine], threads: int, budget_s: float) -> None:
+    """Measure and store the peaks of the CPU, if an engine runs on it and they are not stored.
+
+    It takes UNASKED_S at most, a small share of `budget_s`: with too little of that, or on a busy
+    host, the peaks stay unknown until the next compile.
+    """
+    limit_s = min(UNASKED_S, UNASKED_SHARE * budget_s)
+    if limit_s < LEAST_S or all(engine.is_on_gpu for engine in engines) or load_peaks(threads):
+        return
+    try:
+        found: Peaks | None = runner.anew(UNASKED, "", measure_if_quiet, threads, limit_s)
+    except ChildDied as error:
+        if isinstance(error, ChildStopped):
+            raise
+        return  # a compile does not depend on them
+    if found is not None:
+        save_peaks(found, threads)
+
+
+def measure_if_quiet(threads: int, limit_s: float, progress: Progress = silent) -> Peaks | None:
+    """Measure the peaks in little time. None if other processes had a part of the CPU meanwhile."""
+    threads, end_s = threads or usable_cores(), monotonic() + limit_s
+    products = list[Product]()
+    for product in measure_products(threads, UNASKED_SECONDS, progress):
+        if product.waiting > MAX_WAITING:
+            progress(None, "the host is busy: the next compile tries again")
+            return None
+        products.append(product)
+        if product.size != SIZES[0] and monotonic() > end_s:
+            break
+    return _peaks(products, measure_copy(threads, UNASKED_SECONDS), threads, "")
+
+
 def measure_peaks(threads: int = 0, progress: Progress = silent) -> Peaks:
     """Measure the fastest products and copy with this number of threads (0: all).
 
     It takes about 15 s. Run it on a quiet host.
     """
     threads, load = threads or usable_cores(), os.getloadavg()[0]
-    best: dict[Precision, float] = {}
-    for product in measure_products(threads, SECONDS, progress):
-        best[product.precision] = max(best.get(product.precision, 0.0), product.flops_per_s)
+    products = list(measure_products(threads, SECONDS, progress))
     progress(None, "copying")
+    return _peaks(products, measure_copy(threads), threads, busy_text(load, usable_cores()))
+
+
+def _peaks(products: Iterable[Product], bytes_per_s: float, threads: int, warning: str) -> Peaks:
+    best: dict[Precision, float] = {}
+    for product in products:
+        best[product.precision] = max(best.get(product.precision, 0.0), product.flops_per_s)
     unit = "thread" if threads == 1 else "threads"
     return Peaks(
         device=f"{cpu_name()}, {threads} {unit}",
-        source=f"measured {dt.datetime.now(dt.UTC):%Y-%m-%d}{busy_text(load, usable_cores())}",
+        source=f"measured {dt.datetime.now(dt.UTC):%Y-%m-%d}{warning}",
         flops_per_s=best,
-        bytes_per_s=measure_copy(threads),
+        bytes_per_s=bytes_per_s,
     )
 
 
@@ -161,7 +209,16 @@ def busy_text(load: float, cores: int) -> str:
 def measure_products(
     threads: int, seconds: float = SECONDS, progress: Progress = silent
 ) -> Iterator[Product]:
-    """Measure every library at every size, in every precision that it really runs here."""
+    """Measure every library in every precision that it really runs here, size by size."""
+    recipes = list(_recipes())
+    for size in SIZES:
+        for recipe in recipes:
+            progress(None, f"{recipe.backend} {recipe.precision}, {size} x {size}")
+            yield _product(recipe, size, threads, seconds)
+
+
+def _recipes() -> Iterator[Recipe]:
+    """Yield each library with each precision that it really runs here."""
     for name in LIBRARIES:
         try:
             target = backends.backend(name).probe()
@@ -173,13 +230,9 @@ def measure_products(
                 precision=precision,
                 realised_in="graph" if precision in (Precision.FP32, Precision.INT8) else "runtime",
             )
-            try:
+            with suppress(UnsupportedError):
                 backends.backend(name).check_recipe(recipe, target)
-            except UnsupportedError:
-                continue
-            for size in SIZES:
-                progress(None, f"{name} {precision}, {size} x {size}")
-                yield _product(recipe, size, threads, seconds)
+                yield recipe
 
 
 def _product(recipe: Recipe, size: int, threads: int, seconds: float) -> Product:
@@ -189,12 +242,15 @@ def _product(recipe: Recipe, size: int, threads: int, seconds: float) -> Product
         with closing(backends.load(engine)) as loaded, closing(loaded.session()) as session:
             run = partial(run_session, session, feeds)
             measure_block(run, min_s=seconds / 5)
+            before = cpu_clock()
             best_s = min(measure_block(run, min_s=seconds, min_runs=MIN_RUNS))
+            waiting = cpu_clock().waiting_since(before)  # while its threads exist
     return Product(
         backend=recipe.backend,
         precision=recipe.precision,
         size=size,
         flops_per_s=2 * size**3 / best_s,
+        waiting=waiting,
     )
 
 

@@ -20,10 +20,8 @@ FAR = 4.0  # times both limits: neither arithmetic nor memory explains the time
 TINY_S = 200e-6
 """Starting kernels and passing work to threads takes as long as this."""
 
-MEASURE_CPU = (
-    "measure the peaks once: `crucible doctor --measure`, with --threads where the plan sets"
-    " benchmark.threads"
-)
+WAIT_FOR_CPU = "the next compile on a quiet host measures the peaks"
+MEASURE_CPU = "measure the peaks again: `crucible doctor --measure`"
 MEASURE_GPU = "compare by hand with what `python -m benchmarks peak --gpu` measures on it"
 NARROWER = {
     Precision.FP32: "fp16 or int8",
@@ -120,7 +118,7 @@ def _computing(row: LatencyRow, precision: Precision, peaks: Peaks | None) -> tu
         return (
             "unknown",
             "this device's peak rates are not known",
-            MEASURE_GPU if on_gpu else MEASURE_CPU,
+            MEASURE_GPU if on_gpu else WAIT_FOR_CPU,
         )
     if precision not in peaks.flops_per_s:
         return (

@@ -114,7 +114,7 @@ def examine(store: Path) -> Doctor:
 def lines(examination: Doctor) -> tuple[str, ...]:
     """Return the examination as plain lines: the host, then each backend, then the problems."""
     host, cpu = examination.environment, examination.cpu
-    cpu_peak = "not measured: run crucible doctor --measure"
+    cpu_peak = "not measured: the next compile does, or crucible doctor --measure"
     if examination.cpu_peaks:
         cpu_peak = peaks_text(examination.cpu_peaks)
     table = [

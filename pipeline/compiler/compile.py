@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.backends.onnxruntime.backend import gpu_providers
 from pipeline.backends.pytorch import backend as pytorch_
-from pipeline.benchmark.cpu_peaks import with_limits
+from pipeline.benchmark.cpu_peaks import measure_once, with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.benchmark.packing import SAMPLES, prove_packing
@@ -506,12 +506,11 @@ def measure(
         figures=partial(figures_of, engines, [engine.recipe.label for engine in baselines]),
     )
     report_baselines(context.runner, baselines)
-    run = with_limits(
-        context.runner.stage(call),
-        engines,
-        {candidate.label: candidate.layers for candidate in prepared.candidates},
-        context.plan.benchmark.threads,
-    )
+    run = context.runner.stage(call)
+    options = context.plan.benchmark
+    measure_once(context.runner, engines, options.threads, options.budget_s)
+    layers = {candidate.label: candidate.layers for candidate in prepared.candidates}
+    run = with_limits(run, engines, layers, options.threads)
     results = with_curves(run.results, load)
     run = run.model_copy(update={"results": results})
     found = {result.label: result for result in results}

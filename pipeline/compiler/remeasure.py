@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from pipeline.benchmark.batch_sweep import Sweep, batch_symbol, sweep_of, sweep_sizes
-from pipeline.benchmark.cpu_peaks import with_limits
+from pipeline.benchmark.cpu_peaks import measure_once, with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.candidate_stages import VALIDATE, reference_outputs
@@ -215,12 +215,10 @@ def _measured(
             raise ModelError(
                 f"{result.label} cannot be measured: {result.reason}", "see `crucible doctor`"
             )
-    return with_limits(
-        run,
-        engines,
-        {candidate.label: candidate.layers for candidate in report.candidates},
-        plan.benchmark.threads,
-    )
+    options = plan.benchmark
+    measure_once(runner, engines, options.threads, options.budget_s)
+    layers = {candidate.label: candidate.layers for candidate in report.candidates}
+    return with_limits(run, engines, layers, options.threads)
 
 
 # -- a report with the new figures -------------------------------------------

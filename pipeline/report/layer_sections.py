@@ -193,7 +193,8 @@ def _roofline_paragraphs(report: Report, engines: Sequence[EngineLayers]) -> lis
         of = "this device" if len(without) == len(engines) else f"the device of {labels}"
         text.append(
             f"The peaks of {of} are not known, and so neither are shares of the roofline."
-            " `crucible doctor --measure` measures those of a CPU; compile again after it."
+            " The next compile on a quiet host measures those of a CPU; so does `crucible doctor"
+            " --measure`."
         )
     return text
 

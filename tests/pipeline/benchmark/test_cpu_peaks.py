@@ -1,20 +1,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from pipeline.benchmark import cpu_peaks
 from pipeline.benchmark.cpu_peaks import _product as product
 from pipeline.benchmark.cpu_peaks import (
     busy_text,
     load_peaks,
     measure_copy,
+    measure_if_quiet,
+    measure_once,
     peaks_file,
     peaks_of,
     save_peaks,
     with_limits,
 )
 from pipeline.core import Precision, Recipe, Target
+from pipeline.errors import ChildDied, ChildStopped
+from pipeline.execution.stage_runner import Runner as StageRunner
+from pipeline.execution.stage_runner import Stage
 from pipeline.host.gpu import Peaks
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from tests.builders.layers import real_table
@@ -62,6 +69,64 @@ def test_a_gpu_that_is_not_here_has_no_peaks() -> None:
 def test_a_product_runs_in_every_library_and_precision(backend: str, precision: Precision) -> None:
     peak = product(Recipe(backend=backend, precision=precision), 64, 1, 0.001)
     assert peak.flops_per_s > 1e6
+
+
+class Runner:
+    """A double that answers with given peaks, or fails."""
+
+    def __init__(self, answer: Peaks | Exception | None) -> None:
+        self.answer, self.calls = answer, list[Any]()
+
+    def anew(self, stage: Stage, subject: str, function: Any, *arguments: object) -> Peaks | None:
+        self.calls.append(arguments)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def once(answer: Peaks | Exception | None, budget_s: float = 60.0, **target: str) -> list[Any]:
+    """The calls of a runner when a compile has measured its engines on this target."""
+    runner = Runner(answer)
+    recipe = Recipe(backend="onnxruntime", precision=Precision.FP32)
+    here = engine(recipe, 1, Path("nowhere"))
+    here = here.model_copy(update={"target": here.target.model_copy(update=target)})
+    measure_once(cast("StageRunner", runner), [here], 0, budget_s)
+    return runner.calls
+
+
+def test_the_first_compile_measures_the_peaks_and_later_ones_find_them() -> None:
+    assert once(PEAKS) == [(0, 3.0)]
+    assert load_peaks() == PEAKS
+    assert once(PEAKS) == []
+
+
+def test_peaks_are_not_measured_without_time_nor_for_an_engine_on_a_gpu() -> None:
+    assert once(PEAKS, budget_s=19) == once(PEAKS, compute_capability="9.0") == []
+    assert once(PEAKS, budget_s=30) == [(0, 1.5)]
+
+
+def test_a_busy_host_and_a_child_that_dies_leave_the_peaks_to_the_next_compile() -> None:
+    assert once(None) == once(ChildDied("lost")) == [(0, 3.0)]
+    assert load_peaks() is None
+    with pytest.raises(ChildStopped):
+        once(ChildStopped("cancelled"))
+
+
+def test_peaks_measured_in_passing_are_dropped_if_others_had_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_peaks, "SIZES", (64, 32, 16))
+    monkeypatch.setattr(cpu_peaks, "UNASKED_SECONDS", 0.001)
+    monkeypatch.setattr(cpu_peaks, "COPY_BYTES", 2**20)
+    monkeypatch.setattr(cpu_peaks, "MAX_WAITING", 1.0)
+    said = list[str]()
+    found = measure_if_quiet(1, 0.001, lambda _, text: said.append(text))
+    assert found is not None
+    assert {Precision.FP32, Precision.INT8} <= found.flops_per_s.keys()
+    assert sum("64 x 64" in text for text in said) > 1, "each precision once"
+    assert not any("16 x 16" in text for text in said), "no more after the time"
+    monkeypatch.setattr(cpu_peaks, "MAX_WAITING", -1.0)
+    assert measure_if_quiet(1, 3.0) is None
 
 
 @pytest.mark.parametrize(

@@ -95,14 +95,19 @@ def test_over_half_of_the_peak_is_compute_even_if_unfused_bytes_take_longer() ->
 @pytest.mark.parametrize(
     ("peaks", "clock", "why", "next_step"),
     [
-        (None, "host", "this device's peak rates are not known", "crucible doctor --measure"),
+        (
+            None,
+            "host",
+            "this device's peak rates are not known",
+            "the next compile on a quiet host",
+        ),
         (None, "device", "this device's peak rates are not known", "python -m benchmarks peak"),
         (PEAKS, "host", "the bf16 peak of this device is not known", "crucible doctor --measure"),
         (
             PEAKS.model_copy(update={"bytes_per_s": None}),
             "host",
             "this device's peak rates are not known",
-            "crucible doctor --measure",
+            "the next compile on a quiet host",
         ),
     ],
 )

@@ -201,7 +201,7 @@ def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
     assert len(result.summary["engines"]) == 2
     assert "end to end, host" in result.out
     assert "mean latency" in result.out
-    assert "crucible doctor --measure" in result.out, "no peaks were measured here"
+    assert "on a quiet host measures the peaks" in result.out, "this budget is too small for it"
     assert "expected at least 0.2 s and 3 s" in result.out
     (summary,) = result.summary["summary"]
     assert summary["queries"] > 0

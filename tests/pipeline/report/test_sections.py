@@ -329,8 +329,8 @@ def test_rates_are_printed_also_where_no_peak_is_known(
     assert "612" in line
     assert "4.00" in line
     assert (
-        "the bottlenecks are unknown: this device's peak rates are not known; measure the peaks"
-        " once: `crucible doctor --measure`" in output
+        "the bottlenecks are unknown: this device's peak rates are not known; the next compile"
+        " on a quiet host measures the peaks" in output
     )
     assert "of peak" not in output
 
