@@ -31,7 +31,7 @@ from pipeline.cli.options import (
 )
 from pipeline.cli.record import record
 from pipeline.cli.stage_progress import StageProgress
-from pipeline.core import Engine
+from pipeline.core import Engine, Profile
 from pipeline.errors import PlanError
 from pipeline.execution.remote_store import open_store
 from pipeline.execution.stage_runner import Runner
@@ -39,10 +39,12 @@ from pipeline.execution.store import bytes_of
 from pipeline.formatting import profiles_text
 from pipeline.host.environment import usable_cores
 from pipeline.plan import files as config
-from pipeline.plan.schema import Plan, TargetConfig
+from pipeline.plan.schema import ONNX_SUFFIXES, Plan, TargetConfig
 from pipeline.report import bundle as deliver
-from pipeline.results.report import Report, ReportFiles, Verdict
+from pipeline.results.report import Benchmarks, Report, ReportFiles, Verdict
 
+FILE_BACKENDS = ("onnxruntime", "openvino", "tensorrt")  # that run an ONNX file as it is
+ENGINE_SUFFIXES = (".plan", ".engine", ".trt")
 MEASURING_TIME = ("benchmark.budget_s", "benchmark.duration_s")
 
 app = typer.Typer()
@@ -212,8 +214,14 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
 
 @app.command()
 def bench(
-    result: ResultArgument,
+    result: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR|MODEL.onnx", help="Output folder of `crucible compile`, or an ONNX model."
+        ),
+    ],
     overrides: SetOption,
+    profiles: ProfileOption,
     batch: Annotated[
         str,
         typer.Option(
@@ -234,9 +242,17 @@ def bench(
             help="With --batch: folder for sweep.svg and sweep.json; DIR if left out.",
         ),
     ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(help="Of MODEL.onnx: onnxruntime, openvino or tensorrt measures it."),
+    ] = FILE_BACKENDS[0],
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="OTHER.onnx", help="Of MODEL.onnx: the model to compare it with."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the speed of a compiled engine again, beside its baseline.
+    """Measure the speed of a compiled engine again, beside its baseline; or that of an ONNX model.
 
     Prints the times of every shape with warnings, as trtexec does. With --batch, it measures the
     engine alone and prints latency and throughput of each batch size instead.
@@ -246,8 +262,39 @@ def bench(
 
     Example: crucible bench crucible-out/resnet50 --set 'benchmark.sizes=[{batch: 1}]'
 
+    A model that somebody else built is measured as it is, with `--profile` for its sizes that vary
+    and `--set` for keys of `benchmark`. With --against, the ratio of both has an interval.
+
     Example: crucible bench crucible-out/resnet50 --batch 1,2,4,8 --limit-ms 20
+
+    Example: crucible bench new.onnx --against old.onnx --profile batch=8 --backend openvino
     """
+    if result.suffix in ONNX_SUFFIXES:
+        if batch or limit_ms is not None or out is not None:
+            raise PlanError(
+                "--batch, --limit-ms and --out are for the output folder of a compile",
+                "give each size with --profile, for example --profile batch=8",
+            )
+        if backend not in FILE_BACKENDS:
+            raise PlanError(
+                f"expected --backend {', '.join(FILE_BACKENDS)}, got '{backend}'",
+                "name one of them",
+            )
+        models = [result] if against is None else [against, result]
+        plans = [_plan(model, overrides, profiles) for model in models]
+        _bench_files(plans, backend, as_json)
+        return
+    if result.suffix in ENGINE_SUFFIXES:
+        raise PlanError(
+            f"expected the output folder of a compile, or an ONNX model, got '{result}', an engine"
+            " file of TensorRT",
+            "measure the model that it was built from, with --backend tensorrt",
+        )
+    if backend != FILE_BACKENDS[0] or against is not None or profiles:
+        raise PlanError(
+            f"--backend, --against and --profile need an ONNX model, got '{result}'",
+            "for example crucible bench MODEL.onnx --against OTHER.onnx",
+        )
     from pipeline.compiler.remeasure import decides_by_load
     from pipeline.report.files import load_report
 
@@ -288,17 +335,34 @@ def _bench(
     the time for measuring has changed.
     """
     from pipeline.compiler.remeasure import benchmark_again, renewed_report
-    from pipeline.report.performance_summary import summary_of
-    from pipeline.results.report import BenchmarkReport
 
     with _runner(as_json, plan.name) as runner:
         remeasured = benchmark_again(compiled, plan, engine, runner)
         renewed = None
         if completes:
             renewed = renewed_report(compiled, remeasured, runner.steps, command_line())
-    run = remeasured.benchmarks
+    document = _show(remeasured.benchmarks, engine.profiles, as_json)
+    if renewed and renewed.ratio:
+        _complete(renewed, compiled.verdict, folder, as_json)
+        document |= {"verdict": renewed.verdict, "ratio": renewed.ratio.model_dump()}
+    print(json.dumps(document))
+
+
+def _bench_files(plans: list[Plan], backend: str, as_json: bool) -> None:
+    from pipeline.compiler.remeasure import benchmark_files
+
+    with _runner(as_json, plans[-1].name) as runner:
+        run = benchmark_files(plans, backend, runner)
+    print(json.dumps(_show(run, plans[-1].profiles, as_json)))
+
+
+def _show(run: Benchmarks, profiles: tuple[Profile, ...], as_json: bool) -> dict[str, object]:
+    """Print a run, whose last engine is the one that was asked for, and return it as JSON."""
+    from pipeline.report.performance_summary import summary_of
+    from pipeline.results.report import BenchmarkReport
+
     measured = [result for result in run.results if isinstance(result, BenchmarkReport)]
-    summaries = [summary_of(measured[-1].label, row, engine.profiles) for row in measured[-1].rows]
+    summaries = [summary_of(measured[-1].label, row, profiles) for row in measured[-1].rows]
     if not as_json:
         console = terminal.console()
         console.print(terminal.benchmark_table(measured))
@@ -312,19 +376,18 @@ def _bench(
                 highlight=False,
                 soft_wrap=True,
             )
-    phases = {"upload", "enqueue", "compute", "download", "latency"}
+    left_out = {"upload", "enqueue", "compute", "download", "latency"}
+    if not as_json:
+        left_out.add("end_to_end")  # thousands of times
     engines = [
-        report.model_dump(mode="json", exclude={"rows": {"__all__": phases}}) for report in measured
+        report.model_dump(mode="json", exclude={"rows": {"__all__": left_out}})
+        for report in measured
     ]
-    document: dict[str, object] = {
+    return {
         "engines": engines,
         "summary": [summary.model_dump() for summary in summaries],
         "gpu_use": run.gpu_use.model_dump() if run.gpu_use else None,
     }
-    if renewed and renewed.ratio:
-        _complete(renewed, compiled.verdict, folder, as_json)
-        document |= {"verdict": renewed.verdict, "ratio": renewed.ratio.model_dump()}
-    print(json.dumps(document))
 
 
 def _complete(renewed: Report, before: Verdict, folder: Path, as_json: bool) -> None:

@@ -1,5 +1,5 @@
 """Check or measure a delivered engine again, for `crucible validate`, `crucible bench` and the
-service's benchmark.
+service's benchmark; and measure ONNX files as they are.
 
 Results never come from the store.
 """
@@ -7,7 +7,7 @@ Results never come from the store.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,7 +15,12 @@ from pipeline.benchmark.batch_sweep import Sweep, batch_symbol, sweep_of, sweep_
 from pipeline.benchmark.cpu_peaks import measure_once, with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidate_stages import VALIDATE, reference_outputs
+from pipeline.compiler.candidate_stages import (
+    VALIDATE,
+    build_engine,
+    prove_engine,
+    reference_outputs,
+)
 from pipeline.compiler.compile import (
     BENCHMARK,
     build_baselines,
@@ -31,13 +36,15 @@ from pipeline.compiler.compile import (
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
 from pipeline.compiler.decision import Baseline, decide, why_undelivered
 from pipeline.compiler.speed import ratio_missing, ratio_of
-from pipeline.core import Engine, Note, NoteCode, OnnxModel
+from pipeline.core import Engine, Note, NoteCode, OnnxModel, TensorSpec
+from pipeline.data.input_checks import spec_text
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner
 from pipeline.host.environment import environment
-from pipeline.plan.recipes import deliverable_recipe
-from pipeline.plan.schema import Plan
+from pipeline.plan.recipes import deliverable_recipe, recipe_as_given
+from pipeline.plan.schema import BenchmarkConfig, Plan
 from pipeline.report.bundle import check_if_sealed
+from pipeline.results.layer_table import LayerTable
 from pipeline.results.report import (
     Ablation,
     BenchmarkFailure,
@@ -195,29 +202,72 @@ def sweep_again(
     return sweep_of(result.label, symbol, result.rows, limit_s)
 
 
+def benchmark_files(plans: Sequence[Plan], backend: str, runner: Runner) -> Benchmarks:
+    """Measure ONNX files as they are on one backend, in one interleaved run. Never reused.
+
+    Each plan names a file; the others are compared with the first one. ModelError if their inputs
+    differ, or if one of them cannot be measured.
+    """
+    contexts = [open_context(plan, runner) for plan in plans]
+    models = [raw_model(context) for context in contexts]
+    for plan, model in zip(plans[1:], models[1:], strict=True):
+        check_same_inputs(plan.name, model.inputs, plans[0].name, models[0].inputs)
+    engines, layers = list[Engine](), dict[str, LayerTable | None]()
+    for context, model in zip(contexts, models, strict=True):
+        recipe = recipe_as_given(backend, context.given, context.target(backend))
+        label = f"{context.plan.name} {recipe.label}"
+        engine = build_engine(context, model, recipe, label)
+        layers[label] = next(iter(prove_engine(context, engine, model)), None)
+        recipe = recipe.model_copy(update={"variant": context.plan.name})
+        engines.append(engine.model_copy(update={"recipe": recipe}))
+    return _raced(engines, models[0], plans[0].benchmark, layers, runner)
+
+
+def check_same_inputs(
+    name: str, inputs: tuple[TensorSpec, ...], other: str, wanted: tuple[TensorSpec, ...]
+) -> None:
+    """ModelError unless both files take the same inputs."""
+    if inputs != wanted:
+        texts = [", ".join(map(spec_text, specs)) for specs in (wanted, inputs)]
+        raise ModelError(
+            f"expected '{name}' to take the inputs of '{other}' ({texts[0]}), got {texts[1]}",
+            "measure each of them alone",
+        )
+
+
 def _measured(
     report: Report, plan: Plan, engines: Sequence[Engine], model: OnnxModel, runner: Runner
 ) -> Benchmarks:
     """Measure the engines in one run. ModelError if one of them cannot be measured."""
+    for candidate in report.candidates:
+        if candidate.label == engines[-1].recipe.label and candidate.selection:
+            runner.report(BENCHMARK, candidate.selection.figures_of(candidate.recipe))
+    layers = {candidate.label: candidate.layers for candidate in report.candidates}
+    return _raced(engines, model, plan.benchmark, layers, runner)
+
+
+def _raced(
+    engines: Sequence[Engine],
+    model: OnnxModel,
+    options: BenchmarkConfig,
+    layers: Mapping[str, LayerTable | None],
+    runner: Runner,
+) -> Benchmarks:
+    """Measure engines in one run; all but the last are baselines. ModelError if one fails."""
     entries = [RaceEntry(engine, Role.BASELINE) for engine in engines[:-1]]
     last = Role.CANDIDATE if entries else Role.BASELINE
     entries.append(RaceEntry(engines[-1], last))
     check_if_sealed(engines[-1])  # again: earlier steps may have taken minutes
     report_baselines(runner, (entry.engine for entry in entries if entry.role is Role.BASELINE))
-    for candidate in report.candidates:
-        if candidate.label == engines[-1].recipe.label and candidate.selection:
-            runner.report(BENCHMARK, candidate.selection.figures_of(candidate.recipe))
     run: Benchmarks = runner.anew(
-        BENCHMARK, engines[-1].recipe.label, benchmark, entries, model, plan.benchmark, None
+        BENCHMARK, engines[-1].recipe.label, benchmark, entries, model, options, None
     )
     for result in run.results:
         if isinstance(result, BenchmarkFailure):
             raise ModelError(
                 f"{result.label} cannot be measured: {result.reason}", "see `crucible doctor`"
             )
-    options = plan.benchmark
     measure_once(runner, engines, options.threads, options.budget_s)
-    layers = {candidate.label: candidate.layers for candidate in report.candidates}
     return with_limits(run, engines, layers, options.threads)
 
 

@@ -734,6 +734,13 @@ def cpu_recipe_as_given(given: Precision | None) -> Recipe:
     return Recipe(backend="onnxruntime", precision=Precision.FP32, variant=AS_GIVEN)
 
 
+def recipe_as_given(backend: str, given: Precision | None, target: Target) -> Recipe:
+    """Return the recipe of an unchanged ONNX file on one backend, with ONNX Runtime on the CPU."""
+    if backend == "tensorrt":
+        return gpu_recipes_as_given(given, target, ())[0]
+    return cpu_recipe_as_given(given).model_copy(update={"backend": backend})
+
+
 def gpu_recipes_as_given(
     given: Precision | None,
     tensorrt: Target | None,
