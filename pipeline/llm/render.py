@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipeline.formatting import bytes_text
 from pipeline.llm.gate import percent_text
+from pipeline.llm.race import AnswerTimes
 from pipeline.llm.results import LanguageReport
 from pipeline.report.bundle import deliver_engine, withdraw_engine
 from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME, write_file
@@ -45,15 +46,13 @@ def accuracy_table(report: LanguageReport) -> Table:
 def speed_table(report: LanguageReport) -> Table:
     """Return how fast the engines answer that are within the limits, and the baseline."""
     columns = (
+        *right("#"),
         *left("candidate"),
         *right("first token, ms", "next token, ms", "p99", "answer, ms", "memory"),
         *right("times as fast"),
     )
     rows = list[tuple[str, ...]]()
-    timed = [report.baseline, *(each.times for each in report.candidates)]
-    for times in timed:
-        if times is None or times.answer is None:
-            continue
+    for number, times in enumerate(timed(report), start=1):
         ratio = times.ratio
         cells = (
             f"{1e3 * times.first_token_s:.0f}",
@@ -63,8 +62,15 @@ def speed_table(report: LanguageReport) -> Table:
             bytes_text(times.memory_bytes),
             f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else "-",
         )
-        rows.append((times.label, *cells))
-    return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
+        rows.append((str(number), times.label, *cells))
+    winner = _winners_row(report, [row[1:] for row in rows])
+    return Table(columns, tuple(rows), emphasised=winner, row_key="entry")
+
+
+def timed(report: LanguageReport) -> list[AnswerTimes]:
+    """Return the times of all engines that were timed, those of the baseline first."""
+    everyone = (report.baseline, *(each.times for each in report.candidates))
+    return [times for times in everyone if times is not None and times.answer is not None]
 
 
 def _winners_row(report: LanguageReport, rows: list[tuple[str, ...]]) -> int | None:
