@@ -13,7 +13,7 @@ from pipeline.measurement.comparison import NotMeasurable, compare_apart
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.report import BenchmarkReport, LatencyRow, Report
 from service.http.routers.dependencies import CurrentService
-from service.http.routers.reports import report_of
+from service.http.routers.reports import report_of_engines
 from service.pages.access import Visitor
 from service.pages.rendering import page
 
@@ -59,7 +59,7 @@ async def compare_page(
     listed = await service.read(lambda: service.jobs.list(caller.sees, "succeeded", CHOICES, None))
     values: dict[str, Any] = {"choices": listed.jobs, "a": a, "b": b, "both": (), "found": None}
     if a and b:
-        both = [await report_of(service, job_id, caller) for job_id in (a, b)]
+        both = [await report_of_engines(service, job_id, caller) for job_id in (a, b)]
         values |= {"both": both, "found": comparison_of(both[0], both[1])}
     return page(request, "compare.html", **values)
 

@@ -19,7 +19,7 @@ from service.context import Service
 from service.errors import ServiceError
 from service.http.routers.dependencies import CurrentService
 from service.http.routers.models import Name
-from service.http.routers.reports import report_of
+from service.http.routers.reports import report_of_engines
 from service.pages.access import Author, Visitor
 from service.pages.rendering import page
 from service.registry.models import RecompileRequest, Version
@@ -75,7 +75,7 @@ async def compile_again(name: Name, caller: Author, service: CurrentService) -> 
 
 async def _row(service: Service, caller: Caller, version: Version) -> Row:
     try:
-        report = await report_of(service, version.job, caller)
+        report = await report_of_engines(service, version.job, caller)
     except (ServiceError, DamagedError) as error:
         return Row(version, error.message)
     return _row_of(version, report)
