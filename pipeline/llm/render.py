@@ -7,11 +7,12 @@ from pathlib import Path
 from pipeline.formatting import bytes_text
 from pipeline.llm.gate import percent_text
 from pipeline.llm.race import AnswerTimes
-from pipeline.llm.results import LanguageReport
+from pipeline.llm.results import AnyReport, LanguageReport
 from pipeline.report.bundle import deliver_engine, withdraw_engine
 from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME, write_file
 from pipeline.report.html import language_page
 from pipeline.report.markdown import escape, section_lines
+from pipeline.report.markdown import markdown as markdown_of_engines
 from pipeline.report.tables import Section, Table, left, number_cell, right
 from pipeline.results.report import ReportFiles
 
@@ -178,6 +179,13 @@ def markdown(report: LanguageReport) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def any_markdown(report: AnyReport) -> str:
+    """Return a report of either kind as Markdown."""
+    if isinstance(report, LanguageReport):
+        return markdown(report)
+    return markdown_of_engines(report)
+
+
 def publish(report: LanguageReport, folder: Path) -> ReportFiles:
     """Write the report, and the engine beside it. What an earlier compile left is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -185,6 +193,11 @@ def publish(report: LanguageReport, folder: Path) -> ReportFiles:
         deliver_engine(report.delivered, folder / ENGINE_FOLDER)
     else:
         withdraw_engine(folder / ENGINE_FOLDER)
+    return write_language_report(report, folder)
+
+
+def write_language_report(report: LanguageReport, folder: Path) -> ReportFiles:
+    """Write the three forms of a report, report.json last."""
     files = ReportFiles(
         folder=folder,
         json_file=folder / JSON_NAME,

@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.core import Frozen
-from pipeline.errors import UserError
 from pipeline.host.environment import Environment
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.gate import Judged
@@ -16,9 +15,9 @@ from pipeline.llm.plan import LanguagePlan
 from pipeline.llm.race import AnswerTimes
 from pipeline.llm.source import Description
 from pipeline.report.files import (
-    JSON_NAME,
     checked_report,
     document_of_report,
+    report_file,
     report_from_document,
 )
 from pipeline.results.report import Report, Step, Verdict
@@ -73,12 +72,12 @@ class LanguageReport(Frozen):
 AnyReport = Report | LanguageReport
 
 
-def load_any_report(folder: Path) -> AnyReport:
-    """Read the report of a folder, of engines or of a language model. Errors as `load_report`."""
-    file = folder / JSON_NAME
-    if not file.is_file():
-        raise UserError(f"no report at '{file}'", "give the folder that `crucible compile` named")
-    return any_report_from_json(file.read_bytes(), str(file), folder)
+def load_any_report(path: Path) -> AnyReport:
+    """Read the report of a folder, or its report.json, of engines or of a language model. Errors
+    as `load_report`.
+    """
+    file = report_file(path)
+    return any_report_from_json(file.read_bytes(), str(file), file.parent)
 
 
 def any_report_from_json(text: bytes, where: str, folder: Path) -> AnyReport:

@@ -31,6 +31,7 @@ BITS = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 8, "Q6_K": 6, "Q5_K": 5, "Q4_K
 OTHER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 """Of the files beside the weights: tokenizer, templates and settings."""
 
+VOCABULARIES = ("tokenizer.json", "vocab.json")  # or a .model of SentencePiece
 
 Kind = Literal["gguf", "huggingface"]
 
@@ -130,7 +131,7 @@ def _checked_folder(folder: Path) -> list[Path]:
             "copy all files of the model: config.json, *.safetensors and the tokenizer",
         )
     others = [file for file in sorted(folder.iterdir()) if file.suffix in OTHER_SUFFIXES]
-    if not any(file.name.startswith("tokenizer") or file.suffix == ".model" for file in others):
+    if not any(file.name in VOCABULARIES or file.suffix == ".model" for file in others):
         raise ModelError(
             f"'{folder}' has no tokenizer: expected tokenizer.json",
             "copy the files of the tokenizer beside the weights",

@@ -88,13 +88,19 @@ def load_report(path: Path) -> Report:
 
     UserError if there is none, or if another version wrote it.
     """
+    file = report_file(path)
+    return report_from_json(file.read_bytes(), str(file), file.parent)
+
+
+def report_file(path: Path) -> Path:
+    """Return the report.json of a folder, or that file itself. UserError if there is none."""
     file = path / JSON_NAME if path.is_dir() else path
     if not file.is_file():
         raise UserError(
             f"no report at '{file}'",
             "give the folder that `crucible compile` named, or the report.json in it",
         )
-    return report_from_json(file.read_bytes(), str(file), file.parent)
+    return file
 
 
 def report_from_json(text: bytes, where: str, folder: Path) -> Report:
