@@ -186,17 +186,6 @@ async def report_of(service: Service, job_id: str, caller: Caller) -> AnyReport:
     return await asyncio.to_thread(published_any_report, folder)
 
 
-async def report_of_engines(service: Service, job_id: str, caller: Caller) -> Report:
-    """Return the report of a job as `report_of`. NotFound if it is that of a language model."""
-    report = await report_of(service, job_id, caller)
-    if not isinstance(report, Report):
-        raise NotFound(
-            f"job {job_id} compiled a language model, expected one that compiled engines",
-            f"GET /reports/{job_id} shows its report",
-        )
-    return report
-
-
 async def _part(
     view: Callable[[Report], T],
     view_of_language: Callable[[LanguageReport], L],
