@@ -763,6 +763,7 @@ class Refusal(Frozen):
 # -- progress ----------------------------------------------------------------
 
 MAX_LATENCY_S = 1e9
+PERPLEXITY = "perplexity"  # a measure that gets worse as it increases: 0.02 is 2 %
 MAX_DROP = 1e30  # a metric may be any number; the plot subtracts and scales them
 
 
@@ -771,7 +772,8 @@ class AccuracyFigures:
     """The accuracy of one candidate on the selection set, as a plot shows it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    measure: str  # name of the task metric; empty: 1 - the smallest cosine to the reference
+    # name of the task metric, or PERPLEXITY; empty: 1 - the smallest cosine to the reference
+    measure: str
     drop: Annotated[float, Field(ge=-MAX_DROP, le=MAX_DROP, allow_inf_nan=False)]
     # 95 % interval of the drop; both the drop if the measure has none
     low: Annotated[float, Field(ge=-MAX_DROP, le=MAX_DROP, allow_inf_nan=False)]

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote, unquote
 
 import httpx
@@ -29,7 +29,7 @@ import numpy as np
 from httpx_sse import EventSource, SSEError
 from pydantic import ValidationError
 
-from pipeline.core import Frozen, Tensors
+from pipeline.core import Engine, Frozen, Tensors
 from pipeline.errors import CrucibleError, HostError, PlanError, UserError
 from pipeline.results.report import Report
 from service.http.schemas import (
@@ -53,7 +53,10 @@ from service.registry.models import (
 )
 from service.registry.traffic import ShapesView
 from service.storage.key import FORM
-from service.submission.tar import untar
+from service.submission.tar import tar, untar
+
+if TYPE_CHECKING:
+    from pipeline.llm.results import AnyReport
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
@@ -109,14 +112,15 @@ class Unreachable(HostError):
 @dataclass(frozen=True, slots=True)
 class Upload:
     """Files to compile. `model`: ONNX, an archive of ONNX with external data, or safetensors with
-    an `architecture` in the plan.
+    an `architecture` in the plan; of a language model, a GGUF file, or a folder as Hugging Face
+    writes it, of which only the files that are read are sent. A text stands for a file's content.
     """
 
     model: Path
-    plan: Path | str | None = None  # a file, or the plan's text
-    calibration: Path | None = None
-    selection: Path | None = None
-    validation: Path | None = None
+    plan: Path | str | None = None
+    calibration: Path | str | None = None  # .npz, or .jsonl for a language model
+    selection: Path | str | None = None
+    validation: Path | str | None = None
 
     def parts(self, files: contextlib.ExitStack) -> dict[str, tuple[str, IO[bytes] | str]]:
         """Return the parts of the upload by name: each with its file's name and content."""
@@ -124,7 +128,9 @@ class Upload:
         for name in ("model", "plan", "calibration", "selection", "validation"):
             part: Path | str | None = getattr(self, name)
             if isinstance(part, str):
-                parts[name] = ("plan.yaml", part)
+                parts[name] = ("plan.yaml" if name == "plan" else f"{name}.jsonl", part)
+            elif part is not None and part.is_dir():
+                parts[name] = (f"{part.resolve().name}.tar", packed_model(part))
             elif part is not None:
                 parts[name] = (part.name, files.enter_context(_open(part)))
         return parts
@@ -263,10 +269,22 @@ class Client:
         return self._parsed(JobView, self._ask("POST", _path("jobs", job_id, "retry")))
 
     def report(self, job_id: str) -> Report:
-        """Return the report of a job that has succeeded."""
-        from pipeline.report.files import report_from_json
+        """Return the report of engines of a job that has succeeded. UserError if it compiled a
+        language model.
+        """
+        report = self.any_report(job_id)
+        if not isinstance(report, Report):
+            raise UserError(
+                f"job {job_id} compiled a language model, expected one that compiled engines",
+                "call `Client.any_report`",
+            )
+        return report
 
-        return report_from_json(
+    def any_report(self, job_id: str) -> AnyReport:
+        """Return the report of a job that has succeeded, of engines or of a language model."""
+        from pipeline.llm.results import any_report_from_json
+
+        return any_report_from_json(
             self._ask("GET", _path("reports", job_id)).content,
             f"{self.url}/reports/{job_id}",
             Path(),
@@ -354,13 +372,14 @@ class Client:
             )
         )
 
-    def download(self, job_id: str, folder: Path) -> Report:
+    def download(self, job_id: str, folder: Path) -> AnyReport:
         """Fill `folder` as `crucible compile` does: the report in its three forms and, unless the
         model was rejected, the engine.
         """
-        from pipeline.report.bundle import deliver_engine, load_engine, withdraw_engine
+        from pipeline.llm.engine import LanguageEngine
+        from pipeline.report.bundle import deliver_engine, load_delivered, withdraw_engine
 
-        report = self.report(job_id)
+        report = self.any_report(job_id)
         folder.mkdir(parents=True, exist_ok=True)
         for form, name in FORMS.items():
             request = self._http.build_request(
@@ -381,7 +400,8 @@ class Client:
                 file.writelines(answer.iter_bytes())
             with packed.open("rb") as file:
                 untar(file, Path(work))
-            deliver_engine(load_engine(Path(work) / "engine"), folder / "engine")
+            kind = Engine if isinstance(report, Report) else LanguageEngine
+            deliver_engine(load_delivered(Path(work) / "engine", kind), folder / "engine")
         return report
 
     def infer(
@@ -582,6 +602,36 @@ def refusal_of(status: int, body: bytes, url: str) -> RemoteError:
             status=status,
         )
     return RemoteError(refusal.error, refusal.next, refusal.code, status)
+
+
+def packed_model(folder: Path) -> IO[bytes]:
+    """Return a tar of a language model's folder, made while it is read. ModelError if a file is
+    missing.
+    """
+    from pipeline.llm.source import model_files
+
+    _, files = model_files(folder)
+    return io.BufferedReader(_Chunks(tar(folder.resolve(), [file.resolve() for file in files])))
+
+
+class _Chunks(io.RawIOBase):
+    """A file of the bytes that an iterator yields."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            try:
+                self._rest = next(self._chunks)
+            except StopIteration:
+                return 0
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -145,7 +145,7 @@ def _compile_language_model(
             report,
             (accuracy_table(report), speed_table(report)),
             failures(report),
-            files.html_file,
+            str(files.html_file),
         )
     summary = {
         "verdict": report.verdict,

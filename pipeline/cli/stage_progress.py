@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from pipeline.core import CandidateFigures
+from pipeline.core import PERPLEXITY, CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from pipeline.measurement.clock import Clock, monotonic
 
@@ -195,7 +195,8 @@ def figures_line(figures: CandidateFigures) -> str:
     if found := figures.accuracy:
         result = "[green]passes[/]  " if found.passed else "[red]fails[/]   "
         interval = "" if found.low == found.high else f" ({found.low:.3g} to {found.high:.3g})"
-        measure = f"loss of {escape(found.measure)}" if found.measure else "1 - cosine"
+        worse = "increase" if found.measure == PERPLEXITY else "loss"
+        measure = f"{worse} of {escape(found.measure)}" if found.measure else "1 - cosine"
         return f"  {result}           {label}: {measure} {found.drop:.3g}{interval}"
     if timed := figures.latency:
         return f"  timing             {label}: first runs {timed.median_s * 1e3:.4g} ms"

@@ -102,9 +102,9 @@ def print_language_model(
     report: LanguageReport,
     tables: Sequence[Table],
     failures: Sequence[str],
-    html_file: Path,
+    place: str,
 ) -> None:
-    """Print the result of `crucible compile` of a language model."""
+    """Print the result of `crucible compile` of a language model. `place`: of its report."""
     for table in tables:
         console.print(rich_table(table))
     for text in failures if report.verdict != "rejected" else ():  # else they are the reasons
@@ -115,7 +115,7 @@ def print_language_model(
         console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
     for text in report.next_steps:
         console.print(f"  next: {escape(text)}", highlight=False, soft_wrap=True)
-    console.print(f"report: {html_file}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"report: {place}", highlight=False, soft_wrap=True, markup=False)
 
 
 def verdict_lines(report: Report) -> list[str]:

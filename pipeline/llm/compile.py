@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pipeline.core import Target
+from pipeline.core import CandidateFigures, Target
 from pipeline.errors import BackendUnavailable, ChildDied, ChildStopped, UserError
 from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.host.environment import environment
@@ -39,11 +39,12 @@ TOOLS = (
     "nncf",
 )
 DESCRIBE = Stage("describe", 1, ("gguf",), writes_files=False)
-EXPORT = Stage("export language model", 1, TOOLS)
+EXPORT = Stage("export_language_model", 1, TOOLS)
 REFER = Stage("reference", 1, ("torch", "transformers", "tokenizers", "gguf"))
 BUILD = Stage("weights", 1, TOOLS)
 SCORE = Stage("score", 1, ("openvino", "openvino-genai"), writes_files=False)
 RACE = Stage("race", 1, writes_files=False, needs_quiet_device=True)
+STAGES = (DESCRIBE, EXPORT, REFER, BUILD, SCORE, RACE)
 
 GROUPS = (32, 64)  # of int4 weights, where they divide a row
 
@@ -120,6 +121,9 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
     baseline, rows, load = None, tuple[AnswerTimes, ...](), 0.0
     if passing:
         entrants = [_in_transformers(source, exported, here)]
+        for each in entrants:
+            figures = CandidateFigures(each.label, each.precision, is_baseline=True)
+            runner.report(RACE, figures)
         timed = run.race([*entrants, *(engines[each.label] for each in passing)], reference)
         baseline, *others = timed.rows
         rows, load = tuple(others), timed.load_1min
@@ -194,11 +198,14 @@ def _prepared(
         if isinstance(error, ChildStopped):
             raise
         return LanguageResult(label=recipe.label, failure=error.message), None
+    judged = judge(scores, run.plan.accuracy)
+    figures = CandidateFigures(engine.label, engine.precision, accuracy=judged.figures)
+    run.runner.report(SCORE, figures, recipe.label)
     result = LanguageResult(
         label=recipe.label,
         weight_bytes=engine.weight_bytes,
         facts=scores.facts,
-        judged=judge(scores, run.plan.accuracy),
+        judged=judged,
     )
     return result, engine
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeline.core import Frozen
+from pipeline.core import MAX_DROP, PERPLEXITY, AccuracyFigures, Frozen
 from pipeline.llm.plan import LanguageAccuracy
 from pipeline.llm.scoring import DocumentScore, Scores
 from pipeline.measurement.statistics import Interval, bootstrap
@@ -33,6 +33,14 @@ class Judged(Frozen):
         return max(
             self.perplexity_increase, self.cached_perplexity_increase, key=lambda each: each.value
         )
+
+    @property
+    def figures(self) -> AccuracyFigures | None:
+        """Return the worst increase as a plot shows it; None if it is too large for one."""
+        worst = self.worst_increase
+        if not all(abs(each) <= MAX_DROP for each in (worst.low, worst.value, worst.high)):
+            return None
+        return AccuracyFigures(PERPLEXITY, worst.value, worst.low, worst.high, self.passed)
 
 
 def judge(scores: Scores, limits: LanguageAccuracy) -> Judged:

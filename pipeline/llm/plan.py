@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,9 +11,17 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from pipeline.core import Frozen
 from pipeline.errors import PlanError
-from pipeline.plan.files import apply_override, explain, safe_name
+from pipeline.plan.files import (
+    apply_override,
+    explain,
+    plan_from_document,
+    read_document,
+    safe_name,
+)
+from pipeline.plan.schema import Plan
 
 KEY = "language_model"
+KEYS = "docs/reference/language-plan.md"
 
 Effort = Literal["normal", "high"]
 WeightFormat = Literal["fp16", "int8", "int4_sym", "int4_asym", "stored"]
@@ -187,6 +196,23 @@ class LanguagePlan(Frozen):
     )
 
 
+AnyPlan = Plan | LanguagePlan
+
+
+def load_any_plan(file: Path) -> AnyPlan:
+    """Read a plan of engines or of a language model; relative paths are taken from its folder."""
+    document = read_document(file)
+    if isinstance(document, dict) and is_language_plan(document):
+        return language_plan_from_document(document, file.resolve().parent, file.stem)
+    return plan_from_document(document, file.resolve().parent, file.stem)
+
+
+def any_plan_from_json(text: str) -> AnyPlan:
+    """Parse a checked plan that was written as JSON. ValueError if it is damaged."""
+    kind: type[AnyPlan] = LanguagePlan if is_language_plan(json.loads(text)) else Plan
+    return kind.model_validate_json(text)
+
+
 def is_language_plan(document: object) -> bool:
     """Return True if a parsed plan is one of a language model."""
     return isinstance(document, Mapping) and KEY in document
@@ -198,14 +224,14 @@ def language_plan_from_document(
     """Check a parsed plan; relative paths are taken from `base`. PlanError names the faulty key."""
     written = dict(document)
     for override in overrides:
-        apply_override(written, override, LanguagePlan)
+        apply_override(written, override, LanguagePlan, KEYS)
     written.setdefault("name", safe_name(name))
     try:
         plan = LanguagePlan.model_validate(written)
     except ValidationError as error:
         raise PlanError(
             explain(error, LanguagePlan),
-            "correct the plan; docs/reference/language-plan.md lists every key",
+            f"correct the plan; {KEYS} lists every key",
         ) from error
     _check_lengths(plan)
     return _with_absolute_paths(plan, base)

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from pipeline.formatting import bytes_text
 from pipeline.llm.gate import percent_text
-from pipeline.llm.results import LanguageReport
+from pipeline.llm.race import AnswerTimes
+from pipeline.llm.results import AnyReport, LanguageReport
 from pipeline.report.bundle import deliver_engine, withdraw_engine
 from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME, write_file
 from pipeline.report.html import language_page
 from pipeline.report.markdown import escape, section_lines
+from pipeline.report.markdown import markdown as markdown_of_engines
 from pipeline.report.tables import Section, Table, left, number_cell, right
 from pipeline.results.report import ReportFiles
 
@@ -45,15 +47,13 @@ def accuracy_table(report: LanguageReport) -> Table:
 def speed_table(report: LanguageReport) -> Table:
     """Return how fast the engines answer that are within the limits, and the baseline."""
     columns = (
+        *right("#"),
         *left("candidate"),
         *right("first token, ms", "next token, ms", "p99", "answer, ms", "memory"),
         *right("times as fast"),
     )
     rows = list[tuple[str, ...]]()
-    timed = [report.baseline, *(each.times for each in report.candidates)]
-    for times in timed:
-        if times is None or times.answer is None:
-            continue
+    for number, times in enumerate(timed(report), start=1):
         ratio = times.ratio
         cells = (
             f"{1e3 * times.first_token_s:.0f}",
@@ -63,8 +63,15 @@ def speed_table(report: LanguageReport) -> Table:
             bytes_text(times.memory_bytes),
             f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else "-",
         )
-        rows.append((times.label, *cells))
-    return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
+        rows.append((str(number), times.label, *cells))
+    winner = _winners_row(report, [row[1:] for row in rows])
+    return Table(columns, tuple(rows), emphasised=winner, row_key="entry")
+
+
+def timed(report: LanguageReport) -> list[AnswerTimes]:
+    """Return the times of all engines that were timed, those of the baseline first."""
+    everyone = (report.baseline, *(each.times for each in report.candidates))
+    return [times for times in everyone if times is not None and times.answer is not None]
 
 
 def _winners_row(report: LanguageReport, rows: list[tuple[str, ...]]) -> int | None:
@@ -172,6 +179,13 @@ def markdown(report: LanguageReport) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def any_markdown(report: AnyReport) -> str:
+    """Return a report of either kind as Markdown."""
+    if isinstance(report, LanguageReport):
+        return markdown(report)
+    return markdown_of_engines(report)
+
+
 def publish(report: LanguageReport, folder: Path) -> ReportFiles:
     """Write the report, and the engine beside it. What an earlier compile left is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,6 +193,11 @@ def publish(report: LanguageReport, folder: Path) -> ReportFiles:
         deliver_engine(report.delivered, folder / ENGINE_FOLDER)
     else:
         withdraw_engine(folder / ENGINE_FOLDER)
+    return write_language_report(report, folder)
+
+
+def write_language_report(report: LanguageReport, folder: Path) -> ReportFiles:
+    """Write the three forms of a report, report.json last."""
     files = ReportFiles(
         folder=folder,
         json_file=folder / JSON_NAME,

@@ -1,7 +1,8 @@
-"""The report of a language model, as data."""
+"""The report of a language model, as data, and reading reports of both kinds."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -13,7 +14,13 @@ from pipeline.llm.gate import Judged
 from pipeline.llm.plan import LanguagePlan
 from pipeline.llm.race import AnswerTimes
 from pipeline.llm.source import Description
-from pipeline.results.report import Step, Verdict
+from pipeline.report.files import (
+    checked_report,
+    document_of_report,
+    report_file,
+    report_from_document,
+)
+from pipeline.results.report import Report, Step, Verdict
 
 SCHEMA_VERSION = 1
 
@@ -60,3 +67,22 @@ class LanguageReport(Frozen):
 
     def result(self, label: str) -> LanguageResult | None:
         return next((each for each in self.candidates if each.label == label), None)
+
+
+AnyReport = Report | LanguageReport
+
+
+def load_any_report(path: Path) -> AnyReport:
+    """Read the report of a folder, or its report.json, of engines or of a language model. Errors
+    as `load_report`.
+    """
+    file = report_file(path)
+    return any_report_from_json(file.read_bytes(), str(file), file.parent)
+
+
+def any_report_from_json(text: bytes, where: str, folder: Path) -> AnyReport:
+    """Parse a report.json of either kind, as `report_from_json` does."""
+    document = document_of_report(text, where)
+    if document.get("kind") == "language_model":
+        return checked_report(document, LanguageReport, SCHEMA_VERSION, where, folder)
+    return report_from_document(document, where, folder)

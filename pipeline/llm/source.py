@@ -31,11 +31,15 @@ BITS = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 8, "Q6_K": 6, "Q5_K": 5, "Q4_K
 OTHER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 """Of the files beside the weights: tokenizer, templates and settings."""
 
+VOCABULARIES = ("tokenizer.json", "vocab.json")  # or a .model of SentencePiece
+
+Kind = Literal["gguf", "huggingface"]
+
 
 class Source(Frozen):
     """Where the model lies, and its content."""
 
-    kind: Literal["gguf", "huggingface"]
+    kind: Kind
     path: Path
     digest: str
 
@@ -60,10 +64,27 @@ class Description(Frozen):
 
 
 def find_source(path: str) -> Source:
-    """Find the files and hash them. PlanError if there are none, ModelError if some are missing."""
-    place = Path(path) if not path.startswith(PACKAGE) else _in_package(path)
+    """Find the files and hash them. PlanError if there are none, ModelError if some are missing.
+
+    The digest of a GGUF file is that of its content; in a folder, names of files count, too.
+    """
+    place = model_place(path)
+    kind, files = model_files(place)
+    if kind == "gguf":
+        return Source(kind=kind, path=place, digest=_digest(place))
+    lines = "".join(f"{file.name} {_digest(file)}\n" for file in files)
+    return Source(kind=kind, path=place, digest=hashlib.sha256(lines.encode()).hexdigest())
+
+
+def model_place(path: str) -> Path:
+    """Return where the model of a plan lies. PlanError if it is in a package that is missing."""
+    return Path(path) if not path.startswith(PACKAGE) else _in_package(path)
+
+
+def model_files(place: Path) -> tuple[Kind, list[Path]]:
+    """Return the files of a model and their kind, unread. Errors as `find_source`."""
     if place.is_dir():
-        return Source(kind="huggingface", path=place, digest=_digest(_checked_folder(place)))
+        return "huggingface", _checked_folder(place)
     if not place.is_file():
         raise PlanError(
             f"language_model.path: nothing at '{place}'",
@@ -75,7 +96,7 @@ def find_source(path: str) -> Source:
                 f"'{place}' is not a GGUF file: it does not begin with GGUF",
                 "give a GGUF file, or the folder of a model with config.json",
             )
-    return Source(kind="gguf", path=place, digest=_digest([place]))
+    return "gguf", [place]
 
 
 def _in_package(path: str) -> Path:
@@ -101,10 +122,7 @@ def _checked_folder(folder: Path) -> list[Path]:
             "use a model of an architecture that transformers has",
         )
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(_json(index).get("weight_map", {}).values()))
-    else:
-        shards = ["model.safetensors"]
+    shards = _shards(index) if index.is_file() else ["model.safetensors"]
     files = [folder / name for name in ("config.json", *shards)]
     missing = [file.name for file in files if not file.is_file()]
     if missing or not shards:
@@ -113,12 +131,24 @@ def _checked_folder(folder: Path) -> list[Path]:
             "copy all files of the model: config.json, *.safetensors and the tokenizer",
         )
     others = [file for file in sorted(folder.iterdir()) if file.suffix in OTHER_SUFFIXES]
-    if not any(file.name.startswith("tokenizer") or file.suffix == ".model" for file in others):
+    if not any(file.name in VOCABULARIES or file.suffix == ".model" for file in others):
         raise ModelError(
             f"'{folder}' has no tokenizer: expected tokenizer.json",
             "copy the files of the tokenizer beside the weights",
         )
     return [*files, *(file for file in others if file not in files)]
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the names of the files of weights. ModelError if one is no plain file name."""
+    named = _json(index).get("weight_map")
+    names = sorted(set(map(str, named.values()))) if isinstance(named, dict) else []
+    if foreign := [name for name in names if Path(name).name != name]:
+        raise ModelError(
+            f"'{index}' names '{foreign[0]}', expected a file in the same folder",
+            "copy all files of the model into one folder",
+        )
+    return names
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
@@ -140,13 +170,9 @@ def _json(file: Path) -> dict[str, Any]:
     return document
 
 
-def _digest(files: list[Path]) -> str:
-    whole = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        whole.update(f"{file.name} {digest}\n".encode())
-    return whole.hexdigest()
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def describe(source: Source, context: int, progress: Progress = silent) -> Description:

@@ -27,6 +27,7 @@ from pipeline.errors import PlanError
 from pipeline.plan.schema import DataConfig, DataPaths, Plan
 
 LOG = logging.getLogger(__name__)
+KEYS = "docs/reference/plan.md"
 
 _INVALID_VALUE = (ValueError, AttributeError, LookupError, TypeError)
 """Errors of PyYAML's constructors, such as for `2026-02-30` and `!!bool x`."""
@@ -126,7 +127,7 @@ def plan_from_document(
     if "language_model" in document:
         raise PlanError(
             f"'{name}' is a plan of a language model",
-            "`crucible compile` takes it; other commands and the service do not yet",
+            "`crucible compile` and `crucible submit` take it; other commands do not yet",
         )
     for override in overrides:
         apply_override(document, override, Plan)
@@ -135,7 +136,7 @@ def plan_from_document(
         plan = Plan.model_validate(document)
     except ValidationError as error:
         raise PlanError(
-            explain(error, Plan), "correct the plan; docs/reference/plan.md lists every key"
+            explain(error, Plan), f"correct the plan; {KEYS} lists every key"
         ) from error
     for text in old_name_warnings(document, Plan):
         LOG.warning("plan '%s': %s", plan.name, text)
@@ -165,8 +166,12 @@ def safe_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "-", text).lstrip(".")
 
 
-def apply_override(document: dict[str, Any], override: str, kind: type[BaseModel]) -> None:
-    """Set one key of a parsed plan of this kind. PlanError if it cannot be set."""
+def apply_override(
+    document: dict[str, Any], override: str, kind: type[BaseModel], keys: str = KEYS
+) -> None:
+    """Set one key of a parsed plan of this kind. PlanError, which names the page that lists the
+    keys, if it cannot be set.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise PlanError(
@@ -186,7 +191,7 @@ def apply_override(document: dict[str, Any], override: str, kind: type[BaseModel
         if not isinstance(node, dict | list):
             raise PlanError(
                 f"--set {key}: '{part}' is a plain value",
-                "check the key; docs/reference/plan.md lists every key",
+                f"check the key; {keys} lists every key",
             )
     if isinstance(node, list):
         _index(node, last, key)

@@ -12,9 +12,9 @@ import os
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pipeline.core import NoteCode
 from pipeline.errors import UserError
@@ -23,6 +23,8 @@ from pipeline.report.html import page, targets_page
 from pipeline.report.markdown import markdown
 from pipeline.results.report import SCHEMA_VERSION, Report, ReportFiles
 from pipeline.results.targets import TargetsSummary
+
+R = TypeVar("R", bound=BaseModel)
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 TARGETS_JSON, TARGETS_HTML = "targets.json", "targets.html"  # of several targets
@@ -86,13 +88,19 @@ def load_report(path: Path) -> Report:
 
     UserError if there is none, or if another version wrote it.
     """
+    file = report_file(path)
+    return report_from_json(file.read_bytes(), str(file), file.parent)
+
+
+def report_file(path: Path) -> Path:
+    """Return the report.json of a folder, or that file itself. UserError if there is none."""
     file = path / JSON_NAME if path.is_dir() else path
     if not file.is_file():
         raise UserError(
             f"no report at '{file}'",
             "give the folder that `crucible compile` named, or the report.json in it",
         )
-    return report_from_json(file.read_bytes(), str(file), file.parent)
+    return file
 
 
 def report_from_json(text: bytes, where: str, folder: Path) -> Report:
@@ -100,22 +108,46 @@ def report_from_json(text: bytes, where: str, folder: Path) -> Report:
 
     UserError if it is not a report, or if another version wrote it.
     """
+    return report_from_document(document_of_report(text, where), where, folder)
+
+
+def document_of_report(text: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object of a report of any kind. UserError if it is none."""
     try:
         document = json.loads(text)
-        version = document["schema_version"]
+        document["schema_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"'{where}' is not a report: {error}",
             "give the report.json that `crucible compile` wrote",
         ) from error
-    if version != SCHEMA_VERSION:
+    parsed: dict[str, Any] = document
+    return parsed
+
+
+def report_from_document(document: dict[str, Any], where: str, folder: Path) -> Report:
+    """Check the parsed report of engines; as `report_from_json`."""
+    if document.get("kind") == "language_model":
         raise UserError(
-            f"'{where}' has schema version {version}, this Crucible reads {SCHEMA_VERSION}",
+            f"'{where}' is the report of a language model, expected one of engines",
+            "`crucible report` shows it",
+        )
+    report = checked_report(document, Report, SCHEMA_VERSION, where, folder)
+    return _with_note_codes(report)
+
+
+def checked_report(
+    document: dict[str, Any], kind: type[R], version: int, where: str, folder: Path
+) -> R:
+    """Check a parsed report of this kind, and set the folders of its engines."""
+    if (written := document["schema_version"]) != version:
+        raise UserError(
+            f"'{where}' has schema version {written}, this Crucible reads {version}",
             "compile again with this version",
         )
     _set_roots(document, folder)
     try:
-        return _with_note_codes(Report.model_validate_json(json.dumps(document)))
+        return kind.model_validate_json(json.dumps(document))
     except ValidationError as error:
         raise UserError(
             f"'{where}' does not fit the schema: {error}",

@@ -57,8 +57,6 @@ from pipeline.host.gpu_monitor import watching
 from pipeline.measurement.clock import Samples, monotonic, samples_from_blocks
 from pipeline.measurement.comparison import NotMeasurable, Obstacle, compare
 from pipeline.measurement.statistics import Interval
-from pipeline.onnx_graph.feeds import draw_feeds
-from pipeline.onnx_graph.flops import node_costs, total
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.report import (
     BenchmarkFailure,
@@ -228,6 +226,9 @@ def load_workloads(
 
     The other symbols have the sizes of the first benchmarked shape.
     """
+    # This import loads onnx, which the service does without.
+    from pipeline.onnx_graph.feeds import draw_feeds
+
     first = dict(options.sizes[0]) if options.sizes else {}
     if not first and profiles:
         first = profiles[0].sizes("opt")
@@ -358,6 +359,9 @@ def _ranges(profile: Profile) -> str:
 def _workload(
     sizes: dict[str, int], values: dict[str, tuple[int, ...]], model: OnnxModel
 ) -> Workload:
+    from pipeline.onnx_graph.feeds import draw_feeds
+    from pipeline.onnx_graph.flops import node_costs, total
+
     costs = node_costs(model.path, sizes)
     amounts = []
     for cost in costs:

@@ -161,7 +161,10 @@ def submit(
         Path | None,
         typer.Argument(
             metavar="MODEL",
-            help="ONNX; .tar, .tar.gz or .zip of ONNX with external data; or .safetensors weights.",
+            help=(
+                "ONNX; .tar, .tar.gz or .zip of ONNX with external data; or .safetensors weights."
+                " Of a language model: its plan, .gguf, or a folder of Hugging Face."
+            ),
         ),
     ] = None,
     plan: Annotated[
@@ -172,13 +175,21 @@ def submit(
         ),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="Samples for the int8 ranges.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Samples for the int8 ranges: .npz, or .jsonl of texts."),
     ] = None,
     selection: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="Samples for the choice of the winner.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Samples for the choice of the winner: .npz, or .jsonl of texts."
+        ),
     ] = None,
     validation: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="Samples for the final check of the winner.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Samples for the final check of the winner: .npz, or .jsonl of texts.",
+        ),
     ] = None,
     config: Annotated[
         str | None,
@@ -203,6 +214,7 @@ def submit(
     """
     from pipeline.errors import PlanError
     from pipeline.formatting import profiles_text
+    from service.cli.language import upload_of_plan
     from service.client import Upload
     from service.http.schemas import JobView
 
@@ -213,7 +225,10 @@ def submit(
             "expected a model with optional plan and data, or --config NAME alone",
             "see `crucible submit --help`",
         )
+    upload = None
     if model is not None and model.suffix in (".yaml", ".yml"):
+        upload = None if extras else upload_of_plan(model)
+    if model is not None and model.suffix in (".yaml", ".yml") and upload is None:
         raise PlanError(
             f"expected a model, got the plan {model}",
             f"`crucible onnx {model} --out model.onnx` writes its model; then"
@@ -225,7 +240,9 @@ def submit(
             "write `profiles` into the plan",
         )
     with connect(url) as client:
-        if model is not None:
+        if upload is not None:
+            added = client.compile(upload)
+        elif model is not None:
             source = f"profiles: {profiles_text(profiles)}" if profiles else plan
             added = client.compile(Upload(model, source, *data))
         else:
@@ -451,16 +468,16 @@ def print_report(target: str, url: str | None, as_json: bool) -> None:
     """Run `crucible report` for a job on a service."""
     from rich.markdown import Markdown
 
-    from pipeline.report.markdown import markdown
+    from pipeline.llm.render import any_markdown
     from service.client import place_of
 
     where, job_id = place_of(target, url)
     with connect(where) as client:
-        report = client.report(job_id)
+        report = client.any_report(job_id)
     if as_json:
         print(report.model_dump_json())
         return
-    terminal.console().print(Markdown(markdown(report)))
+    terminal.console().print(Markdown(any_markdown(report)))
     print(f"report: {client.url}/reports/{job_id}")
 
 

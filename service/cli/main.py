@@ -104,8 +104,10 @@ def report(
     """
     from rich.markdown import Markdown
 
-    from pipeline.report.files import load_report, write_report
-    from pipeline.report.markdown import markdown
+    from pipeline.llm.render import any_markdown, write_language_report
+    from pipeline.llm.results import load_any_report
+    from pipeline.report.files import write_report
+    from pipeline.results.report import Report
     from service.client import is_remote
 
     folder = Path(result)
@@ -117,13 +119,17 @@ def report(
             )
         service_commands.print_report(result, url, as_json)
         return
-    loaded = load_report(folder)
-    files = write_report(loaded, folder if folder.is_dir() else folder.parent)
+    loaded = load_any_report(folder)
+    place = folder if folder.is_dir() else folder.parent
+    if isinstance(loaded, Report):
+        files = write_report(loaded, place)
+    else:
+        files = write_language_report(loaded, place)
     if as_json:
         print(loaded.model_dump_json())
     else:
         console = terminal.console()
-        console.print(Markdown(markdown(loaded)))
+        console.print(Markdown(any_markdown(loaded)))
         console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
     if show:
         open_page(files.html_file)

@@ -138,7 +138,16 @@ def figures_of(event: Event) -> StageEvent:
 
 
 def _print_verdict(client: Client, job: JobView) -> None:
-    console, report = terminal.console(), client.report(job.id)
+    from pipeline.results.report import Report
+
+    console, report = terminal.console(), client.any_report(job.id)
+    if not isinstance(report, Report):
+        from pipeline.llm.render import accuracy_table, failures, speed_table
+
+        tables = (accuracy_table(report), speed_table(report))
+        place = f"{client.url}{job.links.report}"
+        terminal.print_language_model(console, report, tables, failures(report), place)
+        return
     if job.measures is None:
         console.print(terminal.candidate_table(report))
     else:

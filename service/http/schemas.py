@@ -423,10 +423,10 @@ def _engine(benchmark: BenchmarkReport) -> EngineLatency:
 def _latency(row: LatencyRow) -> LatencyAt:
     return LatencyAt(
         sizes=row.sizes,
-        end_to_end=_times(row.end_to_end),
-        upload=_times(row.upload),
-        compute=_times(row.compute),
-        download=_times(row.download),
+        end_to_end=times_of(row.end_to_end),
+        upload=times_of(row.upload),
+        compute=times_of(row.compute),
+        download=times_of(row.download),
         throughput_per_s=row.throughput_per_s,
         ratio=row.ratio,
         ratio_missing=row.ratio_missing,
@@ -434,7 +434,8 @@ def _latency(row: LatencyRow) -> LatencyAt:
     )
 
 
-def _times(samples: Samples) -> Times:
+def times_of(samples: Samples) -> Times:
+    """Return the numbers of a measured region."""
     return Times(
         count=len(samples.values_s),
         median_ms=_percentile_ms(samples, 50),

@@ -31,7 +31,7 @@ from pipeline.errors import (
 )
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.execution.stage_event import StageEvent
-from pipeline.plan.schema import Plan
+from pipeline.llm.plan import AnyPlan
 from service import logs
 from service.devices.leases import Leases
 from service.devices.policy import Lease
@@ -153,7 +153,7 @@ class Attempt:
         self._ends_s = time.monotonic() + context.timeout_s
         await asyncio.to_thread(work.prepare)
         await self._when_back(partial(context.files.fetch, context.folders.uploads(self.job.id)))
-        plan = await asyncio.to_thread(context.folders.load_plan, self.job.id)
+        plan = await asyncio.to_thread(context.folders.load_any_plan, self.job.id)
         environment = environment_for(self.job.id, self.job.device, work, os.environ)
         # twice the disk limit, so that the watchdog acts before the limit of one file
         file_bytes = 2 * context.limits.disk_bytes
@@ -167,7 +167,7 @@ class Attempt:
             await asyncio.to_thread(work.clear_temporary)
         return await self._publish() if ending is None else ending
 
-    def _enter(self, plan: Plan) -> Box:
+    def _enter(self, plan: AnyPlan) -> Box:
         """Make the sandbox of this job's child."""
         context, home = self._context, self._context.folders.home
         return context.sandbox.enter(
@@ -373,7 +373,7 @@ class Attempt:
         report = await asyncio.to_thread(publish, self._work.out, folder, self._context.folders)
         await asyncio.to_thread(self._take_over)
         self._stored += await self._when_back(partial(files.upload, folder, self._token))
-        return Succeeded(report.verdict, report.winner, engine_digest(folder))
+        return Succeeded(report.verdict, report.winner or None, engine_digest(folder))
 
     def _take_over(self) -> None:
         builds, home = self._context.builds, self._context.folders.home

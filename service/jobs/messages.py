@@ -43,6 +43,7 @@ class HostIdentity(Frozen):
     candidates: dict[str, str] = Field(default_factory=dict)
     # of each device, for targets; what they say of tools is in the digest too
     labels: dict[str, dict[str, str]] = Field(default_factory=dict)
+    language_models: str = ""  # why this host compiles none; empty if it does
 
 
 class Start(Frozen):

@@ -26,8 +26,10 @@ from pipeline.execution.store import (
     sync,
 )
 from pipeline.host.replace_folder import Exchange, exchange_names, replace_folder
-from pipeline.report.bundle import ENGINE_FILE, check_engine, read_engine
-from pipeline.report.files import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
+from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.results import AnyReport, load_any_report
+from pipeline.report.bundle import ENGINE_FILE, check_engine, read_delivered
+from pipeline.report.files import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME
 from pipeline.results.report import Report
 from service import logs
 from service.jobs.redact import scrub_file
@@ -45,6 +47,8 @@ TIMING = "timing"  # as pipeline.backends.timing_cache lays it out, which the se
 CACHE, DESCRIPTION = "cache.bin", "target.json"
 KEY = re.compile(r"[0-9a-f]{64}")
 
+AnyEngine = Engine | LanguageEngine
+
 log = logs.get("service.publish")
 
 
@@ -53,7 +57,7 @@ def publish(
     target: Path,
     folders: Folders,
     exchange: Exchange = exchange_names,
-) -> Report:
+) -> AnyReport:
     """Verify a report and its engine in `out`, remove this host's paths, and move it to `target`.
 
     StoreError names what is wrong. If an earlier attempt left a report at `target` before the
@@ -87,7 +91,7 @@ def engine_digest(folder: Path) -> str | None:
     return Manifest.model_validate_json(manifest.read_bytes()).sha256
 
 
-def verified(out: Path) -> Report:
+def verified(out: Path) -> AnyReport:
     """Load the report of a folder after checking every file. ValueError and others if a check
     fails.
     """
@@ -103,31 +107,32 @@ def verified(out: Path) -> Report:
         raise ValueError(f"missing files: {', '.join(missing)}")
     if (size := (out / JSON_NAME).stat().st_size) > MAX_REPORT_BYTES:
         raise ValueError(f"expected {JSON_NAME} of at most {MAX_REPORT_BYTES} bytes, got {size}")
-    report = load_report(out)
+    report = load_any_report(out)
     _check_engine(out, report)
     return report
 
 
-def _check_engine(out: Path, report: Report) -> None:
+def _check_engine(out: Path, report: AnyReport) -> None:
     """Check that the engine is complete and is the one that the report names. If the report names
     none, there must be none.
     """
     known = {candidate.label for candidate in report.candidates}
-    if report.baseline and report.verdict == "keep":
-        known = {report.baseline.label}
-    elif report.baseline and report.verdict == "unproven":  # `keep`, if nothing had disturbed it
-        known.add(report.baseline.label)
-    if report.winner is not None and report.winner not in known:
+    if isinstance(report, Report) and report.baseline:
+        if report.verdict == "keep":
+            known = {report.baseline.label}
+        elif report.verdict == "unproven":  # `keep`, if nothing had disturbed it
+            known.add(report.baseline.label)
+    if report.winner and report.winner not in known:
         raise ValueError("its winner is not among its candidates")
-    if report.verdict == "accepted" and report.winner is None:
+    if report.verdict == "accepted" and not report.winner:
         raise ValueError("its verdict is accepted, but it names no winner")
-    engine = report.engine_delivered
+    engine = report.engine_delivered if isinstance(report, Report) else report.delivered
     if engine is None:
         if (out / ENGINE).exists():
             raise ValueError("it names no engine, but the folder has one")
         return
     manifest = check_files(out / ENGINE, out, besides=(ENGINE_FILE,))
-    delivered = read_engine(out / ENGINE)
+    delivered = read_delivered(out / ENGINE, type(engine))
     if delivered.model_dump() != engine.model_dump() or manifest.value != json.loads(
         engine.model_dump_json()
     ):
@@ -149,33 +154,54 @@ def check_form(folder: Path, name: str) -> None:
             expected = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))[name]
             check_digest(folder, name, str(expected))
         elif name == JSON_NAME:
-            load_report(folder)
+            load_any_report(folder)
     except UserError as error:
         raise _damaged_report(folder, f"'{name}' cannot be read") from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise _damaged_report(folder, error) from error
 
 
-def published_report(folder: Path) -> Report:
-    """Return a published report. DamagedError if it has changed."""
+def published_any_report(folder: Path) -> AnyReport:
+    """Return a published report, of engines or of a language model. DamagedError if it has
+    changed.
+    """
     check_form(folder, JSON_NAME)
     try:
-        return load_report(folder)
+        return load_any_report(folder)
     except UserError as error:  # published by another version
         raise _damaged_report(folder, f"'{JSON_NAME}' cannot be read") from error
 
 
-def published_engine(folder: Path) -> Engine:
+def published_report(folder: Path) -> Report:
+    """Return a published report of engines. UserError if it is that of a language model."""
+    report = published_any_report(folder)
+    if not isinstance(report, Report):
+        raise UserError(
+            f"job {folder.name} compiled a language model, expected one that compiled engines",
+            f"GET /reports/{folder.name} shows its report",
+        )
+    return report
+
+
+def published_engine(folder: Path) -> AnyEngine:
     """Return the engine of a published report. DamagedError if a file has changed."""
     name = f"the engine of job {folder.name}"
     try:
-        engine = read_engine(folder / ENGINE, name)
+        engine = read_delivered(folder / ENGINE, _kind_of_engine(folder / ENGINE), name)
         check_engine(engine, name)
     except ModelError as error:
         raise DamagedError(f"{name} is damaged: '{ENGINE_FILE}' is missing", SEND_AGAIN) from error
     except DamagedError as error:
         raise DamagedError(error.message, SEND_AGAIN) from error
     return engine
+
+
+def _kind_of_engine(folder: Path) -> type[AnyEngine]:
+    try:
+        content = json.loads((folder / ENGINE_FILE).read_bytes())
+    except (OSError, ValueError):  # reading it says what is wrong
+        content = ()
+    return LanguageEngine if "library" in content else Engine
 
 
 def _write_digests(out: Path) -> None:

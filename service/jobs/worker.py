@@ -28,6 +28,7 @@ from pipeline.execution.exit_causes import crucible_error
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Runner, installed
 from pipeline.execution.store import Key, Store
+from pipeline.llm.plan import LanguagePlan
 from service.jobs.messages import (
     FROM_CHILD,
     FROM_SERVER,
@@ -53,7 +54,7 @@ from service.storage.layout import Work, plan_of_upload
 
 if TYPE_CHECKING:
     from pipeline.plan.schema import Plan
-    from pipeline.results.report import Report
+    from pipeline.results.report import Report, Verdict
 
 # of the home: copied, because the child adds to them
 SEEDED = ("history.jsonl", "timing")
@@ -142,8 +143,6 @@ def run_job(start: Start, server: Server) -> None:
     """Compile the plan, or measure its engine again, and write the report to the work directory's
     out/.
     """
-    from pipeline.compiler.compile import compile_plan, publish_report
-
     work = Work(start.work)
     seed(start.shared, work.home)
     forget_contended(work.home)
@@ -156,6 +155,17 @@ def run_job(start: Start, server: Server) -> None:
     )
     measuring = partial(quiet_device, server, _mark(work.home))
     runner = Runner(store, server.emit, quiet_device=measuring, plan=plan.name)
+    if isinstance(plan, LanguagePlan):
+        compile_language_model(plan, runner, work, start.command)
+    else:
+        compile_engines(plan, runner, work, start)
+    forget_contended(work.home)
+
+
+def compile_engines(plan: Plan, runner: Runner, work: Work, start: Start) -> None:
+    """Compile a plan, or measure its engine again, and write the report."""
+    from pipeline.compiler.compile import compile_plan, publish_report
+
     command, compiled = start.command, start.compiled
     report = (
         compile_plan(plan, runner, command)
@@ -163,7 +173,23 @@ def run_job(start: Start, server: Server) -> None:
         else measure_again(compiled, plan, runner, command)
     )
     publish_report(doubted(report, CONTENDED) if _mark(work.home).exists() else report, work.out)
-    forget_contended(work.home)
+
+
+def compile_language_model(plan: LanguagePlan, runner: Runner, work: Work, command: str) -> None:
+    """Compile the plan of a language model, and write the report."""
+    from pipeline.llm import compile as language
+    from pipeline.llm.render import publish
+
+    report = language.compile_language_model(plan, runner, command)
+    if _mark(work.home).exists():
+        report = report.model_copy(
+            update={
+                "verdict": _doubted_verdict(report.verdict),
+                "reasons": (*report.reasons, CONTENDED.text),
+                "notes": (*report.notes, CONTENDED.text),
+            }
+        )
+    publish(report, work.out)
 
 
 def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> Report:
@@ -199,11 +225,15 @@ def doubted(report: Report, doubt: Note) -> Report:
     """
     return report.model_copy(
         update={
-            "verdict": "unproven" if report.verdict in ("accepted", "keep") else report.verdict,
+            "verdict": _doubted_verdict(report.verdict),
             "reasons": (*report.reasons, doubt.text),
             "notes": (*report.notes, doubt),
         }
     )
+
+
+def _doubted_verdict(verdict: Verdict) -> Verdict:
+    return "unproven" if verdict in ("accepted", "keep") else verdict
 
 
 def forget_contended(home: Path) -> None:
@@ -243,6 +273,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     from pipeline.backends import BACKENDS, backend
     from pipeline.compiler import candidate_stages, compile
     from pipeline.host.labels import device_labels
+    from pipeline.llm.compile import STAGES as LANGUAGE_STAGES
 
     targets = {}
     candidates: dict[str, str] = {}
@@ -255,7 +286,7 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
             continue
         targets[name] = target.model_dump(mode="json")
         candidates |= {f"{name} {each}": _refusal(name, each, target) for each in Precision}
-    stages = (*compile.STAGES, *candidate_stages.STAGES)
+    stages = (*compile.STAGES, *candidate_stages.STAGES, *LANGUAGE_STAGES)
     versions = [(stage.name, stage.tools, stage.version) for stage in stages]
     tools = {tool: installed(tool) for stage in stages for tool in stage.tools} | {
         "crucible": distribution.version()
@@ -264,7 +295,24 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     devices = {name: device["name"] for name, device in labels.items()}
     facts = json.dumps([devices, targets, versions, tools], sort_keys=True)
     digest = hashlib.sha256(facts.encode()).hexdigest()
-    return HostIdentity(devices=devices, digest=digest, candidates=candidates, labels=labels)
+    return HostIdentity(
+        devices=devices,
+        digest=digest,
+        candidates=candidates,
+        labels=labels,
+        language_models=_language_refusal(),
+    )
+
+
+def _language_refusal() -> str:
+    """Return why this host compiles no language models; "" if it does."""
+    from pipeline.llm.compile import check_packages
+
+    try:
+        check_packages()
+    except BackendUnavailable as error:
+        return f"{error.message}; {error.next_step}"
+    return ""
 
 
 def _refusal(name: str, precision: Precision, target: Target) -> str:

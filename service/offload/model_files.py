@@ -15,6 +15,9 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from pipeline.errors import CrucibleError
+from pipeline.llm.plan import LanguagePlan
+from pipeline.llm.source import Source, describe, model_files
+from pipeline.llm.texts import read_texts
 from service.codecs.protobuf import LENGTH, VARINT, Field, fields
 from service.errors import Unprocessable
 from service.storage.drafts import Interface
@@ -52,6 +55,21 @@ def check_model(body: bytes) -> tuple[int, tuple[()]]:
                 raise _refusal(data, "safetensors file")
         elif not zipfile.is_zipfile(file):
             raise _refusal(data, ".pt2 file")
+    return 0, ()
+
+
+def check_language_model(body: bytes) -> tuple[int, tuple[()]]:
+    """Check the files that a LanguagePlan names, which is `body` as JSON: the headers of the model,
+    and the texts. Unprocessable says what is wrong.
+    """
+    plan = LanguagePlan.model_validate_json(body)
+    try:
+        place = Path(plan.language_model.path)
+        kind, _ = model_files(place)
+        describe(Source(kind=kind, path=place, digest=""), plan.context)
+        read_texts(plan.texts)
+    except CrucibleError as error:
+        raise Unprocessable(error.message, error.next_step) from None
     return 0, ()
 
 

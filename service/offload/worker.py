@@ -25,7 +25,7 @@ from service.codecs.npy import arrays_from_npz
 from service.codecs.oip import OipRequest, binary_form, encode_answer, parse_request, split
 from service.errors import ServiceError
 from service.inference import InferAnswer, Timing
-from service.offload.model_files import check_model, read_interface
+from service.offload.model_files import check_language_model, check_model, read_interface
 from service.sandbox.framing import Failed, Parts, failed_from_error, frame, read_frame
 
 Fields = dict[str, Any]
@@ -99,6 +99,7 @@ WORK: Mapping[str, Work] = {
         decode_image,
         encode,
         check_model,
+        check_language_model,
         read_interface,
     )
 }

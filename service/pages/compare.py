@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from pipeline.formatting import interval, shape_text, time_text
+from pipeline.llm.gate import Judged, percent_text
+from pipeline.llm.race import AnswerTimes
+from pipeline.llm.results import AnyReport, LanguageReport
+from pipeline.measurement.clock import Samples
 from pipeline.measurement.comparison import NotMeasurable, compare_apart
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.report import BenchmarkReport, LatencyRow, Report
+from service.errors import Unprocessable
 from service.http.routers.dependencies import CurrentService
 from service.http.routers.reports import report_of
 from service.pages.access import Visitor
@@ -46,10 +51,10 @@ class Comparison:
     same_host: bool
     plan: tuple[Difference, ...]
     environment: tuple[Difference, ...]
-    latency: tuple[Difference, ...]
-    ratios: tuple[Difference, ...]  # A's time over B's at each shape, and why one is missing
-    layers: Layers
-    accuracy: tuple[Difference, ...]
+    latency: tuple[Difference, ...] = ()
+    ratios: tuple[Difference, ...] = ()  # A's time over B's at each shape, or why it is missing
+    layers: Layers = Layers()
+    accuracy: tuple[Difference, ...] = ()
 
 
 @router.get("/ui/compare")
@@ -60,12 +65,47 @@ async def compare_page(
     values: dict[str, Any] = {"choices": listed.jobs, "a": a, "b": b, "both": (), "found": None}
     if a and b:
         both = [await report_of(service, job_id, caller) for job_id in (a, b)]
-        values |= {"both": both, "found": comparison_of(both[0], both[1])}
+        engines = [_engine_of(report) for report in both]
+        found = any_comparison_of(both[0], both[1])
+        values |= {"both": both, "engines": engines, "found": found}
     return page(request, "compare.html", **values)
+
+
+def any_comparison_of(first: AnyReport, second: AnyReport) -> Comparison:
+    """Compare two reports of engines, or two of language models. Unprocessable for one of each."""
+    if isinstance(first, Report) and isinstance(second, Report):
+        return comparison_of(first, second)
+    if isinstance(first, Report) or isinstance(second, Report):
+        raise Unprocessable(
+            "one job compiled engines and the other a language model, expected two of one kind",
+            "choose another job",
+        )
+    return replace(
+        _comparison_of_hosts(first, second),
+        latency=tuple(_answer_times(first, second)),
+        ratios=tuple(_ratios_of(_answers(first), _answers(second))),
+        layers=Layers(missing="Reports of language models have no table of layers."),
+        accuracy=tuple(_perplexity(first, second)),
+    )
 
 
 def comparison_of(first: Report, second: Report) -> Comparison:
     """Compare the plans, the hosts, and what was measured of the delivered engines."""
+    samples = (
+        {shape: row.end_to_end for shape, row in _rows(report.benchmark_delivered).items()}
+        for report in (first, second)
+    )
+    return replace(
+        _comparison_of_hosts(first, second),
+        latency=tuple(_latency(first, second)),
+        ratios=tuple(_ratios_of(*samples)),
+        layers=layers_of(_layer_table(first), _layer_table(second)),
+        accuracy=tuple(_accuracy(first, second)),
+    )
+
+
+def _comparison_of_hosts(first: AnyReport, second: AnyReport) -> Comparison:
+    """Compare the plans and the hosts."""
     hosts = [report.environment.model_dump() for report in (first, second)]
     packages = [host.pop("packages") for host in hosts]
     environment = (*_differences(*hosts), *_differences(*packages))
@@ -73,11 +113,13 @@ def comparison_of(first: Report, second: Report) -> Comparison:
         all(hosts[0][name] == hosts[1][name] for name in HOST_FIELDS),
         _differences(*(flat(report.plan.model_dump(mode="json")) for report in (first, second))),
         tuple(each for each in environment if each.name != "load_1min"),
-        tuple(_latency(first, second)),
-        tuple(_ratios(first, second)),
-        layers_of(_layer_table(first), _layer_table(second)),
-        tuple(_accuracy(first, second)),
     )
+
+
+def _engine_of(report: AnyReport) -> str:
+    if not report.winner:
+        return "-"
+    return report.title_of(report.winner) if isinstance(report, Report) else report.winner
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -114,14 +156,13 @@ def _latency(first: Report, second: Report) -> Iterator[Difference]:
         yield Difference(f"times the baseline's speed at {shape}", *(_ratio(row) for row in both))
 
 
-def _ratios(first: Report, second: Report) -> Iterator[Difference]:
-    rows = [_rows(report.benchmark_delivered) for report in (first, second)]
-    for shape, before in rows[0].items():
-        after = rows[1].get(shape)
-        if after is None:
+def _ratios_of(first: Mapping[str, Samples], second: Mapping[str, Samples]) -> Iterator[Difference]:
+    """Yield the ratio of the medians at each shape that both have."""
+    for shape in first:
+        if shape not in second:
             continue
         try:
-            ratio = compare_apart(before.end_to_end, after.end_to_end)
+            ratio = compare_apart(first[shape], second[shape])
         except NotMeasurable as error:
             yield Difference(shape, "-", error.text)
         else:
@@ -194,3 +235,65 @@ def _accuracy(first: Report, second: Report) -> Iterator[Difference]:
     yield Difference("drop", *(interval(each.interval, 4) if each else "-" for each in metrics))
     cosines = [each.cosine if each else None for each in found]
     yield Difference("cosine", *("-" if each is None else f"{each:.5f}" for each in cosines))
+
+
+# -- language models ---------------------------------------------------------
+
+
+def _times_delivered(report: LanguageReport) -> AnswerTimes | None:
+    result = report.result(report.winner)
+    return result.times if result else None
+
+
+def _answers(report: LanguageReport) -> dict[str, Samples]:
+    """Return the times of the delivered engine's answers, by the lengths of prompt and answer."""
+    times = _times_delivered(report)
+    if times is None or times.answer is None:
+        return {}
+    benchmark = report.plan.benchmark
+    return {f"{benchmark.prompt_tokens} tokens in, {benchmark.output_tokens} out": times.answer}
+
+
+def _answer_times(first: LanguageReport, second: LanguageReport) -> Iterator[Difference]:
+    answers = [_answers(report) for report in (first, second)]
+    for shape in answers[0] | answers[1]:
+        medians = (time_text(each[shape].median_s) if shape in each else "-" for each in answers)
+        yield Difference(f"median answer at {shape}", *medians)
+    both = [_times_delivered(report) for report in (first, second)]
+    if any(both):
+        yield Difference(
+            "first token", *(time_text(each.first_token_s) if each else "-" for each in both)
+        )
+        yield Difference(
+            "next token", *(time_text(each.next_token_s) if each else "-" for each in both)
+        )
+        ratios = [each.ratio if each else None for each in both]
+        yield Difference(
+            "times the baseline's speed", *(interval(each, 2) if each else "-" for each in ratios)
+        )
+
+
+def _perplexity(first: LanguageReport, second: LanguageReport) -> Iterator[Difference]:
+    found = [report.validation for report in (first, second)]
+    if not any(found):
+        return
+    names = (
+        "tokens",
+        "increase of perplexity",
+        "read one by one",
+        "divergence, nats per token",
+        "likeliest tokens that agree",
+    )
+    cells = [_judged_cells(each) if each else ["-"] * len(names) for each in found]
+    for name, *both in zip(names, *cells, strict=True):
+        yield Difference(name, *both)
+
+
+def _judged_cells(judged: Judged) -> list[str]:
+    return [
+        f"{judged.tokens:,}",
+        percent_text(judged.perplexity_increase),
+        percent_text(judged.cached_perplexity_increase),
+        interval(judged.divergence, 4),
+        interval(judged.agreement, 3),
+    ]

@@ -13,6 +13,7 @@ from fastapi.responses import RedirectResponse
 from pipeline.errors import DamagedError
 from pipeline.formatting import interval, shape_text, time_text
 from pipeline.host.environment import Environment, environment
+from pipeline.llm.results import AnyReport, LanguageReport
 from pipeline.results.report import Report
 from service.auth import Caller
 from service.context import Service
@@ -81,7 +82,9 @@ async def _row(service: Service, caller: Caller, version: Version) -> Row:
     return _row_of(version, report)
 
 
-def _row_of(version: Version, report: Report) -> Row:
+def _row_of(version: Version, report: AnyReport) -> Row:
+    if not isinstance(report, Report):
+        return _row_of_language(version, report)
     benchmark = report.benchmark_delivered
     first = benchmark.rows[0] if benchmark and benchmark.rows else None
     return Row(
@@ -92,6 +95,20 @@ def _row_of(version: Version, report: Report) -> Row:
         shape_text(first.sizes) if first else "",
         time_text(first.end_to_end.median_s) if first else "not measured",
         (interval(first.ratio, 2) if first.ratio else first.ratio_missing or "") if first else "",
+    )
+
+
+def _row_of_language(version: Version, report: LanguageReport) -> Row:
+    result, benchmark = report.result(report.winner), report.plan.benchmark
+    times = result.times if result else None
+    return Row(
+        version,
+        "",
+        _libraries(report.environment),
+        _device(report.environment),
+        f"{benchmark.prompt_tokens} tokens in, {benchmark.output_tokens} out" if times else "",
+        time_text(times.median_s) if times and times.answer else "not measured",
+        (interval(times.ratio, 2) if times.ratio else times.ratio_missing) if times else "",
     )
 
 

@@ -15,6 +15,8 @@ from fastapi.sse import format_sse_event
 from pipeline.core import CandidateFigures
 from pipeline.errors import CrucibleError
 from pipeline.execution.stage_event import StageEvent
+from pipeline.llm.render import sections as sections_of_language
+from pipeline.llm.results import AnyReport
 from pipeline.report.graph.view import graph_json
 from pipeline.report.sections import headline, sections
 from pipeline.results.report import Report
@@ -36,6 +38,7 @@ from service.pages.plot import (
     measure_of,
     measured_so_far,
     plot_of,
+    plot_of_language,
     plot_of_measured,
     title_of,
 )
@@ -161,8 +164,16 @@ async def _values(service: Service, job_id: str, caller: Caller) -> dict[str, An
     )
 
 
-def _values_of_report(report: Report | None) -> dict[str, Any]:
+def _values_of_report(report: AnyReport | None) -> dict[str, Any]:
     """Return the parts of a result; this may take a second for a large model."""
+    if report is not None and not isinstance(report, Report):
+        return {
+            "headline": report.headline,
+            "sections": [each for each in sections_of_language(report) if not each.is_empty],
+            "graph": "",
+            "plot": plot_of_language(report),
+            "histogram": Histogram(),
+        }
     if report is None:
         return {
             "headline": "",
@@ -193,7 +204,7 @@ def _values_of_figures(figures: Sequence[CandidateFigures]) -> dict[str, Any]:
 
 async def _report(
     service: Service, job: JobView, caller: Caller
-) -> tuple[Report | None, CrucibleError | None]:
+) -> tuple[AnyReport | None, CrucibleError | None]:
     if job.state != "succeeded":
         return None, None
     try:

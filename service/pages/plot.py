@@ -11,8 +11,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeline.core import AccuracyFigures, CandidateFigures, LatencyFigures
+from pipeline.core import PERPLEXITY, AccuracyFigures, CandidateFigures, LatencyFigures
 from pipeline.formatting import shape_text, time_text
+from pipeline.llm.render import timed
+from pipeline.llm.results import LanguageReport
 from pipeline.measurement.clock import latency_figures
 from pipeline.report.entries import Entry, entries
 from pipeline.results.report import Report
@@ -139,6 +141,32 @@ def plot_of(report: Report) -> Plot:
     return plot if len(plot.points) >= 2 else Plot()
 
 
+def plot_of_language(report: LanguageReport) -> Plot:
+    """Place every engine of a language model that was timed: numbers as in the table of speeds."""
+    benchmark = report.plan.benchmark
+    shape = f"{benchmark.prompt_tokens} tokens in, {benchmark.output_tokens} out"
+    engines = []
+    for number, times in enumerate(timed(report), start=1):
+        assert times.answer is not None
+        result = report.result(times.label)
+        judged = result.judged if result else None
+        is_baseline = times is report.baseline
+        state = "winner" if times.label == report.winner else "measured"
+        engines.append(
+            Measured(
+                number,
+                times.label,
+                "baseline" if is_baseline else state,
+                "",
+                is_baseline,
+                judged.figures if judged else None,
+                latency_figures(times.answer, shape),
+            )
+        )
+    plot = plot_of_measured(engines)
+    return plot if len(plot.points) >= 2 else Plot()
+
+
 def measured_so_far(figures: Sequence[CandidateFigures]) -> tuple[Measured, ...]:
     """Number the candidates of a running job in the order in which they appeared."""
     return tuple(
@@ -216,7 +244,9 @@ def _with_numbers(points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def title_of(measure: str) -> str:
-    return f"drop of {measure}" if measure else "1 - cosine to the reference"
+    if not measure:
+        return "1 - cosine to the reference"
+    return f"{'increase' if measure == PERPLEXITY else 'drop'} of {measure}"
 
 
 def histogram_of(report: Report) -> Histogram:

@@ -26,7 +26,7 @@ import pipeline
 import service
 from pipeline.core import Frozen
 from pipeline.execution.child_process import IMPORT_PATH
-from pipeline.plan.schema import Plan
+from pipeline.llm.plan import AnyPlan, LanguagePlan
 from service.sandbox import landlock, seccomp
 from service.sandbox.control_groups import ControlGroup, ControlGroups, unique
 from service.sandbox.launch import Confinement, prctl
@@ -373,12 +373,15 @@ def without(path: Path, hidden: Path) -> Iterator[Path]:
             yield from without(child, hidden)
 
 
-def named_files(plan: Plan, home: Path) -> tuple[Path, ...]:
+def named_files(plan: AnyPlan, home: Path) -> tuple[Path, ...]:
     """Return the files and folders outside the home that a plan names."""
     hidden = home.resolve()
+    paths = list(_paths(plan.model_dump()))
+    if isinstance(plan, LanguagePlan):  # its model is a text, since it may lie in a package
+        paths.append(Path(plan.language_model.path))
     return tuple(
         part
-        for path in _paths(plan.model_dump())
+        for path in paths
         if path.is_absolute() and path.exists() and not path.resolve().is_relative_to(hidden)
         for part in without(path, hidden)
     )

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import StoreError
+from pipeline.llm.plan import AnyPlan, any_plan_from_json
 from pipeline.plan.schema import Plan
 
 # The only place that decides it: a process under another uid needs more, such as 0o711.
@@ -153,13 +154,25 @@ class Folders:
     def version(self, model: str, version: int) -> Path:
         return self.models / model / str(version)
 
-    def save_plan(self, job_id: str, plan: Plan) -> None:
+    def save_plan(self, job_id: str, plan: AnyPlan) -> None:
         """Write the plan beside the upload."""
         folder = self.uploads(job_id)
         folder.mkdir(parents=True, exist_ok=True)
         _write_plan(folder, plan.model_dump_json(indent=1), folder)
 
     def load_plan(self, job_id: str) -> Plan:
+        """Read the job's plan of engines. StoreError as for `load_any_plan`, or if it is one of a
+        language model.
+        """
+        plan = self.load_any_plan(job_id)
+        if not isinstance(plan, Plan):
+            raise StoreError(
+                f"job {job_id} compiled a language model, expected one that compiled engines",
+                "name another job",
+            )
+        return plan
+
+    def load_any_plan(self, job_id: str) -> AnyPlan:
         """Read the job's plan. StoreError if it is missing or damaged."""
         file = self.uploads(job_id) / PLAN
         try:
@@ -202,10 +215,10 @@ def _open_plain(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def plan_of_upload(file: Path) -> Plan:
+def plan_of_upload(file: Path) -> AnyPlan:
     """Read the plan beside an upload. OSError or ValueError if it is missing or damaged."""
     text = file.read_text(encoding="utf-8")
-    return Plan.model_validate_json(text.replace(f"{UPLOAD}/", _json_path(file.parent)))
+    return any_plan_from_json(text.replace(f"{UPLOAD}/", _json_path(file.parent)))
 
 
 def _write_plan(folder: Path, text: str, files: Path) -> None:

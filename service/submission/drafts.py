@@ -115,7 +115,7 @@ async def submit_draft(service: Service, caller: Caller, draft: Draft, plan: str
         parts["plan"] = Part("plan", new / "plan", "", size, "plan.yaml")
         await asyncio.to_thread(parts["plan"].path.write_text, plan, "utf-8")
         request = await request_of_parts(service, parts, caller.owner, host)
-        if request.plan.targets:
+        if request.targets:
             raise Unprocessable(
                 "a page compiles for one device, and the plan has `targets`",
                 "leave them out, or send the plan with `crucible submit`",

@@ -29,6 +29,14 @@ from pipeline.core import (
     TensorSpec,
     ValueRange,
 )
+from pipeline.llm.plan import (
+    LanguageAccuracy,
+    LanguageBenchmark,
+    LanguageCandidate,
+    LanguageModelConfig,
+    LanguagePlan,
+    Texts,
+)
 from pipeline.plan.files import PlanLoader, explain, old_name_warnings
 from pipeline.plan.schema import (
     STAGE_TIMEOUT_S,
@@ -146,13 +154,19 @@ ALLOWED: dict[type[BaseModel], str] = {
     LatencyLimit: "max_latency_ms",
     TargetConfig: "name device threads labels",
     InputRecipe: "input size resize colour layout scale mean std",
+    LanguagePlan: "name language_model texts accuracy candidates effort benchmark context",
+    LanguageModelConfig: "",
+    Texts: "max_tokens cached_tokens",
+    LanguageAccuracy: "max_perplexity_increase max_kl min_agreement max_path_difference",
+    LanguageCandidate: "weights group_size kv_cache arithmetic awq scale_estimation",
+    LanguageBenchmark: "prompt_tokens output_tokens budget_s threads",
 }
 """The keys that a client may write, by section. Every other key of a plan is refused.
 
 Before adding one, consider what a stranger could do with it.
 """
 
-_HOST_PATH = PydanticCustomError(
+HOST_PATH = PydanticCustomError(
     "host_path", "no path of the server is allowed; upload the file as a part of the request"
 )
 
@@ -171,7 +185,7 @@ def _refusals(value: object, location: tuple[int | str, ...] = ()) -> Iterator[I
             yield InitErrorDetails(type="extra_forbidden", loc=(*location, refused), input=None)
         items = ((key, getattr(value, key)) for key in allowed)
     elif isinstance(value, Path) or (value == () and location[0] == "data"):
-        yield InitErrorDetails(type=_HOST_PATH, loc=location, input=str(value))
+        yield InitErrorDetails(type=HOST_PATH, loc=location, input=str(value))
     elif isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, Collection) and not isinstance(value, str):

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.errors import HostError, PlanError, StoreAway
-from pipeline.plan.files import load_plan
+from pipeline.llm.plan import AnyPlan, LanguagePlan, load_any_plan
 from pipeline.plan.schema import CandidateConfig, Plan, TargetConfig, plan_for_target
 from pipeline.plan.source import code_digest, source_from_config
 from service import logs
@@ -28,7 +28,8 @@ from service.context import Service
 from service.devices.leases import utc_now
 from service.errors import NotFound, TooLarge, Unprocessable
 from service.jobs.messages import HostIdentity
-from service.jobs.publish import REPORT_FILES, check_form, published_engine, published_report
+from service.jobs.publish import REPORT_FILES, check_form, published_any_report, published_engine
+from service.jobs.redact import scrubbed
 from service.jobs.state import Job, ModelVersion, new_id
 from service.jobs.store import Compile, Once, TargetJob
 from service.jobs.traces import current_trace
@@ -36,8 +37,8 @@ from service.registry.models import BenchmarkRequest
 from service.sandbox.process_limits import disk_use
 from service.sandbox.proof import Proof
 from service.settings import Settings
+from service.submission import language, uploads
 from service.submission import plan as submitted
-from service.submission import uploads
 from service.submission.plan import NamedConfig
 from service.submission.stored_bytes import make_room
 
@@ -52,10 +53,14 @@ class CompileRequest:
     this host's tools; `digest` does not (for the Idempotency-Key).
     """
 
-    plan: Plan
+    plan: AnyPlan
     identity: str
     digest: str
     warnings: tuple[str, ...] = ()
+
+    @property
+    def targets(self) -> tuple[TargetConfig, ...]:
+        return self.plan.targets if isinstance(self.plan, Plan) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ async def submit(service: Service, caller: Caller, body: Body, key: str | None) 
     upload_id = new_id(utc_now())
     try:
         request = await _receive(service, caller, body, upload_id, host)
-        if request.plan.targets:
+        if request.targets:
             return await _submit_targets(service, caller, key, upload_id, request, host)
     except BaseException:
         await asyncio.to_thread(service.folders.remove, upload_id)
@@ -142,7 +147,7 @@ async def _submit_targets(
     """
     added = list[TargetJob]()
     await asyncio.to_thread(service.folders.save_plan, upload_id, request.plan)
-    for target in request.plan.targets:
+    for target in request.targets:
         title = target.title
 
         async def prepare(job_id: str, target: TargetConfig = target) -> JobSpec:
@@ -172,16 +177,19 @@ async def spec_of(
 ) -> JobSpec:
     """Write the plan of a new job beside its upload, and describe the job."""
     lengths = await service.read(lambda: queue_lengths(service))
-    device = device_for(request.plan, tuple(host.devices), lengths)
-    await asyncio.to_thread(service.folders.save_plan, job_id, request.plan)
+    plan = request.plan
+    device, wait_s = "cpu", 0.0  # of a language model
+    if isinstance(plan, Plan):
+        device, wait_s = device_for(plan, tuple(host.devices), lengths), plan.wait_for_node_s
+    await asyncio.to_thread(service.folders.save_plan, job_id, plan)
     if request.warnings:  # before the job's child can put a link in the place of its log
         await asyncio.to_thread(service.folders.work(job_id).start_log, request.warnings)
     return JobSpec(
-        request.plan.name,
+        plan.name,
         device,
         request.identity,
         request.digest,
-        wait_for_node_s=request.plan.wait_for_node_s,
+        wait_for_node_s=wait_s,
     )
 
 
@@ -289,10 +297,10 @@ def _check_job(service: Service, job_id: str) -> None:
     folder = service.folders.report(job_id)
     service.files.fetch(service.folders.uploads(job_id))
     service.files.fetch(folder)
-    service.folders.load_plan(job_id)
+    service.folders.load_any_plan(job_id)
     for name in REPORT_FILES:
         check_form(folder, name)
-    if published_report(folder).has_engine:
+    if published_any_report(folder).has_engine:
         published_engine(folder)
 
 
@@ -334,6 +342,9 @@ async def request_of_parts(
     settings = service.settings
     async with service.unpacking:
         request = await asyncio.to_thread(_converted, parts, settings, owner, host)
+    if isinstance(request.plan, LanguagePlan):
+        await check_language_model(service, request.plan)
+        return request
     model = request.plan.model.path or request.plan.model.weights
     assert model is not None  # plan_from sets one of the two
     await check_model(service, parts["model"], model)
@@ -345,6 +356,15 @@ async def check_model(service: Service, part: uploads.Part, model: Path) -> None
     await service.upload_readers.ask("check_model", [os.fsencode(model)])
     if service.settings.allow_code and submitted.is_code(part):
         check_sandbox(await service.proof())
+
+
+async def check_language_model(service: Service, plan: LanguagePlan) -> None:
+    """Raise Unprocessable unless the uploaded files are a language model with texts."""
+    try:
+        await service.upload_readers.ask("check_language_model", [plan.model_dump_json().encode()])
+    except Unprocessable as error:
+        message = scrubbed(error.message, service.folders)
+        raise Unprocessable(message, scrubbed(error.next_step, service.folders)) from error
 
 
 def check_sandbox(proof: Proof) -> None:
@@ -361,6 +381,15 @@ def _converted(
     parts: Mapping[str, uploads.Part], settings: Settings, owner: str, host: HostIdentity
 ) -> CompileRequest:
     text = parts["plan"].path.read_bytes() if "plan" in parts else b""
+    document = submitted.document_from(text)
+    if language.is_language_upload(document, parts["model"]):
+        language.check_host(host)
+        plan = language.language_plan_from(document, parts, settings)
+        return CompileRequest(
+            plan=plan,
+            identity=language.identity(plan, parts, owner, host.digest),
+            digest=language.identity(plan, parts, owner, ""),
+        )
     client_plan = submitted.parse(text)
     return CompileRequest(
         plan=submitted.plan_from(client_plan, parts, settings),
@@ -412,7 +441,14 @@ def _request_of_config(
             f"this service has no config '{name}'",
             f"known: {', '.join(known) or 'none'}; or send a model",
         )
-    plan = load_plan(known[name])
+    plan = load_any_plan(known[name])
+    if isinstance(plan, LanguagePlan):
+        language.check_host(host)
+        return CompileRequest(
+            plan=plan,
+            identity=language.identity_of_config(plan, owner, host.digest),
+            digest=language.identity_of_config(plan, owner, ""),
+        )
     content = _content_of(plan)
     return CompileRequest(
         plan=plan,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -25,11 +25,11 @@ _DAMAGED = (
 )
 
 
-def tar(folder: Path) -> Iterator[bytes]:
-    """Yield a tar of all files of a folder, below the folder's name. Equal files give equal
-    bytes.
+def tar(folder: Path, files: Iterable[Path] | None = None) -> Iterator[bytes]:
+    """Yield a tar of all files of a folder, or of these, below the folder's name. Equal files give
+    equal bytes.
     """
-    for file, header in _members(folder):
+    for file, header in _members(folder, files):
         yield header
         with file.open("rb") as stream:
             while chunk := stream.read(CHUNK_BYTES):
@@ -77,8 +77,9 @@ def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) ->
         )
 
 
-def _members(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+def _members(folder: Path, files: Iterable[Path] | None = None) -> Iterator[tuple[Path, bytes]]:
+    chosen = folder.rglob("*") if files is None else files
+    for file in sorted(path for path in chosen if path.is_file()):
         header = tarfile.TarInfo(str(file.relative_to(folder.parent)))
         header.size = file.stat().st_size
         yield file, header.tobuf(tarfile.PAX_FORMAT)

@@ -260,10 +260,25 @@ def is_archive(filename: str) -> bool:
 
 def unpack(part: Part, folder: Path, limits: Limits) -> Path:
     """Unpack an ONNX model with its external data into the new folder `folder`. Returns the path of
-    its only .onnx file.
+    its only .onnx file. Errors as for `extract`.
+    """
+    extract(part, folder, limits)
+    models = sorted(folder.rglob("*.onnx"))
+    if len(models) != 1:
+        names = ", ".join(str(model.relative_to(folder)) for model in models) or "none"
+        raise Unprocessable(
+            f"an archive with {len(models)} .onnx files ({names}), expected one",
+            "pack one model with its external data; or, if this is a language model, write"
+            " `language_model: {}` into the plan",
+        )
+    return models[0]
 
-    Unprocessable for members outside the folder, links, devices, several models, or headers that
-    would fill the memory; TooLarge for more bytes than the limit, whatever the headers claim.
+
+def extract(part: Part, folder: Path, limits: Limits) -> None:
+    """Unpack an archive into the new folder `folder`.
+
+    Unprocessable for members outside the folder, links, devices, or headers that would fill the
+    memory; TooLarge for more bytes than the limit, whatever the headers claim.
     """
     folder.mkdir(parents=True)
     try:
@@ -273,7 +288,7 @@ def unpack(part: Part, folder: Path, limits: Limits) -> Path:
             if number >= MAX_MEMBERS:
                 raise Unprocessable(
                     f"an archive of more than {MAX_MEMBERS} files",
-                    "send a model with one file of external data",
+                    "send fewer files, such as one file of external data",
                 )
             if stream is not None:
                 remaining_bytes -= _write(
@@ -293,14 +308,6 @@ def unpack(part: Part, folder: Path, limits: Limits) -> Path:
         raise Unprocessable(
             f"{DAMAGED}: {error}", "pack it again, as .zip, .tar or .tar.gz"
         ) from error
-    models = sorted(folder.rglob("*.onnx"))
-    if len(models) != 1:
-        names = ", ".join(str(model.relative_to(folder)) for model in models) or "none"
-        raise Unprocessable(
-            f"an archive with {len(models)} .onnx files ({names}), expected one",
-            "pack one model with its external data",
-        )
-    return models[0]
 
 
 Members = Iterator[tuple[str, IO[bytes] | None]]

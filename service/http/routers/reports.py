@@ -13,12 +13,20 @@ import orjson
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
+from pipeline.llm.results import AnyReport, LanguageReport
 from pipeline.report.files import JSON_NAME
 from pipeline.report.graph.view import script_source
 from pipeline.results.report import Report
 from service.auth import Caller
 from service.context import Service
 from service.errors import NotFound
+from service.http.language_views import (
+    LanguageAccuracyView,
+    LanguageLatencyView,
+    accuracy_of_language_report,
+    latency_of_language_report,
+    samples_of_language_report,
+)
 from service.http.routers.dependencies import REFUSALS, CurrentCaller, CurrentService
 from service.http.schemas import (
     FORMS,
@@ -28,12 +36,19 @@ from service.http.schemas import (
     latency_of_report,
     samples_of_report,
 )
-from service.jobs.publish import DIGESTS, ENGINE, check_form, published_engine, published_report
+from service.jobs.publish import (
+    DIGESTS,
+    ENGINE,
+    check_form,
+    published_any_report,
+    published_engine,
+)
 from service.storage.audit_entry import Entry
 from service.submission.tar import size_of_tar, tar
 
 router = APIRouter(prefix="/reports/{job_id}", tags=["reports"], responses=REFUSALS)
 T = TypeVar("T")
+L = TypeVar("L")
 
 # The job of an untrusted model wrote the page: it gets its own origin, loads nothing, and runs
 # only the script that this version writes.
@@ -72,15 +87,19 @@ async def get_report(
 
 
 @router.get("/latency")
-async def get_latency(job_id: str, caller: CurrentCaller, service: CurrentService) -> LatencyView:
+async def get_latency(
+    job_id: str, caller: CurrentCaller, service: CurrentService
+) -> LatencyView | LanguageLatencyView:
     """Return the latency of each engine, beside the baseline."""
-    return await _part(latency_of_report, job_id, caller, service)
+    return await _part(latency_of_report, latency_of_language_report, job_id, caller, service)
 
 
 @router.get("/accuracy")
-async def get_accuracy(job_id: str, caller: CurrentCaller, service: CurrentService) -> AccuracyView:
+async def get_accuracy(
+    job_id: str, caller: CurrentCaller, service: CurrentService
+) -> AccuracyView | LanguageAccuracyView:
     """Return the accuracy of each engine."""
-    return await _part(accuracy_of_report, job_id, caller, service)
+    return await _part(accuracy_of_report, accuracy_of_language_report, job_id, caller, service)
 
 
 @router.get(
@@ -92,12 +111,8 @@ async def get_accuracy(job_id: str, caller: CurrentCaller, service: CurrentServi
 )
 async def get_samples(job_id: str, caller: CurrentCaller, service: CurrentService) -> Response:
     """Return all raw times, by engine and shape."""
-    packed = await _part(
-        lambda report: gzip.compress(orjson.dumps(samples_of_report(report)), 6, mtime=0),
-        job_id,
-        caller,
-        service,
-    )
+    samples = await _part(samples_of_report, samples_of_language_report, job_id, caller, service)
+    packed = await asyncio.to_thread(lambda: gzip.compress(orjson.dumps(samples), 6, mtime=0))
     return Response(
         packed, media_type="application/gzip", headers=_download(f"{job_id}-samples.json.gz")
     )
@@ -114,10 +129,7 @@ async def get_engine(
     """Return the winning engine with its manifest."""
     folder = await report_folder(job_id, caller, service)
     engine = folder / ENGINE
-    has_engine = engine.is_dir() or await _part(
-        lambda report: report.has_engine, job_id, caller, service
-    )
-    if not has_engine:
+    if not engine.is_dir() and not (await report_of(service, job_id, caller)).has_engine:
         raise NotFound(f"job {job_id} has no engine", f"GET /reports/{job_id} gives the reason")
     await asyncio.to_thread(published_engine, folder)
     headers = {**_download(f"{job_id}-engine.tar"), "Content-Length": str(size_of_tar(engine))}
@@ -166,17 +178,25 @@ async def report_folder(
     return folder
 
 
-async def report_of(service: Service, job_id: str, caller: Caller) -> Report:
+async def report_of(service: Service, job_id: str, caller: Caller) -> AnyReport:
     """Return the report of a job. NotFound if there is none, or if this caller may not see it;
     DamagedError if it has changed.
     """
     folder = await report_folder(job_id, caller, service, (JSON_NAME, DIGESTS))
-    return await asyncio.to_thread(published_report, folder)
+    return await asyncio.to_thread(published_any_report, folder)
 
 
-async def _part(view: Callable[[Report], T], job_id: str, caller: Caller, service: Service) -> T:
+async def _part(
+    view: Callable[[Report], T],
+    view_of_language: Callable[[LanguageReport], L],
+    job_id: str,
+    caller: Caller,
+    service: Service,
+) -> T | L:
     report = await report_of(service, job_id, caller)
-    return await asyncio.to_thread(view, report)
+    if isinstance(report, Report):
+        return await asyncio.to_thread(view, report)
+    return await asyncio.to_thread(view_of_language, report)
 
 
 def _download(name: str) -> dict[str, str]:
