@@ -353,7 +353,14 @@ class Service:
     def _collect(self) -> Collected:
         try:
             promoted = self.repository.jobs()
-            return collect(self.settings, self.jobs, utc_now, promoted=promoted, files=self.files)
+            return collect(
+                self.settings,
+                self.jobs,
+                utc_now,
+                promoted=promoted,
+                files=self.files,
+                builds=self._builds,
+            )
         finally:
             self.jobs.close()  # of this thread
 
