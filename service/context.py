@@ -48,6 +48,7 @@ from service.offload.pool import Helpers
 from service.refusals import Refusals
 from service.regions import Regions
 from service.registry.model_states import ModelStates
+from service.registry.older_files import older_folders
 from service.registry.promotion import prove
 from service.registry.repository import Repository
 from service.sandbox.layers import Sandbox
@@ -352,6 +353,9 @@ class Service:
 
     def _collect(self) -> Collected:
         try:
+            if self.files.are_shared and (older := older_folders(self.database, self.folders)):
+                step = "`crucible upload-home` lets other servers find them"
+                log.warning("files.not_uploaded", folders=len(older), next=step)
             promoted = self.repository.jobs()
             return collect(
                 self.settings,
