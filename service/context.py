@@ -118,7 +118,7 @@ class Service:
         self.files = files_from(settings, self.database)
         self._builds = builds_from(settings, self.database)
         self.drafts = Drafts(self.folders, self.files)
-        self.refusals = Refusals(self.database)
+        self.refusals = Refusals(self.database, settings.database_url is not None)
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders, self.files)
         self.sandbox = Sandbox(settings.home)
@@ -259,7 +259,7 @@ class Service:
                 raise Unauthorized("this service needs a key", NEXT)
             return await self._in_key_reader(partial(self.keys.verify, text))
         except Unauthorized as error:
-            answer = self.refusals.of_authentication(error, text, source)
+            answer = await self.refusals.of_authentication(error, text, source)
             self.metrics.failed_authentications.labels(str(answer.status)).inc()
             raise answer from None
 
