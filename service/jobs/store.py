@@ -202,6 +202,14 @@ class JobStore:
         targets = tuple(TargetJob(row["title"], job_from_row(row)) for row in found)
         return Compile(compile_id, found[0]["of"], targets)
 
+    def compiles_of(self, job_ids: Collection[str]) -> dict[str, str]:
+        """Return the id of the newest compile for several targets of each job that has one."""
+        newest = sa.func.max(compile_targets.c.compile).label("newest")
+        query = sa.select(compile_targets.c.job_id, newest).group_by(compile_targets.c.job_id)
+        with self.database.read() as rows:
+            found = rows.execute(query.where(compile_targets.c.job_id.in_(job_ids)))
+            return {row.job_id: row.newest for row in found}
+
     def of_identity(self, owner: str, identity: str) -> Job | None:
         """Return the job that an equal request would get; None if it would make a new one."""
         with self.database.read() as rows:
