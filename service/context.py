@@ -48,6 +48,7 @@ from service.offload.pool import Helpers
 from service.refusals import Refusals
 from service.regions import Regions
 from service.registry.model_states import ModelStates
+from service.registry.older_files import older_folders
 from service.registry.promotion import prove
 from service.registry.repository import Repository
 from service.sandbox.layers import Sandbox
@@ -117,7 +118,7 @@ class Service:
         self.files = files_from(settings, self.database)
         self._builds = builds_from(settings, self.database)
         self.drafts = Drafts(self.folders, self.files)
-        self.refusals = Refusals(self.database)
+        self.refusals = Refusals(self.database, settings.database_url is not None)
         self._leases = Leases(Devices(()))
         self.repository = Repository(self.database, self.folders, self.files)
         self.sandbox = Sandbox(settings.home)
@@ -258,7 +259,7 @@ class Service:
                 raise Unauthorized("this service needs a key", NEXT)
             return await self._in_key_reader(partial(self.keys.verify, text))
         except Unauthorized as error:
-            answer = self.refusals.of_authentication(error, text, source)
+            answer = await self.refusals.of_authentication(error, text, source)
             self.metrics.failed_authentications.labels(str(answer.status)).inc()
             raise answer from None
 
@@ -352,8 +353,18 @@ class Service:
 
     def _collect(self) -> Collected:
         try:
+            if self.files.are_shared and (older := older_folders(self.database, self.folders)):
+                step = "`crucible upload-home` lets other servers find them"
+                log.warning("files.not_uploaded", folders=len(older), next=step)
             promoted = self.repository.jobs()
-            return collect(self.settings, self.jobs, utc_now, promoted=promoted, files=self.files)
+            return collect(
+                self.settings,
+                self.jobs,
+                utc_now,
+                promoted=promoted,
+                files=self.files,
+                builds=self._builds,
+            )
         finally:
             self.jobs.close()  # of this thread
 

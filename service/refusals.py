@@ -7,63 +7,25 @@ are recorded. The log has a line for every request anyway.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 from pipeline.errors import CrucibleError
 from service import logs
 from service.auth import Caller, Source
 from service.errors import Forbidden, NotOwned, TooMany, Unauthorized
+from service.limits.failures import MAX_FAILURES, WINDOW_S, Failures, SharedAttempts
 from service.storage.audit import Audit
 from service.storage.audit_entry import Actor, Entry
 from service.storage.database import Database
 from service.storage.key import FORM
 
-WINDOW_S = 60.0
-MAX_FAILURES = 20  # of one address in WINDOW_S; further ones are answered with 429
-MAX_ADDRESSES = 10_000  # remembered; the one that failed longest ago is forgotten first
 QUOTA_S = 3600.0
 MAX_ENTRIES_EACH, MAX_ENTRIES = 60, 1000  # of one key or address, and of all, in QUOTA_S
 MAX_OBJECT = 200  # characters of a path
 UPLOAD = "POST /compile"
 
 log = logs.get("service.refusals")
-
-
-class FailedAttempts:
-    """Counts failed authentications by address. Pure: it takes the time."""
-
-    def __init__(self) -> None:
-        self._windows: OrderedDict[str, tuple[float, int]] = OrderedDict()  # begin, failures
-
-    def add(self, address: str, now_s: float) -> float:
-        """Count a failure. Return the seconds until the address may fail again; 0: it may now."""
-        network = _network(address)
-        begin_s, count = self._windows.pop(network, (now_s, 0))
-        if now_s >= begin_s + WINDOW_S:
-            begin_s, count = now_s, 0
-        self._windows[network] = (begin_s, count + 1)
-        if len(self._windows) > MAX_ADDRESSES:
-            self._windows.popitem(last=False)
-        return begin_s + WINDOW_S - now_s if count >= MAX_FAILURES else 0.0
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-
-def _network(address: str) -> str:
-    """Return what one client can choose its addresses from: of IPv6, the first 64 bits."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    if parsed.version == 4:
-        return address
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.ip_network((parsed.packed, 64), strict=False))
 
 
 class Quota:
@@ -90,13 +52,14 @@ class Quota:
 class Refusals:
     """Counts and records the refusals of one server. Lives in one event loop; a thread writes."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, is_shared: bool = False) -> None:
+        """`is_shared`: other servers use the database, too, and count failures together."""
         self._database, self._audit = database, Audit(database)
-        self._failures = FailedAttempts()
+        self._failures = Failures(SharedAttempts(database) if is_shared else None)
         self._quotas = {True: Quota(), False: Quota()}  # with a key; without one
         self._thread = ThreadPoolExecutor(1, "crucible-audit")
 
-    def of_authentication(
+    async def of_authentication(
         self, error: Unauthorized, text: str, source: Source
     ) -> Unauthorized | TooMany:
         """Count a failed authentication, and return the error for its client.
@@ -104,7 +67,7 @@ class Refusals:
         A valid key is never refused for the failures of others at its address: only requests that
         failed come here.
         """
-        wait_s = self._failures.add(source.address, time.monotonic())
+        wait_s = await self._failures.add(source.address)
         match = FORM.fullmatch(text)
         actor = Actor("", "", source.address, source.request)
         key = f"key/{match[1]}" if match else ""
@@ -142,6 +105,7 @@ class Refusals:
 
     async def close(self) -> None:
         """Store the entries that wait, and close the database."""
+        await self._failures.close()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._database.close)
         self._thread.shutdown()

@@ -11,9 +11,12 @@ folder, the key must match the provenance, and the caller compares each file wit
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from pipeline.errors import PlanError
@@ -29,6 +32,8 @@ from pipeline.execution.store import (
 from pipeline.plan.files import home
 
 DEFAULT_CACHE_BYTES = 100 * 2**30
+MANIFESTS, BLOBS = "manifests/", "blobs/"
+READS_AT_ONCE = 8
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -76,10 +81,38 @@ class RemoteStore(ObjectStore):
             self.put_file(folder / name, _blob(sha256))
         self.put((folder / MANIFEST).read_bytes(), _manifest(stage, digest))
 
+    def collect(
+        self, before: dt.datetime, used: Collection[tuple[str, str]], dry_run: bool = False
+    ) -> tuple[int, int]:
+        """Remove the artifacts written before a moment, except the `used` ones, and then the old
+        files that no artifact names. Returns the number of artifacts and the bytes of all.
+
+        `used`: stages and keys. Nobody may push meanwhile.
+        """
+        found = tuple(self.objects())
+        old = [each for each in found if each.written < before]
+        manifests = {each.name for each in found if each.name.startswith(MANIFESTS)}
+        gone = [each for each in old if each.name in manifests and not _is_of(each.name, used)]
+        named = self._blobs_of(manifests - {each.name for each in gone})
+        unnamed = [each for each in old if each.name.startswith(BLOBS) and each.name not in named]
+        if not dry_run:
+            self.remove(each.name for each in gone)  # first: so that no artifact lacks a file
+            self.remove(each.name for each in unnamed)
+        return len(gone), sum(each.size_bytes for each in (*gone, *unnamed))
+
+    def _blobs_of(self, manifests: Collection[str]) -> set[str]:
+        """Return the names of all files of these artifacts; of a damaged one, none."""
+        named = set[str]()
+        with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+            for content in pool.map(self.get, manifests):
+                with contextlib.suppress(ValueError):
+                    named |= {_blob(sha256) for sha256 in manifest_from(content).files.values()}
+        return named
+
     def size(self) -> tuple[int, int]:
         """Return the number of artifacts and the bytes of all files."""
         found = tuple(self.objects())
-        manifests = [each for each in found if each.name.startswith("manifests/")]
+        manifests = [each for each in found if each.name.startswith(MANIFESTS)]
         return len(manifests), sum(each.size_bytes for each in found)
 
 
@@ -104,11 +137,16 @@ def open_store(
 
 
 def _manifest(stage: str, digest: str) -> str:
-    return f"manifests/{stage}/{digest}"
+    return f"{MANIFESTS}{stage}/{digest}"
+
+
+def _is_of(manifest: str, keys: Collection[tuple[str, str]]) -> bool:
+    stage, _, digest = manifest.removeprefix(MANIFESTS).rpartition("/")
+    return (stage, digest) in keys
 
 
 def _blob(sha256: str) -> str:
-    return f"blobs/{sha256}"
+    return f"{BLOBS}{sha256}"
 
 
 def _check_name(name: str, sha256: str) -> None:

@@ -23,6 +23,7 @@ from service.cli.options import (
     operator,
 )
 from service.cli.progress import follow, print_compile, print_job
+from service.cli.upload_home import upload_home
 
 if TYPE_CHECKING:
     from service.http.schemas import JobView
@@ -41,6 +42,7 @@ app.add_typer(proxy.app, name="proxy")
 app.add_typer(node.app, name="node")
 app.add_typer(ray.app, name="ray")
 app.command()(gc)
+app.command()(upload_home)
 app.command()(audit)
 app.add_typer(model_commands.app)
 

@@ -28,6 +28,7 @@ def gc(
     """
     from service import logs
     from service.devices.leases import utc_now
+    from service.jobs.builds import builds_from
     from service.jobs.retention import collect
     from service.jobs.store import JobStore
     from service.registry.repository import Repository
@@ -43,6 +44,7 @@ def gc(
         )
     logs.configure(settings)
     database = database_from(settings)
+    builds = builds_from(settings, database)
     try:
         removed = collect(
             settings,
@@ -52,6 +54,7 @@ def gc(
             Repository(database, Folders(settings.home)).jobs(),
             operator(),
             files_from(settings, database),
+            builds,
         )
     finally:
         database.close()
@@ -60,6 +63,7 @@ def gc(
     mib = removed.freed_bytes / 2**20
     if settings.files_url:
         counts += f", {removed.objects} objects that the database does not name"
+        counts += f", {removed.builds} shared artifacts"
     print(
         f"{message}: {counts}, {removed.artifacts} artifacts; {mib:.1f} MiB, older than"
         f" {settings.retention_days:g} days; {removed.audit_entries} entries of the audit, older"

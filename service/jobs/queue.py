@@ -66,7 +66,7 @@ from service.jobs.state import (
     after_a_crash,
     new_id,
 )
-from service.jobs.store import JobStore, Once
+from service.jobs.store import Compile, JobStore, NewJob, Once
 from service.jobs.traces import current_trace
 from service.sandbox import process_tree as processes
 from service.sandbox.layers import Sandbox
@@ -195,6 +195,12 @@ class JobRunner:
         """Add a job, or return the job of an earlier equal request: see `JobStore.add`."""
         return await self._finish(self._submit(job, once, actor, files))
 
+    async def submit_compile(
+        self, compile_id: str, new: Mapping[str, NewJob], actor: Actor = SERVICE
+    ) -> Compile:
+        """Add a compile with the jobs of its targets, by title: see `JobStore.add_compile`."""
+        return await self._finish(self._submit_compile(compile_id, new, actor))
+
     async def cancel(self, job_id: str, owner: str | None = None, actor: Actor = SERVICE) -> Job:
         """Cancel a job. Conflict if it has ended. A running job stays `cancelling` until its
         processes are gone.
@@ -226,14 +232,28 @@ class JobRunner:
         self, job: Job, once: Once | None, actor: Actor, files: Sequence[StoredFile]
     ) -> tuple[Job, bool]:
         self._check_open()
-        entry = Entry(actor, "job.submitted", f"job/{job.id}", {"name": job.name})
-        most = self._settings.max_queued
+        entry, most = _submission(job, actor), self._settings.max_queued
         added, is_new = await self._in_thread(
             partial(self._jobs.add, job, self._clock(), once, most, entry, files)
         )
         if is_new:
             self._enqueue(added)
         return added, is_new
+
+    async def _submit_compile(
+        self, compile_id: str, new: Mapping[str, NewJob], actor: Actor
+    ) -> Compile:
+        self._check_open()
+        recorded = {
+            title: replace(each, entry=_submission(each.job, actor)) for title, each in new.items()
+        }
+        most = self._settings.max_queued
+        compiled = await self._in_thread(
+            partial(self._jobs.add_compile, compile_id, recorded, self._clock(), most)
+        )
+        for target in compiled.targets:
+            self._enqueue(target.job)
+        return compiled
 
     async def _cancel(self, job_id: str, owner: str | None, actor: Actor) -> Job:
         before = await self._in_thread(partial(self._jobs.get, job_id, owner))
@@ -511,6 +531,10 @@ class JobRunner:
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _submission(job: Job, actor: Actor) -> Entry:
+    return Entry(actor, "job.submitted", f"job/{job.id}", {"name": job.name})
 
 
 def _kill_leftovers(unfinished: Sequence[Job], by_pid: bool) -> None:

@@ -9,6 +9,7 @@
     objects      of `files_url`: not named by the database for a day
     artifacts    of the store: unused for `retention_days` plus the job timeout, so that no running
                  job loses an artifact
+    builds       those artifacts that servers share below `files_url`, in the same way
 
 A job that has not ended is kept, whatever its age. A job with a damaged row is kept too, because a
 repair needs its files.
@@ -27,6 +28,7 @@ from pathlib import Path
 from pipeline.execution.store import Store
 from service import logs
 from service.errors import NotFound
+from service.jobs.builds import Builds
 from service.jobs.state import Job
 from service.jobs.store import JobStore
 from service.sandbox.process_limits import disk_use
@@ -80,12 +82,13 @@ class Collected:
     freed_bytes: int
     audit_entries: int = 0
     objects: int = 0  # of `files_url`
+    builds: int = 0  # artifacts of `files_url`
 
 
 def expired(contents: Contents, now: dt.datetime, settings: Settings) -> Expired:
     """Choose the items that have expired."""
     retention = dt.timedelta(days=settings.retention_days)
-    unused_since = now - retention - dt.timedelta(seconds=settings.job_timeout_s)
+    unused_since = now - _unused(settings)
 
     def orphans(items: tuple[Item, ...], after: dt.timedelta) -> tuple[Path, ...]:
         return tuple(
@@ -131,6 +134,7 @@ def collect(
     promoted: frozenset[str] = frozenset(),
     actor: Actor = SERVICE,
     files: Files | None = None,
+    builds: Builds | None = None,
 ) -> Collected:
     """Remove the expired items, or only count them if `dry_run`. Each job's row is removed before
     its files, so that an interrupted removal leaves only folders without a job.
@@ -158,8 +162,17 @@ def collect(
             freed, artifacts = freed + size, artifacts + 1
     entries = jobs.audit.expire(now - dt.timedelta(days=settings.audit_days), dry_run)
     objects, object_bytes = files.collect(now, dry_run) if files else (0, 0)
-    freed += object_bytes
-    return Collected(len(items.jobs), len(items.folders), artifacts, freed, entries, objects)
+    shared, shared_bytes = 0, 0
+    if builds:
+        shared, shared_bytes = builds.collect(_unused(settings).total_seconds(), dry_run)
+    freed += object_bytes + shared_bytes
+    counts = (len(items.jobs), len(items.folders), artifacts)
+    return Collected(*counts, freed, entries, objects, shared)
+
+
+def _unused(settings: Settings) -> dt.timedelta:
+    """Return how long an artifact is kept after its last use: to the end of any running job."""
+    return dt.timedelta(days=settings.retention_days, seconds=settings.job_timeout_s)
 
 
 def _items(parent: Path) -> Iterator[Item]:

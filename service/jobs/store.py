@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -83,6 +83,16 @@ class Once:
 
 
 @dataclass(frozen=True, slots=True)
+class NewJob:
+    """A queued job to add, and what is stored with it."""
+
+    job: Job
+    once: Once | None = None
+    files: Sequence[StoredFile] = ()
+    entry: Entry | None = None  # in the audit
+
+
+@dataclass(frozen=True, slots=True)
 class TargetJob:
     """The job of one target."""
 
@@ -139,43 +149,35 @@ class JobStore:
         has `most_queued` jobs waiting.
         """
         with self.database.write() as rows:
-            self.database.lock(rows, f"jobs of {job.owner}")  # else two requests count the same
-            of_key = self._of_key(rows, job.owner, once, now)
-            known = of_key or self._of_identity(rows, job.owner, job.identity)
-            if known is None:
-                waiting = (jobs.c.owner == job.owner) & (jobs.c.state == "queued")
-                queued = rows.scalar(sa.select(sa.func.count()).where(waiting)) or 0
-                if most_queued is not None and queued >= most_queued:
-                    raise TooMany(
-                        f"{queued} of your jobs are waiting, expected at most {most_queued}"
-                        " (`max_queued`)",
-                        f"wait for some, or cancel them; {raised_by('max_queued')}",
-                        60,
-                    )
-                new = {
-                    "id": job.id,
+            return self._add(rows, NewJob(job, once, files, entry), now, most_queued)
+
+    def add_compile(
+        self,
+        compile_id: str,
+        new: Mapping[str, NewJob],
+        now: dt.datetime,
+        most_queued: int | None = None,
+    ) -> Compile:
+        """Add a compile with the jobs of its targets, by title, all or none. An equal earlier job
+        takes the place of a new one. Errors as those of `add`.
+        """
+        with self.database.write() as rows:
+            added = {
+                title: self._add(rows, each, now, most_queued)[0] for title, each in new.items()
+            }
+            targets = [
+                {
+                    "compile": compile_id,
+                    "position": position,
                     "owner": job.owner,
-                    "identity": job.identity,
-                    "created": job.created,
-                    "added_at": database_clock_s(),
-                    "device": job.queue,
+                    "title": title,
+                    "job_id": job.id,
                 }
-                rows.execute(sa.insert(jobs).values(new | _columns(job)))
-                _insert_event(rows, job.id, job.created, "queued", {})
-                insert_files(rows, files)
-                if entry is not None:
-                    self.audit.add(rows, entry)
-            chosen = known or job
-            if once is not None and of_key is None:
-                request = {
-                    "owner": job.owner,
-                    "idempotency_key": once.key,
-                    "digest": once.digest,
-                    "job_id": chosen.id,
-                    "created": _text(now),
-                }
-                rows.execute(sa.insert(requests).values(request))
-        return chosen, known is None
+                for position, (title, job) in enumerate(added.items())
+            ]
+            rows.execute(sa.insert(compile_targets), targets)
+        owner = next(job.owner for job in added.values())
+        return Compile(compile_id, owner, tuple(map(TargetJob, added.keys(), added.values())))
 
     def get(self, job_id: str, owner: str | None = None) -> Job:
         """Return the job. NotFound if there is none, or if it has another owner. `owner` None: any
@@ -183,21 +185,6 @@ class JobStore:
         """
         with self.database.read() as rows:
             return job_from_row(_row(rows, job_id, owner))
-
-    def add_compile(self, compiled: Compile) -> None:
-        """Add a compile, whose jobs are there."""
-        new = [
-            {
-                "compile": compiled.id,
-                "position": position,
-                "owner": compiled.owner,
-                "title": target.title,
-                "job_id": target.job.id,
-            }
-            for position, target in enumerate(compiled.targets)
-        ]
-        with self.database.write() as rows:
-            rows.execute(sa.insert(compile_targets), new)
 
     def get_compile(self, compile_id: str, owner: str | None = None) -> Compile:
         """Return a compile with the jobs of its targets that are still stored. NotFound if there is
@@ -214,6 +201,14 @@ class JobStore:
             raise NotFound(f"no compile '{compile_id}'", "GET /jobs lists your jobs")
         targets = tuple(TargetJob(row["title"], job_from_row(row)) for row in found)
         return Compile(compile_id, found[0]["of"], targets)
+
+    def compiles_of(self, job_ids: Collection[str]) -> dict[str, str]:
+        """Return the id of the newest compile for several targets of each job that has one."""
+        newest = sa.func.max(compile_targets.c.compile).label("newest")
+        query = sa.select(compile_targets.c.job_id, newest).group_by(compile_targets.c.job_id)
+        with self.database.read() as rows:
+            found = rows.execute(query.where(compile_targets.c.job_id.in_(job_ids)))
+            return {row.job_id: row.newest for row in found}
 
     def of_identity(self, owner: str, identity: str) -> Job | None:
         """Return the job that an equal request would get; None if it would make a new one."""
@@ -382,6 +377,40 @@ class JobStore:
         with self.database.read() as rows:
             return rows.execute(query).mappings().all()
 
+    def _add(
+        self, rows: sa.Connection, new: NewJob, now: dt.datetime, most_queued: int | None
+    ) -> tuple[Job, bool]:
+        job, once = new.job, new.once
+        self.database.lock(rows, f"jobs of {job.owner}")  # else two requests count the same
+        of_key = self._of_key(rows, job.owner, once, now)
+        known = of_key or self._of_identity(rows, job.owner, job.identity)
+        if known is None:
+            _check_queued(rows, job.owner, most_queued)
+            values = {
+                "id": job.id,
+                "owner": job.owner,
+                "identity": job.identity,
+                "created": job.created,
+                "added_at": database_clock_s(),
+                "device": job.queue,
+            }
+            rows.execute(sa.insert(jobs).values(values | _columns(job)))
+            _insert_event(rows, job.id, job.created, "queued", {})
+            insert_files(rows, new.files)
+            if new.entry is not None:
+                self.audit.add(rows, new.entry)
+        chosen = known or job
+        if once is not None and of_key is None:
+            request = {
+                "owner": job.owner,
+                "idempotency_key": once.key,
+                "digest": once.digest,
+                "job_id": chosen.id,
+                "created": _text(now),
+            }
+            rows.execute(sa.insert(requests).values(request))
+        return chosen, known is None
+
     def _of_key(
         self, rows: sa.Connection, owner: str, once: Once | None, now: dt.datetime
     ) -> Job | None:
@@ -409,6 +438,18 @@ class JobStore:
             .order_by(jobs.c.id.desc())
         )
         return next(iter(_readable(rows.execute(query).mappings().all())), None)
+
+
+def _check_queued(rows: sa.Connection, owner: str, most_queued: int | None) -> None:
+    """Raise TooMany if an owner has so many jobs waiting."""
+    waiting = (jobs.c.owner == owner) & (jobs.c.state == "queued")
+    queued = rows.scalar(sa.select(sa.func.count()).where(waiting)) or 0
+    if most_queued is not None and queued >= most_queued:
+        raise TooMany(
+            f"{queued} of your jobs are waiting, expected at most {most_queued} (`max_queued`)",
+            f"wait for some, or cancel them; {raised_by('max_queued')}",
+            60,
+        )
 
 
 def _last_start(job_id: str) -> sa.ColumnElement[int]:

@@ -1,4 +1,6 @@
-"""/: the jobs. /ui/jobs/ID: one job, live while it runs, and its result."""
+"""/: the jobs. /ui/jobs/ID: one job, live while it runs, and its result. /ui/compiles/ID: the
+targets of one compile side by side.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from service.errors import NotFound
 from service.http.routers.dependencies import CurrentService
 from service.http.routers.jobs import log_of
 from service.http.routers.reports import get_engine, get_report, report_of
-from service.http.schemas import JobView, view_of_job
+from service.http.schemas import JobView, view_of_compile, view_of_job
 from service.http.sse import HEARTBEAT, HEARTBEAT_S, EventStream
 from service.jobs.state import State
 from service.pages.access import Author, Visitor, csrf_token, session_of
@@ -61,7 +63,18 @@ async def jobs_page(
     found = await service.read(lambda: service.jobs.list(caller.sees, state, PAGE_ROWS, after))
     now = utc_now()
     jobs = [view_of_job(job, now) for job in found.jobs]
-    return page(request, "jobs.html", jobs=jobs, state=state, next=found.after)
+    compiles = await service.read(lambda: service.jobs.compiles_of([job.id for job in jobs]))
+    return page(request, "jobs.html", jobs=jobs, compiles=compiles, state=state, next=found.after)
+
+
+@router.get("/ui/compiles/{compile_id}")
+async def compile_page(
+    request: Request, compile_id: str, caller: Visitor, service: CurrentService
+) -> Response:
+    found = await service.read(lambda: service.jobs.get_compile(compile_id, caller.sees))
+    view = view_of_compile(found, utc_now())
+    reports = [each for each in view.targets if each.job.state == "succeeded"]
+    return page(request, "compile.html", compile=view, reports=reports)
 
 
 @router.get("/ui/jobs/{job_id}")
@@ -145,6 +158,7 @@ async def _values(service: Service, job_id: str, caller: Caller) -> dict[str, An
     """Return what the templates of a job's page need."""
     job = await service.read(lambda: service.jobs.get(job_id, caller.sees))
     events = await service.read(lambda: service.jobs.newest_of_stages(job_id))
+    compiles = await service.read(lambda: service.jobs.compiles_of([job_id]))
     view = view_of_job(job, utc_now())
     report, damage = await _report(service, view, caller)
     figures = () if report else await service.read(lambda: service.jobs.figures(job_id))
@@ -154,6 +168,7 @@ async def _values(service: Service, job_id: str, caller: Caller) -> dict[str, An
         | _values_of_figures(figures)
         | {
             "job": view,
+            "compile": compiles.get(job_id),
             "stages": [StageEvent(**event.data) for event in events],
             "report": report,
             "damage": damage,

@@ -204,6 +204,14 @@ files = sa.Table(  # that `files_url` holds: see service.storage.files
     sa.Column("size_bytes", BIG_INTEGER, nullable=False),
 )
 
+builds = sa.Table(  # when jobs last used what others have made: see service.jobs.builds
+    "builds",
+    METADATA,
+    sa.Column("stage", Text, primary_key=True),
+    sa.Column("key", Text, primary_key=True),
+    sa.Column("used_at", SECONDS, nullable=False),
+)
+
 key_counts = sa.Table(  # what all servers together have allowed: see service.limits
     "key_counts",
     METADATA,
@@ -218,6 +226,14 @@ key_streams = sa.Table(  # open streams, by server
     METADATA,
     sa.Column("key", Text, primary_key=True),
     sa.Column("server", Text, primary_key=True),
+    sa.Column("count", sa.Integer, nullable=False),
+)
+
+failed_sign_ins = sa.Table(  # see service.limits.failures
+    "failed_sign_ins",
+    METADATA,
+    sa.Column("network", Text, primary_key=True),
+    sa.Column("begin", SECONDS, nullable=False),  # of the time in which they count
     sa.Column("count", sa.Integer, nullable=False),
 )
 

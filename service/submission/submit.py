@@ -31,7 +31,7 @@ from service.jobs.messages import HostIdentity
 from service.jobs.publish import REPORT_FILES, check_form, published_any_report, published_engine
 from service.jobs.redact import scrubbed
 from service.jobs.state import Job, ModelVersion, new_id
-from service.jobs.store import Compile, Once, TargetJob
+from service.jobs.store import Compile, NewJob, Once
 from service.jobs.traces import current_trace
 from service.registry.models import BenchmarkRequest
 from service.sandbox.process_limits import disk_use
@@ -76,6 +76,7 @@ class JobSpec:
     target: str = ""  # as Job.target
     wait_for_node_s: float = 0.0
     counted_bytes: int = 0  # of the upload, which count already: those of a draft
+    beside_bytes: int = 0  # of new jobs that are added with it, and do not count yet
     like: tuple[Path, ...] = ()  # stored folders with files of the upload
 
 
@@ -142,13 +143,13 @@ async def _submit_targets(
     request: CompileRequest,
     host: HostIdentity,
 ) -> Compile:
-    """Add a job for each target of a plan. They share the files of the upload, which is removed
-    then.
+    """Add a job for each target of a plan, all or none. They share the files of the upload, which
+    is removed then.
     """
-    added = list[TargetJob]()
+    new = dict[str, NewJob]()
     await asyncio.to_thread(service.folders.save_plan, upload_id, request.plan)
+    bytes_each = await asyncio.to_thread(disk_use, service.folders.uploads(upload_id))
     for target in request.targets:
-        title = target.title
 
         async def prepare(job_id: str, target: TargetConfig = target) -> JobSpec:
             await asyncio.to_thread(service.folders.share_upload, upload_id, job_id)
@@ -161,14 +162,22 @@ async def _submit_targets(
                 digest=_text_digest([request.digest, *parts]),
             )
             spec = await spec_of(service, job_id, of_target, host)
-            return replace(spec, device=text, target=text)
+            beside_bytes = len(new) * bytes_each
+            return replace(spec, device=text, target=text, beside_bytes=beside_bytes)
 
-        own_key = _text_digest([key, title]) if key else None  # as short as a key must be
-        job = await add_job(service, caller, caller.owner, own_key, prepare)
-        added.append(TargetJob(title, job))
-    await asyncio.to_thread(service.folders.remove, upload_id)
-    compiled = Compile(upload_id, caller.owner, tuple(added))
-    await service.read(partial(service.jobs.add_compile, compiled))
+        own_key = _text_digest([key, target.title]) if key else None  # as short as a key must be
+        try:
+            new[target.title] = await _new_job(service, caller.owner, own_key, prepare)
+        except BaseException:
+            await _remove(service, [each.job.id for each in new.values()])
+            raise
+    try:
+        compiled = await service.runner.submit_compile(upload_id, new, caller.actor)
+    except Exception:  # not CancelledError: the runner then adds the jobs anyway
+        await _remove(service, [each.job.id for each in new.values()])
+        raise
+    unused = {each.job.id for each in new.values()} - {each.job.id for each in compiled.targets}
+    await _remove(service, [upload_id, *unused])
     return compiled
 
 
@@ -225,6 +234,23 @@ async def add_job(
     """Add the job that `prepare` describes for this owner, or return the job of an earlier equal
     request. `job_id`: that of an upload which has arrived; it is removed if no job is added.
     """
+    new = await _new_job(service, owner, key, prepare, job_id)
+    try:
+        added, _ = await service.runner.submit(new.job, new.once, caller.actor, new.files)
+    except Exception:  # not CancelledError: the runner then adds the job anyway
+        await _remove(service, [new.job.id])
+        raise
+    if added.id != new.job.id:
+        await _remove(service, [new.job.id])
+    return added
+
+
+async def _new_job(
+    service: Service, owner: str, key: str | None, prepare: Prepare, job_id: str | None = None
+) -> NewJob:
+    """Return the job that `prepare` describes for this owner, whose upload is complete and stored.
+    After an error no files are left.
+    """
     _check_key(key)
     await asyncio.to_thread(service.files.check)
     now = utc_now()
@@ -233,39 +259,36 @@ async def add_job(
     try:
         spec = await prepare(job_id)
         size = await asyncio.to_thread(disk_use, folder)
-        await make_room(service, owner, size - spec.counted_bytes)
+        await make_room(service, owner, size + spec.beside_bytes - spec.counted_bytes)
         files = await asyncio.to_thread(partial(service.files.upload, folder, like=spec.like))
-        job = Job(
-            id=job_id,
-            owner=owner,
-            identity=spec.identity,
-            name=spec.name,
-            device=spec.device,
-            measures=spec.measures,
-            recompiles=spec.recompiles,
-            target=spec.target,
-            wait_for_node_s=spec.wait_for_node_s,
-            created=now.isoformat(timespec="milliseconds"),
-            estimate_s=await service.read(
-                lambda: service.jobs.usual_s(
-                    owner, spec.name, spec.device, spec.measures is not None
-                )
-            ),
-            trace=current_trace(),
+        estimate_s = await service.read(
+            lambda: service.jobs.usual_s(owner, spec.name, spec.device, spec.measures is not None)
         )
+        await _forget_damaged(service, owner, spec.identity)
     except BaseException:
-        await asyncio.to_thread(service.folders.remove, job_id)
+        await _remove(service, [job_id])
         raise
-    await _forget_damaged(service, owner, spec.identity)
-    try:
-        once = Once(key, spec.digest) if key else None
-        added, _ = await service.runner.submit(job, once, caller.actor, files)
-    except Exception:  # not CancelledError: the runner then adds the job anyway
+    job = Job(
+        id=job_id,
+        owner=owner,
+        identity=spec.identity,
+        name=spec.name,
+        device=spec.device,
+        measures=spec.measures,
+        recompiles=spec.recompiles,
+        target=spec.target,
+        wait_for_node_s=spec.wait_for_node_s,
+        created=now.isoformat(timespec="milliseconds"),
+        estimate_s=estimate_s,
+        trace=current_trace(),
+    )
+    return NewJob(job, Once(key, spec.digest) if key else None, files)
+
+
+async def _remove(service: Service, job_ids: Sequence[str]) -> None:
+    """Remove the files of jobs that were not added."""
+    for job_id in job_ids:
         await asyncio.to_thread(service.folders.remove, job_id)
-        raise
-    if added.id != job_id:
-        await asyncio.to_thread(service.folders.remove, job_id)
-    return added
 
 
 def _check_key(key: str | None) -> None:

@@ -15,7 +15,7 @@ import pytest
 from service.grpc import grpc_service_pb2 as pb
 from service.grpc.descriptors import SERVICE
 from service.grpc.server import rpc_server
-from service.refusals import MAX_FAILURES
+from service.limits.failures import MAX_FAILURES
 from service.storage.audit import Audit
 from service.storage.audit_entry import Filter, StoredEntry
 from service.storage.database import Database

@@ -1,55 +1,17 @@
-"""Refusals: who must wait, and what is recorded of them; both in bounded memory."""
-
-import pytest
+"""Refusals: what is recorded of them, in bounded memory."""
 
 from service import refusals
 from service.auth import LOCAL, Caller, Source
 from service.errors import Forbidden, NotFound, NotOwned, TooLarge
 from service.refusals import (
-    MAX_ADDRESSES,
     MAX_ENTRIES,
     MAX_ENTRIES_EACH,
-    MAX_FAILURES,
     QUOTA_S,
-    WINDOW_S,
-    FailedAttempts,
     Quota,
     entry_of_refusal,
 )
 
 ME = Caller("me", ("infer",), "0123456789", Source("10.0.0.1", "r1"))
-
-
-def test_an_address_waits_after_too_many_failures_and_no_other_does() -> None:
-    attempts = FailedAttempts()
-    assert [attempts.add("10.0.0.1", 5.0) for _ in range(MAX_FAILURES)] == [0.0] * MAX_FAILURES
-    assert attempts.add("10.0.0.1", 6.0) == WINDOW_S - 1
-    assert attempts.add("10.0.0.2", 6.0) == 0.0
-    assert attempts.add("10.0.0.1", 5.0 + WINDOW_S) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ("2001:db8::1", "2001:db8::ffff:2", True),
-        ("2001:db8::1", "2001:db8:0:1::1", False),
-        ("::ffff:10.0.0.1", "10.0.0.1", True),
-        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
-        ("", "10.0.0.1", False),
-    ],
-)
-def test_the_addresses_of_one_client_count_together(one: str, other: str, same: bool) -> None:
-    attempts = FailedAttempts()
-    for _ in range(MAX_FAILURES):
-        attempts.add(one, 0.0)
-    assert (attempts.add(other, 0.0) > 0) is same
-
-
-def test_few_addresses_are_remembered() -> None:
-    attempts = FailedAttempts()
-    for number in range(2 * MAX_ADDRESSES):
-        attempts.add(f"address {number}", 0.0)
-    assert len(attempts) == MAX_ADDRESSES
 
 
 def test_few_refusals_are_recorded_and_the_next_tells_how_many_were_not() -> None:

@@ -299,18 +299,23 @@ def test_a_job_whose_files_cannot_be_stored_in_its_time_says_so(
     tmp_path: Path, postgresql: str, s3_server: S3Server
 ) -> None:
     async def story(one: Desk, two: Desk) -> None:
-        leave_jobs_to(two, one)
-        job = (await one.compile("succeed-2")).json()["id"]
+        job = (await one.compile("gated")).json()["id"]
         await one.until(job, "running")
         s3_server.stop()
         try:
+            for name in ("a", "b"):
+                (tmp_path / name / "go").touch()
+            await until_waiting(one, job)
+            for desk in (one, two):
+                for attempt in desk.service.runner._attempts.values():
+                    attempt._ends_s = 0.0  # its time is over
             ended = await one.until(job, "succeeded", "failed")
         finally:
             s3_server.start()
         assert ended["failure"]["code"] == "host.store"
         assert "the store of the service's files cannot be used" in ended["failure"]["message"]
 
-    at_two_desks(tmp_path, postgresql, story, job_timeout_s=10)
+    at_two_desks(tmp_path, postgresql, story)
 
 
 def test_only_the_newest_versions_are_kept_with_their_rows(tmp_path: Path, postgresql: str) -> None:
@@ -366,9 +371,12 @@ def test_two_jobs_on_two_servers_make_the_same_artifact_once(
 ) -> None:
     async def story(one: Desk, two: Desk) -> None:
         sent = [await one.compile("share", model=model_bytes(name)) for name in ("g", "h")]
-        answers = []
-        for job in sent:
-            job_id = job.json()["id"]
+        ids, answers = [job.json()["id"] for job in sent], []
+        for job_id in ids:  # each server has one device: so each runs one of them
+            await one.until(job_id, "running")
+        for name in ("a", "b"):
+            (tmp_path / name / "go").touch()
+        for job_id in ids:
             assert (await one.until(job_id, "succeeded", "failed"))["state"] == "succeeded"
             events = one.service.jobs.events(job_id)
             answers += [each.data["text"] for each in events if each.data.get("stage") == "share"]

@@ -9,6 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from pipeline.errors import StoreError
+from service.limits.failures import MAX_FAILURES
 from service.storage.audit_entry import SERVICE
 from service.storage.keys import KNOWN_FOR_S
 from service.storage.layout import Folders
@@ -114,6 +115,19 @@ def test_the_limits_of_a_key_hold_over_both(tmp_path: Path, postgresql: str) -> 
 
     limits = {"max_upload_bytes": 10_000, "max_upload_bytes_per_hour": 10_000}
     at_two_desks(tmp_path, postgresql, story, keys_required=True, max_streams=1, **limits)
+
+
+def test_failed_sign_ins_at_both_count_together(tmp_path: Path, postgresql: str) -> None:
+    async def story(one: Desk, two: Desk) -> None:
+        wrong = {"Authorization": "Bearer wrong"}
+        for _ in range(MAX_FAILURES):
+            assert (await one.client.get("/jobs", headers=wrong)).status_code == 401
+        refused = await two.client.get("/jobs", headers=wrong)
+        assert (refused.status_code, int(refused.headers["Retry-After"]) > 0) == (429, True)
+        right = one.key("compile")
+        assert (await two.client.get("/jobs", headers=right)).status_code == 200
+
+    at_two_desks(tmp_path, postgresql, story, keys_required=True)
 
 
 async def used(desk: Desk, headers: dict[str, str]) -> dict[str, int]:

@@ -64,16 +64,26 @@ class Faults:
         subprocess.run(["cp", "-r", str(template), str(self.work / "out")], check=True)
         self.say(kind="finished")
 
+    def gated(self) -> None:
+        """Succeeds once the file `go` is in the home."""
+        while not (self.work.parents[1] / "go").exists():
+            time.sleep(0.05)
+        self.succeed()
+
     def share(self) -> None:
-        """Makes the artifact of the template, unless another job has made it. Says which."""
+        """Makes the artifact of the template, unless another job has made it. Says which. Makes it
+        once the file `go` is in the home.
+        """
         (made,) = (self.work.parents[1] / "template-store" / "artifacts" / "build").iterdir()
         answer = "wait"
         while answer == "wait":
             self.say(kind="seeks", stage="build", key=made.name)
             answer = json.loads(self.hear())["answer"]
+            time.sleep(0.05)
         self.stage("share", "finished", text=answer)
         if answer == "make":
-            time.sleep(1)
+            while not (self.work.parents[1] / "go").exists():
+                time.sleep(0.05)
             own = self.work / "home" / "artifacts" / "build"
             own.mkdir(parents=True)
             subprocess.run(["cp", "-r", str(made), str(own)], check=True)

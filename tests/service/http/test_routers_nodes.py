@@ -97,6 +97,24 @@ def test_a_target_of_another_form_is_refused(tmp_path: Path) -> None:
     at_desk(tmp_path, story)
 
 
+def test_a_compile_is_added_whole_or_not_at_all(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        refused = await send(desk, "name: succeed\ntargets: [cpu, gpu]")
+        assert refused.status_code == 429, refused.text
+        assert "1 of your jobs are waiting, expected at most 1" in refused.json()["error"]
+        assert (await desk.client.get("/jobs")).json()["jobs"] == []
+        assert list((tmp_path / "uploads").iterdir()) == []
+
+        target = "{name: again, device: cpu}"
+        answer = await send(desk, f"name: succeed\ntargets: [cpu, {target}]")
+        assert answer.status_code == 202, answer.text
+        first, second = (each["job"]["id"] for each in answer.json()["targets"])
+        assert first == second, "equal targets share a job"
+        assert [path.name for path in (tmp_path / "uploads").iterdir()] == [first]
+
+    at_desk(tmp_path, story, max_queued=1)
+
+
 def test_administrators_see_the_nodes(tmp_path: Path, postgresql: str) -> None:
     async def story(desk: Desk) -> None:
         async with joined(tmp_path, postgresql, L4) as other:

@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from pipeline.core import Artifact
+from pipeline.errors import StoreError
 from pipeline.execution.remote_store import RemoteStore
 from pipeline.execution.store import Key, Store
 from service.jobs.builds import BuildLocks, Builds
 from service.storage.database import Database
+from service.storage.tables import builds as table
+from tests.pipeline.execution.s3 import object_names
 
 KEY = Key("build", 1, ("abc",))
 URL = "s3://bucket/files/builds"
+HOUR_S = 3600.0
 
 
 class Text(Artifact):
@@ -28,9 +33,15 @@ def make(folder: Path) -> Text:
     return Text(root=folder, file="text")
 
 
-def made(home: Path) -> Path:
+def made(home: Path, key: Key = KEY) -> Path:
     """The folder of an artifact in the store of a job."""
-    return Store(home).get(KEY, Text, make).value.root
+    return Store(home).get(key, Text, make).value.root
+
+
+def share(builds: Builds, work: Path, key: Key) -> None:
+    """Make an artifact in a job of this server, and let it be shared."""
+    made(work, key)
+    builds.made("first", work, "build", key.digest)
 
 
 @pytest.fixture
@@ -40,7 +51,7 @@ def databases(postgresql: str) -> Iterator[tuple[Database, Database]]:
 
 
 def builds_of(home: Path, database: Database) -> Builds:
-    return Builds(home, RemoteStore(URL, wait_s=0.5), BuildLocks(database))
+    return Builds(home, RemoteStore(URL, wait_s=0.5), database)
 
 
 def test_one_job_has_the_lock_of_an_artifact_until_it_gives_it_back_or_its_server_ends(
@@ -138,3 +149,67 @@ def test_without_s3_a_job_makes_it_and_it_is_uploaded_later(
     (tmp_path / "copy").mkdir()
     assert RemoteStore(URL).fetch("build", KEY.digest, tmp_path / "copy")
     builds.close()
+
+
+def test_what_no_job_uses_is_removed_and_nothing_of_what_remains(
+    databases: tuple[Database, Database], tmp_path: Path, s3: Any
+) -> None:
+    one, two = (
+        builds_of(tmp_path / name, each) for name, each in zip("ab", databases, strict=True)
+    )
+    other = Key("build", 1, ("other",))  # of the same content: its file is one object
+    for key in (KEY, other):
+        share(one, tmp_path / "work", key)
+    assert one.collect(HOUR_S) == (0, 0), "both are new"
+    assert two.seek("second", "build", KEY.digest, is_exclusive=True) == "there"
+    move_uses(databases[0], 2 * HOUR_S)
+    dry = two.collect(-HOUR_S, dry_run=True)
+    assert two.collect(-HOUR_S) == dry
+    assert dry[0] == 1
+    assert (
+        builds_of(tmp_path / "c", databases[1]).seek(
+            "third", "build", KEY.digest, is_exclusive=False
+        )
+        == "there"
+    )
+    assert two.seek("third", "build", other.digest, is_exclusive=False) == "make"
+    move_uses(databases[0], -2 * HOUR_S)
+    assert one.collect(-HOUR_S)[0] == 1
+    assert object_names(s3) == []
+    with databases[0].read() as rows:
+        assert rows.execute(sa.select(table)).all() == []
+    one.close()
+    two.close()
+
+
+def move_uses(database: Database, by_s: float) -> None:
+    with database.write() as rows:
+        rows.execute(sa.update(table).values(used_at=table.c.used_at + by_s))
+
+
+def test_nothing_is_removed_during_an_upload_nor_uploaded_during_a_removal(
+    databases: tuple[Database, Database],
+    tmp_path: Path,
+    s3: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.jobs.builds.PATIENCE_S", 0.3)
+    one, two = (
+        builds_of(tmp_path / name, each) for name, each in zip("ab", databases, strict=True)
+    )
+    locks = BuildLocks(databases[0])
+    with locks.shared_with_uploads():
+        with pytest.raises(StoreError, match="another server uploads or removes"):
+            two.collect(0)
+        with pytest.raises(StoreError, match="another server uploads or removes"):
+            one.collect(0)
+        share(two, tmp_path / "work", KEY)
+    assert len(object_names(s3)) == 2
+    other = Key("build", 1, ("other",))
+    with locks.without_uploads():
+        share(one, tmp_path / "work", other)
+        assert len(object_names(s3)) == 2
+    share(one, tmp_path / "work", other)
+    assert len(object_names(s3)) == 3
+    one.close()
+    two.close()

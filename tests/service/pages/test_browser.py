@@ -15,6 +15,7 @@ from service.registry.models import DeploymentOptions
 from service.registry.repository import Repository
 from service.storage.database import Database
 from service.storage.layout import Folders
+from tests.service.builders.app import parts
 from tests.service.builders.jobs import WITHIN_S
 from tests.service.integration.test_server import Server, send, serving, state_of, until
 from tests.service.pages.browser import accessibility_faults, chromium, opened, overflow
@@ -57,12 +58,16 @@ def pages(server: Server) -> list[str]:
     both = f"/ui/compare?a={jobs[0]}&b={jobs[2]}"
     one = [f"/ui/jobs/{job}" for job in jobs[:2]]
     log = f"/ui/jobs/{jobs[0]}/log"
+    plan = {"plan": ("plan.yaml", b"name: succeed\ntargets: [cpu, gpu]")}
+    compiled = httpx.post(f"{server.url}/compile", files=parts("succeed") | plan, timeout=WITHIN_S)
+    targets = f"/ui{compiled.json()['link']}"
+    until(lambda: httpx.get(f"{server.url}{compiled.json()['link']}").json()["outcome"])
     files = {"model": ("m.onnx", dynamic_model())}
     draft = httpx.post(f"{server.url}/ui/drafts", files=files, timeout=WITHIN_S)
     new = ["/ui/new", draft.headers["Location"]]
     models = ["/ui/models", "/ui/models/m", "/ui/models/m/try"]
     rest = ["/ui/limits", "/ui/admin", "/ui/sign-in", "/ui/jobs/no"]
-    return [*new, "/", *one, log, both, *models, *rest]
+    return [*new, "/", *one, log, both, targets, *models, *rest]
 
 
 @pytest.mark.parametrize("theme", THEMES)
@@ -107,6 +112,16 @@ def test_candidates_appear_on_the_plot_as_they_are_measured(chromium: Any, serve
     with opened(chromium, url, java_script_enabled=False) as page:
         assert page.locator("circle").count() == 2
     httpx.delete(f"{server.url}/jobs/{job}")
+
+
+def test_the_targets_of_a_compile_are_followed_to_their_end(chromium: Any, server: Server) -> None:
+    plan = {"plan": ("plan.yaml", b"name: hang\ntargets: [cpu]")}
+    answer = httpx.post(f"{server.url}/compile", files=parts("hang") | plan, timeout=WITHIN_S)
+    with opened(chromium, f"{server.url}/ui{answer.json()['link']}") as page:
+        page.wait_for_selector(".badge.running", timeout=WITHIN_S * 1000)
+        httpx.delete(f"{server.url}/jobs/{answer.json()['targets'][0]['job']['id']}")
+        page.wait_for_selector("h1 + .badge.cancelled", timeout=WITHIN_S * 1000)
+        assert page.locator("#compile").count() == 1
 
 
 def test_a_job_is_cancelled_by_its_button(chromium: Any, server: Server) -> None:

@@ -355,3 +355,48 @@ def test_pages_and_streams_end_with_the_server(tmp_path: Path) -> None:
         desk.service.stopping = False
 
     at_desk(tmp_path, story)
+
+
+def test_the_targets_of_a_compile_are_side_by_side(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        desk.service.runner._labels = {"cpu": {"threads": "2"}}
+        await signed_in(desk, "compile", "infer")
+        mine = desk.service.keys.create("mine", ("compile",), owner="me")[1]
+        plan = b"name: succeed\ntargets: [cpu, {name: one, device: cpu, threads: 1}, gpu]"
+        files = parts("succeed") | {"plan": ("plan.yaml", plan)}
+        headers = {"Authorization": f"Bearer {mine}"}
+        compiled = (await desk.client.post("/compile", files=files, headers=headers)).json()
+        path = f"/ui{compiled['link']}"
+        assert (await desk.client.get(path)).status_code == 404, "it is another owner's"
+
+        await signed_in(desk, "admin")
+        jobs = [target["job"]["id"] for target in compiled["targets"]]
+        end = time.monotonic() + WITHIN_S
+        while "hx-get" in (text := (await desk.client.get(path)).text):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+        for shown in (*jobs, "threads&gt;=1", "unavailable", "accepted", "no node has"):
+            assert shown in text, shown
+        assert f"/ui/compare?a={jobs[0]}&amp;b={jobs[1]}" in text
+        assert text.count(">report</a>") == 2
+        assert (await desk.client.get("/")).text.count(path) == 3
+        for job in jobs:
+            assert path in (await desk.client.get(f"/ui/jobs/{job}")).text
+        assert not Scripts(text).found
+
+    at_desk(tmp_path, story, keys_required=True)
+
+
+def test_a_compile_that_goes_on_is_asked_for_again(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        plan = ("plan.yaml", b"name: hang\ntargets: [cpu]")
+        answer = await desk.client.post("/compile", files=parts("hang") | {"plan": plan})
+        path = f"/ui{answer.json()['link']}"
+        assert f'hx-get="{path}"' in (await desk.client.get(path)).text
+        job = answer.json()["targets"][0]["job"]["id"]
+        await desk.client.delete(f"/jobs/{job}")
+        await desk.until(job, "cancelled")
+        text = (await desk.client.get(path)).text
+        assert ("cancelled" in text, "hx-get" in text) == (True, False)
+
+    at_desk(tmp_path, story)
