@@ -41,6 +41,7 @@ from service.jobs.queue import JobRunner
 from service.jobs.retention import DAILY_S, Collected, collect
 from service.jobs.store import DamagedRow, JobStore
 from service.jobs.traces import JobSpans
+from service.language.generation import Generating
 from service.limits.shared import limits_from
 from service.observability.deployed_models import Models
 from service.observability.prometheus import Metrics
@@ -99,6 +100,7 @@ class Service:
     """Everything that lives as long as the server. Runs in one event loop, on a locked home."""
 
     serving: Serving  # `models`, or a double in tests
+    generating: Generating  # of language models, or a double in tests
     bytes_in_flight: BytesInFlight  # of HTTP and gRPC
 
     def __init__(
