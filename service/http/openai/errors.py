@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from fastapi import Request, Response
@@ -129,10 +131,21 @@ def _invalid(error: RequestValidationError) -> _Detail:
     value = repr(fault["input"])
     shown = value if len(value) <= MAX_VALUE else f"{value[:MAX_VALUE]}..."
     if str(place[0]) in NOT_SERVED:
+        param = str(place[0])
         message = f"the engine serves only the default of `{param}`, got {shown}. Leave it out"
         return _Detail(message, param, "unsupported_parameter")
-    reason = fault["msg"].removeprefix("Value error, ")
-    return _Detail(f"`{param}`: {reason}, got {shown}. {DOCUMENTED}", param, code)
+    return _Detail(f"`{param}`: {_reason(fault, shown)}. {DOCUMENTED}", param, code)
+
+
+def _reason(fault: Mapping[str, Any], shown: str) -> str:
+    match fault["type"], fault.get("ctx", {}):
+        case "too_short", {"min_length": least, "actual_length": count}:
+            return f"expected at least {least}, got {count}"
+        case "too_long", {"max_length": most, "actual_length": count}:
+            return f"expected at most {most}, got {count}"
+        case "value_error", {"error": error}:  # of our own checks, which say what came
+            return str(error)
+    return f"{fault['msg']}, got {shown}"
 
 
 def name_of(place: tuple[int | str, ...]) -> str:

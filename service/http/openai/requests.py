@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from pipeline.core import Frozen
-from service.http.openai.errors import BadParameter
+from service.http.openai.errors import MAX_VALUE, BadParameter
 from service.language.generation import Sampling
 
 MAX_PROMPTS = 64
@@ -25,12 +25,16 @@ def prompts_from(value: object) -> object:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
-        raise ValueError("expected a text, a list of tokens, or a list of such prompts")
+        raise ValueError(f"expected a text, tokens, or a list of such prompts, got {_short(value)}")
     if _are_tokens(value):
         return (tuple(value),)
     if not all(isinstance(each, str) or _are_tokens(each) for each in value):
-        raise ValueError("expected only texts and lists of tokens")
+        raise ValueError(f"expected texts and lists of tokens, got {_short(value)}")
     return tuple(tuple(each) if isinstance(each, list) else each for each in value)
+
+
+def _short(value: object) -> str:
+    return repr(value)[:MAX_VALUE]
 
 
 def _are_tokens(value: object) -> bool:
@@ -186,6 +190,12 @@ class Message(Frozen):
     audio: None = None
     function_call: None = None
     tool_calls: Empty | None = Field(default=None, strict=False)
+
+    @property
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates know it: few have a developer beside the system."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content}
 
 
 class ChatRequest(_Request):

@@ -24,7 +24,7 @@ from service.http.openai.answers import (
     usage_of,
 )
 from service.http.openai.errors import ROOT, BadParameter
-from service.http.openai.forms import CompletionForm, Form, Head
+from service.http.openai.forms import ChatForm, CompletionForm, Form, Head
 from service.http.openai.requests import ChatRequest, CompletionRequest
 from service.http.openai.running import running
 from service.http.openai.sse import AnswerStream
@@ -37,17 +37,24 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": OpenAIRefusal, "description": "Refused, in OpenAI's form"},
     "5XX": {"model": OpenAIRefusal, "description": "Not possible now, or an error of the service"},
 }
+EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "event": {"type": "string", "const": "error"},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+    },
+}
 router = APIRouter(prefix=ROOT, tags=["language models"], responses=REFUSALS)
 ModelId = Annotated[str, InPath(description="NAME, or NAME@VERSION")]
 
 
-def _streams(whole: type[Completion | ChatCompletion], event: str) -> dict[int | str, Any]:
-    schema = {"$ref": f"#/components/schemas/{event}"}
+def _streams(whole: type[Completion | ChatCompletion]) -> dict[int | str, Any]:
     return {
         200: {
             "model": whole,
-            "content": {"text/event-stream": {"itemSchema": schema}},
-            "description": "The answer; with `stream`, server-sent events, the last one `[DONE]`",
+            "content": {"text/event-stream": {"itemSchema": EVENT}},
+            "description": "The answer; with `stream`, an event for each part, and then `[DONE]`",
         }
     }
 
@@ -67,9 +74,7 @@ async def get_model(model: ModelId, caller: CurrentCaller, service: CurrentServi
     return _object(model, find(service, caller, model))
 
 
-@router.post(
-    "/completions", response_model=Completion, responses=_streams(Completion, "Completion")
-)
+@router.post("/completions", response_model=Completion, responses=_streams(Completion))
 async def complete(
     body: CompletionRequest, request: Request, caller: CurrentCaller, service: CurrentService
 ) -> Response:
@@ -94,6 +99,37 @@ async def complete(
         _head(request, served), body.logprobs, body.temperature == 0 and not body.echo
     )
     return await _answer(service, request, served, requests, body, form, "prompt")
+
+
+@router.post(
+    "/chat/completions",
+    response_model=ChatCompletion,
+    responses=_streams(ChatCompletion),
+)
+async def chat(
+    body: ChatRequest, request: Request, caller: CurrentCaller, service: CurrentService
+) -> Response:
+    """Answer a chat, in the form of the model's chat template."""
+    caller.require("infer")
+    body.check()
+    served = find(service, caller, body.model)
+    messages = [message.for_template for message in body.messages]
+    try:
+        prompt = await service.chat_templates.prompt(served, messages)
+    except Unprocessable as error:
+        raise BadParameter(error.message, error.next_step, "messages") from error
+    generate = GenerateRequest(
+        caller,
+        served.model,
+        prompt,
+        body.sampling(body.token_limit),
+        served.version,
+        special_tokens=False,
+        log_probs=bool(body.logprobs),
+        id=request.state.request_id,
+    )
+    form = ChatForm(_head(request, served), bool(body.logprobs))
+    return await _answer(service, request, served, [generate], body, form, "messages")
 
 
 async def _answer(
