@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from service.context import Service
 from service.errors import Unprocessable
@@ -63,6 +64,8 @@ async def running(
     BadParameter about `param` if a prompt does not fit; TooMany if a queue is full, or the key has
     no tokens left; Unavailable if the model is not ready.
     """
+    caller = requests[0].caller
+    await service.limits.check_tokens(caller.key)
     async with AsyncExitStack() as stack:
         answers = []
         for request in requests:
@@ -71,6 +74,9 @@ async def running(
             except Unprocessable as error:
                 raise BadParameter(error.message, error.next_step, param) from error
             answers.append(answer)
+        most = sum(map(partial(_most_tokens, served), requests, answers))
+        used = partial(_used_tokens, answers)
+        await stack.enter_async_context(service.limits.tokens(caller.key, most, used))
         together = RunningAnswers(answers)
         tasks = [
             asyncio.create_task(together.read(index, answer))
@@ -82,3 +88,14 @@ async def running(
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+
+def _most_tokens(served: ServedLanguage, request: GenerateRequest, answer: Answer) -> int:
+    """Return how many tokens of prompt and answer a request may use."""
+    limit = request.sampling.max_tokens
+    room = served.context - answer.prompt_tokens
+    return answer.prompt_tokens + (room if limit is None else min(limit, room))
+
+
+def _used_tokens(answers: Sequence[Answer]) -> int:
+    return sum(answer.prompt_tokens + answer.completion_tokens for answer in answers)

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from pipeline.errors import StoreError
 
 FOLDER = Path(__file__).parent
-HEAD = "0010"
+HEAD = "0011"
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,3 +63,35 @@ def test_no_text_of_a_request_is_logged_or_audited(tmp_path: Path) -> None:
     assert SECRET.upper() not in written
     with closing(sqlite3.connect(tmp_path / "crucible.db")) as rows:
         assert SECRET not in "\n".join(rows.iterdump())
+
+
+def test_a_key_over_its_tokens_waits_and_others_do_not(tmp_path: Path) -> None:
+    limit = 60
+    with serving_models(
+        tmp_path, models="add", keys_required="true", max_tokens_per_minute=limit
+    ) as server:
+        one, other = (key_of(tmp_path, "infer", owner="local") for _ in range(2))
+
+        def used(key: str) -> tuple[int, int]:
+            head = {"Authorization": f"Bearer {key}"}
+            rows = httpx.get(f"{server.url}/limits", headers=head).json()["limits"]
+            (row,) = [row for row in rows if row["setting"] == "max_tokens_per_minute"]
+            return row["used"], row["limit"]
+
+        prompt = "a" * 19  # 20 tokens
+        assert send(server, one, prompt=prompt, max_tokens=10).status_code == 200
+        assert used(one) == (30, limit)
+        greedy = send(server, one, prompt=prompt, max_tokens=50)
+        status, fault = fault_of(greedy)
+        assert (status, fault["code"]) == (429, "rate_limit_exceeded")
+        assert 0 < int(greedy.headers["Retry-After"]) <= 61
+        assert "and this request may use 70 more" in fault["message"]
+        broken = send(server, one, model="lost", prompt="abc", max_tokens=20)
+        assert broken.status_code == 503
+        assert used(one) == (36, limit), "what came before the error counts, and no more"
+        assert send(server, one, prompt="a" * 13, max_tokens=10).status_code == 200
+        assert used(one) == (limit, limit)
+        for streamed in (False, True):
+            assert send(server, one, prompt="a", max_tokens=1, stream=streamed).status_code == 429
+        assert used(other) == (0, limit)
+        assert send(server, other, prompt=prompt).status_code == 200
