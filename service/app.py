@@ -25,6 +25,8 @@ from service.errors import Answer, MethodNotAllowed
 from service.http.access_log import AccessLog
 from service.http.error_responses import answer_error
 from service.http.guard import Guard, is_page, json_response
+from service.http.openai import errors as openai
+from service.http.openai import routes as openai_routes
 from service.http.routers import (
     docs,
     documentation,
@@ -43,6 +45,8 @@ from service.http.routers.inference_route import InferenceRoute, InferenceRoutes
 from service.inference import Serving
 from service.jobs.queue import WORKER
 from service.jobs.traces import JobSpans, provider_from, telemetry_of
+from service.language.generation import Generating
+from service.language.none import NoLanguages
 from service.observability.prometheus import Metrics
 from service.pages import PAGE_ROUTERS
 from service.pages.rendering import error_page
@@ -58,6 +62,7 @@ ROUTERS = (
     oip.infer_router,
     shared_memory.router,
     infer.router,
+    openai_routes.router,
     jobs.router,
     limits.router,
     nodes.router,
@@ -82,6 +87,7 @@ def create_app(
     probe: Probe = probe,
     serving: Serving | None = None,
     traces: TracerProvider | None = None,
+    generating: Generating | None = None,
 ) -> FastAPI:
     """Build the service on `settings.home` as an ASGI application. It opens nothing before its
     lifespan begins.
@@ -99,6 +105,7 @@ def create_app(
             app.state.service = service
             app.state.site = open_site(settings.docs)
             service.serving = serving or service.models
+            service.generating = generating or NoLanguages()
             service.bytes_in_flight = bytes_in_flight
             yield
         if traces is not None:
@@ -169,9 +176,11 @@ def create_app(
 
 
 def refusal_response(request: Request, refusal: Answer) -> Response:
-    """Send a refusal as JSON, or as a page to a reader of pages."""
+    """Send a refusal as JSON, in the form of the path, or as a page to a reader of pages."""
     if is_page(request.url.path):
         return error_page(request, refusal)
+    if openai.is_openai(request.url.path):
+        return openai.refusal_response(request, refusal)
     return json_response(request, refusal)
 
 

@@ -41,9 +41,11 @@ from service.jobs.queue import JobRunner
 from service.jobs.retention import DAILY_S, Collected, collect
 from service.jobs.store import DamagedRow, JobStore
 from service.jobs.traces import JobSpans
+from service.language.generation import Generating
 from service.limits.shared import limits_from
 from service.observability.deployed_models import Models
 from service.observability.prometheus import Metrics
+from service.offload.chat_templates import ChatTemplates
 from service.offload.pool import Helpers
 from service.refusals import Refusals
 from service.regions import Regions
@@ -100,6 +102,7 @@ class Service:
     """Everything that lives as long as the server. Runs in one event loop, on a locked home."""
 
     serving: Serving  # `models`, or a double in tests
+    generating: Generating  # of language models, or a double in tests
     bytes_in_flight: BytesInFlight  # of HTTP and gRPC
 
     def __init__(
@@ -150,6 +153,7 @@ class Service:
         self.helpers = Helpers(max_unpacked_bytes=settings.max_infer_bytes, sandbox=self.sandbox)
         uploads = self.folders.home / "uploads"
         self.upload_readers = Helpers(1, sandbox=self.sandbox, read=(uploads,))
+        self.chat_templates = ChatTemplates(self.sandbox)
         self.regions = Regions(settings)
         self.limits = limits_from(settings, self.database, self.runner.all_nodes.id, LEASE_S)
         self._host: HostIdentity | None = None
@@ -296,6 +300,7 @@ class Service:
         await self.models.close()
         await self.helpers.close()
         await self.upload_readers.close()
+        await self.chat_templates.close()
         await self.refusals.close()
         await self.limits.close()
         if self._builds is not None:

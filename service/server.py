@@ -31,6 +31,7 @@ from service.http.processes.parent import HttpProcesses
 from service.http.protocol import Server, keep_memory, protocol, uvicorn_config
 from service.inference import Serving
 from service.jobs.queue import WORKER
+from service.language.generation import Generating
 from service.settings import Settings
 from service.tls import Tls, tls_from
 
@@ -46,6 +47,7 @@ def serve(
     worker: Sequence[str] = WORKER,
     probe: Probe = probe,
     serving: Serving | None = None,
+    generating: Generating | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. HostError if the address or the home is in use."""
     logs.configure(settings)
@@ -57,7 +59,8 @@ def serve(
         _listening(settings.host, settings.port) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(_serve(create_app(settings, worker, probe, serving), listener, tls))
+        app = create_app(settings, worker, probe, serving, generating=generating)
+        runner.run(_serve(app, listener, tls))
 
 
 def connections_of(

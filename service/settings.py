@@ -202,6 +202,17 @@ class Settings(Frozen):
             " your models and your machine tell a good number."
         ),
     )
+    max_tokens_per_minute: int | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Tokens of language models that one key uses in a minute, prompts and answers together."
+            " A request counts with its `max_tokens` until it ends. Default: no limit."
+        ),
+    )
+    max_tokens_per_day: int | None = Field(
+        default=None, gt=0, description="As `max_tokens_per_minute`, in a day."
+    )
     max_streams: int = Field(
         default=100,
         gt=0,

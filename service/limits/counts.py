@@ -10,18 +10,26 @@ Each is one transaction, and they run one after another for a key.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from service.limits.tokens import TokenCount, Window, used
 from service.storage.database import Database
-from service.storage.tables import database_clock_s, key_counts, key_streams, nodes
+from service.storage.tables import (
+    database_clock_s,
+    key_counts,
+    key_streams,
+    key_tokens,
+    nodes,
+)
 
 HOUR_S = 3600.0
 BURST_S = 1.0  # a second's requests may come at once
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,36 @@ class Counts:
         with self._database.write() as rows:
             rows.execute(sa.delete(key_streams).where(key_streams.c.server == self._server))
 
+    def change_tokens(
+        self, key: str, windows: Sequence[Window], change: Callable[[list[TokenCount], float], T]
+    ) -> T:
+        """Change the tokens of a key in these windows, and store them, unless `change` raises. It
+        takes the counts and the time.
+        """
+        with self._database.write() as rows:
+            self._database.lock(rows, f"tokens {key}")  # there may be no row to lock
+            known = _tokens(rows, key)
+            counts = [known.get(window.seconds, TokenCount()) for window in windows]
+            result = change(counts, float(rows.scalar(sa.select(database_clock_s())) or 0.0))
+            for window, count in zip(windows, counts, strict=True):
+                at = (key_tokens.c.key == key, key_tokens.c.seconds == window.seconds)
+                rows.execute(sa.delete(key_tokens).where(*at))
+                if count.tokens:
+                    values = {"key": key, "seconds": window.seconds}
+                    values |= {"begin": count.begin_s, "tokens": count.tokens}
+                    rows.execute(sa.insert(key_tokens).values(values))
+        return result
+
+    def used_tokens(self, key: str, windows: Sequence[Window]) -> dict[str, int]:
+        """Return the tokens of a key by the setting of their limit."""
+        with self._database.read() as rows:
+            known = _tokens(rows, key)
+            now_s = float(rows.scalar(sa.select(database_clock_s())) or 0.0)
+        return {
+            window.setting: used(window, known.get(window.seconds, TokenCount()), now_s)
+            for window in windows
+        }
+
     def usage(self, key: str, rate: int | None) -> tuple[int, int, int]:
         """Return the requests of the last second, the bytes of the hour, and the open streams."""
         live = sa.select(nodes.c.id).where(self._is_live())
@@ -153,6 +191,11 @@ def _read(rows: sa.Connection, key: str) -> _Row:
     if row is None:
         return _Row(float(rows.scalar(sa.select(database_clock_s())) or 0.0), 0.0, 0.0, 0)
     return _Row(row.now, row.requests_until, row.hour_begin, row.uploaded_bytes)
+
+
+def _tokens(rows: sa.Connection, key: str) -> dict[int, TokenCount]:
+    query = sa.select(key_tokens).where(key_tokens.c.key == key)
+    return {row.seconds: TokenCount(row.begin, row.tokens) for row in rows.execute(query)}
 
 
 def _uploaded(row: _Row) -> tuple[int, float]:

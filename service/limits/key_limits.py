@@ -1,7 +1,8 @@
-"""Limits of each key: requests per second, uploaded bytes per hour, open streams.
+"""Limits of each key: requests per second, uploaded bytes per hour, tokens, open streams.
 
 await limits.take_request(key)            TooMany at more than `max_requests_per_s`
 await limits.take_upload(key, count)      TooMany at more than `max_upload_bytes_per_hour`
+async with limits.tokens(key, ...): ...   TooMany at more than `max_tokens_per_minute` or `..._day`
 async with limits.stream(key): ...        TooMany at more than `max_streams`
 
 `key` is the prefix of a key. It is empty where no key is required: then all callers are one. One
@@ -13,13 +14,16 @@ count together: see service.limits.shared.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from service.errors import TooMany
+from service.limits import tokens
+from service.limits.tokens import TokenCount
 from service.settings import Settings
 
 SECOND_NS = 10**9
@@ -34,6 +38,7 @@ class Usage:
     requests: int  # of the last second
     uploaded_bytes: int  # in its hour
     streams: int  # open now
+    tokens: Mapping[str, int] = field(default_factory=dict)  # by the setting of their limit
 
 
 class Limits(Protocol):
@@ -50,6 +55,16 @@ class Limits(Protocol):
 
     def stream(self, key: str) -> AbstractAsyncContextManager[None]:
         """Count an open stream until it ends. TooMany if the key has too many."""
+
+    async def check_tokens(self, key: str) -> None:
+        """TooMany if the key has no tokens of language models left."""
+
+    def tokens(
+        self, key: str, most: int, used: Callable[[], int]
+    ) -> AbstractAsyncContextManager[None]:
+        """Take the `most` tokens that a request may use, until it ends; then `used()` count.
+        TooMany if the key has not so many left.
+        """
 
     async def usage(self, key: str) -> Usage:
         """Return what the key has used."""
@@ -70,6 +85,8 @@ class KeyLimits:
         self._allowed_until_ns: dict[str, int] = {}
         self._uploads: dict[str, tuple[int, int]] = {}  # begin of the hour, bytes since
         self._streams: Counter[str] = Counter()
+        # by key and seconds of the window
+        self._tokens: defaultdict[tuple[str, int], TokenCount] = defaultdict(TokenCount)
 
     async def take_request(self, key: str) -> None:
         self.take_share_of_requests(key, 1)
@@ -105,8 +122,34 @@ class KeyLimits:
         finally:
             self._streams[key] -= 1
 
+    async def check_tokens(self, key: str) -> None:
+        self.take_share_of_tokens(key, 0, 1)
+
+    @asynccontextmanager
+    async def tokens(self, key: str, most: int, used: Callable[[], int]) -> AsyncIterator[None]:
+        return_unused = self.take_share_of_tokens(key, most, 1)
+        try:
+            yield
+        finally:
+            return_unused(most - used())
+
+    def take_share_of_tokens(self, key: str, most: int, servers: int) -> Callable[[int], None]:
+        """Take tokens of a key that may use an equal share at each of these servers. Return what
+        gives some of them back.
+        """
+        windows = tokens.windows_of(self._settings, servers)
+        counts = [self._tokens[key, window.seconds] for window in windows]
+        begins_s = tokens.take(windows, counts, self._clock_ns() / SECOND_NS, most)
+        return partial(tokens.give_back, counts, begins_s)
+
     async def usage(self, key: str) -> Usage:
-        return Usage(self._requests(key), self._uploaded_bytes(key), self._streams[key])
+        now_s = self._clock_ns() / SECOND_NS
+        used_tokens = {
+            window.setting: tokens.used(window, self._tokens[key, window.seconds], now_s)
+            for window in tokens.windows_of(self._settings)
+        }
+        requests, uploaded = self._requests(key), self._uploaded_bytes(key)
+        return Usage(requests, uploaded, self._streams[key], used_tokens)
 
     async def close(self) -> None:
         pass

@@ -9,13 +9,14 @@ requests    A piece is what the key sends in PIECE_S at this server, and lasts L
             requests of a key pass.
 bytes       A piece is at most MAX_PIECE_BYTES, and 1/256 of the limit. All servers together let
             exactly `max_upload_bytes_per_hour` pass. What is left of a piece counts as used.
+tokens      A request takes its tokens from the database, and gives back there what it did not use.
 streams     Each stream is counted in the database when it opens. Those of a server that sends no
             heartbeat any more do not count.
 
 Without the database, or if it takes more than ANSWER_S, a server spends the pieces that it has, and
-then gives each key 1/n of its requests and streams: n servers were live when the server last asked.
-It asks again every RETRY_S. Uploads wait for UPLOAD_ANSWER_S and then fail, as a job can be stored
-nowhere.
+then gives each key 1/n of its requests, tokens and streams: n servers were live when the server
+last asked. It asks again every RETRY_S. Uploads wait for UPLOAD_ANSWER_S and then fail, as a job
+can be stored nowhere.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any, TypeVar
 from pipeline.errors import HostError, StoreError
 from service import logs
 from service.errors import TooMany
+from service.limits import tokens
 from service.limits.counts import Counts, Grant
 from service.limits.key_limits import (
     KeyLimits,
@@ -44,6 +46,7 @@ from service.limits.key_limits import (
     too_many_bytes,
     too_many_requests,
 )
+from service.limits.tokens import TokenCount, Window
 from service.settings import Settings
 from service.storage.database import Database
 
@@ -102,6 +105,7 @@ class SharedLimits:
         self._pieces: defaultdict[str, _Piece] = defaultdict(_Piece)
         self._bytes: defaultdict[str, _Bytes] = defaultdict(_Bytes)
         self._streams: Counter[str] = Counter()
+        self._windows = tokens.windows_of(settings)
         self._here = KeyLimits(settings, lambda: int(clock() * 1e9))  # without the database
         self._servers, self._counted_s = 1, float("-inf")
         self._retry_s: float | None = None  # where the database did not answer
@@ -157,9 +161,25 @@ class SharedLimits:
             self._streams[key] -= 1
             self._run(self._store_streams(key))
 
+    async def check_tokens(self, key: str) -> None:
+        await self._take_tokens(key, 0)
+
+    @asynccontextmanager
+    async def tokens(self, key: str, most: int, used: Callable[[], int]) -> AsyncIterator[None]:
+        return_unused = await self._take_tokens(key, most)
+        try:
+            yield
+        finally:
+            return_unused(most - used())
+
     async def usage(self, key: str) -> Usage:
-        rate = self._settings.max_requests_per_s
-        return Usage(*await self._ask(partial(self._counts.usage, key, rate)))
+        rate, windows = self._settings.max_requests_per_s, self._windows
+
+        def read() -> Usage:
+            used_tokens = self._counts.used_tokens(key, windows) if windows else {}
+            return Usage(*self._counts.usage(key, rate), used_tokens)
+
+        return await self._ask(read)
 
     async def close(self) -> None:
         for task in tuple(self._tasks):
@@ -195,6 +215,34 @@ class SharedLimits:
     def _too_many_bytes(self, grant: Grant, held: _Bytes, count: int) -> TooMany:
         used = grant.used - held.count
         return too_many_bytes(self._settings, used, count, int(grant.left_s) + 1)
+
+    async def _take_tokens(self, key: str, most: int) -> Callable[[int], None]:
+        """Take tokens of a key; return what gives some of them back."""
+        windows = self._windows
+        if not windows:
+            return lambda _: None
+        change = partial(_take, windows, most)
+        try:
+            begins_s = await self._ask(partial(self._counts.change_tokens, key, windows, change))
+        except HostError:
+            return self._here.take_share_of_tokens(key, most, self._servers)
+
+        def return_unused(unused: int) -> None:
+            if unused:
+                self._run(self._return_tokens(key, partial(_give_back, begins_s, unused)))
+
+        return return_unused
+
+    async def _return_tokens(
+        self, key: str, change: Callable[[list[TokenCount], float], None]
+    ) -> None:
+        """Store tokens that were not used, as soon as the database answers."""
+        while True:
+            try:
+                await self._ask(partial(self._counts.change_tokens, key, self._windows, change))
+                return
+            except HostError:
+                await asyncio.sleep(RETRY_S)
 
     async def _open_stream(self, key: str, count: int) -> None:
         limit = self._settings.max_streams
@@ -248,6 +296,18 @@ class SharedLimits:
         self._tasks.add(running)
         running.add_done_callback(self._tasks.discard)
         return running
+
+
+def _take(
+    windows: tuple[Window, ...], most: int, counts: list[TokenCount], now_s: float
+) -> tuple[float, ...]:
+    return tokens.take(windows, counts, now_s, most)
+
+
+def _give_back(
+    begins_s: tuple[float, ...], unused: int, counts: list[TokenCount], _now_s: float
+) -> None:
+    tokens.give_back(counts, begins_s, unused)
 
 
 def limits_from(settings: Settings, database: Database, server: str, silent_s: float) -> Limits:

@@ -34,6 +34,18 @@ INHERITED = ("PATH", "LANG", "LD_LIBRARY_PATH")
 log = logs.get("service.wires")
 
 
+class HelperDied(Unavailable):
+    """A helper ended during its work. `returncode` is negative after a signal."""
+
+    def __init__(self, returncode: int | None) -> None:
+        super().__init__(
+            "the process that read or wrote this body ended",
+            "send the request again, or use a binary form",
+            1,
+        )
+        self.returncode = returncode
+
+
 class Helpers:
     """The helpers of one event loop. Call `close` at the end."""
 
@@ -44,10 +56,14 @@ class Helpers:
         max_unpacked_bytes: int = 0,
         sandbox: Sandbox | None = None,
         read: Sequence[Path] = (),
+        work_s: float = WORK_S,
+        max_answer_bytes: int | None = None,
     ) -> None:
+        """`max_answer_bytes`: of a result; None: as many as the work of the usual module needs."""
         self._limit, self._module = asyncio.Semaphore(count), module
         self._sandbox, self._read = sandbox or Sandbox(Path()), read
         self._max_unpacked_bytes = max_unpacked_bytes  # of an archive
+        self._work_s, self._max_answer_bytes = work_s, max_answer_bytes
         self._idle: list[asyncio.subprocess.Process] = []
 
     async def ask(
@@ -56,12 +72,12 @@ class Helpers:
         """Run `work` of the helpers' module on a body; return its result after the length of the
         JSON at the start of the result.
 
-        An error of the module is raised here.
+        An error of the module is raised here. HelperDied if there is no result.
         """
         async with self._limit:
             process = self._take_idle() or await self._start()
             try:
-                async with asyncio.timeout(WORK_S):
+                async with asyncio.timeout(self._work_s):
                     answer, body = await self._exchange(
                         process, orjson.dumps({"work": work, **arguments}), list(parts)
                     )
@@ -70,11 +86,7 @@ class Helpers:
                 if not isinstance(error, BROKEN):
                     raise
                 log.error("helper.died", work=work, error=repr(error))
-                raise Unavailable(
-                    "the process that read or wrote this body ended",
-                    "send the request again, or use a binary form",
-                    1,
-                ) from None
+                raise HelperDied(process.returncode) from None
             self._idle.append(process)
         if isinstance(answer, Failed):
             kind = TooLarge if answer.code == TooLarge.code else Unprocessable
@@ -90,8 +102,10 @@ class Helpers:
         for part in frame(head, parts):  # `writelines` would copy them into one
             requests.write(part)
         await requests.drain()
-        grown_bytes = MAX_GROWTH * sum(map(len, parts))
-        max_bytes = MAX_IMAGE_BYTES + self._max_unpacked_bytes + grown_bytes
+        max_bytes = self._max_answer_bytes
+        if max_bytes is None:
+            grown_bytes = MAX_GROWTH * sum(map(len, parts))
+            max_bytes = MAX_IMAGE_BYTES + self._max_unpacked_bytes + grown_bytes
         answer_head, body = await receive_frame(answers, max_bytes)
         return decode(FROM_HELPER, answer_head), body
 

@@ -237,6 +237,15 @@ failed_sign_ins = sa.Table(  # see service.limits.failures
     sa.Column("count", sa.Integer, nullable=False),
 )
 
+key_tokens = sa.Table(  # of language models, in each window: see service.limits.tokens
+    "key_tokens",
+    METADATA,
+    sa.Column("key", Text, primary_key=True),
+    sa.Column("seconds", sa.Integer, primary_key=True),  # of the window
+    sa.Column("begin", SECONDS, nullable=False),
+    sa.Column("tokens", BIG_INTEGER, nullable=False),
+)
+
 audit = sa.Table(
     "audit",
     METADATA,

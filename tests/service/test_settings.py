@@ -15,7 +15,8 @@ SETTINGS = (
     " max_unpacked_bytes max_plan_bytes max_infer_bytes max_body_bytes"
     " max_bytes_in_flight min_body_bytes_per_s max_connections max_connections_per_address"
     " max_queued max_running"
-    " max_stored_bytes max_upload_bytes_per_hour max_requests_per_s max_streams disk_reserve_bytes"
+    " max_stored_bytes max_upload_bytes_per_hour max_requests_per_s max_tokens_per_minute"
+    " max_tokens_per_day max_streams disk_reserve_bytes"
     " job_memory_bytes job_disk_bytes job_timeout_s shutdown_s retention_days audit_days"
     " load_timeout_s versions_kept log_format log_level otel_endpoint"
 )

@@ -5,7 +5,8 @@ connected, and send it without joining its parts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import TypeVar
 from urllib.parse import quote
 
 from fastapi import Request, Response
@@ -19,6 +20,7 @@ from service.errors import Unprocessable
 from service.inference import InferAnswer, InferRequest
 from service.offload.worker import answer_head
 
+T = TypeVar("T")
 HELP_FROM_VALUES = 8 * 1024  # values to encode as JSON, about eight characters each
 
 
@@ -70,6 +72,11 @@ async def infer_while_connected(
     service: Service, inference: InferRequest, receive: Receive
 ) -> InferAnswer:
     """Run inference, and cancel it if the client disconnects."""
+    return await while_connected(service.serving.infer(inference), receive)
+
+
+async def while_connected(work: Awaitable[T], receive: Receive) -> T:
+    """Await work, and cancel it if the client disconnects: then ClientDisconnect."""
     task, disconnected = asyncio.current_task(), False
     assert task is not None
 
@@ -82,7 +89,7 @@ async def infer_while_connected(
 
     watcher = asyncio.create_task(watch())
     try:
-        return await service.serving.infer(inference)
+        return await work
     except asyncio.CancelledError:
         if disconnected and not task.uncancel():
             raise ClientDisconnect from None

@@ -47,6 +47,21 @@ async def limits(caller: CurrentCaller, service: CurrentService) -> LimitsView:
             usage.requests,
             settings.max_requests_per_s if key else None,  # not counted where no key is needed
         ),
+        *(
+            ("key", setting, meaning, usage.tokens.get(setting, 0), limit)
+            for setting, meaning, limit in (
+                (
+                    "max_tokens_per_minute",
+                    "tokens of language models in this minute",
+                    settings.max_tokens_per_minute,
+                ),
+                (
+                    "max_tokens_per_day",
+                    "tokens of language models in this day",
+                    settings.max_tokens_per_day,
+                ),
+            )
+        ),
         ("key", "max_streams", "open streams", usage.streams, settings.max_streams),
     )
     return LimitsView(

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from pipeline.errors import StoreError
 
 FOLDER = Path(__file__).parent
-HEAD = "0011"
+HEAD = "0012"
 
 
 @dataclass(frozen=True, slots=True)

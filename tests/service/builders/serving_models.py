@@ -12,6 +12,7 @@ from service.settings import settings_from
 from tests.service.builders.app import known_host
 from tests.service.builders.jobs import WORKER
 from tests.service.builders.serving import MODELS, UNLOADED, DoubleServing
+from tests.service.language.double import DoubleGenerating
 
 if __name__ == "__main__":
     home, *words = sys.argv[1:]
@@ -23,4 +24,5 @@ if __name__ == "__main__":
         WORKER,
         known_host,
         DoubleServing(models, UNLOADED),
+        DoubleGenerating(),
     )

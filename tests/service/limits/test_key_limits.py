@@ -101,3 +101,65 @@ def test_a_stream_counts_until_it_ends() -> None:
         assert (await of_key.usage("a")).streams == 0
 
     asyncio.run(story())
+
+
+def test_a_request_takes_its_most_tokens_until_it_ends() -> None:
+    async def story() -> None:
+        clock = Clock()
+        of_key = limits(clock, max_tokens_per_minute=100, max_tokens_per_day=150)
+        minute, day = "max_tokens_per_minute", "max_tokens_per_day"
+        async with of_key.tokens("a", 70, lambda: 30):
+            assert (await of_key.usage("a")).tokens == {minute: 70, day: 70}
+            with pytest.raises(TooMany, match=r"used 70 tokens .* minute, and .* 31 more") as error:
+                await of_key.tokens("a", 31, lambda: 0).__aenter__()
+            assert error.value.headers == {"Retry-After": "61"}
+            assert "lower `max_tokens`" in error.value.next_step
+            async with of_key.tokens("b", 100, lambda: 100):
+                pass
+        assert (await of_key.usage("a")).tokens == {minute: 30, day: 30}
+        with pytest.raises(TooMany) as error:  # no wait helps
+            await of_key.tokens("c", 101, lambda: 0).__aenter__()
+        assert error.value.headers == {}
+
+        async with of_key.tokens("a", 70, lambda: 70):
+            await of_key.check_tokens("c")
+        with pytest.raises(TooMany, match=r"expected at most 100 \(`max_tokens_per_minute`\)"):
+            await of_key.check_tokens("a")
+        clock.now_ns += 60 * SECOND_NS
+        assert (await of_key.usage("a")).tokens == {minute: 0, day: 100}
+        with pytest.raises(TooMany, match="in this day") as error:
+            await of_key.tokens("a", 51, lambda: 0).__aenter__()
+        assert error.value.headers == {"Retry-After": str(86400 - 60 + 1)}
+        async with of_key.tokens("a", 50, lambda: 0):
+            clock.now_ns += 60 * SECOND_NS
+            async with of_key.tokens("d", 50, lambda: 50):
+                pass
+        assert (await of_key.usage("a")).tokens[day] == 100
+        with pytest.raises(OSError, match="gone"):
+            async with of_key.tokens("a", 50, lambda: 20):
+                raise OSError("gone")
+        assert (await of_key.usage("a")).tokens == {minute: 20, day: 120}
+
+    asyncio.run(story())
+
+
+def test_tokens_of_a_window_that_has_ended_are_not_given_back_to_the_next() -> None:
+    async def story() -> None:
+        clock = Clock()
+        of_key = limits(clock, max_tokens_per_minute=100)
+        async with of_key.tokens("a", 90, lambda: 10):
+            clock.now_ns += 60 * SECOND_NS
+            async with of_key.tokens("a", 50, lambda: 50):
+                pass
+        assert (await of_key.usage("a")).tokens == {"max_tokens_per_minute": 50}
+
+    asyncio.run(story())
+
+
+def test_one_of_several_servers_gives_a_share_of_the_tokens() -> None:
+    of_key = limits(Clock(), max_tokens_per_minute=100)
+    return_unused = of_key.take_share_of_tokens("a", 50, 2)
+    with pytest.raises(TooMany, match="expected at most 50"):
+        of_key.take_share_of_tokens("a", 1, 2)
+    return_unused(20)
+    of_key.take_share_of_tokens("a", 20, 2)

@@ -185,7 +185,7 @@ def test_without_the_database_each_server_gives_its_share(server: Open, postgres
 
     async def story() -> None:
         nonlocal now_s
-        settings = {"max_requests_per_s": 10, "max_streams": 5}
+        settings = {"max_requests_per_s": 10, "max_streams": 5, "max_tokens_per_day": 100}
         one, two = (server(lambda: now_s, **settings) for _ in range(2))
         for limits in (one, two):
             await limits.take_request("a")
@@ -197,6 +197,9 @@ def test_without_the_database_each_server_gives_its_share(server: Open, postgres
                     await streams.enter_async_context(one.stream("a"))
                 with pytest.raises(TooMany):
                     await one.stream("a").__aenter__()
+            async with one.tokens("a", 50, lambda: 0):
+                with pytest.raises(TooMany, match="expected at most 50"):
+                    await one.check_tokens("a")
             with pytest.raises(StoreError):
                 await one.take_upload("a", 1)
         now_s += RETRY_S
@@ -206,5 +209,42 @@ def test_without_the_database_each_server_gives_its_share(server: Open, postgres
         assert (await one.usage("a")).requests >= 1
         for limits in (one, two):
             await limits.close()
+
+    asyncio.run(story())
+
+
+def test_tokens_of_all_servers_together_are_limited(server: Open) -> None:
+    async def story() -> None:
+        settings = {"max_tokens_per_minute": 100, "max_tokens_per_day": 1000}
+        one, two = server(**settings), server(**settings)
+        async with one.tokens("a", 70, lambda: 30), two.tokens("a", 30, lambda: 30):
+            for limits in (one, two):
+                with pytest.raises(TooMany, match=r"100 tokens .* in this minute") as error:
+                    await limits.check_tokens("a")
+                assert 0 < int(error.value.headers["Retry-After"]) <= 61
+            await two.check_tokens("b")
+            shown = (await two.usage("a")).tokens
+            assert shown == {"max_tokens_per_minute": 100, "max_tokens_per_day": 100}
+        for limits in (one, two):  # what was not used is given back after the request
+            while (await limits.usage("a")).tokens["max_tokens_per_day"] != 60:
+                await asyncio.sleep(0.01)
+        async with two.tokens("a", 40, lambda: 0):
+            with pytest.raises(TooMany):
+                await one.tokens("a", 1, lambda: 0).__aenter__()
+        await one.close()
+        await two.close()
+
+    asyncio.run(story())
+
+
+def test_without_limits_tokens_ask_no_database(server: Open, postgresql: str) -> None:
+    async def story() -> None:
+        limits = server()
+        with refusing_connections(postgresql):
+            await limits.check_tokens("a")
+            async with limits.tokens("a", 10**9, lambda: 10**9):
+                pass
+            assert limits._retry_s is None
+        await limits.close()
 
     asyncio.run(story())

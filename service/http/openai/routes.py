@@ -1,0 +1,191 @@
+"""/v1: language models over OpenAI's API."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi import Path as InPath
+
+from service.auth import Caller
+from service.context import Service
+from service.errors import Unprocessable
+from service.http.error_responses import answer_error
+from service.http.openai.answers import (
+    ChatCompletion,
+    Completion,
+    ModelList,
+    ModelObject,
+    OpenAIRefusal,
+    usage_of,
+)
+from service.http.openai.errors import ROOT, BadParameter
+from service.http.openai.forms import ChatForm, CompletionForm, Form, Head
+from service.http.openai.requests import ChatRequest, CompletionRequest
+from service.http.openai.running import running
+from service.http.openai.sse import AnswerStream
+from service.http.routers.dependencies import CurrentCaller, CurrentService
+from service.http.routers.inference_io import while_connected
+from service.language.generation import GenerateRequest, Part, ServedLanguage
+
+VERSIONED = re.compile(r"(.*)@([1-9][0-9]{0,14})")
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": OpenAIRefusal, "description": "Refused, in OpenAI's form"},
+    "5XX": {"model": OpenAIRefusal, "description": "Not possible now, or an error of the service"},
+}
+EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "event": {"type": "string", "const": "error"},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+    },
+}
+router = APIRouter(prefix=ROOT, tags=["language models"], responses=REFUSALS)
+ModelId = Annotated[str, InPath(description="NAME, or NAME@VERSION")]
+
+
+def _streams(whole: type[Completion | ChatCompletion]) -> dict[int | str, Any]:
+    return {
+        200: {
+            "model": whole,
+            "content": {"text/event-stream": {"itemSchema": EVENT}},
+            "description": "The answer; with `stream`, an event for each part, and then `[DONE]`",
+        }
+    }
+
+
+@router.get("/models")
+async def list_models(caller: CurrentCaller, service: CurrentService) -> ModelList:
+    """List the language models that are deployed."""
+    caller.require("infer")
+    by_name = {each.model: each for each in service.generating.languages(caller)}
+    return ModelList(data=tuple(_object(name, each) for name, each in by_name.items()))
+
+
+@router.get("/models/{model}")
+async def get_model(model: ModelId, caller: CurrentCaller, service: CurrentService) -> ModelObject:
+    """Return one language model that is deployed."""
+    caller.require("infer")
+    return _object(model, find(service, caller, model))
+
+
+@router.post("/completions", response_model=Completion, responses=_streams(Completion))
+async def complete(
+    body: CompletionRequest, request: Request, caller: CurrentCaller, service: CurrentService
+) -> Response:
+    """Continue one or several prompts, each as a choice of its own."""
+    caller.require("infer")
+    body.check()
+    served = find(service, caller, body.model)
+    requests = [
+        GenerateRequest(
+            caller,
+            served.model,
+            prompt,
+            body.sampling(body.token_limit),
+            served.version,
+            log_probs=body.logprobs is not None,
+            echo=bool(body.echo),
+            id=request.state.request_id,
+        )
+        for prompt in body.prompt
+    ]
+    form = CompletionForm(
+        _head(request, served), body.logprobs, body.temperature == 0 and not body.echo
+    )
+    return await _answer(service, request, served, requests, body, form, "prompt")
+
+
+@router.post(
+    "/chat/completions",
+    response_model=ChatCompletion,
+    responses=_streams(ChatCompletion),
+)
+async def chat(
+    body: ChatRequest, request: Request, caller: CurrentCaller, service: CurrentService
+) -> Response:
+    """Answer a chat, in the form of the model's chat template."""
+    caller.require("infer")
+    body.check()
+    served = find(service, caller, body.model)
+    messages = [message.for_template for message in body.messages]
+    try:
+        prompt = await service.chat_templates.prompt(served, messages)
+    except Unprocessable as error:
+        raise BadParameter(error.message, error.next_step, "messages") from error
+    generate = GenerateRequest(
+        caller,
+        served.model,
+        prompt,
+        body.sampling(body.token_limit),
+        served.version,
+        special_tokens=False,
+        log_probs=bool(body.logprobs),
+        id=request.state.request_id,
+    )
+    form = ChatForm(_head(request, served), bool(body.logprobs))
+    return await _answer(service, request, served, [generate], body, form, "messages")
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    served: ServedLanguage,
+    requests: Sequence[GenerateRequest],
+    body: CompletionRequest | ChatRequest,
+    form: Form,
+    param: str,
+) -> Response:
+    run = partial(running, service, served, requests, param)
+    if body.stream:
+        to_answer = partial(
+            answer_error, request_id=request.state.request_id, folders=service.folders
+        )
+        return AnswerStream(run, form, body.includes_usage, to_answer)
+
+    async def whole() -> Response:
+        texts: list[list[Part]] = [[] for _ in requests]
+        async with run() as answers:
+            while (item := await answers.next()) is not None:
+                texts[item[0]].append(item[1])
+            usage = usage_of(answers.answers)
+        complete = form.whole([joined(parts) for parts in texts], usage)
+        return Response(complete.model_dump_json(), media_type="application/json")
+
+    return await while_connected(whole(), request.receive)
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Return the parts of one answer as one part."""
+    return Part(
+        "".join(part.text for part in parts),
+        tuple(token for part in parts for token in part.tokens),
+        parts[-1].finish if parts else None,
+    )
+
+
+def find(service: Service, caller: Caller, model: str) -> ServedLanguage:
+    """Return the language model with an id of this API: NAME or NAME@VERSION.
+
+    NotFound if it is not deployed; BadParameter if it is no language model.
+    """
+    match = VERSIONED.fullmatch(model)
+    name, version = (match[1], int(match[2])) if match else (model, None)
+    try:
+        return service.generating.find_language(caller, name, version)
+    except Unprocessable as error:
+        raise BadParameter(error.message, error.next_step, "model") from error
+
+
+def _object(name: str, served: ServedLanguage) -> ModelObject:
+    return ModelObject(id=name, created=served.created_s, owned_by=served.owner)
+
+
+def _head(request: Request, served: ServedLanguage) -> Head:
+    model = f"{served.model}@{served.version}"
+    return Head(request.state.request_id, int(time.time()), model)
