@@ -18,7 +18,7 @@ from pipeline.benchmark.cpu_peaks import (
     save_peaks,
     with_limits,
 )
-from pipeline.core import Precision, Recipe, Target
+from pipeline.core import CandidateFigures, Precision, Recipe, Target
 from pipeline.errors import ChildDied, ChildStopped
 from pipeline.execution.stage_runner import Runner as StageRunner
 from pipeline.execution.stage_runner import Stage
@@ -120,7 +120,11 @@ def test_peaks_measured_in_passing_are_dropped_if_others_had_the_cpu(
     monkeypatch.setattr(cpu_peaks, "COPY_BYTES", 2**20)
     monkeypatch.setattr(cpu_peaks, "MAX_WAITING", 1.0)
     said = list[str]()
-    found = measure_if_quiet(1, 0.001, lambda _, text: said.append(text))
+
+    def say(share: float | None, text: str, figures: CandidateFigures | None = None) -> None:
+        said.append(text)
+
+    found = measure_if_quiet(1, 0.001, say)
     assert found is not None
     assert {Precision.FP32, Precision.INT8} <= found.flops_per_s.keys()
     assert sum("64 x 64" in text for text in said) > 1, "each precision once"
