@@ -110,7 +110,8 @@ def test_the_pages_show_a_language_model(tmp_path: Path) -> None:
         for text in (f"{INT8.label} answers", "increase of perplexity", "128 tokens in, 32 out"):
             assert text in page.text
         assert page.text.count('class="point ') == 2, "the baseline and int8"
-        assert 'id="entry-2"' in page.text
+        assert 'id="entry-1"' in page.text
+        assert "limit: 0.02" in page.text
         assert INT4.label in page.text
         assert HOSTILE not in page.text
         assert (await desk.client.get("/")).status_code == 200

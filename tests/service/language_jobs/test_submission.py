@@ -23,7 +23,7 @@ from pipeline.llm.plan import (
     Texts,
 )
 from service.errors import Unprocessable
-from service.submission.plan import allowed_keys
+from service.submission.language import allowed_keys
 from service.submission.submit import request_of_parts
 from service.submission.uploads import Part
 from tests.pipeline.llm.models import language_plan, texts, write_model
