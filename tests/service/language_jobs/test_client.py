@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, PlanError
 from pipeline.llm.plan import LanguagePlan
 from pipeline.llm.texts import read_documents
+from service.cli.language import upload_of_plan
 from service.client import Client, Upload
 from service.storage.layout import Folders
 from tests.builders.cli import crucible
 from tests.pipeline.llm.models import language_plan, texts, write_model
-from tests.service.integration.test_server import Server, serving
+from tests.service.integration.test_server import serving
 from tests.service.language_jobs.reports import INT8, write_language_out
 
 pytest.importorskip("transformers", reason="language models: no transformers")
@@ -58,22 +59,19 @@ def test_a_plan_is_sent_with_the_files_that_it_names(tmp_path: Path, model: Path
         names = {file.name for file in Path(plan.language_model.path).iterdir()}
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
         assert "modeling_tiny.py" not in names
-        check_refusals(server, tmp_path, model)
 
 
-def check_refusals(server: Server, folder: Path, model: Path) -> None:
-    """What is wrong with a plan or its files is said before anything is sent."""
-    env = {"CRUCIBLE_URL": server.url}
-    (folder / "engines.yaml").write_text("model: {path: m.onnx}")
-    refused = crucible("submit", folder / "engines.yaml", env=env)
-    assert (refused.code, "expected a model, got the plan" in refused.err) == (1, True)
-    extra = crucible("submit", folder / "plan.yaml", "--profile", "batch=1:2:3", env=env)
-    assert extra.code == 1
-    assert "alone" in extra.err
+def test_what_is_wrong_is_said_before_anything_is_sent(tmp_path: Path, model: Path) -> None:
+    plan, engines = tmp_path / "plan.yaml", tmp_path / "engines.yaml"
+    plan.write_text(yaml.safe_dump(language_plan(tmp_path, model)))
+    engines.write_text("model: {path: m.onnx}")
+    with pytest.raises(PlanError, match="expected a model, got the plan"):
+        upload_of_plan(engines, is_alone=True)
+    with pytest.raises(PlanError, match="alone: it names its texts"):
+        upload_of_plan(plan, is_alone=False)
     (model / "model.safetensors").unlink()
-    broken = crucible("submit", folder / "plan.yaml", env=env)
-    assert broken.code == 1
-    assert "lacks model.safetensors" in broken.err
+    with pytest.raises(ModelError, match=r"lacks model\.safetensors"):
+        upload_of_plan(plan, is_alone=True)
 
 
 def test_a_folder_is_packed_while_it_is_sent(tmp_path: Path, model: Path) -> None:
