@@ -203,7 +203,12 @@ async def submit_benchmark(
 
     async def prepare(job_id: str) -> JobSpec:
         version, device = await service.models.lend(caller, name, options.version, job_id)
-        plan = await asyncio.to_thread(service.folders.load_plan, job_id)
+        plan = await asyncio.to_thread(service.folders.load_any_plan, job_id)
+        if not isinstance(plan, Plan):
+            raise Unprocessable(
+                f"'{name}' is a language model, which is not measured again by itself",
+                "compile it again: what it has built is reused, and the race runs again",
+            )
         digest = hashlib.sha256(
             json.dumps(["benchmark", name, options.version]).encode()
         ).hexdigest()
