@@ -128,6 +128,25 @@ def test_a_plan_of_the_server_is_compiled_and_an_equal_one_is_the_same_job(
     at_desk(tmp_path / "home", story, configs=configs)
 
 
+def test_the_form_of_the_pages_compiles_a_language_model(model: Path, tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        form = await desk.client.get("/ui/new")
+        assert 'action="/ui/language-models"' in form.text
+        written = ("", plan().replace(b"\n", b"\r\n"))  # a text of a form has no file name
+        chosen = parts(model, plan=written)
+        sent = await desk.client.post("/ui/language-models", files=chosen)
+        assert sent.status_code == 303, sent.text
+        assert sent.headers["Location"].startswith("/ui/jobs/")
+        wrong = parts(model, validation=None)
+        refused = await desk.client.post("/ui/language-models", files=wrong)
+        assert refused.status_code == 422
+        assert "no part `validation`" in refused.text
+        as_json = await desk.client.post("/ui/language-models", json={"config": "tiny"})
+        assert as_json.status_code == 422, "only a form: a page of another site could send JSON"
+
+    at_desk(tmp_path, story)
+
+
 def without(name: str) -> Callable[[Files], Files]:
     return lambda files: {key: value for key, value in files.items() if key != name}
 
