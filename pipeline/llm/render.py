@@ -9,6 +9,7 @@ from pipeline.llm.gate import percent_text
 from pipeline.llm.race import AnswerTimes
 from pipeline.llm.results import AnyReport, LanguageReport
 from pipeline.report.bundle import deliver_engine, withdraw_engine
+from pipeline.report.figures import Plot, Point, plot_of_losses
 from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME, write_file
 from pipeline.report.html import language_page
 from pipeline.report.markdown import escape, section_lines
@@ -20,17 +21,20 @@ ENGINE_FOLDER = "engine"
 
 
 def accuracy_table(report: LanguageReport) -> Table:
-    """Return what each candidate costs in accuracy."""
+    """Return what each candidate costs in accuracy, numbered as in the figure."""
     columns = (
+        *right("#"),
         *left("candidate"),
         *right("weights", "perplexity", "one by one", "KL, nats", "likeliest agree"),
         *left("outcome"),
     )
     rows = list[tuple[str, ...]]()
-    for each in report.candidates:
+    if report.baseline is not None:
+        rows.append(("0", report.baseline.label, *["-"] * 5, "the baseline"))
+    for number, each in enumerate(report.candidates, start=1):
         judged = each.judged
         if judged is None:
-            rows.append((each.label, *["-"] * 5, "failed"))
+            rows.append((str(number), each.label, *["-"] * 5, "failed"))
             continue
         cells = (
             bytes_text(each.weight_bytes),
@@ -40,20 +44,20 @@ def accuracy_table(report: LanguageReport) -> Table:
             f"{judged.agreement.value:.1%}",
         )
         outcome = "within the limits" if judged.passed else "beyond the limits"
-        rows.append((each.label, *cells, outcome))
-    return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
+        rows.append((str(number), each.label, *cells, outcome))
+    winner = _winners_row(report, [row[1:] for row in rows])
+    return Table(columns, tuple(rows), emphasised=winner, row_key="entry")
 
 
 def speed_table(report: LanguageReport) -> Table:
     """Return how fast the engines answer that are within the limits, and the baseline."""
     columns = (
-        *right("#"),
         *left("candidate"),
         *right("first token, ms", "next token, ms", "p99", "answer, ms", "memory"),
         *right("times as fast"),
     )
     rows = list[tuple[str, ...]]()
-    for number, times in enumerate(timed(report), start=1):
+    for times in timed(report):
         ratio = times.ratio
         cells = (
             f"{1e3 * times.first_token_s:.0f}",
@@ -63,15 +67,48 @@ def speed_table(report: LanguageReport) -> Table:
             bytes_text(times.memory_bytes),
             f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else "-",
         )
-        rows.append((str(number), times.label, *cells))
-    winner = _winners_row(report, [row[1:] for row in rows])
-    return Table(columns, tuple(rows), emphasised=winner, row_key="entry")
+        rows.append((times.label, *cells))
+    return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
 
 
 def timed(report: LanguageReport) -> list[AnswerTimes]:
-    """Return the times of all engines that were timed, those of the baseline first."""
-    everyone = (report.baseline, *(each.times for each in report.candidates))
-    return [times for times in everyone if times is not None and times.answer is not None]
+    """Return the times of the baseline, then of the candidates that have some."""
+    found = [report.baseline, *(each.times for each in report.candidates)]
+    return [times for times in found if times is not None and times.answer is not None]
+
+
+def figures(report: LanguageReport) -> tuple[Plot, ...]:
+    """Return the figure of accuracy against speed, if two engines or more were timed."""
+    numbers = {each.label: number for number, each in enumerate(report.candidates, start=1)}
+    points = []
+    for times in timed(report):
+        assert times.answer is not None
+        result = report.result(times.label)
+        judged = result.judged if result else None
+        kind = "winner" if times.label == report.winner else "candidate"
+        increase = judged.worst_increase if judged else None
+        points.append(
+            Point(
+                1e3 * times.answer.median_s,
+                100 * increase.value if increase else 0.0,
+                numbers.get(times.label, 0),
+                kind if judged else "baseline",
+                (100 * increase.low, 100 * increase.high) if increase else None,
+            )
+        )
+    if len(points) < 2:
+        return ()
+    benchmark, limit = report.plan.benchmark, 100 * report.plan.accuracy.max_perplexity_increase
+    shape = f"{benchmark.prompt_tokens} tokens in, {benchmark.output_tokens} out"
+    return (
+        plot_of_losses(
+            "accuracy",
+            tuple(points),
+            (limit, f"the limit: {limit:g} %"),
+            f"median answer, {shape}, ms (lower is better)",
+            "increase of perplexity, % (lower is better)",
+        ),
+    )
 
 
 def _winners_row(report: LanguageReport, rows: list[tuple[str, ...]]) -> int | None:
@@ -204,7 +241,7 @@ def write_language_report(report: LanguageReport, folder: Path) -> ReportFiles:
         markdown_file=folder / MARKDOWN_NAME,
         html_file=folder / HTML_NAME,
     )
-    write_file(files.html_file, language_page(report, sections(report)))
+    write_file(files.html_file, language_page(report, sections(report), figures(report)))
     write_file(files.markdown_file, markdown(report))
     write_file(files.json_file, report.model_dump_json(indent=1))
     return files

@@ -166,16 +166,27 @@ def read_delivered(folder: Path, kind: type[A], name: str = "") -> A:
     if not file.is_file():
         advice = "give the folder that `crucible compile --out` wrote"
         raise ModelError(f"no engine in '{folder}': expected {ENGINE_FILE}", advice)
+    content = None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         engine = kind.model_validate({**content, "root": root})
     except (TypeError, ValueError) as error:
+        if kind is Engine and _is_of_language_model(content):
+            raise ModelError(
+                f"'{root}' holds a language model, expected an engine with inputs and outputs",
+                "`crucible report` shows what was found of it",
+            ) from error
         reason = str(error).partition("\n")[0]
         text = f"'{ENGINE_FILE}' is not an engine of this version: {reason}"
         raise _damaged(root, text, name) from error
     if has_manifest(engine):
         _check_description(engine, name)
     return engine
+
+
+def _is_of_language_model(content: object) -> bool:
+    """Return True for the description of a language model, which alone names a library."""
+    return isinstance(content, dict) and "library" in content
 
 
 def has_manifest(engine: Artifact) -> bool:

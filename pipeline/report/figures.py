@@ -112,7 +112,9 @@ def plots(report: Report) -> tuple[Plot, ...]:
 # -- accuracy against latency ------------------------------------------------
 
 
-class _Point(NamedTuple):
+class Point(NamedTuple):
+    """An engine by its speed and its accuracy."""
+
     x: float  # ms
     y: float
     number: int
@@ -121,11 +123,12 @@ class _Point(NamedTuple):
 
 
 class _Pareto(NamedTuple):
-    points: tuple[_Point, ...]
-    front: tuple[_Point, ...]
-    limit: tuple[float, float] | None  # where it lies, and max_drop
+    points: tuple[Point, ...]
+    front: tuple[Point, ...]
+    limit: tuple[float, str] | None  # where it lies, and its text
     xlabel: str
     ylabel: str
+    is_loss: bool = False  # lower values are better, and higher up
 
 
 def _pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
@@ -142,7 +145,7 @@ def _pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
     data = _Pareto(
         points=points,
         front=front,
-        limit=(metric.reference - metric.max_drop, metric.max_drop) if metric else None,
+        limit=_limit_of(metric) if metric else None,
         xlabel=f"median latency at {shape_text(first)}, ms (lower is better)",
         ylabel=f"{metric.name if metric else 'smallest cosine'} (higher is better)",
     )
@@ -155,9 +158,32 @@ def _pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
     return Plot("candidates", "pareto", caption, partial(_draw_pareto, data))
 
 
+def _limit_of(metric: MetricResult) -> tuple[float, str]:
+    text = f"reference minus {metric.max_drop:g}: the limit"
+    return metric.reference - metric.max_drop, text
+
+
+def plot_of_losses(
+    section: str, points: tuple[Point, ...], limit: tuple[float, str], xlabel: str, ylabel: str
+) -> Plot:
+    """Return the figure of engines by their speed and a loss, of which less is better.
+
+    `limit`: where it lies, and its text.
+    """
+    gains = _front(tuple(point._replace(y=-point.y) for point in points))
+    front = tuple(point._replace(y=-point.y) for point in gains)
+    data = _Pareto(points, front, limit, xlabel, ylabel, is_loss=True)
+    numbers = ", ".join(str(point.number) for point in front)
+    caption = (
+        "Accuracy against speed. Numbers are those of the table; bars are the 95 % intervals. The"
+        f" line is the Pareto front ({numbers}): nothing else is as fast and as accurate."
+    )
+    return Plot(section, "pareto", caption, partial(_draw_pareto, data))
+
+
 def _point(
     report: Report, entry: Entry, sizes: dict[str, int], metric: MetricResult | None
-) -> _Point | None:
+) -> Point | None:
     row = entry.row(sizes)
     if row is None:
         return None
@@ -166,22 +192,22 @@ def _point(
         # The first baseline is the reference itself; further ones are not validated.
         if report.baseline is None or entry.label != report.baseline.label:
             return None
-        return _Point(x, metric.reference if metric else 1.0, entry.number, kind, None)
+        return Point(x, metric.reference if metric else 1.0, entry.number, kind, None)
     selection = entry.candidate.selection
     if selection is None:
         return None
     if selection.metric is not None:
         drop, reference = selection.metric.interval, selection.metric.reference
         bar = (reference - drop.high, reference - drop.low)
-        return _Point(x, selection.metric.candidate, entry.number, kind, bar)
+        return Point(x, selection.metric.candidate, entry.number, kind, bar)
     if metric is not None or selection.cosine is None:
         return None
-    return _Point(x, selection.cosine, entry.number, kind, None)
+    return Point(x, selection.cosine, entry.number, kind, None)
 
 
-def _front(points: tuple[_Point, ...]) -> tuple[_Point, ...]:
+def _front(points: tuple[Point, ...]) -> tuple[Point, ...]:
     """Return the points that no other point beats on both axes, from fast to slow."""
-    front: list[_Point] = []
+    front: list[Point] = []
     for point in sorted(points, key=lambda point: (point.x, -point.y)):
         if not front or point.y > front[-1].y:
             front.append(point)
@@ -193,11 +219,10 @@ def _draw_pareto(data: _Pareto) -> Figure:
     red = COLOURS["failed accuracy"]
     if data.limit is not None:
         axes.axhline(data.limit[0], color=red, linestyle="--", linewidth=1)
-        text = f"reference minus {data.limit[1]:g}: the limit"
         axes.text(
             0.995,
             data.limit[0],
-            text,
+            data.limit[1],
             transform=axes.get_yaxis_transform(),
             ha="right",
             va="bottom",
@@ -239,16 +264,18 @@ def _draw_pareto(data: _Pareto) -> Figure:
     _milliseconds(axes, [point.x for point in data.points])
     axes.set_xlabel(data.xlabel)
     axes.set_ylabel(data.ylabel)
+    if data.is_loss:
+        axes.invert_yaxis()
     return figure
 
 
-def _number(axes: Axes, points: tuple[_Point, ...]) -> None:
+def _number(axes: Axes, points: tuple[Point, ...]) -> None:
     """Write each point's number beside it, in a crowd at the four corners in turn."""
     corners = ((7, 5), (7, -13), (-14, 5), (-14, -13))
     axes.margins(y=0.12)
     ys = [point.y for point in points]
     height = max(ys) - min(ys) or 1.0
-    crowd: list[_Point] = []
+    crowd: list[Point] = []
     for point in sorted(points):
         if crowd and not _is_close(point, crowd[-1], height):
             crowd = []
@@ -264,7 +291,7 @@ def _number(axes: Axes, points: tuple[_Point, ...]) -> None:
         )
 
 
-def _is_close(point: _Point, other: _Point, height: float) -> bool:
+def _is_close(point: Point, other: Point, height: float) -> bool:
     """Return True if the numbers of two points would overlap."""
     return point.x < 1.08 * other.x and abs(point.y - other.y) < 0.06 * height
 

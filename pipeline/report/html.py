@@ -76,6 +76,7 @@ def targets_page(summary: TargetsSummary) -> str:
     return template.render(summary=summary, headings=TARGET_HEADINGS, rows=rows)
 
 
-def language_page(report: Headed, parts: Sequence[Section]) -> str:
-    """Render the report of a language model, from its sections."""
-    return _environment().get_template("language.html").render(report=report, sections=parts)
+def language_page(report: Headed, parts: Sequence[Section], figures: Sequence[Plot]) -> str:
+    """Render the report of a language model, from its sections and figures."""
+    template = _environment().get_template("language.html")
+    return template.render(report=report, sections=parts, figures=figures)

@@ -229,13 +229,7 @@ def submit(
         )
     upload = None
     if model is not None and model.suffix in (".yaml", ".yml"):
-        upload = None if extras else upload_of_plan(model)
-    if model is not None and model.suffix in (".yaml", ".yml") and upload is None:
-        raise PlanError(
-            f"expected a model, got the plan {model}",
-            f"`crucible onnx {model} --out model.onnx` writes its model; then"
-            " `crucible submit model.onnx`, with the data and keys of the plan as options",
-        )
+        upload = upload_of_plan(model, is_alone=not extras)
     if plan and profiles:
         raise PlanError(
             "expected --profile or a plan, got both",

@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     from service.client import Upload
 
 
-def upload_of_plan(file: Path) -> Upload | None:
-    """Return a plan of a language model without its paths, with the files at them; None for a plan
-    of engines. PlanError and others as for a compile, before anything is sent.
+def upload_of_plan(file: Path, is_alone: bool) -> Upload:
+    """Return a plan of a language model without its paths, with the files at them.
+
+    PlanError for a plan of engines, and unless the command has no other options for files. Other
+    errors as for a compile, before anything is sent.
     """
+    from pipeline.errors import PlanError
     from pipeline.llm.plan import KEY, is_language_plan, language_plan_from_document
     from pipeline.llm.source import model_files, model_place
     from pipeline.llm.texts import Documents, read_texts
@@ -22,7 +25,16 @@ def upload_of_plan(file: Path) -> Upload | None:
 
     document = read_document(file)
     if not isinstance(document, dict) or not is_language_plan(document):
-        return None
+        raise PlanError(
+            f"expected a model, got the plan {file}",
+            f"`crucible onnx {file} --out model.onnx` writes its model; then"
+            " `crucible submit model.onnx`, with the data and keys of the plan as options",
+        )
+    if not is_alone:
+        raise PlanError(
+            "expected the plan of a language model alone: it names its texts",
+            "leave out --plan, --profile and the options for data",
+        )
     plan = language_plan_from_document(document, file.resolve().parent, file.stem)
     place = model_place(plan.language_model.path)
     model_files(place)

@@ -60,7 +60,7 @@ PUBLIC = frozenset(
     }
 )
 HELP = "/help/"  # beginning of every path of the documentation
-UPLOADS = frozenset({"/compile", "/ui/drafts"})
+UPLOADS = frozenset({"/compile", "/ui/drafts", "/ui/language-models"})
 # Web pages take a session's cookie, and nothing else does: a browser sends it by itself.
 PAGES = "/ui/"
 SESSION_COOKIE = "crucible_session"

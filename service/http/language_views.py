@@ -24,7 +24,6 @@ class AnswerLatency(Frozen):
     answer: Times = Field(description="From the request to the last token")
     first_token_ms: float = Field(description="Median")
     next_token_ms: float = Field(description="Median")
-    next_token_p99_ms: float | None = Field(description="Null if there are too few tokens")
     ratio: Interval | None = Field(
         description="Baseline / this engine, with its 95 % interval; null for the baseline"
     )
@@ -105,13 +104,11 @@ def samples_of_language_report(report: LanguageReport) -> list[dict[str, Any]]:
 def _latency(times: AnswerTimes | None) -> AnswerLatency | None:
     if times is None or times.answer is None:
         return None
-    p99_s = times.next_token_p99_s
     return AnswerLatency(
         label=times.label,
         answer=times_of(times.answer),
         first_token_ms=1e3 * times.first_token_s,
         next_token_ms=1e3 * times.next_token_s,
-        next_token_p99_ms=None if p99_s is None else 1e3 * p99_s,
         ratio=times.ratio,
         ratio_missing=times.ratio_missing,
         peak_memory_bytes=times.memory_bytes,

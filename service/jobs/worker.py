@@ -53,6 +53,7 @@ from service.sandbox.framing import decode, failed_from_error, frame, read_frame
 from service.storage.layout import Work, plan_of_upload
 
 if TYPE_CHECKING:
+    from pipeline.llm.results import LanguageReport
     from pipeline.plan.schema import Plan
     from pipeline.results.report import Report, Verdict
 
@@ -181,15 +182,7 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, work: Work, comma
     from pipeline.llm.render import publish
 
     report = language.compile_language_model(plan, runner, command)
-    if _mark(work.home).exists():
-        report = report.model_copy(
-            update={
-                "verdict": _doubted_verdict(report.verdict),
-                "reasons": (*report.reasons, CONTENDED.text),
-                "notes": (*report.notes, CONTENDED.text),
-            }
-        )
-    publish(report, work.out)
+    publish(doubted_language(report) if _mark(work.home).exists() else report, work.out)
 
 
 def measure_again(compiled: Path, plan: Plan, runner: Runner, command: str) -> Report:
@@ -228,6 +221,17 @@ def doubted(report: Report, doubt: Note) -> Report:
             "verdict": _doubted_verdict(report.verdict),
             "reasons": (*report.reasons, doubt.text),
             "notes": (*report.notes, doubt),
+        }
+    )
+
+
+def doubted_language(report: LanguageReport) -> LanguageReport:
+    """Return the report of a language model as `doubted` does, because its race was contended."""
+    return report.model_copy(
+        update={
+            "verdict": _doubted_verdict(report.verdict),
+            "reasons": (*report.reasons, CONTENDED.text),
+            "notes": (*report.notes, CONTENDED.text),
         }
     )
 

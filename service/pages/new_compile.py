@@ -13,9 +13,10 @@ from pipeline.errors import CrucibleError
 from service.architectures import ARCHITECTURES
 from service.auth import Caller
 from service.context import Service
-from service.errors import Answer, TooLarge, Unprocessable
+from service.errors import Answer, TooLarge, Unavailable, Unprocessable
 from service.http.error_responses import answer_error
 from service.http.routers.dependencies import CurrentService
+from service.jobs.state import Job
 from service.pages.access import Author, Visitor, check_token
 from service.pages.commands import commands
 from service.pages.forms.compile import (
@@ -32,8 +33,9 @@ from service.pages.forms.compile import (
 from service.pages.rendering import HEADERS, fragment, page
 from service.storage.drafts import Draft
 from service.submission.drafts import receive_draft, submit_draft
+from service.submission.language import GGUF
 from service.submission.plan import CODE, SAFETENSORS, parse
-from service.submission.submit import Body
+from service.submission.submit import Body, submit
 from service.submission.uploads import ARCHIVES
 
 router = APIRouter(include_in_schema=False)
@@ -43,6 +45,11 @@ ROLES = {
     "calibration": "Samples for the ranges of int8: an .npz file with an array for each input.",
     "selection": "Samples that choose the winner. top1 and top5 need an array `labels` too.",
     "validation": "Samples for the last check of the winner. The choice does not see them.",
+}
+TEXT_ROLES = {
+    "selection": "Every candidate is scored on these texts.",
+    "validation": "Read once, at the end, for the winner.",
+    "calibration": "Chooses scales, for candidates with `awq` or `scale_estimation`.",
 }
 
 
@@ -58,11 +65,7 @@ async def upload_draft(request: Request, caller: Visitor, service: CurrentServic
     gigabytes is not read into memory.
     """
     caller.require("compile")
-    body = Body(
-        request.headers.get("content-type", ""),
-        int(request.headers.get("content-length", 0)),  # the guard has checked its form
-        request.stream(),
-    )
+    body = _body_of(request)
     try:
         draft = await receive_draft(service, caller, body, partial(check_token, request))
     except (CrucibleError, OSError) as error:
@@ -74,6 +77,21 @@ async def upload_draft(request: Request, caller: Visitor, service: CurrentServic
     target = f"/ui/drafts/{draft.id}"
     if "hx-request" in request.headers:
         return Response(headers={"HX-Redirect": target})
+    return RedirectResponse(target, 303)
+
+
+@router.post("/ui/language-models")
+async def compile_language_model(
+    request: Request, caller: Visitor, service: CurrentService
+) -> Response:
+    """Add a job for a language model with its plan and texts. The token is as for a draft."""
+    caller.require("compile")
+    body = _body_of(request)
+    try:
+        added = await submit(service, caller, body, None, partial(check_token, request))
+    except (CrucibleError, OSError) as error:
+        return await _new_page(request, caller, service, _refusal(request, service, error))
+    target = f"/ui/jobs/{added.id}" if isinstance(added, Job) else "/"
     return RedirectResponse(target, 303)
 
 
@@ -141,6 +159,14 @@ async def delete_draft(draft_id: str, caller: Author, service: CurrentService) -
     return RedirectResponse("/ui/new", 303)
 
 
+def _body_of(request: Request) -> Body:
+    return Body(
+        request.headers.get("content-type", ""),
+        int(request.headers.get("content-length", 0)),  # the guard has checked its form
+        request.stream(),
+    )
+
+
 async def _draft(service: Service, draft_id: str, caller: Caller) -> Draft:
     caller.require("compile")
     return await asyncio.to_thread(service.drafts.get, draft_id, caller.owner)
@@ -167,9 +193,20 @@ async def _new_page(
         most=max(0, min(settings.max_upload_bytes, left)),
         suffixes=(".onnx", SAFETENSORS, *ARCHIVES, *((CODE,) if settings.allow_code else ())),
         roles=ROLES,
+        language_suffixes=(GGUF, *ARCHIVES),
+        text_roles=TEXT_ROLES,
+        lacks_language=_why_no_language_models(service),
     )
     answer.headers.update(refusal.headers if refusal else {})
     return answer
+
+
+def _why_no_language_models(service: Service) -> str:
+    """Return why this service compiles no language models; "" if it does, or still starts."""
+    try:
+        return service.host().language_models
+    except Unavailable:
+        return ""
 
 
 def _form_page(

@@ -62,6 +62,7 @@ class Plot:
     y_ticks: tuple[Tick, ...] = ()
     y_title: str = ""
     shape: str = ""
+    limit: Tick | None = None  # of the drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +143,12 @@ def plot_of(report: Report) -> Plot:
 
 
 def plot_of_language(report: LanguageReport) -> Plot:
-    """Place every engine of a language model that was timed: numbers as in the table of speeds."""
+    """Place every engine of a language model that was timed, numbered as in its tables."""
     benchmark = report.plan.benchmark
     shape = f"{benchmark.prompt_tokens} tokens in, {benchmark.output_tokens} out"
+    numbers = {each.label: number for number, each in enumerate(report.candidates, start=1)}
     engines = []
-    for number, times in enumerate(timed(report), start=1):
+    for times in timed(report):
         assert times.answer is not None
         result = report.result(times.label)
         judged = result.judged if result else None
@@ -154,7 +156,7 @@ def plot_of_language(report: LanguageReport) -> Plot:
         state = "winner" if times.label == report.winner else "measured"
         engines.append(
             Measured(
-                number,
+                numbers.get(times.label, 0),
                 times.label,
                 "baseline" if is_baseline else state,
                 "",
@@ -163,7 +165,7 @@ def plot_of_language(report: LanguageReport) -> Plot:
                 latency_figures(times.answer, shape),
             )
         )
-    plot = plot_of_measured(engines)
+    plot = plot_of_measured(engines, report.plan.accuracy.max_perplexity_increase)
     return plot if len(plot.points) >= 2 else Plot()
 
 
@@ -193,8 +195,11 @@ def _state_so_far(figures: CandidateFigures) -> str:
     return "stopped early" if figures.latency.is_eliminated else "measured"
 
 
-def plot_of_measured(engines: Sequence[Measured]) -> Plot:
-    """Place every engine whose latency and accuracy are known. Empty if there is none."""
+def plot_of_measured(engines: Sequence[Measured], limit: float | None = None) -> Plot:
+    """Place every engine whose latency and accuracy are known. Empty if there is none.
+
+    `limit`: the largest drop that is allowed, which gets a line.
+    """
     measure = measure_of(engines)
     found = [
         (engine, engine.latency, drop)
@@ -205,7 +210,8 @@ def plot_of_measured(engines: Sequence[Measured]) -> Plot:
         return Plot()
     times = [each for _, latency, _ in found for each in (latency.low_s, latency.high_s)]
     x = _scale([math.log(each) for each in times], LEFT, WIDTH - RIGHT)
-    y = _scale([each for _, _, drop in found for each in drop], TOP, HEIGHT - BOTTOM)
+    drops = [each for _, _, drop in found for each in drop]
+    y = _scale([*drops, *([] if limit is None else [limit])], TOP, HEIGHT - BOTTOM)
     points = tuple(
         Point(
             engine.number,
@@ -226,6 +232,7 @@ def plot_of_measured(engines: Sequence[Measured]) -> Plot:
         y.ticks(lambda value: f"{value:.3g}"),
         title_of(measure),
         found[0][1].shape,
+        None if limit is None else Tick(y.at(limit), f"limit: {limit:.3g}"),
     )
 
 

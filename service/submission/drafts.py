@@ -17,6 +17,7 @@ from service.jobs.state import Job, new_id
 from service.sandbox.process_limits import disk_use
 from service.storage.drafts import Draft, Interface, StoredPart, gone
 from service.submission import uploads
+from service.submission.language import is_language_upload
 from service.submission.plan import UNPACKED, model_file
 from service.submission.stored_bytes import make_room
 from service.submission.submit import (
@@ -87,6 +88,11 @@ async def receive_draft(
 
 async def _read_model(service: Service, part: Part) -> tuple[Path, Interface]:
     """Return the file of the model, and what it says of its inputs and outputs."""
+    if is_language_upload({}, part):
+        raise Unprocessable(
+            f"'{part.filename}' is a language model, which this page does not compile",
+            "send it with its plan and texts: `crucible submit PLAN.yaml`, or POST /compile",
+        )
     async with service.unpacking:
         model = await asyncio.to_thread(model_file, part, service.settings)
     await check_model(service, part, model)

@@ -20,6 +20,9 @@ from pipeline.errors import PlanError
 from pipeline.llm.plan import (
     KEY,
     KEYS,
+    LanguageAccuracy,
+    LanguageBenchmark,
+    LanguageCandidate,
     LanguageModelConfig,
     LanguagePlan,
     Texts,
@@ -38,7 +41,6 @@ from service.submission.plan import (
     PICKLES,
     SAFETENSORS,
     UNPACKED,
-    allowed_keys,
     name_of,
 )
 from service.submission.uploads import Limits, Part, extract, is_archive
@@ -49,10 +51,25 @@ CODE_SUFFIXES = (*PICKLES, ".py", ".pyc", ".so", ".h5", ".msgpack", ".npy", ".np
 READ_SUFFIXES = (SAFETENSORS, *OTHER_SUFFIXES)
 ROLES = ("calibration", "selection", "validation")
 MAX_CANDIDATES = 64
+ALLOWED: dict[type[BaseModel], str] = {
+    LanguagePlan: "name language_model texts accuracy candidates effort benchmark context",
+    LanguageModelConfig: "",
+    Texts: "max_tokens cached_tokens",
+    LanguageAccuracy: "max_perplexity_increase max_kl min_agreement max_path_difference",
+    LanguageCandidate: "weights group_size kv_cache arithmetic awq scale_estimation",
+    LanguageBenchmark: "prompt_tokens output_tokens budget_s threads",
+}
+"""The keys that a client may write, by section, as in service/submission/plan.py."""
+
 SEND = (
     "send `model` (a .gguf file, or .tar, .tar.gz or .zip of a folder with config.json, tokenizer"
     " and .safetensors), `plan`, and the texts `selection` and `validation` as .jsonl"
 )
+
+
+def allowed_keys(section: type[BaseModel]) -> list[str]:
+    """Return the keys of a section that a client may write."""
+    return ALLOWED.get(section, "").split()
 
 
 def check_host(host: HostIdentity) -> None:

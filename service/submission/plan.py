@@ -29,14 +29,6 @@ from pipeline.core import (
     TensorSpec,
     ValueRange,
 )
-from pipeline.llm.plan import (
-    LanguageAccuracy,
-    LanguageBenchmark,
-    LanguageCandidate,
-    LanguageModelConfig,
-    LanguagePlan,
-    Texts,
-)
 from pipeline.plan.files import PlanLoader, explain, old_name_warnings
 from pipeline.plan.schema import (
     STAGE_TIMEOUT_S,
@@ -154,12 +146,6 @@ ALLOWED: dict[type[BaseModel], str] = {
     LatencyLimit: "max_latency_ms",
     TargetConfig: "name device threads labels",
     InputRecipe: "input size resize colour layout scale mean std",
-    LanguagePlan: "name language_model texts accuracy candidates effort benchmark context",
-    LanguageModelConfig: "",
-    Texts: "max_tokens cached_tokens",
-    LanguageAccuracy: "max_perplexity_increase max_kl min_agreement max_path_difference",
-    LanguageCandidate: "weights group_size kv_cache arithmetic awq scale_estimation",
-    LanguageBenchmark: "prompt_tokens output_tokens budget_s threads",
 }
 """The keys that a client may write, by section. Every other key of a plan is refused.
 

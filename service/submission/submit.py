@@ -99,9 +99,15 @@ class Body:
             yield chunk
 
 
-async def submit(service: Service, caller: Caller, body: Body, key: str | None) -> Job | Compile:
+async def submit(
+    service: Service,
+    caller: Caller,
+    body: Body,
+    key: str | None,
+    check_token: uploads.CheckToken | None = None,
+) -> Job | Compile:
     """Add a job for a request's body, or one for each target of its plan. An equal request gets
-    the job of an earlier one.
+    the job of an earlier one. `check_token`: the body is the form of a browser.
     """
     host, owner = service.host_for_job(), caller.owner
     await service.limits.check_upload(caller.key, body.length)
@@ -109,7 +115,7 @@ async def submit(service: Service, caller: Caller, body: Body, key: str | None) 
     await asyncio.to_thread(service.files.check)  # before a long body is read
     upload_id = new_id(utc_now())
     try:
-        request = await _receive(service, caller, body, upload_id, host)
+        request = await _receive(service, caller, body, upload_id, host, check_token)
         if request.targets:
             return await _submit_targets(service, caller, key, upload_id, request, host)
     except BaseException:
@@ -123,15 +129,21 @@ async def submit(service: Service, caller: Caller, body: Body, key: str | None) 
 
 
 async def _receive(
-    service: Service, caller: Caller, body: Body, upload_id: str, host: HostIdentity
+    service: Service,
+    caller: Caller,
+    body: Body,
+    upload_id: str,
+    host: HostIdentity,
+    check_token: uploads.CheckToken | None,
 ) -> CompileRequest:
     content_type, stream = body.content_type, body.counted(service, caller)
     await make_room(service, caller.owner, body.length)
-    if content_type.partition(";")[0].strip().lower() == "application/json":
+    is_json = content_type.partition(";")[0].strip().lower() == "application/json"
+    if is_json and check_token is None:
         text = await _read_short(stream, service.settings.max_plan_bytes)
         return await _config_request(text, service.settings, caller.owner, host)
     folder, limits = service.folders.uploads(upload_id), limits_of(service.settings)
-    parts = await uploads.receive(stream, content_type, folder, limits)
+    parts = await uploads.receive(stream, content_type, folder, limits, check_token)
     return await request_of_parts(service, parts, caller.owner, host)
 
 
@@ -212,7 +224,12 @@ async def submit_benchmark(
 
     async def prepare(job_id: str) -> JobSpec:
         version, device = await service.models.lend(caller, name, options.version, job_id)
-        plan = await asyncio.to_thread(service.folders.load_plan, job_id)
+        plan = await asyncio.to_thread(service.folders.load_any_plan, job_id)
+        if not isinstance(plan, Plan):
+            raise Unprocessable(
+                f"'{name}' is a language model, which is not measured again by itself",
+                "compile it again: what it has built is reused, and the race runs again",
+            )
         digest = hashlib.sha256(
             json.dumps(["benchmark", name, options.version]).encode()
         ).hexdigest()

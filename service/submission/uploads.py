@@ -268,8 +268,8 @@ def unpack(part: Part, folder: Path, limits: Limits) -> Path:
         names = ", ".join(str(model.relative_to(folder)) for model in models) or "none"
         raise Unprocessable(
             f"an archive with {len(models)} .onnx files ({names}), expected one",
-            "pack one model with its external data; or, if this is a language model, write"
-            " `language_model: {}` into the plan",
+            "pack one model with its external data; the plan of a language model begins with"
+            " `language_model: {}`, and comes with it to POST /compile",
         )
     return models[0]
 

@@ -55,6 +55,8 @@ EVENT = {
 }
 PLAN_NOTE = (
     f"The part `plan` is YAML or JSON with any of the keys {', '.join(SubmittedPlan.model_fields)}."
+    " A language model is a .gguf file, or an archive of a folder in the form of Hugging Face; its"
+    " plan begins with `language_model: {}`, and `selection` and `validation` are .jsonl."
 )
 
 

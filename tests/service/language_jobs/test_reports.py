@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import StoreError, UserError
+from pipeline.errors import ModelError, StoreError, UserError
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.results import LanguageReport
-from pipeline.report.bundle import load_delivered
+from pipeline.report.bundle import load_delivered, load_engine
 from pipeline.report.files import load_report
 from service.client import Client
 from service.jobs.publish import publish, published_engine
+from service.jobs.worker import CONTENDED, doubted_language
 from service.storage.layout import Folders
 from tests.builders.cli import crucible
 from tests.service.builders.app import MODEL, Desk, at_desk
@@ -70,6 +71,20 @@ def test_a_damaged_engine_of_a_language_model_is_not_published(tmp_path: Path) -
         publish(out, tmp_path / "reports" / "1", Folders(tmp_path))
 
 
+def test_a_race_beside_serving_engines_proves_nothing(tmp_path: Path) -> None:
+    report = doubted_language(sample_language_report(tmp_path / "store"))
+    assert (report.verdict, report.winner) == ("unproven", INT8.label)
+    assert report.reasons[-1] == CONTENDED.text
+    rejected = report.model_copy(update={"verdict": "rejected"})
+    assert doubted_language(rejected).verdict == "rejected"
+
+
+def test_commands_for_engines_refuse_a_language_model(tmp_path: Path) -> None:
+    write_language_out(tmp_path / "out", tmp_path / "store")
+    with pytest.raises(ModelError, match="holds a language model, expected an engine"):
+        load_engine(tmp_path / "out")
+
+
 def test_the_routes_of_reports_answer_for_a_language_model(tmp_path: Path) -> None:
     write_language_out(tmp_path / "template", tmp_path / "template-store")
 
@@ -110,7 +125,8 @@ def test_the_pages_show_a_language_model(tmp_path: Path) -> None:
         for text in (f"{INT8.label} answers", "increase of perplexity", "128 tokens in, 32 out"):
             assert text in page.text
         assert page.text.count('class="point ') == 2, "the baseline and int8"
-        assert 'id="entry-2"' in page.text
+        assert 'id="entry-1"' in page.text
+        assert "limit: 0.02" in page.text
         assert INT4.label in page.text
         assert HOSTILE not in page.text
         assert (await desk.client.get("/")).status_code == 200
@@ -177,6 +193,16 @@ def test_commands_show_and_download_a_language_model(tmp_path: Path) -> None:
     again = crucible("report", tmp_path / "mine")
     assert again.code == 0, again.err
     assert (tmp_path / "mine" / "report.md").is_file()
+
+
+def test_the_form_of_the_pages_says_where_a_language_model_goes(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        files = {"model": ("tiny.gguf", b"GGUF")}
+        answer = await desk.client.post("/ui/drafts", files=files)
+        assert answer.status_code == 422
+        assert "is a language model, which this page does not compile" in answer.text
+
+    at_desk(tmp_path, story)
 
 
 def test_reading_a_report_of_engines_refuses_one_of_a_language_model(tmp_path: Path) -> None:

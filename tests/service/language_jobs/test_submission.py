@@ -23,7 +23,7 @@ from pipeline.llm.plan import (
     Texts,
 )
 from service.errors import Unprocessable
-from service.submission.plan import allowed_keys
+from service.submission.language import allowed_keys
 from service.submission.submit import request_of_parts
 from service.submission.uploads import Part
 from tests.pipeline.llm.models import language_plan, texts, write_model
@@ -126,6 +126,25 @@ def test_a_plan_of_the_server_is_compiled_and_an_equal_one_is_the_same_job(
         assert "2 texts" in refused.json()["error"]
 
     at_desk(tmp_path / "home", story, configs=configs)
+
+
+def test_the_form_of_the_pages_compiles_a_language_model(model: Path, tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        form = await desk.client.get("/ui/new")
+        assert 'action="/ui/language-models"' in form.text
+        written = ("", plan().replace(b"\n", b"\r\n"))  # a text of a form has no file name
+        chosen = parts(model, plan=written)
+        sent = await desk.client.post("/ui/language-models", files=chosen)
+        assert sent.status_code == 303, sent.text
+        assert sent.headers["Location"].startswith("/ui/jobs/")
+        wrong = parts(model, validation=None)
+        refused = await desk.client.post("/ui/language-models", files=wrong)
+        assert refused.status_code == 422
+        assert "no part `validation`" in refused.text
+        as_json = await desk.client.post("/ui/language-models", json={"config": "tiny"})
+        assert as_json.status_code == 422, "only a form: a page of another site could send JSON"
+
+    at_desk(tmp_path, story)
 
 
 def without(name: str) -> Callable[[Files], Files]:
