@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
@@ -19,6 +19,7 @@ from service.http.openai.answers import usage_of
 from service.http.openai.errors import refusal_body
 from service.http.openai.forms import Form
 from service.http.openai.running import RunningAnswers
+from service.http.routers.inference_io import while_connected
 from service.http.sse import HEARTBEAT, HEARTBEAT_S
 
 DONE = format_sse_event(data_str="[DONE]")
@@ -45,7 +46,8 @@ class AnswerStream(StreamingResponse):
         self._includes_usage, self._answer_error = includes_usage, answer_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._run() as answers:
+        async with AsyncExitStack() as stack:
+            answers = await while_connected(stack.enter_async_context(self._run()), receive)
             self.body_iterator = self._events(answers)
             await super().__call__(scope, receive, send)
 
