@@ -180,6 +180,12 @@ class CompletionRequest(_Request):
             )
 
     @property
+    def takes_likeliest(self) -> bool:
+        """Whether each token that comes is the likeliest one, without any of the prompt."""
+        is_penalized = self.presence_penalty or self.frequency_penalty
+        return self.temperature == 0 and not is_penalized and not self.echo
+
+    @property
     def token_limit(self) -> int:
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 

@@ -95,9 +95,7 @@ async def complete(
         )
         for prompt in body.prompt
     ]
-    form = CompletionForm(
-        _head(request, served), body.logprobs, body.temperature == 0 and not body.echo
-    )
+    form = CompletionForm(_head(request, served), body.logprobs, body.takes_likeliest)
     return await _answer(service, request, served, requests, body, form, "prompt")
 
 

@@ -35,14 +35,19 @@ class AnswerStream(StreamingResponse):
     """
 
     def __init__(
-        self, run: Run, form: Form, includes_usage: bool, answer_error: AnswerError
+        self,
+        run: Run,
+        form: Form,
+        includes_usage: bool,
+        answer_error: AnswerError,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         super().__init__(
             (),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._run, self._form = run, form
+        self._run, self._form, self._heartbeat_s = run, form, heartbeat_s
         self._includes_usage, self._answer_error = includes_usage, answer_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +62,7 @@ class AnswerStream(StreamingResponse):
         try:
             while True:
                 try:
-                    async with asyncio.timeout(HEARTBEAT_S) as silence:
+                    async with asyncio.timeout(self._heartbeat_s) as silence:
                         item = await answers.next()
                 except TimeoutError:
                     if not silence.expired():

@@ -153,6 +153,9 @@ def test_log_probabilities_and_echo(server: Server) -> None:
     text, greedy = logprobs(logprobs=1, temperature=0)
     assert text == "AB"
     assert greedy["top_logprobs"] == [{"A": -0.5}, {"B": -0.5}]
+    assert logprobs(logprobs=1)[1]["top_logprobs"] == [None, None]
+    penalized = logprobs(logprobs=1, temperature=0, presence_penalty=1)[1]
+    assert penalized["top_logprobs"] == [None, None]
     text, echoed = logprobs(logprobs=1, temperature=0, echo=True)
     assert (text, echoed["text_offset"]) == ("abAB", [0, 1, 2, 3])
     assert echoed["top_logprobs"] == [None] * 4, "which token is likeliest is not known"
