@@ -11,6 +11,7 @@ from service.pages import (
     static_files,
     try_model,
 )
+from service.pages.language import try_language
 
 PAGE_ROUTERS = (
     sign_in.router,
@@ -20,6 +21,7 @@ PAGE_ROUTERS = (
     models.router,
     history.router,
     try_model.router,
+    try_language.router,
     compare.router,
     admin.router,
 )

@@ -23,6 +23,7 @@ from service.http.routers.models import Name
 from service.inference import InferAnswer, InferRequest, Served
 from service.pages.access import MAX_TEXT_BYTES, Author, Visitor
 from service.pages.example_requests import Example, Sent, examples
+from service.pages.language.try_language import language_of, language_page, try_language
 from service.pages.original import (
     NoOriginal,
     OriginalAnswer,
@@ -84,6 +85,8 @@ async def try_page(
     request: Request, name: Name, caller: Visitor, service: CurrentService
 ) -> Response:
     caller.require("infer")
+    if (language := language_of(service, caller, name)) is not None:
+        return language_page(request, language)
     model = await service.models.view(caller, name)
     missing = await _why_no_original(service, _answering(model))
     return _page(request, model, _fields(_answering(model)), Comparison(missing))
@@ -98,6 +101,8 @@ async def try_model(
     If the form says so, the original model answers it, too.
     """
     caller.require("infer")
+    if (language := language_of(service, caller, name)) is not None:
+        return await try_language(request, service, caller, language)
     model = await service.models.view(caller, name)
     served = service.serving.find(caller, name)
     async with request.form(max_part_size=MAX_TEXT_BYTES) as form:

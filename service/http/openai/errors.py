@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import Repr
 from typing import Any
 
 import orjson
@@ -14,9 +15,12 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from service.errors import Answer, NotFound, TooMany, Unauthorized, Unprocessable
+from service.sandbox.framing import cut
 
 ROOT = "/v1"
-MAX_VALUE = 80  # characters of a wrong value that a message repeats
+MAX_NAME = 80  # characters of a parameter's name that a refusal repeats
+SHORT = Repr()
+SHORT.maxlevel = 2  # of lists in a wrong value
 DOCUMENTED = "GET /docs shows what this path takes"
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 NOT_SERVED = frozenset(
@@ -93,13 +97,16 @@ def refusal_body(answer: Answer, error: BaseException | None) -> bytes:
             param = "model"
         detail = _Detail(message, param, code or answer.body["code"])
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    fault = {
-        "message": detail.message,
-        "type": kind,
-        "param": detail.param,
-        "code": detail.code,
-    }
-    return orjson.dumps({"error": fault})
+    return orjson.dumps(
+        {
+            "error": {
+                "message": detail.message,
+                "type": kind,
+                "param": detail.param,
+                "code": detail.code,
+            }
+        }
+    )
 
 
 def refusal_response(request: Request, answer: Answer) -> Response:
@@ -128,9 +135,8 @@ def _invalid(error: RequestValidationError) -> _Detail:
         return _Detail(f"this path has no parameter `{param}`. {DOCUMENTED}", param, code)
     if kind == "missing":
         return _Detail(f"expected the parameter `{param}`, got none. {DOCUMENTED}", param, code)
-    value = repr(fault["input"])
-    shown = value if len(value) <= MAX_VALUE else f"{value[:MAX_VALUE]}..."
-    if str(place[0]) in NOT_SERVED:
+    shown = shown_value(fault["input"])
+    if place[0] in NOT_SERVED:
         param = str(place[0])
         message = f"the engine serves only the default of `{param}`, got {shown}. Leave it out"
         return _Detail(message, param, "unsupported_parameter")
@@ -148,8 +154,12 @@ def _reason(fault: Mapping[str, Any], shown: str) -> str:
     return f"{fault['msg']}, got {shown}"
 
 
+def shown_value(value: object) -> str:
+    """Return a value of a request, cut, for a message about it."""
+    return SHORT.repr(value)
+
+
 def name_of(place: tuple[int | str, ...]) -> str:
     """Return the name of a parameter, such as `messages[0].content`."""
-    return "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in place
-    ).removeprefix(".")
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return cut("".join(parts).removeprefix("."), MAX_NAME)

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from pipeline.core import Frozen
-from service.http.openai.errors import MAX_VALUE, BadParameter
+from service.http.openai.errors import BadParameter, shown_value
 from service.language.generation import Sampling
 
 MAX_PROMPTS = 64
 MAX_STOPS = 4
+MAX_TOKEN = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 SEEDS = 2**63
 
@@ -23,22 +24,31 @@ Prompt = str | tuple[int, ...]
 def prompts_from(value: object) -> object:
     """Convert a text, tokens, or a list of either to a list of prompts."""
     if isinstance(value, str):
-        return (value,)
+        return (valid_text(value),)
     if not isinstance(value, list) or not value:
-        raise ValueError(f"expected a text, tokens, or a list of such prompts, got {_short(value)}")
+        raise ValueError(
+            f"expected a text, tokens, or a list of such prompts, got {shown_value(value)}"
+        )
     if _are_tokens(value):
         return (tuple(value),)
     if not all(isinstance(each, str) or _are_tokens(each) for each in value):
-        raise ValueError(f"expected texts and lists of tokens, got {_short(value)}")
-    return tuple(tuple(each) if isinstance(each, list) else each for each in value)
+        raise ValueError(f"expected texts and lists of tokens, got {shown_value(value)}")
+    return tuple(tuple(each) if isinstance(each, list) else valid_text(each) for each in value)
 
 
-def _short(value: object) -> str:
-    return repr(value)[:MAX_VALUE]
+def valid_text(value: str) -> str:
+    """Return a text. ValueError if it has half of a surrogate pair, as JSON may."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("expected Unicode text, got half of a surrogate pair") from None
+    return value
 
 
 def _are_tokens(value: object) -> bool:
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    return isinstance(value, list) and all(
+        type(each) is int and 0 <= each <= MAX_TOKEN for each in value
+    )
 
 
 def stops_from(value: object) -> object:
@@ -54,12 +64,14 @@ def text_from(value: object) -> object:
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"expected parts of the type 'text', got one of the type '{kind}'")
+            raise ValueError(
+                f"expected parts of the type 'text', got one of the type {shown_value(kind)}"
+            )
         texts.append(part["text"])
     return "\n".join(texts)
 
 
-StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(valid_text)]
 Empty = Annotated[tuple[Any, ...], Field(max_length=0)]
 EmptyMap = Annotated[dict[str, Any], Field(max_length=0)]
 
@@ -168,6 +180,12 @@ class CompletionRequest(_Request):
             )
 
     @property
+    def takes_likeliest(self) -> bool:
+        """Whether each token that comes is the likeliest one, without any of the prompt."""
+        is_penalized = self.presence_penalty or self.frequency_penalty
+        return self.temperature == 0 and not is_penalized and not self.echo
+
+    @property
     def token_limit(self) -> int:
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
@@ -180,6 +198,7 @@ class Message(Frozen):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         str,
+        AfterValidator(valid_text),
         BeforeValidator(
             text_from, json_schema_input_type=str | tuple[dict[Literal["type", "text"], str], ...]
         ),

@@ -26,7 +26,7 @@ from service.http.openai.answers import (
 from service.http.openai.errors import ROOT, BadParameter
 from service.http.openai.forms import ChatForm, CompletionForm, Form, Head
 from service.http.openai.requests import ChatRequest, CompletionRequest
-from service.http.openai.running import running
+from service.http.openai.running import joined, running
 from service.http.openai.sse import AnswerStream
 from service.http.routers.dependencies import CurrentCaller, CurrentService
 from service.http.routers.inference_io import while_connected
@@ -95,9 +95,7 @@ async def complete(
         )
         for prompt in body.prompt
     ]
-    form = CompletionForm(
-        _head(request, served), body.logprobs, body.temperature == 0 and not body.echo
-    )
+    form = CompletionForm(_head(request, served), body.logprobs, body.takes_likeliest)
     return await _answer(service, request, served, requests, body, form, "prompt")
 
 
@@ -158,15 +156,6 @@ async def _answer(
         return Response(complete.model_dump_json(), media_type="application/json")
 
     return await while_connected(whole(), request.receive)
-
-
-def joined(parts: Sequence[Part]) -> Part:
-    """Return the parts of one answer as one part."""
-    return Part(
-        "".join(part.text for part in parts),
-        tuple(token for part in parts for token in part.tokens),
-        parts[-1].finish if parts else None,
-    )
 
 
 def find(service: Service, caller: Caller, model: str) -> ServedLanguage:

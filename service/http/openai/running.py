@@ -55,6 +55,15 @@ class RunningAnswers:
         await self._parts.put(_End(error))
 
 
+def joined(parts: Sequence[Part]) -> Part:
+    """Return the parts of one answer as one part."""
+    return Part(
+        "".join(part.text for part in parts),
+        tuple(token for part in parts for token in part.tokens),
+        parts[-1].finish if parts else None,
+    )
+
+
 @asynccontextmanager
 async def running(
     service: Service, served: ServedLanguage, requests: Sequence[GenerateRequest], param: str

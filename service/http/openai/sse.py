@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
@@ -19,6 +19,7 @@ from service.http.openai.answers import usage_of
 from service.http.openai.errors import refusal_body
 from service.http.openai.forms import Form
 from service.http.openai.running import RunningAnswers
+from service.http.routers.inference_io import while_connected
 from service.http.sse import HEARTBEAT, HEARTBEAT_S
 
 DONE = format_sse_event(data_str="[DONE]")
@@ -34,18 +35,24 @@ class AnswerStream(StreamingResponse):
     """
 
     def __init__(
-        self, run: Run, form: Form, includes_usage: bool, answer_error: AnswerError
+        self,
+        run: Run,
+        form: Form,
+        includes_usage: bool,
+        answer_error: AnswerError,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         super().__init__(
             (),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._run, self._form = run, form
+        self._run, self._form, self._heartbeat_s = run, form, heartbeat_s
         self._includes_usage, self._answer_error = includes_usage, answer_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._run() as answers:
+        async with AsyncExitStack() as stack:
+            answers = await while_connected(stack.enter_async_context(self._run()), receive)
             self.body_iterator = self._events(answers)
             await super().__call__(scope, receive, send)
 
@@ -55,7 +62,7 @@ class AnswerStream(StreamingResponse):
         try:
             while True:
                 try:
-                    async with asyncio.timeout(HEARTBEAT_S) as silence:
+                    async with asyncio.timeout(self._heartbeat_s) as silence:
                         item = await answers.next()
                 except TimeoutError:
                     if not silence.expired():

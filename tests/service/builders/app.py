@@ -81,14 +81,20 @@ class Desk:
 
 @asynccontextmanager
 async def opened_desk(
-    home: Path, traces: Any = None, worker: Sequence[str] = WORKER, **settings: Any
+    home: Path,
+    traces: Any = None,
+    worker: Sequence[str] = WORKER,
+    generating: Any = None,
+    **settings: Any,
 ) -> AsyncIterator[Desk]:
     """Run the application in this process, with a client."""
     if not (home / "template").exists():
         write_out(home / "template", home / "template-store")
     # the double of a worker copies its report from the home, which the sandbox hides
     settings.setdefault("sandbox", "off" if worker is WORKER else "auto")
-    app = create_app(Settings(home=home, **settings), worker, known_host, traces=traces)
+    app = create_app(
+        Settings(home=home, **settings), worker, known_host, traces=traces, generating=generating
+    )
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

@@ -163,6 +163,8 @@ class DoubleGenerating:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[DoubleAnswer]:
         served = self.find_language(request.caller, request.model, request.version)
         wrong = self._languages[served.model].wrong
+        if not isinstance(request.prompt, str) and max(request.prompt, default=0) >= VOCABULARY:
+            raise Unprocessable("the prompt has unknown tokens", "send tokens of this model")
         if wrong == "is full":
             raise TooMany(f"the queue of '{served.model}' is full", "try again in a moment", 1)
         answer = DoubleAnswer(request, served, wrong)

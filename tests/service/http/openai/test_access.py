@@ -48,6 +48,19 @@ def test_a_key_with_the_scope_infer_is_needed_and_sees_the_models_of_its_owner(
         assert fault_of(httpx.get(f"{url}/foreign", headers=head))[0] == 404
 
 
+def test_a_key_over_its_rate_is_refused_in_the_same_form(tmp_path: Path) -> None:
+    with serving_models(
+        tmp_path, models="add", keys_required="true", max_requests_per_s=1
+    ) as server:
+        key = key_of(tmp_path, "infer", owner="local")
+        refused = next(
+            answer for _ in range(100) if (answer := send(server, key)).status_code != 200
+        )
+        status, fault = fault_of(refused)
+        assert (status, fault["code"]) == (429, "rate_limit_exceeded")
+        assert refused.headers["Retry-After"] == "1"
+
+
 def test_no_text_of_a_request_is_logged_or_audited(tmp_path: Path) -> None:
     with serving_models(tmp_path, models="add") as server:
         assert send(server).status_code == 200

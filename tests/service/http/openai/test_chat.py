@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.service.builders.serving import serving_models
@@ -121,6 +122,7 @@ def test_what_is_not_served_is_refused_by_name(
         ({"role": "user"}, "content"),
         ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "tool_calls"),
         ({"role": "user", "content": 4}, "content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "content"),
     ],
 )
 def test_a_message_that_is_no_text_is_refused_by_name(
@@ -128,6 +130,14 @@ def test_a_message_that_is_no_text_is_refused_by_name(
 ) -> None:
     status, fault = fault_of(post(server, PATH, messages=[HELLO, message]))
     assert (status, fault["param"]) == (400, f"messages[1].{name}")
+
+
+def test_a_message_of_half_a_character_is_refused(server: Server) -> None:
+    body = r'{"model": "capitals", "messages": [{"role": "user", "content": "\ud800"}]}'
+    head = {"Content-Type": "application/json"}
+    refusal = httpx.post(f"{server.url}/v1/{PATH}", content=body, headers=head)
+    status, fault = fault_of(refusal)
+    assert (status, fault["param"]) == (400, "messages[0].content")
 
 
 def test_defaults_may_be_said(server: Server) -> None:

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
+from tests.service.builders.jobs import WITHIN_S
 from tests.service.builders.serving import serving_models
 from tests.service.http.openai.streams import events_of, fault_of, post
-from tests.service.integration.test_server import Server, both_ways, until
+from tests.service.integration.test_server import Server, until
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving_models(tmp_path_factory.mktemp("home"), models="add") as server:
         yield server
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def connected(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with so many processes for HTTP."""
+    home = tmp_path_factory.mktemp("home")
+    with serving_models(home, models="add", http_processes=request.param) as server:
+        yield server
+        assert server.end() == 0
 
 
 def test_models_are_listed_and_found_by_name_and_version(server: Server) -> None:
@@ -59,39 +72,36 @@ def test_a_prompt_is_continued(server: Server) -> None:
     assert older["usage"]["prompt_tokens"] == 2
 
 
-@both_ways
-def test_a_stream_has_each_part_as_an_event(tmp_path: Path, processes: int) -> None:
-    with serving_models(tmp_path, models="add", http_processes=processes) as server:
-        *events, end = events_of(server, prompt="hey")
-        assert end == ("message", "[DONE]")
-        assert [data["choices"][0]["text"] for _, data in events] == ["H", "E", "Y", ""]
-        finishes = [data["choices"][0]["finish_reason"] for _, data in events]
-        assert finishes == [None, None, None, "stop"]
-        assert len({data["id"] for _, data in events}) == 1
-        assert all("usage" not in data for _, data in events)
+def test_a_stream_has_each_part_as_an_event(connected: Server) -> None:
+    *events, end = events_of(connected, prompt="hey")
+    assert end == ("message", "[DONE]")
+    assert [data["choices"][0]["text"] for _, data in events] == ["H", "E", "Y", ""]
+    finishes = [data["choices"][0]["finish_reason"] for _, data in events]
+    assert finishes == [None, None, None, "stop"]
+    assert len({data["id"] for _, data in events}) == 1
+    assert all("usage" not in data for _, data in events)
 
-        *events, (_, last), _ = events_of(
-            server, prompt="hey", stream_options={"include_usage": True}
-        )
-        assert {data["usage"] for _, data in events} == {None}
-        assert (last["choices"], last["usage"]["total_tokens"]) == ([], 7)
+    *events, (_, last), _ = events_of(
+        connected, prompt="hey", stream_options={"include_usage": True}
+    )
+    assert {data["usage"] for _, data in events} == {None}
+    assert (last["choices"], last["usage"]["total_tokens"]) == ([], 7)
 
 
-@both_ways
-def test_a_client_that_leaves_cancels_its_answer(tmp_path: Path, processes: int) -> None:
-    with serving_models(tmp_path, models="add", http_processes=processes) as server:
-        ended = '{"answer": "ends", "model": "hangs"}'
-        for number, streamed in enumerate((False, True), 1):
-            body = {"model": "hangs", "prompt": "hello", "stream": streamed}
-            with httpx.Client() as client:
-                if streamed:
-                    with client.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
-                        assert next(answer.iter_lines()).startswith("data: ")
-                else:
-                    with pytest.raises(httpx.ReadTimeout):
-                        client.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
-            until(lambda: server.log().count(ended) == number)  # noqa: B023  called at once
-        assert server.end() == 0
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_cancels_its_answer(connected: Server, streamed: bool) -> None:
+    begins, ends = (f'{{"answer": "{event}", "model": "hangs"}}' for event in ("begins", "ends"))
+    before = connected.log().count(ends)
+    body = orjson.dumps({"model": "hangs", "prompt": "hello", "stream": streamed})
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(connected.address, WITHIN_S) as connection:
+        connection.sendall(head.encode() + body)
+        until(lambda: connected.log().count(begins) == before + 1)
+        assert connected.log().count(ends) == before
+    until(lambda: connected.log().count(ends) == before + 1)
 
 
 def test_several_prompts_are_several_choices(server: Server) -> None:
@@ -143,6 +153,9 @@ def test_log_probabilities_and_echo(server: Server) -> None:
     text, greedy = logprobs(logprobs=1, temperature=0)
     assert text == "AB"
     assert greedy["top_logprobs"] == [{"A": -0.5}, {"B": -0.5}]
+    assert logprobs(logprobs=1)[1]["top_logprobs"] == [None, None]
+    penalized = logprobs(logprobs=1, temperature=0, presence_penalty=1)[1]
+    assert penalized["top_logprobs"] == [None, None]
     text, echoed = logprobs(logprobs=1, temperature=0, echo=True)
     assert (text, echoed["text_offset"]) == ("abAB", [0, 1, 2, 3])
     assert echoed["top_logprobs"] == [None] * 4, "which token is likeliest is not known"
@@ -165,6 +178,8 @@ def test_an_error_before_the_first_part_has_a_status_and_a_later_one_is_an_event
         assert fault_of(full)[1]["code"] == "rate_limit_exceeded"
         status, fault = fault_of(post(server, prompt=[[]], stream=streamed))
         assert (status, fault["param"]) == (400, "prompt")
+        unknown = fault_of(post(server, prompt=[2**31 - 1], stream=streamed))[1]
+        assert unknown["param"] == "prompt"
         status, fault = fault_of(post(server, prompt="a" * 100, stream=streamed))
         assert (status, fault["param"]) == (400, "prompt")
         assert "expected a prompt of 1 to 99 tokens, got 101. Shorten it" in fault["message"]
@@ -200,6 +215,7 @@ def test_an_error_before_the_first_part_has_a_status_and_a_later_one_is_an_event
         ("prompt", [[1], [True]], ""),
         ("prompt", ["a"] * 65, ""),
         ("prompt", [-1], ""),
+        ("prompt", [2**31], ""),
         ("stream_options", {}, ""),
         ("messages", [], ""),
         ("top_k", 4, ""),
@@ -213,6 +229,28 @@ def test_what_is_not_served_is_refused_by_name(
     assert (status, fault["type"]) == (400, "invalid_request_error")
     assert fault["param"] == (name or parameter)
     assert f"`{name or parameter}`" in fault["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (r'"prompt": "\ud800"', "prompt"),
+        (r'"prompt": ["a", "\ud800"]', "prompt"),
+        (r'"prompt": "a", "stop": "\ud800"', "stop[0]"),
+        (r'"prompt": "a", "temperature": NaN', "temperature"),
+        ('"prompt": "a", "seed": ' + "9" * 4000, "seed"),
+        ('"prompt": "a", "n": ' + "[" * 900 + "]" * 900, "n"),
+        ('"prompt": "a", "' + "x" * 1000 + '": 1', "x" * 80),
+        (r'"model": "\ud800", "prompt": "a"', "model"),
+    ],
+)
+def test_strange_json_is_refused_by_name_and_briefly(server: Server, text: str, name: str) -> None:
+    body = '{"model": "capitals", ' + text + "}"
+    head = {"Content-Type": "application/json"}
+    refusal = httpx.post(f"{server.url}/v1/completions", content=body, headers=head)
+    status, fault = fault_of(refusal)
+    assert (status, fault["param"]) == (400, name)
+    assert len(fault["message"]) < 300
 
 
 def test_parameters_without_a_meaning_here_are_taken(server: Server) -> None:
