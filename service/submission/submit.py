@@ -106,13 +106,13 @@ async def submit(service: Service, caller: Caller, body: Body, key: str | None) 
     try:
         request = await _receive(service, caller, body, upload_id, host)
         if request.plan.targets:
-            return await _submit_targets(service, caller, key, upload_id, request, host)
+            return await _submit_targets(service, caller, key, upload_id, request)
     except BaseException:
         await asyncio.to_thread(service.folders.remove, upload_id)
         raise
 
     async def prepare(job_id: str) -> JobSpec:
-        return await spec_of(service, job_id, request, host)
+        return await spec_of(service, job_id, request)
 
     return await add_job(service, caller, owner, key, prepare, upload_id)
 
@@ -136,7 +136,6 @@ async def _submit_targets(
     key: str | None,
     upload_id: str,
     request: CompileRequest,
-    host: HostIdentity,
 ) -> Compile:
     """Add a job for each target of a plan, all or none. They share the files of the upload, which
     is removed then.
@@ -156,7 +155,7 @@ async def _submit_targets(
                 identity=_text_digest([request.identity, *parts]),
                 digest=_text_digest([request.digest, *parts]),
             )
-            spec = await spec_of(service, job_id, of_target, host)
+            spec = await spec_of(service, job_id, of_target)
             beside_bytes = len(new) * bytes_each
             return replace(spec, device=text, target=text, beside_bytes=beside_bytes)
 
@@ -176,12 +175,10 @@ async def _submit_targets(
     return compiled
 
 
-async def spec_of(
-    service: Service, job_id: str, request: CompileRequest, host: HostIdentity
-) -> JobSpec:
+async def spec_of(service: Service, job_id: str, request: CompileRequest) -> JobSpec:
     """Write the plan of a new job beside its upload, and describe the job."""
     lengths = await service.read(lambda: queue_lengths(service))
-    device = device_for(request.plan, tuple(host.devices), lengths)
+    device = device_for(request.plan, await service.job_devices(), lengths)
     await asyncio.to_thread(service.folders.save_plan, job_id, request.plan)
     if request.warnings:  # before the job's child can put a link in the place of its log
         await asyncio.to_thread(service.folders.work(job_id).start_log, request.warnings)
