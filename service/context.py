@@ -195,6 +195,16 @@ class Service:
             )
         return host
 
+    async def job_devices(self) -> tuple[str, ...]:
+        """Return the devices that jobs can run on: of this host or, if nodes run them, of the live
+        nodes. Unavailable as for `host`.
+        """
+        host = self.host()
+        if self.settings.executor == "local":
+            return tuple(host.devices)
+        live = [node for node in await self.runner.nodes() if node.is_live]
+        return tuple(sorted({device for node in live for device in node.labels}))
+
     def has_disk_reserve(self) -> bool:
         """Return True if the disk of the home has the free space that new jobs require."""
         return shutil.disk_usage(self.settings.home).free >= self.settings.disk_reserve_bytes

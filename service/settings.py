@@ -69,6 +69,14 @@ class Settings(Frozen):
             " used go, except those in use."
         ),
     )
+    executor: Literal["local", "agent", "ray"] = Field(
+        default="local",
+        description=(
+            "Who runs the jobs. `local`: this server, and the nodes of its `database_url`. `agent`:"
+            " only nodes, which `crucible node start` starts. `ray`: only nodes, which `crucible"
+            " ray start` starts. Without a live node, `GET /readyz?for=jobs` answers 503."
+        ),
+    )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port of HTTP. 0: any free port.")
     http_processes: int = Field(
@@ -286,6 +294,10 @@ class Settings(Frozen):
             raise ValueError("expected tls_certificate and tls_key, got one of them")
         if self.files_url is not None and self.database_url is None:
             raise ValueError("files_url needs database_url, which says what is there")
+        if self.executor != "local" and self.database_url is None:
+            raise ValueError(
+                f"executor '{self.executor}' needs database_url, from which nodes take jobs"
+            )
         for name in ("max_stored_bytes", "max_upload_bytes_per_hour"):
             if getattr(self, name) < self.max_upload_bytes:
                 raise ValueError(f"{name} is below max_upload_bytes: raise it, or lower the other")

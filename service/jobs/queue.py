@@ -126,6 +126,7 @@ class JobRunner:
             RunningLogs(jobs.database) if self._files.are_shared else None,
         )
         self._shared = settings.database_url is not None
+        self._runs_jobs = settings.executor == "local" or kind == "node"
         server = secrets.token_hex(8)
         self._claims = Claims(jobs.database, server)
         address = settings.address if kind == "server" else ""
@@ -147,16 +148,18 @@ class JobRunner:
 
     async def start(self, labels: Mapping[str, Labels] | None = None) -> None:
         """Take over the jobs of an earlier server, and start the queues. A server that shares its
-        database takes over only the jobs of servers that have died. `labels`: of the devices.
+        database takes over only the jobs of servers that have died. `labels`: of the devices. A
+        server whose `executor` are nodes claims no job.
         """
-        self._labels = {name: (labels or {}).get(name, {}) for name in self._leases.devices.names}
+        devices = self._leases.devices.names if self._runs_jobs else ()
+        self._labels = {name: (labels or {}).get(name, {}) for name in devices}
         if not self._shared:
             await self._recover(None)
             await self._in_thread(partial(self.all_nodes.send_heartbeat, self._labels))
         self._queue = asyncio.create_task(self._run_queue())
         if self._shared:
             self._lease_watch = asyncio.create_task(self._watch_lease())
-        log.info("runner.started", devices=self._leases.devices.names)
+        log.info("runner.started", devices=devices)
 
     async def stop(self, grace_s: float = STOP_S) -> None:
         """End all children, queue their jobs again and start no more. Repeated calls do nothing."""

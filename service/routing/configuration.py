@@ -21,6 +21,14 @@ CHECK = "check inter 1s fastinter 250ms downinter 500ms fall 2 rise 1"
 within 1.25 s: one interval, and a second check after 250 ms.
 """
 
+BUFFER_BYTES = 64 * 1024
+"""Only a request that fits, with its head, is tried on another server after an answer. HAProxy has
+at most two buffers for a connection, and none for an idle one.
+"""
+
+BODY_S = 2
+"""How long the proxy waits for the body of such a request; one that takes longer is tried once."""
+
 PURGE = "pool-purge-delay 2s"
 """Idle connections end before the server ends them after 5 s, uvicorn's default: a request could
 be on its way.
@@ -47,14 +55,16 @@ def configuration(options: ProxyOptions) -> str:
     """Return the text of the configuration file.
 
     A request goes to the server with the fewest requests; every stream of a gRPC connection is
-    chosen a server of its own. A request that found no connection is tried on another server.
-    No other request is sent twice: it may have had its effect.
+    chosen a server of its own. A request that found no connection is tried on another server, and
+    so is one for inference whose server answers 503: it lacks the model, or stops. Such a request
+    has no effect. No other request is sent twice: it may have had its effect.
     """
     return f"""\
 global
     stats socket "{options.socket}" mode 600 level admin
     hard-stop-after {DRAIN_S}s
     maxconn {options.max_connections}
+    tune.bufsize {BUFFER_BYTES}
 
 defaults
     mode http
@@ -78,6 +88,10 @@ frontend {GRPC}-clients
     default_backend {GRPC}
 
 backend {HTTP}
+    acl infers path_end /infer
+    http-request wait-for-body time {BODY_S}s if infers
+    http-request disable-l7-retry unless infers
+    retry-on conn-failure 503
 {_health_check()}
 backend {GRPC}
 {_health_check()}"""

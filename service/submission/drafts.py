@@ -126,7 +126,7 @@ async def submit_draft(service: Service, caller: Caller, draft: Draft, plan: str
                 "a page compiles for one device, and the plan has `targets`",
                 "leave them out, or send the plan with `crucible submit`",
             )
-        spec = await spec_of(service, job_id, request, host)
+        spec = await spec_of(service, job_id, request)
         return replace(spec, counted_bytes=counted_bytes, like=(old,))
 
     job = await add_job(service, caller, caller.owner, None, prepare)

@@ -45,7 +45,8 @@ async def submit_recompile(
     Each request adds a new job. Conflict if there is too little traffic, nothing to change, or
     nothing to compile from.
     """
-    host = service.host() if request.dry_run else service.host_for_job()
+    check = service.host if request.dry_run else service.host_for_job
+    check()
     model = await service.models.view(caller, name)
     suggestion = None
     if request.profiles == "same":
@@ -67,7 +68,7 @@ async def submit_recompile(
     async def prepare(job_id: str) -> JobSpec:
         await asyncio.to_thread(_copy_upload, version.job, job_id, suggestion, service.folders)
         lengths = await service.read(lambda: queue_lengths(service))
-        device = device_for(plan, tuple(host.devices), lengths)
+        device = device_for(plan, await service.job_devices(), lengths)
         digest = hashlib.sha256(json.dumps(["recompile", name]).encode()).hexdigest()
         recompiles = ModelVersion(model=name, version=version.version)
         return JobSpec(plan.name, device, job_id, digest, recompiles=recompiles, like=(upload,))

@@ -117,13 +117,13 @@ async def submit(
     try:
         request = await _receive(service, caller, body, upload_id, host, check_token)
         if request.targets:
-            return await _submit_targets(service, caller, key, upload_id, request, host)
+            return await _submit_targets(service, caller, key, upload_id, request)
     except BaseException:
         await asyncio.to_thread(service.folders.remove, upload_id)
         raise
 
     async def prepare(job_id: str) -> JobSpec:
-        return await spec_of(service, job_id, request, host)
+        return await spec_of(service, job_id, request)
 
     return await add_job(service, caller, owner, key, prepare, upload_id)
 
@@ -153,7 +153,6 @@ async def _submit_targets(
     key: str | None,
     upload_id: str,
     request: CompileRequest,
-    host: HostIdentity,
 ) -> Compile:
     """Add a job for each target of a plan, all or none. They share the files of the upload, which
     is removed then.
@@ -173,7 +172,7 @@ async def _submit_targets(
                 identity=_text_digest([request.identity, *parts]),
                 digest=_text_digest([request.digest, *parts]),
             )
-            spec = await spec_of(service, job_id, of_target, host)
+            spec = await spec_of(service, job_id, of_target)
             beside_bytes = len(new) * bytes_each
             return replace(spec, device=text, target=text, beside_bytes=beside_bytes)
 
@@ -193,15 +192,14 @@ async def _submit_targets(
     return compiled
 
 
-async def spec_of(
-    service: Service, job_id: str, request: CompileRequest, host: HostIdentity
-) -> JobSpec:
+async def spec_of(service: Service, job_id: str, request: CompileRequest) -> JobSpec:
     """Write the plan of a new job beside its upload, and describe the job."""
     lengths = await service.read(lambda: queue_lengths(service))
     plan = request.plan
     device, wait_s = "cpu", 0.0  # of a language model
     if isinstance(plan, Plan):
-        device, wait_s = device_for(plan, tuple(host.devices), lengths), plan.wait_for_node_s
+        device = device_for(plan, await service.job_devices(), lengths)
+        wait_s = plan.wait_for_node_s
     await asyncio.to_thread(service.folders.save_plan, job_id, plan)
     if request.warnings:  # before the job's child can put a link in the place of its log
         await asyncio.to_thread(service.folders.work(job_id).start_log, request.warnings)

@@ -9,7 +9,7 @@ from pipeline.errors import PlanError
 from service.settings import GIB, MIB, Settings, is_loopback, settings_from
 
 SETTINGS = (
-    "home database_url files_url files_cache_bytes host port http_processes grpc grpc_port"
+    "home database_url files_url files_cache_bytes executor host port http_processes grpc grpc_port"
     " advertised_address tls_certificate tls_key allowed_hosts"
     " keys_required admin_key_file configs docs allow_code sandbox shared_memory max_upload_bytes"
     " max_unpacked_bytes max_plan_bytes max_infer_bytes max_body_bytes"
@@ -49,6 +49,8 @@ def test_variables_are_yaml_and_flags_overrule_them() -> None:
         ("CRUCIBLE_SERVICE_PORT", "high", "port: Input should be a valid integer"),
         ("CRUCIBLE_SERVICE_PORT", "[", "not a YAML value"),
         ("CRUCIBLE_SERVICE_FILES_URL", "s3://b", "these settings: files_url needs database_url"),
+        ("CRUCIBLE_SERVICE_EXECUTOR", "agent", "executor 'agent' needs database_url"),
+        ("CRUCIBLE_SERVICE_EXECUTOR", "nobody", "executor: Input should be 'local', 'agent'"),
         ("CRUCIBLE_SERVICE_ADVERTISED_ADDRESS", "a b:1", "advertised_address: String should match"),
         ("CRUCIBLE_SERVICE_MAX_UPLOAD_BYTES", "0", "greater than 0"),
         (

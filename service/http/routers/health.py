@@ -12,6 +12,7 @@ from service.http.schemas import Health, Readiness, Refusal
 
 router = APIRouter(tags=["operations"], responses=REFUSALS)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+NODE_COMMANDS = {"agent": "crucible node start", "ray": "crucible ray start"}
 DISK_SHORT = "less of the disk is free than disk_reserve_bytes"
 
 
@@ -38,14 +39,19 @@ async def readyz(
     ] = None,
 ) -> Readiness:
     """The server answers requests. 503 while it starts or stops. `jobs` says whether it accepts
-    jobs too: a full disk ends that, and deployed models still answer.
+    jobs too: a full disk ends that, and deployed models still answer. `for=jobs` asks the database,
+    too, whether a node is live where only nodes run jobs (`executor`).
     """
     service.host()  # raises Unavailable
-    if service.has_disk_reserve():
-        return Readiness(status="ready", jobs="ready")
-    if purpose == "jobs":
-        raise Unavailable(DISK_SHORT, "the operator can free space", 60)
-    return Readiness(status="ready", jobs=f"not ready: {DISK_SHORT}")
+    reason, step = "", ""
+    if not service.has_disk_reserve():
+        reason, step = DISK_SHORT, "the operator can free space"
+    elif purpose == "jobs" and not await service.job_devices():
+        reason = f"no node is live, and executor is '{service.settings.executor}'"
+        step = f"the operator can start one with `{NODE_COMMANDS[service.settings.executor]}`"
+    if reason and purpose == "jobs":
+        raise Unavailable(reason, step, 60)
+    return Readiness(status="ready", jobs=f"not ready: {reason}" if reason else "ready")
 
 
 @router.get(

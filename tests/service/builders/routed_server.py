@@ -1,7 +1,8 @@
 """A small server for tests of the proxy: `python -m tests.service.builders.routed_server PORT`.
 
 HTTP on PORT and gRPC on the port after it. Every answer is this process's id. `/hold`, and the
-gRPC method `hold`, answer after a request to `/release`.
+gRPC method `hold`, answer after a request to `/release`. A POST to a path with `lacking-ID` is
+answered with 503 by the process of this id.
 """
 
 from __future__ import annotations
@@ -27,8 +28,15 @@ class Handler(BaseHTTPRequestHandler):
             RELEASED.set()
         if self.path == "/hold":
             RELEASED.wait()
+        self._answer(200)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(503 if f"lacking-{os.getpid()}/" in self.path else 200)
+
+    def _answer(self, status: int) -> None:
         body = str(os.getpid()).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from service.http.routers.health import NODE_COMMANDS
+from service.jobs.nodes import NO_NODE
 from tests.service.builders.app import MODEL, Desk, at_desk
 from tests.service.builders.jobs import WITHIN_S
 from tests.service.jobs.test_nodes import L4, both_are_live, joined
@@ -113,6 +116,26 @@ def test_a_compile_is_added_whole_or_not_at_all(tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / "uploads").iterdir()] == [first]
 
     at_desk(tmp_path, story, max_queued=1)
+
+
+@pytest.mark.parametrize("executor", ["agent", "ray"])
+def test_a_server_whose_executor_is_nodes_runs_no_job(
+    tmp_path: Path, postgresql: str, executor: str
+) -> None:
+    async def story(desk: Desk) -> None:
+        lone = await desk.client.get("/readyz?for=jobs")
+        assert lone.status_code == 503
+        assert f"no node is live, and executor is '{executor}'" in lone.json()["error"]
+        assert NODE_COMMANDS[executor] in lone.json()["next"]
+        assert (await desk.client.get("/readyz")).status_code == 200, "it serves models"
+        assert (await desk.end_of("succeed"))["failure"]["code"] == NO_NODE
+        async with joined(tmp_path, postgresql, L4), asyncio.timeout(WITHIN_S):
+            while (await desk.client.get("/readyz?for=jobs")).status_code == 503:
+                await asyncio.sleep(0.1)
+            ended = await desk.end_of("succeed")
+            assert (ended["state"], ended["device"]) == ("succeeded", "gpu:0")
+
+    at_desk(tmp_path, story, database_url=postgresql, executor=executor)
 
 
 def test_administrators_see_the_nodes(tmp_path: Path, postgresql: str) -> None:

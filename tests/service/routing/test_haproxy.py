@@ -24,7 +24,7 @@ import pytest
 from pipeline.errors import HostError, PlanError
 from service.jobs.nodes import Nodes
 from service.routing.addresses import Address
-from service.routing.configuration import ProxyOptions
+from service.routing.configuration import BUFFER_BYTES, ProxyOptions
 from service.routing.follow import Pool, wait_until_idle
 from service.routing.haproxy import program, running, socket_of
 from service.routing.runtime import Runtime, ServerState
@@ -205,6 +205,29 @@ def test_a_killed_server_gets_no_more_requests(
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.parametrize("path", ["/models", "/v2/models"])
+def test_a_server_without_the_model_passes_requests_for_it_to_another_one(
+    proxy: Proxy, servers: tuple[Server, Server], path: str
+) -> None:
+    lacking, other = servers
+
+    def post(what: str, size_bytes: int) -> tuple[int, str]:
+        url = f"{proxy.url}{path}/lacking-{lacking.pid}/{what}"
+        answer = web.post(url, content=b"x" * size_bytes)
+        return answer.status_code, answer.text
+
+    with httpx.Client(timeout=WITHIN_S) as web:
+        fits = BUFFER_BYTES - 8 * 1024
+        assert {post("infer", size) for size in (0, 10, fits) * 5} == {(200, other.pid)}
+        # what may have had an effect, and what the proxy no longer holds, is sent once
+        both = {(200, other.pid), (503, lacking.pid)}
+        assert {post("promote", 10) for _ in range(10)} == both
+        assert {post("infer", 4 * BUFFER_BYTES) for _ in range(10)} == both
+        other.kill()
+        proxy.until(other, ServerState.DOWN)
+        assert post("infer", 10) == (503, lacking.pid), "its own answer"
+
+
 def test_a_drain_lets_requests_in_flight_end(proxy: Proxy, servers: tuple[Server, Server]) -> None:
     with ThreadPoolExecutor(4) as pool, method(proxy, "hold") as hold:
         held = pool.submit(proxy.get, "/hold")
@@ -273,11 +296,9 @@ def test_no_request_is_lost_while_servers_are_replaced(
     assert set(answers) == {*first, *(server.pid for server in servers)}
 
 
-def test_servers_of_a_list_are_added_and_removed(
-    tmp_path: Path, servers: tuple[Server, Server]
-) -> None:
+def test_servers_of_a_list_are_added_and_removed(servers: tuple[Server, Server]) -> None:
     first, second = servers
-    with started(tmp_path, first) as proxy:
+    with TemporaryDirectory(dir="/tmp") as folder, started(Path(folder), first) as proxy:
         pid = proxy.get()
         second.kill()
         proxy.pool.update([first.address, second.address])
@@ -342,10 +363,11 @@ def test_a_server_that_is_unknown_and_a_second_proxy_are_refused(proxy: Proxy) -
         pass
 
 
-def test_a_port_that_is_in_use_is_named(tmp_path: Path, servers: tuple[Server, Server]) -> None:
+def test_a_port_that_is_in_use_is_named(servers: tuple[Server, Server]) -> None:
     port = servers[0].address.port
     with (
+        TemporaryDirectory(dir="/tmp") as folder,
         pytest.raises(HostError, match=f"does not start on 127.0.0.1, ports {port} and"),
-        running(ProxyOptions("127.0.0.1", port, socket_of(tmp_path))),
+        running(ProxyOptions("127.0.0.1", port, socket_of(Path(folder)))),
     ):
         pass
