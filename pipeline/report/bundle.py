@@ -145,7 +145,7 @@ def load_engine(folder: Path) -> Engine:
 
 def load_delivered(folder: Path, kind: type[A]) -> A:
     """Return the engine of a kind, as `load_engine` does."""
-    engine = _read(folder, "", kind)
+    engine = read_delivered(folder, kind)
     check_if_sealed(engine)
     return engine
 
@@ -156,10 +156,11 @@ def read_engine(folder: Path, name: str = "") -> Engine:
     ModelError if there is none. DamagedError if it differs from the manifest; the message calls the
     engine `name`.
     """
-    return _read(folder, name, Engine)
+    return read_delivered(folder, Engine, name)
 
 
-def _read(folder: Path, name: str, kind: type[A]) -> A:
+def read_delivered(folder: Path, kind: type[A], name: str = "") -> A:
+    """Return the engine of a kind, as `read_engine` does."""
     root = folder if (folder / ENGINE_FILE).is_file() else current_folder(folder / "engine")
     file = root / ENGINE_FILE
     if not file.is_file():

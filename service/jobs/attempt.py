@@ -373,7 +373,7 @@ class Attempt:
         report = await asyncio.to_thread(publish, self._work.out, folder, self._context.folders)
         await asyncio.to_thread(self._take_over)
         self._stored += await self._when_back(partial(files.upload, folder, self._token))
-        return Succeeded(report.verdict, report.winner, engine_digest(folder))
+        return Succeeded(report.verdict, report.winner or None, engine_digest(folder))
 
     def _take_over(self) -> None:
         builds, home = self._context.builds, self._context.folders.home

@@ -12,6 +12,9 @@ import json
 import re
 import stat
 from pathlib import Path
+from typing import TypeAlias
+
+from pydantic import ValidationError
 
 from pipeline.core import Engine
 from pipeline.errors import CrucibleError, DamagedError, ModelError, StoreError, UserError
@@ -26,7 +29,9 @@ from pipeline.execution.store import (
     sync,
 )
 from pipeline.host.replace_folder import Exchange, exchange_names, replace_folder
-from pipeline.report.bundle import ENGINE_FILE, check_engine, read_engine
+from pipeline.llm.engine import LanguageEngine, read_settings
+from pipeline.llm.results import SCHEMA_VERSION, LanguageReport
+from pipeline.report.bundle import ENGINE_FILE, check_engine, read_delivered, read_engine
 from pipeline.report.files import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME, load_report
 from pipeline.results.report import Report
 from service import logs
@@ -44,6 +49,10 @@ MAX_HISTORY_BYTES, MAX_TIMES = 2**20, 1000
 TIMING = "timing"  # as pipeline.backends.timing_cache lays it out, which the server does not import
 CACHE, DESCRIPTION = "cache.bin", "target.json"
 KEY = re.compile(r"[0-9a-f]{64}")
+OF_LANGUAGE = re.compile(rb'\s*\{\s*"kind":\s*"language_model"')  # its first key
+
+AnyReport: TypeAlias = Report | LanguageReport
+AnyEngine: TypeAlias = Engine | LanguageEngine
 
 log = logs.get("service.publish")
 
@@ -53,7 +62,7 @@ def publish(
     target: Path,
     folders: Folders,
     exchange: Exchange = exchange_names,
-) -> Report:
+) -> AnyReport:
     """Verify a report and its engine in `out`, remove this host's paths, and move it to `target`.
 
     StoreError names what is wrong. If an earlier attempt left a report at `target` before the
@@ -87,7 +96,7 @@ def engine_digest(folder: Path) -> str | None:
     return Manifest.model_validate_json(manifest.read_bytes()).sha256
 
 
-def verified(out: Path) -> Report:
+def verified(out: Path) -> AnyReport:
     """Load the report of a folder after checking every file. ValueError and others if a check
     fails.
     """
@@ -103,8 +112,11 @@ def verified(out: Path) -> Report:
         raise ValueError(f"missing files: {', '.join(missing)}")
     if (size := (out / JSON_NAME).stat().st_size) > MAX_REPORT_BYTES:
         raise ValueError(f"expected {JSON_NAME} of at most {MAX_REPORT_BYTES} bytes, got {size}")
-    report = load_report(out)
-    _check_engine(out, report)
+    report = load_any_report(out)
+    if isinstance(report, LanguageReport):
+        _check_language_engine(out, report)
+    else:
+        _check_engine(out, report)
     return report
 
 
@@ -121,13 +133,32 @@ def _check_engine(out: Path, report: Report) -> None:
         raise ValueError("its winner is not among its candidates")
     if report.verdict == "accepted" and report.winner is None:
         raise ValueError("its verdict is accepted, but it names no winner")
-    engine = report.engine_delivered
+    _check_files(out, report.engine_delivered)
+
+
+def _check_language_engine(out: Path, report: LanguageReport) -> None:
+    """Check the engine of a language model as `_check_engine` does, and its settings."""
+    engine = report.delivered
+    if report.winner not in {"", *(each.label for each in report.candidates)}:
+        raise ValueError("its winner is not among its candidates")
+    if report.winner != (engine.label if engine else ""):
+        raise ValueError(f"its winner is '{report.winner}', and its engine another one")
+    if report.verdict == "accepted" and engine is None:
+        raise ValueError("its verdict is accepted, but it names no engine")
+    _check_files(out, engine)
+    if engine is not None:
+        if engine.library != "openvino_genai" or engine.recipe is None:
+            raise ValueError(f"expected an engine of openvino_genai, got one of {engine.library}")
+        read_settings(out / ENGINE)
+
+
+def _check_files(out: Path, engine: AnyEngine | None) -> None:
     if engine is None:
         if (out / ENGINE).exists():
             raise ValueError("it names no engine, but the folder has one")
         return
     manifest = check_files(out / ENGINE, out, besides=(ENGINE_FILE,))
-    delivered = read_engine(out / ENGINE)
+    delivered = read_delivered(out / ENGINE, type(engine))
     if delivered.model_dump() != engine.model_dump() or manifest.value != json.loads(
         engine.model_dump_json()
     ):
@@ -149,27 +180,78 @@ def check_form(folder: Path, name: str) -> None:
             expected = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))[name]
             check_digest(folder, name, str(expected))
         elif name == JSON_NAME:
-            load_report(folder)
+            load_any_report(folder)
     except UserError as error:
         raise _damaged_report(folder, f"'{name}' cannot be read") from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise _damaged_report(folder, error) from error
 
 
-def published_report(folder: Path) -> Report:
-    """Return a published report. DamagedError if it has changed."""
+def load_any_report(folder: Path) -> AnyReport:
+    """Read the report of an engine or of a language model. UserError if it is none."""
+    file = folder / JSON_NAME
+    with file.open("rb") as stream:
+        is_of_language = OF_LANGUAGE.match(stream.read(100))
+    if not is_of_language:
+        return load_report(folder)
+    document = json.loads(file.read_bytes())
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"'{file}' has schema version {document.get('schema_version')}, this Crucible reads"
+            f" {SCHEMA_VERSION}",
+            "compile again with this version",
+        )
+    if isinstance(document.get("delivered"), dict):
+        document["delivered"]["root"] = str(folder / ENGINE)  # no part of its content
+    try:
+        return LanguageReport.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        raise UserError(
+            f"'{file}' does not fit the schema: {error}", "compile again with this version"
+        ) from error
+
+
+def published_any_report(folder: Path) -> AnyReport:
+    """Return a published report of an engine or of a language model. DamagedError if it has
+    changed.
+    """
     check_form(folder, JSON_NAME)
     try:
-        return load_report(folder)
-    except UserError as error:  # published by another version
+        return load_any_report(folder)
+    except (UserError, OSError, ValueError) as error:  # published by another version
         raise _damaged_report(folder, f"'{JSON_NAME}' cannot be read") from error
 
 
-def published_engine(folder: Path) -> Engine:
+def published_report(folder: Path) -> Report:
+    """Return a published report of an engine. DamagedError if it has changed."""
+    report = published_any_report(folder)
+    if isinstance(report, LanguageReport):
+        raise UserError(
+            f"the report of job {folder.name} is that of a language model, expected one of an"
+            " engine with inputs and outputs",
+            f"GET /jobs/{folder.name}/report shows it",
+        )
+    return report
+
+
+def read_any_engine(folder: Path, name: str = "") -> AnyEngine:
+    """Return an engine as its description has it. ModelError if there is none, DamagedError if the
+    description is damaged; the message calls the engine `name`.
+    """
+    try:
+        content = json.loads((folder / ENGINE_FILE).read_bytes())
+    except (OSError, ValueError):  # `read_engine` says what is wrong
+        content = {}
+    if isinstance(content, dict) and "library" in content:
+        return read_delivered(folder, LanguageEngine, name)
+    return read_engine(folder, name)
+
+
+def published_engine(folder: Path) -> AnyEngine:
     """Return the engine of a published report. DamagedError if a file has changed."""
     name = f"the engine of job {folder.name}"
     try:
-        engine = read_engine(folder / ENGINE, name)
+        engine = read_any_engine(folder / ENGINE, name)
         check_engine(engine, name)
     except ModelError as error:
         raise DamagedError(f"{name} is damaged: '{ENGINE_FILE}' is missing", SEND_AGAIN) from error

@@ -28,7 +28,7 @@ from service.context import Service
 from service.devices.leases import utc_now
 from service.errors import NotFound, TooLarge, Unprocessable
 from service.jobs.messages import HostIdentity
-from service.jobs.publish import REPORT_FILES, check_form, published_engine, published_report
+from service.jobs.publish import REPORT_FILES, check_form, published_any_report, published_engine
 from service.jobs.state import Job, ModelVersion, new_id
 from service.jobs.store import Compile, Once, TargetJob
 from service.jobs.traces import current_trace
@@ -292,7 +292,7 @@ def _check_job(service: Service, job_id: str) -> None:
     service.folders.load_plan(job_id)
     for name in REPORT_FILES:
         check_form(folder, name)
-    if published_report(folder).has_engine:
+    if published_any_report(folder).has_engine:
         published_engine(folder)
 
 

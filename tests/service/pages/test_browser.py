@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pipeline.core import Engine
 from service.jobs.publish import published_engine
 from service.jobs.store import JobStore
 from service.registry.models import DeploymentOptions
@@ -41,6 +42,7 @@ def store_model(home: Path) -> None:
     with closing(Database(home / "crucible.db")) as database:
         job = ended_job(folders, JobStore(database), engine=linear(home / "engines"))
         engine = published_engine(folders.report(job))
+        assert isinstance(engine, Engine)
         version = version_of_engine(engine, PROVED, "m").model_copy(update={"job": job})
         repository = Repository(database, folders)
         repository.add(version, engine.root, current=True)
