@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,7 @@ from service.serving.language.deployment import LanguageDeployment, LanguageSpec
 from service.serving.language.stats import LanguageFigures
 from service.storage.layout import Folders
 from tests.pipeline.llm.models import language_plan, write_model
-from tests.service.builders.jobs import new_job
+from tests.service.builders.jobs import WITHIN_S, new_job
 from tests.service.serving.engines import processes_of
 
 CONTEXT, VOCABULARY, CACHE_VALUES = 256, 384, 128
@@ -177,6 +179,13 @@ def log_probs_of(parts: Sequence[Part]) -> list[float | None]:
 async def first_part(answer: RunningAnswer) -> Part:
     """The first part of an answer, which goes on."""
     return await anext(aiter(answer))
+
+
+async def until(reached: Callable[[], object]) -> None:
+    end = time.monotonic() + WITHIN_S
+    while not reached():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
