@@ -57,6 +57,8 @@ from service.sandbox.layers import Sandbox
 from service.sandbox.proof import Proof
 from service.sandbox.proof import prove as prove_sandbox
 from service.serving.deployment import Deployment
+from service.serving.language.deployment import LanguageDeployment
+from service.serving.language.stats import LanguageFigures
 from service.serving.loader import LoaderContext
 from service.serving.manager import ModelManager
 from service.serving.stats import Figures
@@ -136,6 +138,10 @@ class Service:
             builds=self._builds,
         )
         load = partial(Deployment.start, figures=Figures(metrics.of_models), sandbox=self.sandbox)
+        language_figures = LanguageFigures(metrics.of_models)
+        load_language = partial(
+            LanguageDeployment.start, figures=language_figures, sandbox=self.sandbox
+        )
         loader_context = LoaderContext(
             self.repository,
             self.jobs,
@@ -144,6 +150,7 @@ class Service:
             settings.most_versions,
             settings.load_timeout_s,
             load,
+            load_language,
             partial(prove, sandbox=self.sandbox),
             fetch=self.files.fetch,
             shares_home=settings.shares_home,

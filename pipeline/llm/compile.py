@@ -39,9 +39,9 @@ TOOLS = (
     "nncf",
 )
 DESCRIBE = Stage("describe", 1, ("gguf",), writes_files=False)
-EXPORT = Stage("export_language_model", 1, TOOLS)
+EXPORT = Stage("export_language_model", 2, TOOLS)
 REFER = Stage("reference", 1, ("torch", "transformers", "tokenizers", "gguf"))
-BUILD = Stage("weights", 1, TOOLS)
+BUILD = Stage("weights", 2, TOOLS)
 SCORE = Stage("score", 1, ("openvino", "openvino-genai"), writes_files=False)
 RACE = Stage("race", 1, writes_files=False, needs_quiet_device=True)
 STAGES = (DESCRIBE, EXPORT, REFER, BUILD, SCORE, RACE)

@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pipeline.core import Artifact, Precision, Target
+from pydantic import Field
+
+from pipeline.core import Artifact, Frozen, Precision, Target
+from pipeline.errors import DamagedError
 from pipeline.llm.plan import LanguageCandidate
 
 MODEL_FILE = "openvino_model.xml"  # the name that GenAI looks for
 PROPERTIES_FILE = "openvino_properties.json"  # with which it is to be opened
 TOKENIZER_FILE, DETOKENIZER_FILE = "openvino_tokenizer.xml", "openvino_detokenizer.xml"
+SETTINGS_FILE = "language.json"  # what a server needs besides the graphs
+MAX_SETTINGS_BYTES = 2**20
 BASELINE = "transformers fp32"
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+SpecialText = Annotated[str, Field(max_length=200)]
+
+
+class LanguageSettings(Frozen):
+    """What the files of a model say of its tokens. Serving needs it, and the graphs lack it."""
+
+    end_tokens: Annotated[tuple[TokenId, ...], Field(max_length=100)]  # each ends an answer
+    special_tokens: dict[str, SpecialText] = Field(max_length=100)  # by role, as "bos_token"
+    chat_template: str = ""  # Jinja; empty: the model has none
+    context: int = Field(ge=1, lt=2**31)  # the longest text for which it was trained
+    vocabulary: int = Field(ge=1, lt=2**31)  # number of tokens
+    cache_values_per_token: int = Field(ge=1, lt=2**40)  # of keys and values, in all layers
+
+
+def read_settings(folder: Path) -> LanguageSettings:
+    """Read the settings of an engine's folder. DamagedError if they are missing or no settings."""
+    file = folder / SETTINGS_FILE
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_SETTINGS_BYTES + 1)
+        if len(text) > MAX_SETTINGS_BYTES:
+            raise ValueError(f"expected at most {MAX_SETTINGS_BYTES} bytes")
+        return LanguageSettings.model_validate_json(text)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DamagedError(
+            f"'{SETTINGS_FILE}' of the language model cannot be read: {reason}",
+            "compile the model again",
+        ) from error
 
 
 class ExportedModel(Artifact):
@@ -41,6 +78,14 @@ class LanguageEngine(Artifact):
     @property
     def is_on_gpu(self) -> bool:
         return False
+
+    @property
+    def cache_value_bytes(self) -> float:
+        """Return the bytes of a cached value. 8-bit ones have a scale and a zero point of 4 bytes
+        for each head, which has 32 values or more.
+        """
+        formats = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "u8": 1.25}
+        return formats[self.recipe.kv_cache] if self.recipe else 4.0
 
     def properties(self, threads: int = 0) -> dict[str, str]:
         """Return OpenVINO's properties, the same for scoring, measuring and serving."""

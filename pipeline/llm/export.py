@@ -16,9 +16,16 @@ from numpy.typing import NDArray
 
 from pipeline.core import Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError, ModelError, UnsupportedError
-from pipeline.llm.engine import DETOKENIZER_FILE, MODEL_FILE, TOKENIZER_FILE, ExportedModel
+from pipeline.llm.engine import (
+    DETOKENIZER_FILE,
+    MODEL_FILE,
+    SETTINGS_FILE,
+    TOKENIZER_FILE,
+    ExportedModel,
+    LanguageSettings,
+)
 from pipeline.llm.hf import check_tokenizer, load_model, load_tokenizer
-from pipeline.llm.source import INSTALL, Description, Source
+from pipeline.llm.source import INSTALL, Description, Source, open_gguf
 
 GGUF_FILE = "fp16.gguf"
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -28,7 +35,7 @@ LARGEST = float(np.finfo(np.float16).max)
 def export(
     source: Source, about: Description, out: Path, progress: Progress = silent
 ) -> ExportedModel:
-    """Write the IR and the tokenizer of a model into `out`."""
+    """Write the IR, the tokenizer and the settings of a model into `out`."""
     progress(None, "reading the weights")
     tokenizer = load_tokenizer(source)
     check_tokenizer(tokenizer, about.vocabulary, source)
@@ -42,6 +49,8 @@ def export(
     set_frequencies(out / MODEL_FILE, model)
     progress(None, "converting the tokenizer")
     write_tokenizer(tokenizer, out)
+    settings = settings_of(source, about, model, tokenizer)
+    (out / SETTINGS_FILE).write_text(settings.model_dump_json(indent=1), encoding="utf-8")
     return ExportedModel(root=out, file=MODEL_FILE, largest_weight=largest)
 
 
@@ -190,6 +199,33 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
     encoder, decoder = convert_tokenizer(tokenizer, with_detokenizer=True)
     ov.save_model(encoder, folder / TOKENIZER_FILE)
     ov.save_model(decoder, folder / DETOKENIZER_FILE)
+
+
+def settings_of(source: Source, about: Description, model: Any, tokenizer: Any) -> LanguageSettings:
+    """Collect what serving needs from the files of the model. Each file may name its own tokens
+    that end an answer.
+    """
+    named = [model.generation_config.eos_token_id, model.config.eos_token_id]
+    if source.kind == "gguf":  # chat models may end a turn by another token than a text
+        fields = open_gguf(source.path).fields
+        names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+        named += [fields[name].contents() for name in names if name in fields]
+    ends = [tokenizer.eos_token_id]
+    for each in named:
+        ends += each if isinstance(each, list | tuple) else [each]
+    ids = {int(each) for each in ends if each is not None}
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several, by name
+        template = template.get("default")
+    special = tokenizer.special_tokens_map.items()
+    return LanguageSettings(
+        end_tokens=tuple(sorted(each for each in ids if 0 <= each < about.vocabulary)),
+        special_tokens={name: str(text) for name, text in special if not isinstance(text, list)},
+        chat_template=template or "",
+        context=about.context,
+        vocabulary=about.vocabulary,
+        cache_values_per_token=about.cache_values_per_token,
+    )
 
 
 def last_line(error: Exception) -> str:

@@ -18,6 +18,7 @@ from pipeline.llm.engine import (
     DETOKENIZER_FILE,
     MODEL_FILE,
     PROPERTIES_FILE,
+    SETTINGS_FILE,
     TOKENIZER_FILE,
     ExportedModel,
     LanguageEngine,
@@ -51,6 +52,7 @@ def build(
     for name in (TOKENIZER_FILE, DETOKENIZER_FILE):
         for file in (name, Path(name).with_suffix(".bin").name):
             shutil.copyfile(exported.root / file, out / file)
+    shutil.copyfile(exported.root / SETTINGS_FILE, out / SETTINGS_FILE)
     engine = LanguageEngine(
         root=out,
         file=MODEL_FILE,

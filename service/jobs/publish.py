@@ -26,7 +26,7 @@ from pipeline.execution.store import (
     sync,
 )
 from pipeline.host.replace_folder import Exchange, exchange_names, replace_folder
-from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.engine import LanguageEngine, read_settings
 from pipeline.llm.results import AnyReport, load_any_report
 from pipeline.report.bundle import ENGINE_FILE, check_engine, read_delivered
 from pipeline.report.files import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME
@@ -126,7 +126,10 @@ def _check_engine(out: Path, report: AnyReport) -> None:
         raise ValueError("its winner is not among its candidates")
     if report.verdict == "accepted" and not report.winner:
         raise ValueError("its verdict is accepted, but it names no winner")
-    engine = report.engine_delivered if isinstance(report, Report) else report.delivered
+    _check_files(out, report.engine_delivered if isinstance(report, Report) else report.delivered)
+
+
+def _check_files(out: Path, engine: AnyEngine | None) -> None:
     if engine is None:
         if (out / ENGINE).exists():
             raise ValueError("it names no engine, but the folder has one")
@@ -137,6 +140,10 @@ def _check_engine(out: Path, report: AnyReport) -> None:
         engine.model_dump_json()
     ):
         raise ValueError("the engine in the folder is not the one that it names")
+    if isinstance(engine, LanguageEngine):
+        if engine.library != "openvino_genai" or engine.recipe is None:
+            raise ValueError(f"expected an engine of openvino_genai, got one of {engine.library}")
+        read_settings(out / ENGINE)
 
 
 # -- published reports -------------------------------------------------------------------------
@@ -187,7 +194,7 @@ def published_engine(folder: Path) -> AnyEngine:
     """Return the engine of a published report. DamagedError if a file has changed."""
     name = f"the engine of job {folder.name}"
     try:
-        engine = read_delivered(folder / ENGINE, _kind_of_engine(folder / ENGINE), name)
+        engine = read_any_engine(folder / ENGINE, name)
         check_engine(engine, name)
     except ModelError as error:
         raise DamagedError(f"{name} is damaged: '{ENGINE_FILE}' is missing", SEND_AGAIN) from error
@@ -196,12 +203,17 @@ def published_engine(folder: Path) -> AnyEngine:
     return engine
 
 
-def _kind_of_engine(folder: Path) -> type[AnyEngine]:
+def read_any_engine(folder: Path, name: str = "") -> AnyEngine:
+    """Return an engine as its description has it. ModelError if there is none, DamagedError if the
+    description is damaged; the message calls the engine `name`.
+    """
     try:
         content = json.loads((folder / ENGINE_FILE).read_bytes())
     except (OSError, ValueError):  # reading it says what is wrong
-        content = ()
-    return LanguageEngine if "library" in content else Engine
+        content = None
+    if isinstance(content, dict) and "library" in content:
+        return read_delivered(folder, LanguageEngine, name)
+    return read_delivered(folder, Engine, name)
 
 
 def _write_digests(out: Path) -> None:

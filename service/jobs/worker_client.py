@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.errors import HostError
 from pipeline.execution.child_process import IMPORT_PATH
@@ -20,9 +21,10 @@ from service.jobs.messages import FROM_CHILD, FROM_SERVER, FromChild, FromServer
 from service.jobs.state import Failure
 from service.sandbox import process_tree as processes
 from service.sandbox.framing import decode, frame, receive_frame
-from service.sandbox.layers import Box
+from service.sandbox.layers import Box, Sandbox
 from service.storage.layout import Work
 
+PRINTED_BYTES = 2000  # of a worker's log, copied to the server's log
 GRACE_S = 2.0  # for the guardian to kill all processes; then the server kills them
 INHERITED = (
     "PATH",
@@ -123,6 +125,73 @@ async def end_guarded(process: asyncio.subprocess.Process, mark: str) -> None:
         await asyncio.wait_for(process.wait(), GRACE_S)
     await asyncio.to_thread(processes.kill_all, lambda: processes.of_jobs([mark]))
     await process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedProcess:
+    """A process in a box, below a guardian. The caller of `start` must call `end`."""
+
+    process: asyncio.subprocess.Process
+    mark: str
+    work: Work
+    _box: Box
+    _kills: MemoryKills
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        theirs: socket.socket,
+        mark: str,
+        device: str,
+        work: Work,
+        file_bytes: int,
+        sandbox: Sandbox,
+        shared: Path,
+    ) -> GuardedProcess:
+        """Start `command`, which may read `shared` and has one device. Closes `theirs`, also if
+        that fails.
+        """
+        with theirs:
+            before, environment = memory_kills(), environment_for(mark, device, work, os.environ)
+            box = await asyncio.to_thread(sandbox.enter, mark, work, device, shared=(shared,))
+            try:
+                process = await start_guarded(command, theirs, work, file_bytes, environment, box)
+            except BaseException:
+                await asyncio.to_thread(box.close)
+                raise
+        return cls(process, mark, work, box, before)
+
+    @property
+    def pid(self) -> int:
+        """The process id of the guardian."""
+        return self.process.pid
+
+    def terminate(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+
+    async def death(self) -> str:
+        """Describe how it ended, once it has closed the connection."""
+        return await how_it_ended(self.process, self._kills)
+
+    def printed(self) -> str:
+        """The end of its log."""
+        with contextlib.suppress(OSError), self.work.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - PRINTED_BYTES))
+            return file.read().decode(errors="replace")
+        return ""
+
+    async def end(self) -> None:
+        """End it with all processes that it started. Their memory is free on return."""
+        ending = asyncio.ensure_future(end_guarded(self.process, self.mark))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:  # wait anyway: no process may stay behind
+            await asyncio.wait([ending])
+            raise
+        await asyncio.to_thread(self._box.close)
+        await asyncio.to_thread(self.work.clear_temporary)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$"
 RESERVED = frozenset({"stats"})
 """Names that no model may have: the path GET /v2/models/stats would hide the model."""
 ALL_DEVICES = "all"
+LANGUAGE_BATCH = 8
+"""Answers of a language model that are generated together, if nobody says otherwise."""
 
 
 class PromoteRequest(Frozen):
@@ -106,7 +108,8 @@ class DeploymentOptions(Frozen):
         ge=1,
         description=(
             "Rows that may run together; null: the batch of the version's best point, else as many"
-            " as the BatchSpec allows"
+            " as the BatchSpec allows. Of a language model: answers that are generated together;"
+            f" null: {LANGUAGE_BATCH}"
         ),
     )
     max_delay_s: float = Field(
@@ -126,6 +129,30 @@ class DeploymentOptions(Frozen):
         gt=0,
         le=3600,
         description="Time-out of a request; a request may set a shorter one",
+    )
+    answer_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=86_400,
+        description="The same for a whole answer of a language model, in place of `timeout_s`",
+    )
+    cache_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31,
+        description=(
+            "Language models: tokens for which there is a cache of keys and values, of all answers"
+            " together; at least the context. Null: as many as `max_batch` contexts, or fewer if"
+            " they do not fit into the memory"
+        ),
+    )
+    prefix_caching: bool = Field(
+        default=True,
+        description=(
+            "Language models: keep the keys and values of earlier prompts, so that a prompt that"
+            " begins like one of them is read faster. The log-probabilities of a prompt are known"
+            " without it only"
+        ),
     )
 
     @field_validator("device")
@@ -152,6 +179,14 @@ class DeploymentOptions(Frozen):
         if isinstance(self.device, tuple):
             return self.device
         return ("" if self.device in (None, ALL_DEVICES) else str(self.device),)
+
+
+class LanguageSize(Frozen):
+    """What a language model takes, and what it needs."""
+
+    context: int = Field(ge=1, description="Tokens of prompt and answer together, at most")
+    vocabulary: int = Field(ge=1, description="Number of tokens")
+    cache_bytes_per_token: float = Field(gt=0, description="Of keys and values")
 
 
 class Version(Frozen):
@@ -197,6 +232,9 @@ class Version(Frozen):
     )
     image: InputRecipe | None = None
     labels: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    language: LanguageSize | None = Field(
+        default=None, description="Of a language model, which has no inputs; null: it is none"
+    )
 
     @property
     def has_free_sizes(self) -> bool:

@@ -15,17 +15,24 @@ from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import CrucibleError, DamagedError
 from pipeline.execution.child_process import Child, TimeLimit
 from pipeline.execution.store import Manifest, read_manifest
+from pipeline.llm.engine import LanguageEngine, read_settings
+from pipeline.llm.results import AnyReport, LanguageReport
 from pipeline.results.report import PackingProof, Report
 from pipeline.serving_inputs import BatchSpec, Packing, Padding, client_inputs
 from service.errors import Conflict, NotFound
-from service.jobs.publish import published_engine, published_report
+from service.jobs.publish import (
+    AnyEngine,
+    published_any_report,
+    published_engine,
+)
 from service.jobs.state import Job
 from service.jobs.store import JobStore
 from service.jobs.worker_client import environment_for
-from service.registry.models import Version
+from service.registry.models import LanguageSize, Version
 from service.sandbox.layers import Sandbox
 from service.storage.layout import Folders, Work
 
+NO_ROWS = BatchSpec(axes={}, reason="a language model takes prompts, whose tokens it joins itself")
 PROOF_S = 900.0  # time for loading and about twenty runs at the largest sizes
 
 Prove = Callable[[Engine, tuple[Padding, ...], str], Awaitable[BatchSpec]]
@@ -34,12 +41,14 @@ Prove = Callable[[Engine, tuple[Padding, ...], str], Awaitable[BatchSpec]]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A report that may be promoted, and its engine with unchanged files."""
+    """A report that may be promoted, and its engine with unchanged files: of a model with inputs
+    and outputs, or of a language model.
+    """
 
     job: str
     owner: str
-    report: Report
-    engine: Engine
+    report: AnyReport
+    engine: AnyEngine
 
 
 def candidate_of(
@@ -63,7 +72,7 @@ def candidate_of(
             f"GET /jobs/{job_id} shows its progress",
         )
     fetch(folder)
-    report = published_report(folder)
+    report = published_any_report(folder)
     check_report(report, override)
     engine = published_engine(folder)
     if not isinstance(engine, Engine):
@@ -72,7 +81,7 @@ def candidate_of(
     return Candidate(job.id, job.owner, report, engine)
 
 
-def check_own(engine: Engine, manifest: Manifest, job: Job) -> None:
+def check_own(engine: AnyEngine, manifest: Manifest, job: Job) -> None:
     """Conflict for an engine that is code, unless this job of this server has built it.
 
     The evidence is in the database, not in the folder of the engine.
@@ -87,7 +96,7 @@ def check_own(engine: Engine, manifest: Manifest, job: Job) -> None:
         )
 
 
-def check_report(report: Report, override: bool) -> None:
+def check_report(report: AnyReport, override: bool) -> None:
     """Conflict if there is no engine, or if the verdict is `unproven` and there is no override.
 
     A report is also `unproven` if other engines served requests during its measurements.
@@ -110,9 +119,15 @@ def check_report(report: Report, override: bool) -> None:
 def version_of(
     candidate: Candidate, model: str, override: bool, batch: BatchSpec, created: str
 ) -> Version:
-    """Build the version from a report. The repository assigns its number."""
+    """Build the version from a report. The repository assigns its number. `batch` is not used for a
+    language model.
+    """
     report, engine = candidate.report, candidate.engine
-    on_gpu = engine.target.compute_capability is not None
+    overridden = override and report.verdict == "unproven"
+    if isinstance(engine, LanguageEngine):
+        return _language_version(candidate, engine, model, overridden, created)
+    assert isinstance(report, Report)
+    serving, on_gpu = report.plan.serving, engine.target.compute_capability is not None
     return Version(
         model=model,
         version=1,
@@ -120,7 +135,7 @@ def version_of(
         job=candidate.job,
         created=created,
         verdict=report.verdict,
-        override=override and report.verdict == "unproven",
+        override=overridden,
         before=None,
         label=engine.recipe.label,
         backend=engine.target.backend,
@@ -129,13 +144,46 @@ def version_of(
         on_gpu=on_gpu,
         size_bytes=engine.size_bytes,
         peak_bytes=0 if on_gpu else peak_of(report),
-        inputs=client_inputs(engine.inputs, report.plan.serving.packing),
+        inputs=client_inputs(engine.inputs, serving.packing),
         outputs=engine.outputs,
         profiles=engine.profiles,
-        batch=with_packing(batch, report.plan.serving.packing, report.packing),
+        batch=with_packing(batch, serving.packing, report.packing),
         best_point=report.best_point,
-        image=report.plan.serving.image,
-        labels=report.plan.serving.labels,
+        image=serving.image,
+        labels=serving.labels,
+    )
+
+
+def _language_version(
+    candidate: Candidate, engine: LanguageEngine, model: str, overridden: bool, created: str
+) -> Version:
+    """Build the version of a language model. DamagedError without its settings."""
+    report, settings = candidate.report, read_settings(engine.root)
+    assert isinstance(report, LanguageReport)
+    return Version(
+        model=model,
+        version=1,
+        owner=candidate.owner,
+        job=candidate.job,
+        created=created,
+        verdict=report.verdict,
+        override=overridden,
+        before=None,
+        label=engine.label,
+        backend=engine.library,
+        precision=engine.precision,
+        target=engine.target.device,
+        on_gpu=engine.is_on_gpu,
+        size_bytes=sum(file.stat().st_size for file in engine.root.iterdir()),
+        inputs=(),
+        outputs=(),
+        profiles=(),
+        batch=NO_ROWS,
+        language=LanguageSize(
+            context=min(report.plan.context, settings.context),
+            vocabulary=settings.vocabulary,
+            cache_bytes_per_token=settings.cache_values_per_token * engine.cache_value_bytes,
+        ),
     )
 
 

@@ -23,11 +23,18 @@ from pipeline.core import Engine
 from pipeline.errors import DamagedError, ModelError
 from pipeline.execution.store import Manifest, read_manifest, sync
 from pipeline.host.replace_folder import replace_folder
-from pipeline.report.bundle import ENGINE_FILE, check_engine, read_engine
+from pipeline.report.bundle import ENGINE_FILE, check_engine
 from pipeline.report.files import JSON_NAME
 from service import logs
-from service.errors import Conflict, NotFound, NotOwned
-from service.jobs.publish import DIGESTS, ENGINE, check_form, published_engine
+from service.errors import Conflict, NotFound, NotOwned, Unprocessable
+from service.jobs.publish import (
+    DIGESTS,
+    ENGINE,
+    AnyEngine,
+    check_form,
+    published_engine,
+    read_any_engine,
+)
 from service.jobs.store import DamagedRow
 from service.registry.models import DeploymentOptions, Version, prunable, version_name
 from service.storage.audit import Audit
@@ -94,7 +101,7 @@ class Repository:
         with self._database.read() as rows:
             return {row.name: row.revision for row in rows.execute(query)}
 
-    def engine(self, version: Version) -> Engine:
+    def engine(self, version: Version) -> AnyEngine:
         """Read the description of the engine. The caller checks its files before loading them.
 
         DamagedError, with the way to restore it, if the engine is missing or its description has
@@ -102,7 +109,7 @@ class Repository:
         """
         try:
             self._files.fetch(self._folder(version))
-            return read_engine(self.engine_folder(version), _name(version))
+            return read_any_engine(self.engine_folder(version), _name(version))
         except ModelError as error:
             message = f"{_name(version)} is damaged: '{ENGINE_FILE}' is missing"
             raise DamagedError(message, self.remedy(version)) from error
@@ -146,7 +153,7 @@ class Repository:
         staged = self._folders.models / f".{secrets.token_hex(8)}"
         try:
             shutil.copytree(engine, staged / ENGINE)
-            check_engine(read_engine(staged / ENGINE))
+            check_engine(read_any_engine(staged / ENGINE))
             for path in (*staged.rglob("*"), staged):
                 sync(path)
             yield staged
@@ -333,7 +340,8 @@ class Repository:
 
 
 def promoted_engine(home: Path, model: str, version: int) -> Engine:
-    """Return the engine of a version in this home; NotFound if it does not exist.
+    """Return the engine of a version in this home; NotFound if it does not exist, Unprocessable if
+    it is a language model.
 
     Only the folder is read, which appears by one rename: the database belongs to the server, which
     may be running. So an engine of a killed promotion is returned, too.
@@ -351,10 +359,15 @@ def promoted_engine(home: Path, model: str, version: int) -> Engine:
         )
     name = version_name(model, version)
     try:
-        engine = read_engine(folders.version(model, version) / ENGINE, name)
+        engine = read_any_engine(folders.version(model, version) / ENGINE, name)
         check_engine(engine, name)
     except DamagedError as error:
         raise DamagedError(error.message, TAKE_AGAIN.format(model=model)) from error
+    if not isinstance(engine, Engine):
+        raise Unprocessable(
+            f"{name} is a language model, expected one with inputs and outputs",
+            "name another model",
+        )
     return engine
 
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from service.devices.leases import Leases
 from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics
+from service.language.generation import Answer, GenerateRequest, ServedLanguage
 from service.registry.models import DeploymentOptions, Version
 from service.serving.deployment import DeploymentSpec, served_version
+from service.serving.language.deployment import LanguageDeployment, LanguageSpec, language_version
 from service.serving.stats import Traffic
 
 QUIET_S = 2.0  # without a request, before jobs may measure on the device
 
 
 class Running(Protocol):
-    """One loaded version. `Deployment` implements this protocol."""
+    """One loaded version. `Deployment` and `LanguageDeployment` implement this protocol."""
 
     async def infer(self, request: InferRequest) -> InferAnswer: ...
     def served(self) -> Served: ...
@@ -33,8 +35,11 @@ class Running(Protocol):
     async def close(self) -> None: ...
 
 
+AnySpec: TypeAlias = DeploymentSpec | LanguageSpec
 Start = Callable[[DeploymentSpec, Path], Awaitable[Running]]
 """Load an engine, with a folder for logs and temporary files. It is ready on return."""
+StartLanguage = Callable[[LanguageSpec, Path], Awaitable[LanguageDeployment]]
+"""The same for a language model."""
 
 
 class LeasedDeployment:
@@ -44,7 +49,7 @@ class LeasedDeployment:
     """
 
     def __init__(
-        self, running: Running, spec: DeploymentSpec, name: str, leases: Leases, files: ExitStack
+        self, running: Running, spec: AnySpec, name: str, leases: Leases, files: ExitStack
     ) -> None:
         self.running, self.spec, self._files = running, spec, files
         self._name, self._leases = name, leases
@@ -53,8 +58,8 @@ class LeasedDeployment:
     @classmethod
     async def start(
         cls,
-        start: Start,
-        spec: DeploymentSpec,
+        start: Callable[[Path], Awaitable[Running]],
+        spec: AnySpec,
         work: Path,
         leases: Leases,
         hold: AbstractContextManager[None],
@@ -68,7 +73,7 @@ class LeasedDeployment:
             try:
                 for device in spec.devices:
                     leases.serve(work.name, device)
-                running = await start(spec, work)
+                running = await start(work)
                 return cls(running, spec, work.name, leases, files.pop_all())
             except BaseException:
                 for device in spec.devices:
@@ -81,13 +86,27 @@ class LeasedDeployment:
         return self.spec.version.version, self.spec.options
 
     async def infer(self, request: InferRequest) -> InferAnswer:
+        with self._in_use():
+            return await self.running.infer(request)
+
+    @asynccontextmanager
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Answer]:
+        """Answer a request to a language model. It holds the leases until the answer is left."""
+        assert isinstance(self.running, LanguageDeployment)
+        with self._in_use():
+            async with self.running.generate(request) as answer:
+                yield answer
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Hold the leases during a request."""
         if not self._has_leases:
             for device in self.spec.devices:
                 self._leases.serve(self._name, device)
             self._has_leases = True
         self._requests += 1
         try:
-            return await self.running.infer(request)
+            yield
         finally:
             self._requests -= 1
             self._last_s = time.monotonic()
@@ -130,3 +149,11 @@ class DeployedModel:
         if self.loaded is not None and self.state != "draining":
             return self.loaded.running.served()
         return served_version(self.version, self.devices, self.state, self.reason)
+
+    def served_language(self) -> ServedLanguage:
+        """Describe a language model to its clients."""
+        running = self.loaded.running if self.loaded is not None else None
+        if isinstance(running, LanguageDeployment) and self.state != "draining":
+            return running.served_language()
+        served = self.served()
+        return language_version(self.version, served.devices, self.state, self.reason)

@@ -8,25 +8,30 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.core import CODE_BACKENDS, Engine
 from pipeline.errors import DamagedError
+from pipeline.llm.engine import LanguageEngine
 from pipeline.serving_inputs import BatchSpec, Padding
 from service import logs
 from service.devices.choice import all_devices_for, device_for
 from service.devices.gpus import GpuKind, gpu_kinds
 from service.devices.leases import Leases
+from service.errors import Unprocessable
+from service.jobs.publish import AnyEngine
 from service.jobs.store import JobStore
 from service.registry.model_states import ModelStates
 from service.registry.models import ALL_DEVICES, DeploymentOptions, Version
 from service.registry.promotion import Prove, check_own
 from service.registry.repository import Repository
-from service.serving.deployed_model import LeasedDeployment, Start
+from service.serving.deployed_model import AnySpec, LeasedDeployment, Running, Start, StartLanguage
 from service.serving.deployment import DeploymentSpec
-from service.serving.memory_check import check_fit, fitting_instances, free_bytes
+from service.serving.language.deployment import LanguageSpec
+from service.serving.memory_check import check_fit, fitting_instances, fitting_tokens, free_bytes
 from service.storage.layout import Folders
 
 log = logs.get("service.loader")
@@ -47,6 +52,7 @@ class LoaderContext:
     versions_kept: int
     load_s: float  # time-out for an engine to become ready
     start: Start
+    start_language: StartLanguage
     prove: Prove
     free: Callable[[str], int | None] = free_bytes
     kinds: Callable[[], Mapping[str, GpuKind]] = gpu_kinds
@@ -64,7 +70,7 @@ class Loader:
         self._loading = asyncio.Lock()
         self._numbers = itertools.count(1)
 
-    async def load(self, spec: DeploymentSpec) -> LeasedDeployment:
+    async def load(self, spec: AnySpec) -> LeasedDeployment:
         """Load a version. It is ready on return.
 
         Conflict, before a device is used, if its free memory is too small. DamagedError, with
@@ -77,16 +83,22 @@ class Loader:
                 device: await asyncio.to_thread(self._context.free, device)
                 for device in spec.devices
             }
-            if spec.options.instances is None:
-                spec = self._with_fitting_instances(spec, free)
+            if isinstance(spec, LanguageSpec):
+                free_here = min((each for each in free.values() if each is not None), default=None)
+                spec = replace(spec, fitting_tokens=fitting_tokens(version, free_here))
+                cache_bytes = spec.cache_bytes
+            else:
+                if spec.options.instances is None:
+                    spec = self._with_fitting_instances(spec, free)
+                cache_bytes = 0
             for device, free_here in free.items():
-                check_fit(version, spec.instances, free_here, device)
+                check_fit(version, spec.instances, free_here, device, cache_bytes)
             # unlike those of other servers, which may share the home
             name = f"{version.model}-{version.version}-{secrets.token_hex(4)}"
             work = self._context.folders.serving / name
             try:
                 return await LeasedDeployment.start(
-                    self._context.start,
+                    self._start(spec),
                     spec,
                     work,
                     self._context.leases,
@@ -95,6 +107,11 @@ class Loader:
             except DamagedError as error:
                 advice = await asyncio.to_thread(self._context.repository.remedy, version)
                 raise DamagedError(error.message, advice) from error
+
+    def _start(self, spec: AnySpec) -> Callable[[Path], Awaitable[Running]]:
+        if isinstance(spec, LanguageSpec):
+            return partial(self._context.start_language, spec)
+        return partial(self._context.start, spec)
 
     def _with_fitting_instances(
         self, spec: DeploymentSpec, free: Mapping[str, int | None]
@@ -114,7 +131,7 @@ class Loader:
             )
         return replace(spec, most_instances=fitting)
 
-    def spec(self, version: Version, options: DeploymentOptions) -> DeploymentSpec:
+    def spec(self, version: Version, options: DeploymentOptions) -> AnySpec:
         """Describe the deployment of a version. Reads the disk.
 
         Unprocessable if the engine does not run on the devices. Conflict if the engine is code
@@ -122,6 +139,17 @@ class Loader:
         """
         engine = self.engine(version)
         names, note = self._context.leases.devices.names, ""
+        if isinstance(engine, LanguageEngine):
+            (wanted, *others) = options.named_devices
+            if others or options.instances not in (None, 1):
+                raise Unprocessable(
+                    f"'{version.model}' is a language model, which runs in one process on one"
+                    " device",
+                    "leave out `instances` and further devices; `max_batch` says how many answers"
+                    " are generated together",
+                )
+            device = device_for(wanted or None, engine.is_on_gpu, names)
+            return LanguageSpec(version, engine, options, (device,), self._context.load_s)
         if options.device == ALL_DEVICES and engine.is_on_gpu:
             devices, note = all_devices_for(engine, names, self._context.kinds())
         elif options.device in (None, ALL_DEVICES):
@@ -133,7 +161,7 @@ class Loader:
         load_s = max(self._context.load_s, COLD_STARTS * (engine.cold_start_s or 0))
         return DeploymentSpec(version, engine, options, devices, load_s, note=note)
 
-    def engine(self, version: Version) -> Engine:
+    def engine(self, version: Version) -> AnyEngine:
         """Return the engine of a version; Conflict for code that no job of this server built."""
         repository = self._context.repository
         engine = repository.engine(version)

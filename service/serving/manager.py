@@ -1,4 +1,5 @@
-"""All deployed models: implements the protocol `Serving` of inference.py, and changes of models.
+"""All deployed models: implements the protocols `Serving` of inference.py and `Generating` of
+language/generation.py, and changes of models.
 
     await manager.start()                              load the models that were deployed when the
                                                        server ended
@@ -27,7 +28,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.core import Engine
 from pipeline.errors import CrucibleError, DamagedError, HostError, StoreError
+from pipeline.results.report import Report
 from service import logs
 from service.auth import Caller
 from service.devices.choice import device_for
@@ -35,6 +38,7 @@ from service.devices.leases import utc_now
 from service.errors import Conflict, NotFound, NotOwned, TimedOut, Unavailable, Unprocessable
 from service.inference import InferAnswer, InferRequest, Served, Statistics
 from service.jobs.redact import scrubbed
+from service.language.generation import Answer, GenerateRequest, ServedLanguage
 from service.registry.models import (
     RESERVED,
     DeploymentOptions,
@@ -45,11 +49,12 @@ from service.registry.models import (
     ServerState,
     Version,
 )
-from service.registry.promotion import candidate_of, version_of
+from service.registry.promotion import NO_ROWS, candidate_of, version_of
 from service.registry.repository import Model
 from service.registry.traffic import ShapesView
 from service.serving.deployed_model import DeployedModel, LeasedDeployment
 from service.serving.hosts.follower import Follower
+from service.serving.language.deployment import not_for_tensors
 from service.serving.loader import Loader, LoaderContext
 from service.serving.stats import Traffic
 from service.storage.audit_entry import Details, Entry
@@ -84,11 +89,26 @@ class ModelManager:
         return tuple(self._served(entry) for _, entry in sorted(self._visible(caller).items()))
 
     def find(self, caller: Caller, model: str | None, version: int | None = None) -> Served:
-        return self._served(self._find(caller, model, version))
+        """See `Serving.find`. Unprocessable, too: it is a language model, which has no inputs."""
+        entry = self._find(caller, model, version, self._with_inputs(caller))
+        if entry.version.language is not None:
+            raise not_for_tensors(entry.version.model)
+        return self._served(entry)
 
     async def infer(self, request: InferRequest) -> InferAnswer:
-        request.caller.require("infer")
-        entry = self._find(request.caller, request.model, request.version)
+        caller = request.caller
+        caller.require("infer")
+        entry = self._find(caller, request.model, request.version, self._with_inputs(caller))
+        if entry.version.language is not None:
+            raise not_for_tensors(entry.version.model)
+        return await self._loaded(entry).infer(request)
+
+    def _with_inputs(self, caller: Caller) -> tuple[str, ...]:
+        visible = self._visible(caller).items()
+        return tuple(name for name, entry in visible if entry.version.language is None)
+
+    def _loaded(self, entry: DeployedModel) -> LeasedDeployment:
+        """Return the version that answers; Unavailable if none does."""
         if entry.loaded is None:
             reason = f": {entry.reason}" if entry.reason else ""
             raise Unavailable(
@@ -96,7 +116,7 @@ class ModelManager:
                 "GET /models/NAME shows its state",
                 SOON_S if entry.state == "loading" else LATER_S,
             )
-        return await entry.loaded.infer(request)
+        return entry.loaded
 
     def statistics(self, caller: Caller) -> tuple[Statistics, ...]:
         models = [entry for _, entry in sorted(self._visible(caller).items())]
@@ -107,7 +127,42 @@ class ModelManager:
     async def load(self, caller: Caller, model: str) -> Served:
         stored = await self._in_thread(lambda: self._repository.get(model, caller.sees))
         await self.deploy(caller, model, stored.options or DeploymentOptions())
-        return self.find(caller, model)
+        return self._served(self._find(caller, model, None))
+
+    # -- the protocol `Generating`
+
+    def languages(self, caller: Caller) -> tuple[ServedLanguage, ...]:
+        entries = (entry for _, entry in sorted(self._visible(caller).items()))
+        return tuple(
+            self._served_language(entry) for entry in entries if entry.version.language is not None
+        )
+
+    def find_language(
+        self, caller: Caller, model: str | None, version: int | None = None
+    ) -> ServedLanguage:
+        return self._served_language(self._find_language(caller, model, version))
+
+    @asynccontextmanager
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Answer]:
+        request.caller.require("infer")
+        entry = self._find_language(request.caller, request.model, request.version)
+        async with self._loaded(entry).generate(request) as answer:
+            yield answer
+
+    def _find_language(
+        self, caller: Caller, model: str | None, version: int | None
+    ) -> DeployedModel:
+        visible = self._visible(caller).items()
+        names = tuple(name for name, entry in visible if entry.version.language is not None)
+        entry = self._find(caller, model, version, names)
+        if entry.version.language is None:
+            raise Unprocessable(
+                f"'{entry.version.model}' is no language model: it takes tensors, and no prompt",
+                f"send POST /models/{entry.version.model}/infer",
+            )
+        return entry
+
+    # -- `Serving` again: loading
 
     async def unload(self, caller: Caller, model: str) -> None:
         caller.require("admin")
@@ -178,7 +233,7 @@ class ModelManager:
             model = await self._in_thread(lambda: self._repository.get(name, caller.sees))
             version = model.version(options.version)
             most = version.most_together
-            if options.max_batch is not None and options.max_batch > most:
+            if version.language is None and (options.max_batch or 0) > most:
                 reason = version.batch.reason or f"its profiles hold {most}"
                 raise Unprocessable(
                     f"max_batch is {options.max_batch}, version {version.version} of '{name}' takes"
@@ -247,9 +302,10 @@ class ModelManager:
             if existing is not None and existing.version().job == candidate.job:
                 await self._restore(existing, candidate.engine.root)
                 return
-            batch = await self._loader.proof(
-                candidate.engine, candidate.report.plan.serving.padding
-            )
+            batch = NO_ROWS
+            if isinstance(candidate.engine, Engine) and isinstance(candidate.report, Report):
+                padding = candidate.report.plan.serving.padding
+                batch = await self._loader.proof(candidate.engine, padding)
             version = version_of(
                 candidate,
                 name,
@@ -593,11 +649,24 @@ class ModelManager:
             if caller.sees in (None, entry.version.owner)
         }
 
-    def _find(self, caller: Caller, model: str | None, version: int | None) -> DeployedModel:
+    def _served_language(self, entry: DeployedModel) -> ServedLanguage:
+        """Describe a language model to clients, as `_served` does."""
+        served = self._served(entry)
+        described = entry.served_language()
+        return replace(described, reason=served.reason, devices=served.devices)
+
+    def _find(
+        self,
+        caller: Caller,
+        model: str | None,
+        version: int | None,
+        names: tuple[str, ...] | None = None,
+    ) -> DeployedModel:
+        """Find a deployed model. Without a name it is the only one of `names`; None: of all."""
         if self._closed_state and model not in self._entries:
             raise self._unavailable()  # NotFound would be wrong: the model may come back
         if model is None:
-            model = only(tuple(self._visible(caller)))
+            model = only(tuple(self._visible(caller)) if names is None else names)
         entry = self._entries.get(model)
         if entry is None or caller.sees not in (None, entry.version.owner):
             refusal = NotFound if entry is None else NotOwned

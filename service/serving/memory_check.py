@@ -42,19 +42,45 @@ def fitting_instances(version: Version, wanted: int, free_bytes: int | None) -> 
     return max(1, min(wanted, free_bytes // max(1, need_of(version).bytes)))
 
 
-def check_fit(version: Version, instances: int, free_bytes: int | None, device: str) -> None:
-    """Raise Conflict with both numbers if the memory is too small. None: unknown, no check."""
+def fitting_tokens(version: Version, free_bytes: int | None) -> int | None:
+    """Return for how many tokens half of the memory beside a language model has room.
+
+    None: unknown. The other half is for the work on prompts, and for other models.
+    """
+    if free_bytes is None or version.language is None:
+        return None
+    room = (free_bytes - need_of(version).bytes) / 2
+    return max(0, int(room / version.language.cache_bytes_per_token))
+
+
+def check_fit(
+    version: Version,
+    instances: int,
+    free_bytes: int | None,
+    device: str,
+    cache_bytes: int = 0,
+) -> None:
+    """Raise Conflict with both numbers if the memory is too small. None: unknown, no check.
+
+    `cache_bytes`: of a language model, beside the model.
+    """
     if free_bytes is None:
         return
     need = need_of(version)
-    if need.bytes * instances > free_bytes:
+    needed = need.bytes * instances + cache_bytes
+    if needed > free_bytes:
         noun = "instances" if instances > 1 else "instance"
+        source = f"{need.source}, and {_mib(cache_bytes)} of cache" if cache_bytes else need.source
         message = (
-            f"'{version.model}' with {instances} {noun} needs at least"
-            f" {_mib(need.bytes * instances)} ({need.source}),"
+            f"'{version.model}' with {instances} {noun} needs at least {_mib(needed)} ({source}),"
             f" {_mib(free_bytes)} of {device} are free"
         )
-        raise Conflict(message, "unload another model, or use fewer instances or another device")
+        advice = (
+            "unload another model, or set fewer `cache_tokens`"
+            if cache_bytes
+            else "unload another model, or use fewer instances or another device"
+        )
+        raise Conflict(message, advice)
 
 
 def _mib(count: int) -> str:

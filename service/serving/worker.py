@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.gpu import VISIBLE, open_nvml
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.report.bundle import check_engine
-from service.sandbox.framing import MAX_HEAD_BYTES, cut, decode, failed_from_error
+from service.sandbox.framing import MAX_HEAD_BYTES, Failed, cut, decode, failed_from_error
 from service.serving.shared_memory import ALIGNMENT, MIN_ALIGNMENT, Buffer, layout
 from service.serving.worker_messages import (
     FROM_SERVER,
@@ -52,6 +52,12 @@ if TYPE_CHECKING:
 
 MAX_DESCRIPTORS = 3  # of one packet
 LAYOUTS = 256  # output layouts that are remembered
+
+
+class Connection(Protocol):
+    """What takes the last message of a worker that fails."""
+
+    def send(self, message: Failed) -> None: ...
 
 
 class Server:
@@ -270,7 +276,7 @@ def run_all(runner: Runner, server: Server, buffers: Buffers, receiving: threadi
         server.send(answer)
 
 
-def until_the_end(server: Server, work: Callable[[], None]) -> NoReturn:
+def until_the_end(server: Connection, work: Callable[[], None]) -> NoReturn:
     """Call `work`, then end the process, also after an error and from any thread."""
     try:
         work()

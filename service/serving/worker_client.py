@@ -14,10 +14,8 @@ it: a request that has timed out keeps its slot until then.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
-import os
 import secrets
 import socket
 import sys
@@ -33,12 +31,12 @@ from numpy.typing import NDArray
 
 from pipeline.core import CODE_BACKENDS, Engine, dtype_of
 from pipeline.errors import CrucibleError, DamagedError, HostError
-from pipeline.execution.exit_causes import crucible_error, memory_kills
+from pipeline.execution.exit_causes import crucible_error
 from service import logs
 from service.errors import TimedOut, Unavailable, Unprocessable
-from service.jobs.worker_client import end_guarded, environment_for, how_it_ended, start_guarded
+from service.jobs.worker_client import GuardedProcess
 from service.sandbox.framing import MAX_HEAD_BYTES, BadMessage, Failed, decode
-from service.sandbox.layers import Box, Sandbox
+from service.sandbox.layers import Sandbox
 from service.serving.shared_memory import MAX_BYTES, Buffer, Slot, in_place, layout
 from service.serving.worker_messages import (
     FROM_SERVER,
@@ -59,7 +57,6 @@ TORCH_WORKER = (sys.executable, "-m", "service.serving.torch_worker")
 FILE_BYTES = 1 << 30  # limit for a file that a worker writes: its log
 NOTHING_NEW: Mapping[Part, Buffer] = {}
 LAYOUTS = 256  # input layouts that are remembered
-PRINTED_BYTES = 2000  # of a worker's log, copied to the server's log
 
 log = logs.get("service.worker")
 Array = NDArray[np.generic]
@@ -128,20 +125,11 @@ class _PendingBatch:
 class Worker:
     """A running worker. The caller of `start` must call `end`."""
 
-    def __init__(
-        self,
-        order: Order,
-        process: asyncio.subprocess.Process,
-        end: socket.socket,
-        mark: str,
-        box: Box,
-    ) -> None:
+    def __init__(self, order: Order, process: GuardedProcess, end: socket.socket) -> None:
         self.memory_bytes = 0
         self.has_answered = False  # at least one batch
-        self._order, self._process, self._socket, self._mark = order, process, end, mark
-        self._box = box
+        self._order, self._process, self._socket = order, process, end
         self._loop = asyncio.get_running_loop()
-        self._kills = memory_kills()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._broken: asyncio.Future[str] = self._loop.create_future()
         self._failed: Failed | None = None  # its last message
@@ -169,28 +157,24 @@ class Worker:
         file = order.work.root / "engine.json"
         engine = {**order.engine.model_dump(mode="json"), "root": str(order.engine.root.absolute())}
         file.write_text(json.dumps(engine), encoding="utf-8")
-        environment = environment_for(mark, order.device, order.work, os.environ)
-        root = order.engine.root.absolute()
-        box = await asyncio.to_thread(
-            order.sandbox.enter, mark, order.work, order.device, shared=(root,)
-        )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
             file_bytes = FILE_BYTES + order.engine.size_bytes  # torch unpacks a package to load it
-            process = await start_guarded(
+            process = await GuardedProcess.start(
                 order.command,
                 theirs,
+                mark,
+                order.device,
                 order.work,
                 file_bytes,
-                environment,
-                box,
+                order.sandbox,
+                order.engine.root.absolute(),
             )
         except BaseException:
             ours.close()
-            await asyncio.to_thread(box.close)
             raise
-        worker = cls(order, process, ours, mark, box)
+        worker = cls(order, process, ours)
         try:
             load = Load(file, order.warm, order.runs, order.engine_name, order.sessions)
             worker._send(load)
@@ -291,7 +275,7 @@ class Worker:
     async def death(self) -> str:
         """Describe how the worker ended. Call it only for a broken worker."""
         reason = self._broken.result()
-        return reason or await how_it_ended(self._process, self._kills)
+        return reason or await self._process.death()
 
     async def broken(self) -> str:
         """Wait until the worker is broken, and describe how it ended."""
@@ -300,22 +284,12 @@ class Worker:
 
     def printed(self) -> str:
         """The end of the worker's log."""
-        with contextlib.suppress(OSError), self._order.work.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - PRINTED_BYTES))
-            return file.read().decode(errors="replace")
-        return ""
+        return self._process.printed()
 
     async def end(self) -> None:
         """End the processes of the worker. Their memory is free on return."""
         self._break("was stopped")
-        ending = asyncio.ensure_future(end_guarded(self._process, self._mark))
-        try:
-            await asyncio.shield(ending)
-        except asyncio.CancelledError:  # wait anyway: no process may stay behind
-            await asyncio.wait([ending])
-            raise
-        await asyncio.to_thread(self._box.close)
-        await asyncio.to_thread(self._order.work.clear_temporary)
+        await self._process.end()
 
     # -- messages --------------------------------------------------------
 
@@ -442,8 +416,7 @@ class Worker:
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         if reason:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+            self._process.terminate()
         self._free.clear()
         lost, self._sent = tuple(self._sent.values()), {}
         for place, sent in enumerate(lost):

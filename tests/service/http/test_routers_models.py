@@ -49,6 +49,7 @@ async def ask(desk: Desk, number: float = 1.0) -> int:
     engine = desk.service.repository.engine(
         desk.service.repository.get("m").version(answer.version)
     )
+    assert isinstance(engine, Engine)
     assert np.array_equal(answer.outputs["y"], direct(engine, {"x": marked(number)})["y"])
     return answer.version
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from pipeline.core import Engine
 from pipeline.errors import DamagedError
 from pipeline.results.report import Verdict
 from pipeline.serving_inputs import InputRecipe, Padding, ServingConfig
@@ -55,10 +56,9 @@ def test_a_version_tells_what_its_report_says(tmp_path: Path) -> None:
                 serving.labels,
                 here.host.batch,
             )
-            assert (version.backend, version.label) == (
-                "onnxruntime",
-                here.repository.engine(version).recipe.label,
-            )
+            engine = here.repository.engine(version)
+            assert isinstance(engine, Engine)
+            assert (version.backend, version.label) == ("onnxruntime", engine.recipe.label)
             assert here.host.proofs == [(serving.padding, "cpu")]
             again = await here.deployments.promote(LOCAL, "m", PromoteRequest(report=job))
             assert again == view  # nothing is made twice

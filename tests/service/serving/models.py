@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from pipeline.core import Engine
 from pipeline.errors import ChildDied
@@ -30,6 +31,8 @@ from service.registry.model_states import ModelStates
 from service.registry.models import PromoteRequest
 from service.registry.repository import Repository
 from service.serving.deployment import DeploymentSpec, served_version
+from service.serving.language.deployment import LanguageDeployment, LanguageSpec
+from service.serving.language.stats import LanguageFigures
 from service.serving.loader import LoaderContext
 from service.serving.manager import ModelManager
 from service.serving.stats import Traffic
@@ -118,6 +121,8 @@ class Host:
         self.tried: Counter[str] = Counter()
         self.started: list[Double] = []
         self.batch = PROVED
+        self.registry = CollectorRegistry()
+        self.language_figures = LanguageFigures(self.registry)
         self.proofs: list[tuple[tuple[Padding, ...], str]] = []
 
     async def start(self, spec: DeploymentSpec, work: Path) -> Double:
@@ -130,6 +135,9 @@ class Host:
             raise ChildDied(f"the worker of version {spec.version.version} died")
         self.started.append(Double(spec))
         return self.started[-1]
+
+    async def start_language(self, spec: LanguageSpec, work: Path) -> LanguageDeployment:
+        return await LanguageDeployment.start(spec, work, self.language_figures)
 
     async def prove(self, engine: Engine, padding: tuple[Padding, ...], device: str) -> BatchSpec:
         self.proofs.append((padding, device))
@@ -191,6 +199,7 @@ class Shelf:
             versions,
             60.0,
             host.start,
+            host.start_language,
             host.prove,
             lambda device: host.free_bytes_of.get(device, host.free_bytes),
             lambda: host.kinds,
