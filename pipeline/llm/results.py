@@ -11,8 +11,8 @@ from pipeline.host.environment import Environment
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.gate import Judged
 from pipeline.llm.plan import LanguagePlan
-from pipeline.llm.race import AnswerTimes
 from pipeline.llm.source import Description
+from pipeline.llm.speed.times import AnswerTimes
 from pipeline.results.report import Step, Verdict
 
 SCHEMA_VERSION = 1

@@ -86,7 +86,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
         {"weights": "int4_sym", "kv_cache": "f32", "arithmetic": "f32"},
         {"weights": "stored"},  # there is no GGUF file to be read
     ]
-    benchmark = {"prompt_tokens": 16, "output_tokens": 4, "budget_s": 5}
+    benchmark = {"prompt_tokens": 16, "output_tokens": 4, "concurrency": [1, 3], "budget_s": 5}
     accuracy = {"max_perplexity_increase": 1.0, "max_kl": 0.02}
     plan = language_plan(
         folder, model, candidates=candidates, benchmark=benchmark, accuracy=accuracy
@@ -108,6 +108,16 @@ def test_a_compile_ends_with_an_engine_and_a_report(compiled: tuple[Path, int, s
     assert rough["times"] is None, "what is beyond the limits is not timed"
     assert "GGUF" in stored["failure"]
     assert report["baseline"]["label"] == "transformers fp32"
+    assert [level["concurrency"] for level in exact["times"]["levels"]] == [1, 3]
+    roof, parts = exact["times"]["roofline"], exact["times"]["parts"]
+    assert exact["times"]["parts_missing"] == ""
+    assert 0 < roof["weight_bytes"] <= exact["weight_bytes"]
+    cached = exact["times"]["cache_bytes_per_token"]  # f32: 4 bytes a value, in blocks of 32
+    assert 4 <= cached / report["model"]["cache_values_per_token"] < 16
+    assert roof["memory_bytes_per_s"] > 0
+    assert roof["share"] == roof["floor_s"] / exact["times"]["levels"][0]["next_token_s"]
+    assert min(parts.values()) >= 0
+    assert parts["products_s"] > 0
     page = (out / "report.html").read_text()
     assert report["headline"] in (out / "report.md").read_text().replace("\\", "")
     assert "int4_sym per channel" in page
