@@ -43,7 +43,7 @@ DESCRIBE = Stage("describe", 1, ("gguf",), writes_files=False)
 EXPORT = Stage("export language model", 1, TOOLS)
 REFER = Stage("reference", 1, ("torch", "transformers", "tokenizers", "gguf"))
 BUILD = Stage("weights", 1, TOOLS)
-SCORE = Stage("score", 1, ("openvino", "openvino-genai"), writes_files=False)
+SCORE = Stage("score", 2, ("openvino", "openvino-genai"), writes_files=False)
 RACE = Stage("race", 1, writes_files=False, needs_quiet_device=True)
 
 GROUPS = (32, 64)  # of int4 weights, where they divide a row

@@ -105,6 +105,15 @@ class LanguageAccuracy(Frozen):
             " is scored, in nats. Above it, a candidate is not what its scores say."
         ),
     )
+    max_serving_difference: float = Field(
+        default=0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description=(
+            "Mean difference of log-probabilities, in nats, between an answer alone and the same"
+            " one in a batch, with a prefix from the cache, or with its prompt read in chunks."
+        ),
+    )
 
 
 class LanguageCandidate(Frozen):

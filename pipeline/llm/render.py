@@ -43,6 +43,27 @@ def accuracy_table(report: LanguageReport) -> Table:
     return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
 
 
+def ways_table(report: LanguageReport) -> Table:
+    """Return how much answers depend on how they are served."""
+    columns = (
+        *left("candidate", "served"),
+        *right("mean difference, nats", "largest", "answers that change"),
+    )
+    rows = [
+        (
+            each.label,
+            way.way,
+            f"{way.difference:.4f}",
+            f"{way.largest_difference:.4f}",
+            f"{way.changed} of {way.answers} ({way.changed_share:.0%})",
+        )
+        for each in report.candidates
+        if each.judged
+        for way in each.judged.ways
+    ]
+    return Table(columns, tuple(rows))
+
+
 def speed_table(report: LanguageReport) -> Table:
     """Return how fast the engines answer that are within the limits, and the baseline."""
     has_limits = not isinstance(report.plan.objective, str)
@@ -186,6 +207,19 @@ def sections(report: LanguageReport) -> tuple[Section, ...]:
         tables=(accuracy_table(report),),
         items=failures(report),
     )
+    table = ways_table(report)
+    ways = Section(
+        "ways",
+        "Served in other ways",
+        paragraphs=(
+            "Greedy answers beside those to the same prompts alone. Log-probabilities are compared"
+            " up to the first token that differs; the mean may be at most"
+            f" {plan.accuracy.max_serving_difference:g} nats.",
+        )
+        if table.rows
+        else (),
+        tables=(table,),
+    )
     speed = Section(
         "speed",
         "Speed",
@@ -244,7 +278,7 @@ def sections(report: LanguageReport) -> tuple[Section, ...]:
             ),
         )
     again = Section("again", "Again", code=report.command)
-    return (accuracy, speed, roof, *proof, arithmetic, about, again)
+    return (accuracy, ways, speed, roof, *proof, arithmetic, about, again)
 
 
 def markdown(report: LanguageReport) -> str:

@@ -25,7 +25,8 @@ from pipeline.llm.reference import (
     documents_of,
     greedy_of,
 )
-from pipeline.llm.served import Room, Served
+from pipeline.llm.served import Generation, Room, Served
+from pipeline.llm.ways import WayScore, compare_ways
 
 FACTS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 
@@ -64,6 +65,7 @@ class Scores(Frozen):
     path_difference: float  # mean of the absolute differences, nats
     largest_path_difference: float
     facts: dict[str, str]  # properties that OpenVINO reports, which change answers
+    ways: tuple[WayScore, ...] = ()  # greedy answers served otherwise than alone
 
 
 def score(
@@ -83,9 +85,11 @@ def score(
         logits = graph.log_probs(document.ids[:-1], cached_tokens)
         scores.append(score_document(document, log_probs, logits, cached_tokens))
     progress(None, "greedy answers")
-    greedy, differences = list[GreedyScore](), list[Logs]()
-    for wanted in greedy_of(reference):
+    greedy, differences, alone = list[GreedyScore](), list[Logs](), list[Generation]()
+    references = greedy_of(reference)
+    for wanted in references:
         answer = served.generate(wanted.prompt, wanted.answer.size)
+        alone.append(answer)
         differing = np.flatnonzero(answer.tokens != wanted.answer)
         equal = int(differing[0]) if differing.size else wanted.answer.size
         greedy.append(GreedyScore(tokens=wanted.answer.size, equal=equal))
@@ -94,12 +98,15 @@ def score(
         own = logits[np.arange(whole.size - 1), whole[1:]][-answer.tokens.size :]
         differences.append(np.abs(own - answer.log_probs))
     all_differences = np.concatenate(differences)
+    progress(None, "answers in a batch, in chunks and from the cache")
+    prompts = [wanted.prompt for wanted in references]
     return Scores(
         documents=tuple(scores),
         greedy=tuple(greedy),
         path_difference=float(all_differences.mean()),
         largest_path_difference=float(all_differences.max()),
         facts=graph.facts,
+        ways=compare_ways(engine, room, served, prompts, alone),
     )
 
 
