@@ -15,13 +15,14 @@ from pipeline.host.environment import environment
 from pipeline.llm.engine import MODEL_FILE, ExportedModel, LanguageEngine
 from pipeline.llm.export import export
 from pipeline.llm.gate import Judged, judge, percent_text
-from pipeline.llm.plan import LanguageCandidate, LanguagePlan
-from pipeline.llm.race import AnswerTimes, Race, measure, prompts_from
+from pipeline.llm.plan import Goodput, LanguageCandidate, LanguageObjective, LanguagePlan
 from pipeline.llm.reference import Reference, refer
 from pipeline.llm.results import LanguageReport, LanguageResult
 from pipeline.llm.scoring import Scores, score
 from pipeline.llm.served import Room
 from pipeline.llm.source import INSTALL, Description, Source, describe, find_source
+from pipeline.llm.speed.race import Race, measure, prompts_from
+from pipeline.llm.speed.times import AnswerTimes
 from pipeline.llm.texts import Documents, read_texts
 from pipeline.llm.weights import build, target
 from pipeline.measurement.comparison import processes_from_samples
@@ -42,7 +43,7 @@ DESCRIBE = Stage("describe", 1, ("gguf",), writes_files=False)
 EXPORT = Stage("export_language_model", 2, TOOLS)
 REFER = Stage("reference", 1, ("torch", "transformers", "tokenizers", "gguf"))
 BUILD = Stage("weights", 2, TOOLS)
-SCORE = Stage("score", 1, ("openvino", "openvino-genai"), writes_files=False)
+SCORE = Stage("score", 2, ("openvino", "openvino-genai"), writes_files=False)
 RACE = Stage("race", 1, writes_files=False, needs_quiet_device=True)
 STAGES = (DESCRIBE, EXPORT, REFER, BUILD, SCORE, RACE)
 
@@ -84,7 +85,8 @@ class Compile:
         )
 
     def race(self, engines: Sequence[LanguageEngine], reference: Reference) -> Race:
-        arguments = (engines, self.source, reference, self.plan.benchmark, self.room)
+        plan = self.plan
+        arguments = (engines, self.source, reference, plan.benchmark, plan.objective, self.room)
         result: Race = self.runner.anew(RACE, "", measure, *arguments)
         return result
 
@@ -107,6 +109,7 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
         context=plan.context,
         cache_values_per_token=about.cache_values_per_token,
         threads=plan.benchmark.threads,
+        requests=max(plan.benchmark.concurrency),
     )
     run = Compile(plan, runner, source, about, exported, calibration, here, room)
     reference = run.refer(selection)
@@ -129,12 +132,12 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
         rows, load = tuple(others), timed.load_1min
     times = {row.label: row for row in rows}
     results = [each.model_copy(update={"times": times.get(each.label)}) for each in results]
-    fastest = fastest_of(rows)
+    fastest = best_of(rows, plan.objective)
     judged = None
     if fastest is not None:
         proof = run.score(engines[fastest.label], run.refer(validation))
         judged = judge(proof, plan.accuracy)
-    decided = decide(baseline, fastest, judged, results)
+    decided = decide(baseline, fastest, judged, results, plan.objective)
     return LanguageReport(
         name=plan.name,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -238,10 +241,12 @@ def decide(
     fastest: AnswerTimes | None,
     judged: Judged | None,
     results: Sequence[LanguageResult],
+    objective: LanguageObjective = "latency",
 ) -> Decision:
     """Decide by the winner's ratio and by its scores on the validation set."""
     if baseline is None or fastest is None or judged is None:
         return _without_winner(results)
+    limits = objective if isinstance(objective, Goodput) else None
     if not judged.passed:
         return Decision(
             "rejected",
@@ -251,6 +256,12 @@ def decide(
             next_steps=("give a larger selection set, or raise the limits",),
         )
     costs = f"its perplexity changes by {percent_text(judged.worst_increase)}"
+    if limits and baseline.levels and not baseline.goodput_per_s:
+        headline = (
+            f"{fastest.label} gives {fastest.goodput_per_s:.3g} answers/s within"
+            f" {limits_text(limits)}, {baseline.label} gives none, and {costs}."
+        )
+        return Decision("accepted", headline, fastest.label)
     if fastest.ratio is None:
         return Decision(
             "unproven",
@@ -262,17 +273,38 @@ def decide(
             else (),
         )
     ratio = fastest.ratio
-    speed = f"{ratio.value:.2f} times as fast (95 %: {ratio.low:.2f} to {ratio.high:.2f})"
+    times = f"{ratio.value:.2f} times (95 %: {ratio.low:.2f} to {ratio.high:.2f})"
+    if limits:
+        speed = f"gives {times} as many answers within {limits_text(limits)}"
+    else:
+        speed = f"answers {times} as fast"
     if ratio.low > 1:
-        headline = f"{fastest.label} answers {speed} as {baseline.label}, and {costs}."
+        headline = f"{fastest.label} {speed} as {baseline.label}, and {costs}."
         return Decision("accepted", headline, fastest.label)
     verdict: Verdict = "keep" if ratio.high < 1 else "unproven"
     return Decision(
         verdict,
-        f"Nothing is measurably faster than {baseline.label}: {fastest.label} is {speed}.",
+        f"Nothing is measurably better than {baseline.label}: {fastest.label} {speed}.",
         fastest.label if verdict == "unproven" else "",
         next_steps=("raise benchmark.budget_s",) if verdict == "unproven" else (),
     )
+
+
+def limits_text(limits: Goodput) -> str:
+    return (
+        f"{limits.max_first_token_s:g} s to the first token and {limits.max_next_token_s:g} s"
+        " between tokens"
+    )
+
+
+def best_of(rows: Sequence[AnswerTimes], objective: LanguageObjective) -> AnswerTimes | None:
+    """Return the best engine by the objective; None if none was timed, or none is within the
+    limits.
+    """
+    if not isinstance(objective, Goodput):
+        return fastest_of(rows)
+    best = max(rows, key=lambda row: row.goodput_per_s, default=None)
+    return best if best and best.goodput_per_s else None
 
 
 def fastest_of(rows: Sequence[AnswerTimes]) -> AnswerTimes | None:
@@ -288,6 +320,13 @@ def _without_winner(results: Sequence[LanguageResult]) -> Decision:
     reasons = tuple(f"{each.label}: {_why(each)}" for each in results)
     if all(each.judged is None for each in results):
         return Decision("rejected", "No candidate could be built.", reasons=reasons)
+    if any(each.times and each.times.levels for each in results):
+        return Decision(
+            "rejected",
+            "No answer of any candidate is within the limits of the objective.",
+            reasons=reasons,
+            next_steps=("raise the limits of `objective`, or lower `benchmark.concurrency`",),
+        )
     if any(each.judged and each.judged.passed for each in results):
         headline = "Candidates are within the limits of the accuracy, and none could be timed."
         return Decision("rejected", headline, reasons=reasons)
@@ -304,7 +343,9 @@ def _why(result: LanguageResult) -> str:
         return result.failure
     if result.judged and result.judged.failures:
         return result.judged.failures[0]
-    return result.times.failure if result.times and result.times.failure else "not timed"
+    if result.times is None:
+        return "not timed"
+    return result.times.failure or "no answer is within the limits of the objective"
 
 
 def _notes(about: Description) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 from pipeline.core import MAX_DROP, PERPLEXITY, AccuracyFigures, Frozen
 from pipeline.llm.plan import LanguageAccuracy
 from pipeline.llm.scoring import DocumentScore, Scores
+from pipeline.llm.ways import WayScore
 from pipeline.measurement.statistics import Interval, bootstrap
 
 
@@ -22,6 +23,7 @@ class Judged(Frozen):
     greedy_equal: float  # share of the greedy tokens before the first difference
     path_difference: float  # nats
     tokens: int
+    ways: tuple[WayScore, ...] = ()
     failures: tuple[str, ...]  # empty: within all limits
 
     @property
@@ -77,6 +79,12 @@ def judge(scores: Scores, limits: LanguageAccuracy) -> Judged:
             f" {scores.path_difference:.3f} nats in the mean, allowed are"
             f" {limits.max_path_difference:.3f}"
         )
+    failures += [
+        f"an answer {each.way} is not the one that it gives alone: log-probabilities differ by"
+        f" {each.difference:.3f} nats in the mean, allowed are {limits.max_serving_difference:.3f}"
+        for each in scores.ways
+        if not each.difference <= limits.max_serving_difference
+    ]
     greedy = sum(answer.tokens for answer in scores.greedy)
     return Judged(
         perplexity_increase=increase,
@@ -86,6 +94,7 @@ def judge(scores: Scores, limits: LanguageAccuracy) -> Judged:
         greedy_equal=sum(answer.equal for answer in scores.greedy) / max(greedy, 1),
         path_difference=scores.path_difference,
         tokens=sum(one.tokens for one in documents),
+        ways=scores.ways,
         failures=tuple(failures),
     )
 

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from pipeline.core import Frozen
 from pipeline.errors import PlanError
@@ -19,6 +27,7 @@ from pipeline.plan.files import (
     safe_name,
 )
 from pipeline.plan.schema import Plan
+from pipeline.plan.sections.written import as_tuple
 
 KEY = "language_model"
 KEYS = "docs/reference/language-plan.md"
@@ -27,6 +36,8 @@ Effort = Literal["normal", "high"]
 WeightFormat = Literal["fp16", "int8", "int4_sym", "int4_asym", "stored"]
 CacheFormat = Literal["f32", "f16", "bf16", "u8"]
 Arithmetic = Literal["auto", "f32", "bf16", "f16"]
+
+MAX_CONCURRENCY = 64
 
 PACKAGE = "package:"
 
@@ -103,6 +114,15 @@ class LanguageAccuracy(Frozen):
             " is scored, in nats. Above it, a candidate is not what its scores say."
         ),
     )
+    max_serving_difference: float = Field(
+        default=0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description=(
+            "Mean difference of log-probabilities, in nats, between an answer alone and the same"
+            " one in a batch, with a prefix from the cache, or with its prompt read in chunks."
+        ),
+    )
 
 
 class LanguageCandidate(Frozen):
@@ -150,11 +170,33 @@ class LanguageCandidate(Frozen):
         return " ".join(parts)
 
 
+def _ascending(levels: tuple[int, ...]) -> tuple[int, ...]:
+    """ValueError unless there are levels, each larger than the one before."""
+    if not levels or list(levels) != sorted(set(levels)):
+        raise ValueError(f"expected ascending numbers such as [1, 4], got {list(levels)}")
+    return levels
+
+
+Level = Annotated[int, Field(ge=1, le=MAX_CONCURRENCY)]
+Levels = Annotated[
+    tuple[Level, ...],
+    BeforeValidator(as_tuple, json_schema_input_type=Level | tuple[Level, ...]),
+    AfterValidator(_ascending),
+]
+
+
 class LanguageBenchmark(Frozen):
     """The request that is timed, and how long."""
 
     prompt_tokens: int = Field(default=128, ge=1, description="Length of the prompts.")
     output_tokens: int = Field(default=32, ge=2, description="Length of the answers.")
+    concurrency: Levels = Field(
+        default=(1,),
+        description=(
+            "Requests that are sent at once and served together: a number, or a list of them. All"
+            " are in the report; the first one decides which candidate is fastest."
+        ),
+    )
     budget_s: float = Field(
         default=180.0,
         gt=0,
@@ -166,6 +208,43 @@ class LanguageBenchmark(Frozen):
     threads: int = Field(
         default=0, ge=0, description="Threads per engine. 0: all cores that this process may use."
     )
+
+
+class Goodput(Frozen):
+    """The objective `{max_first_token_s: 1, max_next_token_s: 0.1}`: the most answers per second
+    within both limits, at the best of the levels of `benchmark.concurrency`.
+    """
+
+    max_first_token_s: float = Field(
+        gt=0,
+        allow_inf_nan=False,
+        description="Longest time from a request to its first token, s.",
+    )
+    max_next_token_s: float = Field(
+        gt=0,
+        allow_inf_nan=False,
+        description="Longest time between tokens, s, in the mean over those of one answer.",
+    )
+
+
+def _word_or_limits(value: object) -> str:
+    """Choose the form of `objective`, so that only the errors of this form are reported."""
+    return "(limits)" if isinstance(value, Mapping | Goodput) else "(word)"
+
+
+def _known_objective(value: object) -> object:
+    if value != "latency":
+        raise ValueError(
+            "expected latency or {max_first_token_s: 1, max_next_token_s: 0.1}, got"
+            f" {str(value)[:40]!r}"
+        )
+    return value
+
+
+_Word = Annotated[Literal["latency"], BeforeValidator(_known_objective), Tag("(word)")]
+LanguageObjective = Annotated[
+    _Word | Annotated[Goodput, Tag("(limits)")], Discriminator(_word_or_limits)
+]
 
 
 class LanguagePlan(Frozen):
@@ -190,6 +269,13 @@ class LanguagePlan(Frozen):
     )
     benchmark: LanguageBenchmark = Field(
         default=LanguageBenchmark(), description="The request that decides about speed."
+    )
+    objective: LanguageObjective = Field(
+        default="latency",
+        description=(
+            "What decides: `latency`, the time of a whole answer; or `{max_first_token_s: ...,"
+            " max_next_token_s: ...}`, the most answers per second within both limits."
+        ),
     )
     context: int = Field(
         default=2048, ge=16, description="Longest prompt and answer together, in tokens."

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pipeline.formatting import bytes_text
 from pipeline.llm.gate import percent_text
-from pipeline.llm.race import AnswerTimes
 from pipeline.llm.results import AnyReport, LanguageReport
+from pipeline.llm.speed.times import AnswerTimes
 from pipeline.report.bundle import deliver_engine, withdraw_engine
 from pipeline.report.figures import Plot, Point, plot_of_losses
 from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME, write_file
@@ -49,23 +49,83 @@ def accuracy_table(report: LanguageReport) -> Table:
     return Table(columns, tuple(rows), emphasised=winner, row_key="entry")
 
 
+def ways_table(report: LanguageReport) -> Table:
+    """Return how much answers depend on how they are served."""
+    columns = (
+        *left("candidate", "served"),
+        *right("mean difference, nats", "largest", "answers that change"),
+    )
+    rows = [
+        (
+            each.label,
+            way.way,
+            f"{way.difference:.4f}",
+            f"{way.largest_difference:.4f}",
+            f"{way.changed} of {way.answers} ({way.changed_share:.0%})",
+        )
+        for each in report.candidates
+        if each.judged
+        for way in each.judged.ways
+    ]
+    return Table(columns, tuple(rows))
+
+
 def speed_table(report: LanguageReport) -> Table:
     """Return how fast the engines answer that are within the limits, and the baseline."""
+    has_limits = not isinstance(report.plan.objective, str)
     columns = (
         *left("candidate"),
-        *right("first token, ms", "next token, ms", "p99", "answer, ms", "memory"),
+        *right("at once", "first token, ms", "next token, ms", "p95", "p99"),
+        *right("tokens/s", "per user", *(["good", "good/s"] if has_limits else [])),
         *right("times as fast"),
     )
     rows = list[tuple[str, ...]]()
     for times in timed(report):
-        ratio = times.ratio
+        for level in times.levels:
+            ratio = level.ratio
+            good = (number_cell(level.good_share, ".0%"), number_cell(level.goodput_per_s, ".2f"))
+            cells = (
+                str(level.concurrency),
+                f"{1e3 * level.first_token_s:.0f}",
+                f"{1e3 * level.next_token_s:.1f}",
+                _ms(level.next_token_p95_s),
+                _ms(level.next_token_p99_s),
+                f"{level.tokens_per_s:.1f}",
+                f"{level.user_tokens_per_s:.1f}",
+                *(good if has_limits else ()),
+                f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else "-",
+            )
+            rows.append((times.label, *cells))
+    return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
+
+
+def roofline_table(report: LanguageReport) -> Table:
+    """Return what one token reads, how near the engines come to that, and where the rest goes."""
+    columns = (
+        *left("candidate"),
+        *right("weights read", "keys and values", "floor, ms", "share", "in caches", "memory"),
+        *right("products, ms", "attention", "other", "sampling", "scheduling"),
+    )
+    rows = list[tuple[str, ...]]()
+    for times in timed(report):
+        roof, parts = times.roofline, times.parts
+        if roof is None:
+            continue
+        rest = (
+            parts.products_s if parts else None,
+            parts.attention_s if parts else None,
+            parts.other_operators_s if parts else None,
+            parts.sampling_s if parts else None,
+            parts.scheduling_s if parts else None,
+        )
         cells = (
-            f"{1e3 * times.first_token_s:.0f}",
-            f"{1e3 * times.next_token_s:.1f}",
-            number_cell(times.next_token_p99_s and 1e3 * times.next_token_p99_s, ".1f"),
-            f"{1e3 * times.median_s:.0f}",
+            bytes_text(roof.weight_bytes),
+            bytes_text(roof.cache_bytes),
+            f"{1e3 * roof.floor_s:.2f}",
+            f"{roof.share:.0%}",
+            f"{roof.resident_share:.0%}",
             bytes_text(times.memory_bytes),
-            f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else "-",
+            *map(_ms2, rest),
         )
         rows.append((times.label, *cells))
     return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
@@ -74,7 +134,7 @@ def speed_table(report: LanguageReport) -> Table:
 def timed(report: LanguageReport) -> list[AnswerTimes]:
     """Return the times of the baseline, then of the candidates that have some."""
     found = [report.baseline, *(each.times for each in report.candidates)]
-    return [times for times in found if times is not None and times.answer is not None]
+    return [times for times in found if times is not None and times.levels]
 
 
 def figures(report: LanguageReport) -> tuple[Plot, ...]:
@@ -111,6 +171,14 @@ def figures(report: LanguageReport) -> tuple[Plot, ...]:
     )
 
 
+def _ms(seconds: float | None) -> str:
+    return number_cell(None if seconds is None else 1e3 * seconds, ".1f")
+
+
+def _ms2(seconds: float | None) -> str:
+    return number_cell(None if seconds is None else 1e3 * seconds, ".2f")
+
+
 def _winners_row(report: LanguageReport, rows: list[tuple[str, ...]]) -> int | None:
     labels = [row[0] for row in rows]
     return labels.index(report.winner) if report.winner in labels else None
@@ -123,15 +191,50 @@ def failures(report: LanguageReport) -> tuple[str, ...]:
         judged, times = each.judged, each.times
         reasons = [each.failure, *(judged.failures if judged else ())]
         if times is not None and times.ratio is None:
-            reasons += [times.failure, times.stopped]
+            reasons += [times.failure, times.stopped or times.ratio_missing]
+        if times is not None:
+            reasons.append(times.parts_missing)
         texts += [f"{each.label}: {reason}" for reason in reasons if reason]
     return tuple(texts)
+
+
+def speed_text(report: LanguageReport) -> str:
+    """Return what was timed, and what decides."""
+    benchmark, objective = report.plan.benchmark, report.plan.objective
+    text = (
+        f"An answer is {benchmark.output_tokens} tokens after a prompt of"
+        f" {benchmark.prompt_tokens}. `at once` is the number of requests that are sent together;"
+        " a round ends with the last token of all. Medians, with 95 % intervals of the ratio of"
+        " rounds."
+    )
+    if isinstance(objective, str):
+        return f"{text} Rounds of {benchmark.concurrency[0]} decide."
+    return (
+        f"{text} An answer is good if its first token comes within {objective.max_first_token_s:g}"
+        f" s, and the others {objective.max_next_token_s:g} s apart or less in the mean. Most good"
+        " answers per second decide, of each engine at its best level."
+    )
+
+
+def roofline_text(report: LanguageReport) -> str:
+    """Return what the roof is, and where its figures come from."""
+    roofs = [times.roofline for times in timed(report) if times.roofline]
+    if not roofs:
+        return ""
+    per_token = max(times.cache_bytes_per_token for times in timed(report))
+    return (
+        "For each token all weights are read, with their scales, and all keys and values (at most"
+        f" {per_token:,.0f} bytes per token of the text). The floor is that at"
+        f" {roofs[0].memory_bytes_per_s / 1e9:.1f} GB/s, the fastest read in this run of a buffer"
+        " that no cache holds, by the threads of an engine. `in caches`: the share by the rate of"
+        " a buffer as large as the weights. How operators share their time was measured on the"
+        " graph that was scored; the rest is of the pipeline that serves, with one request."
+    )
 
 
 def sections(report: LanguageReport) -> tuple[Section, ...]:
     """Return the sections of the report."""
     model, plan = report.model, report.plan
-    benchmark = plan.benchmark
     scored = [each.judged for each in report.candidates if each.judged]
     tokens = f" on {scored[0].tokens:,} tokens of the selection set" if scored else ""
     accuracy = Section(
@@ -144,14 +247,30 @@ def sections(report: LanguageReport) -> tuple[Section, ...]:
         tables=(accuracy_table(report),),
         items=failures(report),
     )
+    table = ways_table(report)
+    ways = Section(
+        "ways",
+        "Served in other ways",
+        paragraphs=(
+            "Greedy answers beside those to the same prompts alone. Log-probabilities are compared"
+            " up to the first token that differs; the mean may be at most"
+            f" {plan.accuracy.max_serving_difference:g} nats.",
+        )
+        if table.rows
+        else (),
+        tables=(table,),
+    )
     speed = Section(
         "speed",
         "Speed",
-        paragraphs=(
-            f"An answer is {benchmark.output_tokens} tokens after a prompt of"
-            f" {benchmark.prompt_tokens}. Medians, with 95 % intervals of the ratio.",
-        ),
+        paragraphs=(speed_text(report),) if timed(report) else (),
         tables=(speed_table(report),),
+    )
+    roof = Section(
+        "roofline",
+        "Roofline",
+        paragraphs=tuple(filter(None, [roofline_text(report)])),
+        tables=(roofline_table(report),),
     )
     facts = [
         (each.label, *(f"{name}={value}" for name, value in each.facts.items()))
@@ -199,7 +318,7 @@ def sections(report: LanguageReport) -> tuple[Section, ...]:
             ),
         )
     again = Section("again", "Again", code=report.command)
-    return (accuracy, speed, *proof, arithmetic, about, again)
+    return (accuracy, ways, speed, roof, *proof, arithmetic, about, again)
 
 
 def markdown(report: LanguageReport) -> str:

@@ -12,8 +12,8 @@ from pipeline.host.environment import Environment
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.gate import Judged
 from pipeline.llm.plan import LanguagePlan
-from pipeline.llm.race import AnswerTimes
 from pipeline.llm.source import Description
+from pipeline.llm.speed.times import AnswerTimes
 from pipeline.report.files import (
     checked_report,
     document_of_report,

@@ -8,6 +8,7 @@ writes greedy answers, whose log-probabilities must be those that the graph give
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from pipeline.llm.reference import (
     documents_of,
     greedy_of,
 )
-from pipeline.llm.served import Room, Served
+from pipeline.llm.served import Generation, Room, Served
+from pipeline.llm.ways import WayScore, compare_ways
 
 FACTS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 
@@ -63,6 +65,7 @@ class Scores(Frozen):
     path_difference: float  # mean of the absolute differences, nats
     largest_path_difference: float
     facts: dict[str, str]  # properties that OpenVINO reports, which change answers
+    ways: tuple[WayScore, ...] = ()  # greedy answers served otherwise than alone
 
 
 def score(
@@ -82,9 +85,11 @@ def score(
         logits = graph.log_probs(document.ids[:-1], cached_tokens)
         scores.append(score_document(document, log_probs, logits, cached_tokens))
     progress(None, "greedy answers")
-    greedy, differences = list[GreedyScore](), list[Logs]()
-    for wanted in greedy_of(reference):
+    greedy, differences, alone = list[GreedyScore](), list[Logs](), list[Generation]()
+    references = greedy_of(reference)
+    for wanted in references:
         answer = served.generate(wanted.prompt, wanted.answer.size)
+        alone.append(answer)
         differing = np.flatnonzero(answer.tokens != wanted.answer)
         equal = int(differing[0]) if differing.size else wanted.answer.size
         greedy.append(GreedyScore(tokens=wanted.answer.size, equal=equal))
@@ -93,12 +98,15 @@ def score(
         own = logits[np.arange(whole.size - 1), whole[1:]][-answer.tokens.size :]
         differences.append(np.abs(own - answer.log_probs))
     all_differences = np.concatenate(differences)
+    progress(None, "answers in a batch, in chunks and from the cache")
+    prompts = [wanted.prompt for wanted in references]
     return Scores(
         documents=tuple(scores),
         greedy=tuple(greedy),
         path_difference=float(all_differences.mean()),
         largest_path_difference=float(all_differences.max()),
         facts=graph.facts,
+        ways=compare_ways(engine, room, served, prompts, alone),
     )
 
 
@@ -136,18 +144,23 @@ def divergence(wanted: NDArray[Any], got: NDArray[Any]) -> Logs:
 
 
 class Graph:
-    """The graph of an engine, without GenAI, with the properties that serve."""
+    """The graph of an engine, without GenAI, with the properties that serve.
 
-    def __init__(self, engine: LanguageEngine, threads: int = 0) -> None:
+    With `profile`, it sums the time of each type of operator over tokens that are read alone.
+    """
+
+    def __init__(self, engine: LanguageEngine, threads: int = 0, profile: bool = False) -> None:
         import openvino as ov
 
+        properties = engine.properties(threads) | ({"PERF_COUNT": "YES"} if profile else {})
         try:
-            compiled = ov.Core().compile_model(engine.path, "CPU", engine.properties(threads))
+            compiled = ov.Core().compile_model(engine.path, "CPU", properties)
         except RuntimeError as error:
             raise UnsupportedError(
                 f"OpenVINO cannot open {engine.label}: {last_line(error)}", "leave it out"
             ) from error
         self._request = compiled.create_infer_request()
+        self._profile, self.operator_s = profile, Counter[str]()
         self.facts = {name: _text(compiled.get_property(name)) for name in FACTS}
 
     def log_probs(self, ids: Ids, one_by_one: int) -> Logs:
@@ -170,6 +183,9 @@ class Graph:
                 "beam_idx": np.zeros(1, dtype=np.int32),
             }
         )
+        if self._profile and ids.size == 1:
+            for operator in self._request.profiling_info:
+                self.operator_s[operator.node_type] += operator.real_time.total_seconds()
         return np.array(next(iter(out.values()))[0], dtype=np.float32)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,8 @@ from pipeline.llm.reference import Ids
 from pipeline.llm.source import Source
 from pipeline.measurement.clock import monotonic
 
+Logs = NDArray[np.float64]
+
 GIB = 1 << 30
 MAX_CACHE_GIB = 4
 
@@ -28,6 +31,7 @@ class Room(Frozen):
     context: int  # tokens of the longest request
     cache_values_per_token: int
     threads: int = 0
+    requests: int = 1  # at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +39,19 @@ class Generation:
     """An answer, its log-probabilities, and when its tokens came."""
 
     tokens: Ids  # [n]
-    log_probs: NDArray[np.float64]  # [n]; empty if the library gives none
+    log_probs: Logs  # [n]; empty if the library gives none
     times_s: tuple[float, ...]  # from the request to each token, [n]
 
 
 class Generator(Protocol):
     """An opened engine."""
 
-    def generate(self, prompt: Ids, tokens: int) -> Generation:
-        """Continue a prompt greedily by exactly this number of tokens."""
+    def generate_together(self, prompts: Sequence[Ids], tokens: int) -> tuple[Generation, ...]:
+        """Continue prompts, sent at once, greedily by exactly this number of tokens each."""
+        ...
+
+    def cache_bytes_per_token(self) -> float:
+        """Return the memory of keys and values per token so far, 0 where it is not known."""
         ...
 
 
@@ -54,15 +62,38 @@ def open_generator(engine: LanguageEngine, source: Source, room: Room) -> Genera
     return InTransformers(source, room.threads)
 
 
-class Served:
-    """GenAI's pipeline with continuous batching and paged attention."""
+@dataclass(slots=True)
+class _Parts:
+    """What a request has got so far."""
 
-    def __init__(self, engine: LanguageEngine, room: Room) -> None:
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+
+class Served:
+    """GenAI's pipeline with continuous batching and paged attention.
+
+    `prefix_caching` keeps keys and values of earlier prompts: a repeated one costs nothing, so it
+    is off where time is measured. `step_tokens` limits the tokens of one step, so that longer
+    prompts are read in chunks; 0 leaves GenAI's limit.
+    """
+
+    def __init__(
+        self,
+        engine: LanguageEngine,
+        room: Room,
+        *,
+        prefix_caching: bool = False,
+        step_tokens: int = 0,
+    ) -> None:
         library = genai()
         scheduler = library.SchedulerConfig()
-        needed = room.context * room.cache_values_per_token * 4 * 2
+        needed = room.context * room.cache_values_per_token * 4 * 2 * room.requests
         scheduler.cache_size = min(MAX_CACHE_GIB, math.ceil(needed / GIB))
-        scheduler.enable_prefix_caching = False  # a repeated prompt would cost nothing
+        scheduler.enable_prefix_caching = prefix_caching
+        if step_tokens:
+            scheduler.max_num_batched_tokens = step_tokens
         try:
             self._pipeline = library.ContinuousBatchingPipeline(
                 str(engine.root), scheduler, "CPU", engine.properties(room.threads)
@@ -73,17 +104,62 @@ class Served:
                 "leave this candidate out",
             ) from error
         self._library, self._requests = library, 0
+        self._longest = 0  # tokens that were in the cache at once
+        self.steps = 0
 
-    def log_probs(self, ids: Ids) -> NDArray[np.float64]:
+    def log_probs(self, ids: Ids) -> Logs:
         """Return the log-probability of each token after the first: [n - 1]."""
+        (log_probs,) = self.log_probs_together([ids])
+        return log_probs
+
+    def log_probs_together(self, texts: Sequence[Ids]) -> tuple[Logs, ...]:
+        """Return those of several texts, which are sent at once."""
         options = self._options(1)
         options.echo = True
-        _, log_probs, _ = self._run(ids, options)
-        return _expected(log_probs, ids.size + 1)[1 : ids.size]
+        found = self._run(texts, options)
+        return tuple(
+            _expected(parts.log_probs, ids.size + 1)[1 : ids.size]
+            for ids, parts in zip(texts, found, strict=True)
+        )
 
     def generate(self, prompt: Ids, tokens: int) -> Generation:
-        answer, log_probs, times_s = self._run(prompt, self._options(tokens))
-        return Generation(answer, _expected(log_probs, tokens), times_s)
+        """Continue a prompt greedily by exactly this number of tokens."""
+        (answer,) = self.generate_together([prompt], tokens)
+        return answer
+
+    def generate_together(self, prompts: Sequence[Ids], tokens: int) -> tuple[Generation, ...]:
+        return tuple(
+            Generation(
+                np.asarray(parts.tokens), _expected(parts.log_probs, tokens), tuple(parts.times_s)
+            )
+            for parts in self._run(prompts, self._options(tokens))
+        )
+
+    def step_times(self, prompt: Ids, tokens: int) -> tuple[float, float, float]:
+        """Return the mean time between tokens, and that of operators and of sampling in it, in
+        seconds: what an answer takes beyond its first token, by GenAI's own clock.
+        """
+        import openvino as ov
+
+        times = []
+        for count in (1, tokens):
+            options = self._options(count)
+            (result,) = self._pipeline.generate([ov.Tensor(prompt[None])], [options])
+            raw = result.perf_metrics.raw_metrics
+            microseconds = (raw.generate_durations, raw.inference_durations, raw.sampling_durations)
+            times.append([sum(each) / 1e6 for each in microseconds])
+        total_s, operators_s, sampling_s = (
+            (all_s - first_s) / (tokens - 1) for first_s, all_s in zip(*times, strict=True)
+        )
+        return total_s, operators_s, sampling_s
+
+    def cache_bytes_per_token(self) -> float:
+        """Return the memory of keys and values per token: of the blocks that the largest requests
+        filled, with scales.
+        """
+        metrics = self._pipeline.get_metrics()
+        used = metrics.max_cache_usage / 100 * metrics.kv_cache_size_in_bytes
+        return float(used) / max(self._longest, 1)
 
     def _options(self, tokens: int) -> Any:
         options = self._library.GenerationConfig()
@@ -91,21 +167,29 @@ class Served:
         options.do_sample, options.ignore_eos, options.logprobs = False, True, 1
         return options
 
-    def _run(self, ids: Ids, options: Any) -> tuple[Ids, NDArray[np.float64], tuple[float, ...]]:
+    def _run(self, prompts: Sequence[Ids], options: Any) -> list[_Parts]:
         import openvino as ov
 
-        self._requests += 1
-        begin = monotonic()
-        handle = self._pipeline.add_request(self._requests, ov.Tensor(ids[None]), options)
-        tokens, log_probs, times_s = list[int](), list[float](), list[float]()
+        begin, handles = monotonic(), []
+        for prompt in prompts:
+            self._requests += 1
+            handles.append(
+                self._pipeline.add_request(self._requests, ov.Tensor(prompt[None]), options)
+            )
+        found = [_Parts() for _ in handles]
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
-            while handle.can_read():
-                for part in handle.read().values():
-                    tokens += part.generated_ids
-                    log_probs += part.generated_log_probs
-                    times_s += [monotonic() - begin] * len(part.generated_ids)
-        return np.asarray(tokens), np.asarray(log_probs), tuple(times_s)
+            self.steps += 1
+            for handle, parts in zip(handles, found, strict=True):
+                while handle.can_read():
+                    for output in handle.read().values():
+                        parts.tokens += output.generated_ids
+                        parts.log_probs += output.generated_log_probs
+                        parts.times_s += [monotonic() - begin] * len(output.generated_ids)
+        # the last token of an answer is never read
+        tokens = sum(ids.size + options.max_new_tokens - 1 for ids in prompts)
+        self._longest = max(self._longest, tokens)
+        return found
 
 
 class InTransformers:
@@ -118,23 +202,28 @@ class InTransformers:
             torch.set_num_threads(threads)
         self._model = load_model(source)
 
-    def generate(self, prompt: Ids, tokens: int) -> Generation:
+    def generate_together(self, prompts: Sequence[Ids], tokens: int) -> tuple[Generation, ...]:
+        """Continue prompts of equal length as one batch."""
         import torch
 
-        times_s, answer = list[float](), list[int]()
+        times_s, answers = list[float](), list[Ids]()
         begin = monotonic()
         with torch.inference_mode():
-            given, cache = torch.tensor(prompt)[None], None
+            given, cache = torch.tensor(np.stack(prompts)), None  # [requests, n]
             for _ in range(tokens):
                 out = self._model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 given, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
-                answer.append(int(given))
+                answers.append(given[:, 0].numpy())
                 times_s.append(monotonic() - begin)
-        return Generation(np.asarray(answer), np.empty(0), tuple(times_s))
+        columns = np.stack(answers, 1)  # [requests, tokens]
+        return tuple(Generation(row, np.empty(0), tuple(times_s)) for row in columns)
+
+    def cache_bytes_per_token(self) -> float:
+        return 0.0
 
 
-def _expected(log_probs: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+def _expected(log_probs: Sequence[float], count: int) -> Logs:
     """InternalError unless GenAI gave one number for each token."""
-    if log_probs.size != count:
-        raise InternalError(f"expected {count} log-probabilities of GenAI, got {log_probs.size}")
-    return log_probs
+    if len(log_probs) != count:
+        raise InternalError(f"expected {count} log-probabilities of GenAI, got {len(log_probs)}")
+    return np.asarray(log_probs)

@@ -13,8 +13,8 @@ from pipeline.results.report import Verdict
 from service.http.schemas import Times, times_of
 
 if TYPE_CHECKING:
-    from pipeline.llm.race import AnswerTimes
     from pipeline.llm.results import LanguageReport
+    from pipeline.llm.speed.times import AnswerTimes
 
 
 class AnswerLatency(Frozen):

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 
 from pipeline.formatting import interval, shape_text, time_text
 from pipeline.llm.gate import Judged, percent_text
-from pipeline.llm.race import AnswerTimes
 from pipeline.llm.results import AnyReport, LanguageReport
+from pipeline.llm.speed.times import AnswerTimes
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.comparison import NotMeasurable, compare_apart
 from pipeline.results.layer_table import LayerTable

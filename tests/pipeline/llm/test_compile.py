@@ -15,7 +15,7 @@ from pipeline.llm.hf import load_model
 from pipeline.llm.plan import LanguageAccuracy, LanguageCandidate
 from pipeline.llm.reference import refer
 from pipeline.llm.scoring import Graph, score
-from pipeline.llm.served import Room
+from pipeline.llm.served import Room, Served
 from pipeline.llm.source import describe, find_source
 from pipeline.llm.texts import read_documents
 from pipeline.llm.weights import build
@@ -74,6 +74,31 @@ def test_the_engine_says_what_the_model_says(
     assert judged.passed, judged.failures
     assert scores.path_difference < 1e-3
     assert scores.facts["KV_CACHE_PRECISION"] == "f32"
+    assert [way.answers for way in scores.ways] == [4, 4, 4]
+    assert max(way.largest_difference for way in scores.ways) < 1e-3
+
+
+def test_prompts_are_read_in_chunks_and_from_the_cache(tmp_path: Path) -> None:
+    """Steps tell what GenAI does: without it, the ways of serving would not differ."""
+    source = find_source(str(write_model(tmp_path / "model")))
+    about = describe(source, 256)
+    for name in ("exported", "engine"):
+        (tmp_path / name).mkdir()
+    exported = export(source, about, tmp_path / "exported")
+    engine = build(exported, EXACT, source, None, tmp_path / "engine")
+    room = Room(context=256, cache_values_per_token=about.cache_values_per_token)
+    prompt = np.random.default_rng(0).integers(3, 380, 100)
+    served = Served(engine, room, prefix_caching=True, step_tokens=24)
+    steps = []
+    for _ in range(2):
+        before = served.steps
+        served.generate(prompt, 2)
+        steps.append(served.steps - before)
+    assert steps[0] >= 5 + 1, "five chunks, the last of which gives the first token"
+    assert steps[1] < steps[0], "most of the prompt was in the cache"
+    whole = Served(engine, room)
+    whole.generate(prompt, 2)
+    assert whole.steps == 2
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +111,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
         {"weights": "int4_sym", "kv_cache": "f32", "arithmetic": "f32"},
         {"weights": "stored"},  # there is no GGUF file to be read
     ]
-    benchmark = {"prompt_tokens": 16, "output_tokens": 4, "budget_s": 5}
+    benchmark = {"prompt_tokens": 16, "output_tokens": 4, "concurrency": [1, 3], "budget_s": 5}
     accuracy = {"max_perplexity_increase": 1.0, "max_kl": 0.02}
     plan = language_plan(
         folder, model, candidates=candidates, benchmark=benchmark, accuracy=accuracy
@@ -108,6 +133,16 @@ def test_a_compile_ends_with_an_engine_and_a_report(compiled: tuple[Path, int, s
     assert rough["times"] is None, "what is beyond the limits is not timed"
     assert "GGUF" in stored["failure"]
     assert report["baseline"]["label"] == "transformers fp32"
+    assert [level["concurrency"] for level in exact["times"]["levels"]] == [1, 3]
+    roof, parts = exact["times"]["roofline"], exact["times"]["parts"]
+    assert exact["times"]["parts_missing"] == ""
+    assert 0 < roof["weight_bytes"] <= exact["weight_bytes"]
+    cached = exact["times"]["cache_bytes_per_token"]  # f32: 4 bytes a value, in blocks of 32
+    assert 4 <= cached / report["model"]["cache_values_per_token"] < 16
+    assert roof["memory_bytes_per_s"] > 0
+    assert roof["share"] == roof["floor_s"] / exact["times"]["levels"][0]["next_token_s"]
+    assert min(parts.values()) >= 0
+    assert parts["products_s"] > 0
     page = (out / "report.html").read_text()
     assert report["headline"] in (out / "report.md").read_text().replace("\\", "")
     assert "int4_sym per channel" in page

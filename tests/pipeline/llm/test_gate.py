@@ -16,6 +16,8 @@ from pipeline.llm.scoring import (
     log_softmax,
     score_document,
 )
+from pipeline.llm.served import Generation
+from pipeline.llm.ways import WayScore, way_score
 
 
 def scores(extra: float = 0.0, cached: float = 0.0, path: float = 0.0, kl: float = 0.0) -> Scores:
@@ -67,6 +69,34 @@ def test_each_limit_is_kept(given: Scores, limits: LanguageAccuracy, message: st
     judged = judge(given, limits)
     assert not judged.passed
     assert message in " ".join(judged.failures)
+
+
+def test_an_answer_that_depends_on_its_batch_is_refused() -> None:
+    ways = (
+        WayScore(way="from the cache", difference=0.0, largest_difference=0, answers=4, changed=0),
+        WayScore(way="in a batch", difference=0.2, largest_difference=0.9, answers=4, changed=1),
+    )
+    given = scores().model_copy(update={"ways": ways})
+    (failure,) = judge(given, LanguageAccuracy()).failures
+    assert failure.startswith("an answer in a batch is not the one that it gives alone")
+    judged = judge(given, LanguageAccuracy(max_serving_difference=0.3))
+    assert judged.passed
+    assert judged.ways == ways
+
+
+def generation(tokens: list[int], log_probs: list[float]) -> Generation:
+    return Generation(np.array(tokens), np.array(log_probs), ())
+
+
+def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
+    alone = [generation([1, 2, 3], [-1.0, -2.0, -3.0]), generation([4, 5], [-1.0, -1.0])]
+    other = [generation([1, 2, 9], [-1.0, -2.5, -9.0]), generation([4, 5], [-1.1, -1.0])]
+    score = way_score("otherwise", alone, other)
+    assert score.difference == pytest.approx(0.6 / 4)
+    assert score.largest_difference == pytest.approx(0.5)
+    assert (score.answers, score.changed, score.changed_share) == (2, 1, 0.5)
+    none = way_score("otherwise", alone[:1], [generation([9, 2, 3], [-1.0, -2.0, -3.0])])
+    assert none.difference == math.inf, "no token agrees, so nothing shows that answers do"
 
 
 def test_the_worse_of_both_ways_counts() -> None:

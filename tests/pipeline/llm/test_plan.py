@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.errors import PlanError
 from pipeline.llm.plan import (
+    Goodput,
     LanguageCandidate,
     is_language_plan,
     language_plan_from_document,
@@ -47,6 +48,15 @@ def test_labels_tell_candidates_apart() -> None:
     ]
 
 
+def test_levels_and_limits_are_read_as_they_are_written() -> None:
+    limits = {"max_first_token_s": 1, "max_next_token_s": 0.1}
+    change = {"benchmark": {"concurrency": 4}, "objective": limits}
+    plan = language_plan_from_document({**PLAN, **change}, Path("/"))
+    assert plan.benchmark.concurrency == (4,)
+    assert plan.objective == Goodput(max_first_token_s=1, max_next_token_s=0.1)
+    assert language_plan_from_document(PLAN, Path("/")).objective == "latency"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -64,6 +74,11 @@ def test_labels_tell_candidates_apart() -> None:
             "'int8 kv-u8' is listed twice",
         ),
         ({"effort": "high"}, "expected texts.calibration"),
+        ({"benchmark": {"concurrency": [4, 1]}}, "expected ascending numbers such as [1, 4]"),
+        ({"benchmark": {"concurrency": []}}, "expected ascending numbers"),
+        ({"benchmark": {"concurrency": 0}}, "greater than or equal to 1"),
+        ({"objective": "throughput"}, "expected latency or {max_first_token_s: 1"),
+        ({"objective": {"max_first_token_s": 1}}, "max_next_token_s"),
         (
             {"texts": {**TEXTS, "max_tokens": 64, "cached_tokens": 64}},
             "texts.cached_tokens: expected below max_tokens, 64, got 64",

@@ -8,13 +8,13 @@ from typing import Any
 from pipeline.core import Target
 from pipeline.execution.store import Key, Store
 from pipeline.host.environment import environment
-from pipeline.llm.engine import MODEL_FILE, LanguageEngine
+from pipeline.llm.engine import MODEL_FILE, SETTINGS_FILE, LanguageEngine, LanguageSettings
 from pipeline.llm.gate import Judged
 from pipeline.llm.plan import LanguageCandidate, LanguageModelConfig, LanguagePlan, Texts
-from pipeline.llm.race import AnswerTimes
 from pipeline.llm.render import publish
 from pipeline.llm.results import LanguageReport, LanguageResult
 from pipeline.llm.source import Description
+from pipeline.llm.speed.times import AnswerTimes, LevelTimes
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 
@@ -43,9 +43,16 @@ def judged(increase: float, *failures: str) -> Judged:
 def times(label: str, answer_s: float, ratio: Interval | None = None) -> AnswerTimes:
     return AnswerTimes(
         label=label,
-        answer=Samples(values_s=tuple(answer_s * (1 + n / 1000) for n in range(8))),
-        first_token_s=answer_s / 4,
-        next_token_s=answer_s / 40,
+        levels=(
+            LevelTimes(
+                concurrency=1,
+                round=Samples(values_s=tuple(answer_s * (1 + n / 1000) for n in range(8))),
+                first_token_s=answer_s / 4,
+                next_token_s=answer_s / 40,
+                tokens_per_s=32 / answer_s,
+                user_tokens_per_s=32 / answer_s,
+            ),
+        ),
         memory_bytes=10**8,
         ratio=ratio,
     )
@@ -57,6 +64,14 @@ def sample_language_report(store: Path, **changes: Any) -> LanguageReport:
 
     def make(folder: Path) -> LanguageEngine:
         (folder / MODEL_FILE).write_bytes(b"engine")
+        settings = LanguageSettings(
+            end_tokens=(2,),
+            special_tokens={},
+            context=256,
+            vocabulary=384,
+            cache_values_per_token=128,
+        )
+        (folder / SETTINGS_FILE).write_text(settings.model_dump_json())
         return LanguageEngine(
             root=folder,
             file=MODEL_FILE,

@@ -1,0 +1,262 @@
+"""Which engine answers fastest: an interleaved race, as for other models.
+
+A run is a round: a number of requests at once, each a prompt of a given length, and a given number
+of tokens after it. The processes of the baseline also read memory, so that the roofline is of the
+same minutes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.interleaved import (
+    Block,
+    Contestant,
+    NextShape,
+    Peer,
+    RaceEntry,
+    Ready,
+    Take,
+    race,
+)
+from pipeline.benchmark.memory_reads import Buffer, buffer_beyond_caches, part_of, read_rate
+from pipeline.core import Frozen, Progress, silent
+from pipeline.errors import ChildDied, ChildStopped, PlanError, UserError
+from pipeline.execution.child_process import Channel, Child, call_in_child
+from pipeline.host.contention import cpu_clock
+from pipeline.host.environment import peak_memory_bytes, usable_cores
+from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.plan import Goodput, LanguageBenchmark, LanguageObjective
+from pipeline.llm.reference import Ids, Reference, documents_of
+from pipeline.llm.served import Generation, Room, open_generator
+from pipeline.llm.source import Source
+from pipeline.llm.speed.roofline import measure_parts, roofline, weight_bytes_read
+from pipeline.llm.speed.times import AnswerBlock, AnswerTimes, answer_times
+from pipeline.measurement.clock import monotonic
+from pipeline.plan.schema import BenchmarkConfig
+from pipeline.stages.benchmark import BusyHost, baseline_of
+
+ANSWERS_S = 0.06
+"""Measuring time of an engine: so little that each block is one round."""
+
+
+READ_S = 0.05
+"""Time of reading one buffer, in each block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBlock(Block):
+    """How fast memory was read."""
+
+    rates: tuple[float, ...] = ()  # bytes per second; of the whole buffer, and of each size
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """An engine in the race, which also says what it is."""
+
+    recipe: LanguageEngine
+    is_on_gpu: bool = False
+
+
+class Race(Frozen):
+    """One run."""
+
+    prompt_tokens: int
+    output_tokens: int
+    rows: tuple[AnswerTimes, ...]  # the baseline first
+    load_1min: float
+
+
+def measure(
+    engines: Sequence[LanguageEngine],
+    source: Source,
+    reference: Reference,
+    options: LanguageBenchmark,
+    objective: LanguageObjective,
+    room: Room,
+    progress: Progress = silent,
+) -> Race:
+    """Time answers of all engines in turn. The first one is the baseline, whose processes also
+    read memory.
+    """
+    prompts = prompts_from(reference, options.prompt_tokens)
+    limits = objective if isinstance(objective, Goodput) else None
+    sizes = {engine.label: weight_bytes_read(engine) for engine in engines[1:]}
+
+    def start(entrant: Entrant) -> Peer:
+        engine = entrant.recipe
+        reads = tuple(sizes.values()) if engine is engines[0] else ()
+        return Child(contend, engine, source, room, prompts, options, reads, name=engine.label)
+
+    # a latency at the first level says nothing about goodput at another one: all run to the end
+    role = Role.COMPARED if limits else Role.CANDIDATE
+    entries = [
+        RaceEntry(Entrant(engine), role if number else Role.BASELINE)
+        for number, engine in enumerate(engines)
+    ]
+    lengths = f"{options.prompt_tokens} tokens in, {options.output_tokens} out"
+    shapes = [f"{requests} x {lengths}" for requests in options.concurrency]
+    times = BenchmarkConfig(
+        duration_s=ANSWERS_S, budget_s=options.budget_s, warmup_runs=1, warmup_s=0
+    )
+    contestants = race(entries, [*shapes, "reading memory"], times, start, progress)
+    host = BusyHost(os.getloadavg()[0], usable_cores())
+    baseline = baseline_of(contestants)
+    rows = [
+        answer_times(contestant, baseline, options.concurrency, limits, host)
+        for contestant in contestants
+    ]
+    memory, resident = read_rates(contestants[0], tuple(sizes))
+    found = list[AnswerTimes]()
+    for engine, row in zip(engines, rows, strict=True):
+        if row.levels and engine.label in resident:
+            row = with_parts(row, engine, room, prompts[0], options.output_tokens, progress)
+            roof = roofline(
+                sizes[engine.label],
+                row.cache_bytes_per_token,
+                options,
+                (memory, resident[engine.label]),
+                row.next_token_s,
+            )
+            row = row.model_copy(update={"roofline": roof})
+        found.append(row)
+    return Race(
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        rows=tuple(found),
+        load_1min=round(host.load_1min, 2),
+    )
+
+
+def read_rates(
+    reader: Contestant[Entrant], labels: Sequence[str]
+) -> tuple[float, dict[str, float]]:
+    """Return the fastest rate of the whole buffer, and by engine that of one of its size.
+
+    The second is empty if the reader failed.
+    """
+    blocks = [block.rates for block in reader.blocks[-1] if isinstance(block, ReadBlock)]
+    blocks = [rates for rates in blocks if rates]
+    if not blocks:
+        return 0.0, {}
+    memory, *resident = (max(each) for each in zip(*blocks, strict=True))
+    return memory, dict(zip(labels, resident, strict=True))
+
+
+def with_parts(
+    row: AnswerTimes,
+    engine: LanguageEngine,
+    room: Room,
+    prompt: Ids,
+    tokens: int,
+    progress: Progress,
+) -> AnswerTimes:
+    """Add where the time between tokens goes, or why that is not known."""
+    arguments = (engine, room, prompt, tokens)
+    try:
+        parts = call_in_child(measure_parts, *arguments, name=engine.label, progress=progress)
+    except ChildStopped:
+        raise
+    except (UserError, ChildDied) as error:
+        return row.model_copy(update={"parts_missing": error.message})
+    return row.model_copy(update={"parts": parts})
+
+
+def prompts_from(reference: Reference, tokens: int) -> tuple[Ids, ...]:
+    """Return the first tokens of the texts that are long enough. PlanError if none is."""
+    documents = list(documents_of(reference))
+    prompts = tuple(one.ids[:tokens] for one in documents if one.ids.size >= tokens)
+    if not prompts:
+        longest = max(one.ids.size for one in documents)
+        raise PlanError(
+            f"benchmark.prompt_tokens: {tokens}, but the longest text of the selection set has"
+            f" {longest} tokens",
+            "lower it, raise `texts.max_tokens`, or add a longer text",
+        )
+    return prompts
+
+
+def contend(
+    channel: Channel,
+    engine: LanguageEngine,
+    source: Source,
+    room: Room,
+    prompts: Sequence[Ids],
+    options: LanguageBenchmark,
+    reads: tuple[int, ...],
+) -> None:
+    """Open an engine, and answer prompts at each request of the parent; then read memory, in
+    buffers of the sizes `reads`, in bytes.
+    """
+    generator = open_generator(engine, source, room)
+    gc.collect()
+    gc.disable()
+    following = cycle(prompts)
+    channel.send(Ready())
+    for requests in options.concurrency:
+
+        def answer(requests: int = requests) -> tuple[Generation, ...]:
+            given = list(islice(following, requests))
+            return generator.generate_together(given, options.output_tokens)
+
+        channel.receive()  # how long to warm up: one round is enough for all buffers
+        channel.send((_seconds(answer()),))
+        while not isinstance(message := channel.receive(), NextShape):
+            assert isinstance(message, Take)
+            before, begin_s, rounds = cpu_clock(), monotonic(), list[tuple[Generation, ...]]()
+            while not rounds or monotonic() - begin_s < message.seconds:
+                rounds.append(answer())
+            waiting = cpu_clock().held_up_since(before, len(rounds))
+            channel.send(_block(rounds, waiting, generator.cache_bytes_per_token()))
+    channel.receive()
+    buffer = buffer_beyond_caches() if reads else None
+    channel.send(())
+    while not isinstance(channel.receive(), NextShape):
+        threads = room.threads or usable_cores()
+        rates = () if buffer is None else _read(buffer, reads, threads)
+        channel.send(ReadBlock(**usual_fields((), 0.0), rates=rates))
+
+
+def _read(buffer: Buffer, sizes: Sequence[int], threads: int) -> tuple[float, ...]:
+    parts = [buffer, *(part_of(buffer, size) for size in sizes)]
+    return tuple(read_rate(part, threads, READ_S) for part in parts)
+
+
+def _seconds(answers: Sequence[Generation]) -> float:
+    return max(one.times_s[-1] for one in answers)
+
+
+def _block(
+    rounds: Sequence[tuple[Generation, ...]], waiting: float, cache_bytes_per_token: float
+) -> AnswerBlock:
+    return AnswerBlock(
+        **usual_fields(tuple(map(_seconds, rounds)), waiting),
+        answers=tuple(one.times_s for answers in rounds for one in answers),
+        cache_bytes_per_token=cache_bytes_per_token,
+    )
+
+
+def usual_fields(times_s: tuple[float, ...], waiting: float) -> dict[str, Any]:
+    """Return the fields of every block."""
+    return {
+        "runs": len(times_s),
+        "run_s": sum(times_s),
+        "timed_runs": 0,
+        "timed_compute_s": 0.0,
+        "rewarm_s": (),
+        "end_to_end_s": times_s,
+        "latency_s": (),
+        "upload_s": (),
+        "enqueue_s": (),
+        "compute_s": (),
+        "download_s": (),
+        "peak_memory_bytes": peak_memory_bytes(),
+        "waiting": waiting,
+    }
