@@ -46,7 +46,6 @@ from service.inference import Serving
 from service.jobs.queue import WORKER
 from service.jobs.traces import JobSpans, provider_from, telemetry_of
 from service.language.generation import Generating
-from service.language.none import NoLanguages
 from service.observability.prometheus import Metrics
 from service.pages import PAGE_ROUTERS
 from service.pages.rendering import error_page
@@ -105,7 +104,7 @@ def create_app(
             app.state.service = service
             app.state.site = open_site(settings.docs)
             service.serving = serving or service.models
-            service.generating = generating or NoLanguages()
+            service.generating = generating or service.models
             service.bytes_in_flight = bytes_in_flight
             yield
         if traces is not None:
