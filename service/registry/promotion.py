@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.core import CODE_BACKENDS, Engine
-from pipeline.errors import CrucibleError, DamagedError
+from pipeline.errors import CrucibleError
 from pipeline.execution.child_process import Child, TimeLimit
 from pipeline.execution.store import Manifest, read_manifest
 from pipeline.llm.engine import LanguageEngine, read_settings
@@ -75,8 +75,6 @@ def candidate_of(
     report = published_any_report(folder)
     check_report(report, override)
     engine = published_engine(folder)
-    if not isinstance(engine, Engine):
-        raise DamagedError(f"the engine of job {job_id} is not that of its report")
     check_own(engine, read_manifest(engine.root), job)
     return Candidate(job.id, job.owner, report, engine)
 
