@@ -4,14 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipeline.errors import PlanError
 from pipeline.llm.plan import (
     Goodput,
     LanguageCandidate,
+    LanguagePlan,
+    any_plan_from_json,
     is_language_plan,
     language_plan_from_document,
+    load_any_plan,
 )
+from pipeline.plan.schema import Plan
 
 TEXTS = {"selection": "s.jsonl", "validation": "v.jsonl"}
 PLAN: dict[str, Any] = {"language_model": {"path": "m.gguf"}, "texts": TEXTS}
@@ -97,3 +102,19 @@ def test_overrides_set_one_key(tmp_path: Path) -> None:
     )
     assert plan.accuracy.max_perplexity_increase == 0.5
     assert "accuracy" not in PLAN
+
+
+def test_an_override_that_cannot_be_set_names_the_page_of_these_plans(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as error:
+        language_plan_from_document(PLAN, tmp_path, overrides=["language_model.path.x=1"])
+    assert "docs/reference/language-plan.md" in error.value.next_step
+
+
+def test_a_file_holds_a_plan_of_either_kind(tmp_path: Path) -> None:
+    (tmp_path / "language.yaml").write_text(yaml.safe_dump(PLAN))
+    (tmp_path / "engines.yaml").write_text("model: {path: m.onnx}")
+    for name, kind in (("language", LanguagePlan), ("engines", Plan)):
+        plan = load_any_plan(tmp_path / f"{name}.yaml")
+        assert isinstance(plan, kind)
+        assert plan.name == name
+        assert any_plan_from_json(plan.model_dump_json()) == plan
