@@ -40,8 +40,10 @@ class Form(Protocol):
     def begin(self, count: int) -> Sequence[BaseModel]:
         """Return the events before the first part of `count` answers."""
 
-    def piece(self, index: int, part: Part) -> BaseModel:
-        """Return the event of a part. Only the fields that are set are sent."""
+    def piece(self, index: int, part: Part) -> BaseModel | None:
+        """Return the event of a part; None if it tells nothing, as one whose text is held back.
+        Only the fields that are set are sent.
+        """
 
     def usage(self, usage: Usage) -> BaseModel:
         """Return the event of the usage."""
@@ -62,7 +64,9 @@ class CompletionForm:
     def begin(self, count: int) -> Sequence[BaseModel]:
         return ()
 
-    def piece(self, index: int, part: Part) -> Completion:
+    def piece(self, index: int, part: Part) -> Completion | None:
+        if _is_silent(part) and self._logprobs is None:
+            return None
         return self._completion(self._choice(index, part))
 
     def usage(self, usage: Usage) -> Completion:
@@ -105,7 +109,9 @@ class ChatForm:
             for index in range(count)
         ]
 
-    def piece(self, index: int, part: Part) -> ChatChunk:
+    def piece(self, index: int, part: Part) -> ChatChunk | None:
+        if _is_silent(part) and not self._logprobs:
+            return None
         return self._chunk(
             ChunkChoice(
                 index=index,
@@ -146,3 +152,7 @@ class ChatForm:
             model=head.model,
             choices=choices,
         )
+
+
+def _is_silent(part: Part) -> bool:
+    return not part.text and part.finish is None

@@ -57,8 +57,8 @@ class AnswerStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     async def _events(self, answers: RunningAnswers) -> AsyncIterator[bytes]:
-        for event in self._form.begin(len(answers.answers)):
-            yield self._data(event)
+        for first in self._form.begin(len(answers.answers)):
+            yield self._data(first)
         try:
             while True:
                 try:
@@ -71,7 +71,8 @@ class AnswerStream(StreamingResponse):
                     continue
                 if item is None:
                     break
-                yield self._data(self._form.piece(*item))
+                if (event := self._form.piece(*item)) is not None:
+                    yield self._data(event)
         except Exception as error:  # noqa: BLE001  the status is sent: the stream must tell
             body = refusal_body(self._answer_error(error), error)
             yield format_sse_event(event="error", data_str=body.decode())

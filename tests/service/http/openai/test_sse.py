@@ -12,7 +12,7 @@ from service.http.openai.forms import CompletionForm, Head
 from service.http.openai.running import RunningAnswers
 from service.http.openai.sse import DONE, AnswerStream
 from service.http.sse import HEARTBEAT
-from service.language.generation import Part
+from service.language.generation import Part, ScoredToken
 
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
 
@@ -28,6 +28,7 @@ class LateAnswer:
 
     async def __aiter__(self) -> AsyncIterator[Part]:
         yield Part("a")
+        yield Part(tokens=(ScoredToken(1, "b", None),))  # its text is held back
         await self.go.wait()
         if self._error is not None:
             raise self._error
