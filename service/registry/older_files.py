@@ -38,7 +38,8 @@ class OlderFolder:
     def size_bytes(self) -> int:
         if self.paths is None:
             return bytes_of(self.folder)
-        return sum((self.folder / path).stat().st_size for path in self.paths)
+        files = [self.folder / path for path in self.paths]
+        return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def older_folders(database: Database, folders: Folders) -> tuple[OlderFolder, ...]:
@@ -79,7 +80,10 @@ def upload_older(database: Database, folders: Folders, files: Files, older: Olde
             # an earlier version wrote the path of this home, which other servers do not have
             folders.save_plan(older.job, folders.load_plan(older.job))
     like = (folders.report(older.job),) if older.version else ()
-    stored = files.upload(older.folder, like=like, paths=older.paths)
+    try:
+        stored = files.upload(older.folder, like=like, paths=older.paths)
+    except FileNotFoundError:  # removed meanwhile
+        return False
     name = str(older.folder.relative_to(folders.home))
     with database.write() as rows:
         if older.version is not None:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from service.registry.older_files import older_folders, upload_older
 from service.settings import Settings
 from service.storage.database import Database
-from service.storage.files import files_from
+from service.storage.files import Files, StoredFile, files_from
 from service.storage.layout import Folders
 from service.storage.tables import files as table
 from service.storage.tables import jobs
@@ -115,6 +115,20 @@ def test_what_is_removed_meanwhile_is_not_named_again(
         with database.read() as rows:
             named = set(rows.scalars(sa.select(table.c.folder)))
         assert not any(older[1] in folder for folder in named)
+
+
+def test_a_folder_that_is_removed_during_its_upload_is_left_out(
+    tmp_path: Path, postgresql: str, older: list[str]
+) -> None:
+    class Removing(Files):
+        def upload(self, folder: Path, *rest: Any, **more: Any) -> tuple[StoredFile, ...]:
+            raise FileNotFoundError(folder)
+
+    folders = Folders(tmp_path / "a")
+    with closing(Database(postgresql)) as database:
+        found = older_folders(database, folders)
+        assert not upload_older(database, folders, Removing(database, folders.home), found[0])
+        assert older_folders(database, folders) == found
 
 
 def test_without_a_place_for_files_the_command_says_what_to_set(
