@@ -23,6 +23,7 @@ BENCHMARKS = {
     "calibration": "benchmarks.cpu.calibration",
     "few_bits": "benchmarks.cpu.few_bits",
     "plain_attention": "benchmarks.cpu.plain_attention",
+    "language_models": "benchmarks.language.language_models",
     "revisions": "benchmarks.cpu.revisions",
     # of the service
     "service_memory": "benchmarks.serving.service_memory",
@@ -62,6 +63,7 @@ QUESTIONS = {
     "calibration": "How does int8 accuracy depend on samples and calibration method?",
     "few_bits": "What do weights in 4 or 8 bits and SmoothQuant save and cost?",
     "plain_attention": "Is attention that is written plainly faster on the CPU?",
+    "language_models": "How fast do language models answer, beside transformers and llama.cpp?",
     "revisions": "Is this checkout slower than another one?",
     "service_memory": "How much memory do the server and a job take?",
     "json_beside_binary": "What do long JSON requests cost short binary ones?",

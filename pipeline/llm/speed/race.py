@@ -20,6 +20,7 @@ from pipeline.benchmark.interleaved import (
     Contestant,
     NextShape,
     Peer,
+    R,
     RaceEntry,
     Ready,
     Take,
@@ -34,7 +35,7 @@ from pipeline.host.environment import peak_memory_bytes, usable_cores
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.plan import Goodput, LanguageBenchmark, LanguageObjective
 from pipeline.llm.reference import Ids, Reference, documents_of
-from pipeline.llm.served import Generation, Room, open_generator
+from pipeline.llm.served import Generation, Generator, Room, open_generator
 from pipeline.llm.source import Source
 from pipeline.llm.speed.roofline import measure_parts, roofline, weight_bytes_read
 from pipeline.llm.speed.times import AnswerBlock, AnswerTimes, answer_times
@@ -46,6 +47,9 @@ ANSWERS_S = 0.06
 """Measuring time of an engine: so little that each block is one round."""
 
 
+READING = "reading memory"
+"""The last workload of every process, in words."""
+
 READ_S = 0.05
 """Time of reading one buffer, in each block."""
 
@@ -55,6 +59,21 @@ class ReadBlock(Block):
     """How fast memory was read."""
 
     rates: tuple[float, ...] = ()  # bytes per second; of the whole buffer, and of each size
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Which buffers a process reads: one that no cache holds, and parts of it. Without sizes,
+    none.
+    """
+
+    sizes: tuple[int, ...]  # bytes
+    threads: int
+
+    def rates(self, buffer: Buffer) -> tuple[float, ...]:
+        """Return bytes per second: of the whole buffer, and of each size."""
+        parts = [buffer, *(part_of(buffer, size) for size in self.sizes)]
+        return tuple(read_rate(part, self.threads, READ_S) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +122,8 @@ def measure(
     ]
     lengths = f"{options.prompt_tokens} tokens in, {options.output_tokens} out"
     shapes = [f"{requests} x {lengths}" for requests in options.concurrency]
-    times = BenchmarkConfig(
-        duration_s=ANSWERS_S, budget_s=options.budget_s, warmup_runs=1, warmup_s=0
-    )
-    contestants = race(entries, [*shapes, "reading memory"], times, start, progress)
+    times = race_times(options)
+    contestants = race(entries, [*shapes, READING], times, start, progress)
     host = BusyHost(os.getloadavg()[0], usable_cores())
     baseline = baseline_of(contestants)
     rows = [
@@ -135,9 +152,14 @@ def measure(
     )
 
 
-def read_rates(
-    reader: Contestant[Entrant], labels: Sequence[str]
-) -> tuple[float, dict[str, float]]:
+def race_times(options: LanguageBenchmark) -> BenchmarkConfig:
+    """Return the times of a race whose blocks are one round each."""
+    return BenchmarkConfig(
+        duration_s=ANSWERS_S, budget_s=options.budget_s, warmup_runs=1, warmup_s=0
+    )
+
+
+def read_rates(reader: Contestant[R], labels: Sequence[str]) -> tuple[float, dict[str, float]]:
     """Return the fastest rate of the whole buffer, and by engine that of one of its size.
 
     The second is empty if the reader failed.
@@ -192,10 +214,21 @@ def contend(
     options: LanguageBenchmark,
     reads: tuple[int, ...],
 ) -> None:
-    """Open an engine, and answer prompts at each request of the parent; then read memory, in
-    buffers of the sizes `reads`, in bytes.
-    """
-    generator = open_generator(engine, source, room)
+    """Open an engine, and answer prompts at each request of the parent."""
+    threads = room.threads or usable_cores()
+    answer_prompts(
+        channel, open_generator(engine, source, room), prompts, options, Reads(reads, threads)
+    )
+
+
+def answer_prompts(
+    channel: Channel,
+    generator: Generator,
+    prompts: Sequence[Ids],
+    options: LanguageBenchmark,
+    reads: Reads,
+) -> None:
+    """Answer prompts at each request of the parent, then read memory."""
     gc.collect()
     gc.disable()
     following = cycle(prompts)
@@ -216,17 +249,11 @@ def contend(
             waiting = cpu_clock().held_up_since(before, len(rounds))
             channel.send(_block(rounds, waiting, generator.cache_bytes_per_token()))
     channel.receive()
-    buffer = buffer_beyond_caches() if reads else None
+    buffer = buffer_beyond_caches() if reads.sizes else None
     channel.send(())
     while not isinstance(channel.receive(), NextShape):
-        threads = room.threads or usable_cores()
-        rates = () if buffer is None else _read(buffer, reads, threads)
+        rates = () if buffer is None else reads.rates(buffer)
         channel.send(ReadBlock(**usual_fields((), 0.0), rates=rates))
-
-
-def _read(buffer: Buffer, sizes: Sequence[int], threads: int) -> tuple[float, ...]:
-    parts = [buffer, *(part_of(buffer, size) for size in sizes)]
-    return tuple(read_rate(part, threads, READ_S) for part in parts)
 
 
 def _seconds(answers: Sequence[Generation]) -> float:
