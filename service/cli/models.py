@@ -99,6 +99,20 @@ def load(
     timeout_s: Annotated[
         float, typer.Option(help="Time limit of a request; a request may set a shorter one.")
     ] = DEFAULTS.timeout_s,
+    answer_timeout_s: Annotated[
+        float, typer.Option(help="Time limit of a whole answer of a language model.")
+    ] = DEFAULTS.answer_timeout_s,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Language models: tokens of all answers together in the cache of keys and values."
+            " Default: as the largest batch needs, or fewer if they do not fit."
+        ),
+    ] = None,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(help="Language models: read the same beginning of a prompt only once."),
+    ] = DEFAULTS.prefix_caching,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -117,6 +131,9 @@ def load(
             max_delay_s=max_delay_ms / 1e3,
             queue_limit=queue_limit,
             timeout_s=timeout_s,
+            answer_timeout_s=answer_timeout_s,
+            cache_tokens=cache_tokens,
+            prefix_caching=prefix_caching,
         )
     except ValidationError as error:
         raise PlanError(explain(error, DeploymentOptions), "see `crucible load --help`") from error

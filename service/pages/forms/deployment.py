@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from service.registry.models import DeploymentOptions, devices_from_text
+from service.registry.models import LANGUAGE_BATCH, DeploymentOptions, devices_from_text
 
 HELP = {
     "version": ("Version", "Empty: always the current one, also after a promotion or a rollback."),
@@ -18,13 +18,31 @@ HELP = {
         "Instances",
         "Batches that run at the same time on each device. Empty: as measured, else 1.",
     ),
-    "max_batch": ("Largest batch", "Rows that may run together. Empty: as measured."),
+    "max_batch": (
+        "Largest batch",
+        "Rows that may run together, or answers of a language model. Empty: as measured, or"
+        f" {LANGUAGE_BATCH} answers.",
+    ),
     "max_delay_s": (
         "Wait for a batch, seconds",
         "How long a request waits for others while all instances are busy.",
     ),
     "queue_limit": ("Queue limit", "Requests that may wait; further requests get status 429."),
     "timeout_s": ("Time-out, seconds", "Of a request; a request may set a shorter one."),
+    "answer_timeout_s": (
+        "Time-out of an answer, seconds",
+        "Of a whole answer of a language model; a request may set a shorter one.",
+    ),
+    "cache_tokens": (
+        "Cache, tokens",
+        "Of a language model: keys and values of all answers together. Empty: as many as the"
+        " largest batch needs, or fewer if they do not fit into the memory.",
+    ),
+    "prefix_caching": (
+        "Keep earlier prompts",
+        "true or false, of a language model: read the same beginning of a prompt only once. The"
+        " log-probabilities of a prompt are known without it only.",
+    ),
 }
 
 
@@ -55,7 +73,7 @@ def fields(values: Mapping[str, str], faults: Mapping[str, str]) -> list[Field]:
                 name,
                 label,
                 text,
-                "text" if schema["type"] == "string" else "number",
+                "number" if schema["type"] in ("integer", "number") else "text",
                 "1" if schema["type"] == "integer" else "any",
                 schema.get("minimum", schema.get("exclusiveMinimum")),
                 schema.get("maximum"),

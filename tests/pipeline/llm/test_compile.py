@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.engine import LanguageEngine, read_settings
 from pipeline.llm.export import export
 from pipeline.llm.gate import judge
 from pipeline.llm.hf import load_model
@@ -60,6 +60,10 @@ def test_the_engine_says_what_the_model_says(
         folder.mkdir()
     exported = export(source, about, folders[0])
     engine = build(exported, EXACT, source, None, folders[1])
+    settings = read_settings(engine.root)
+    assert settings.end_tokens == (2,)
+    assert settings.special_tokens["bos_token"] == "<s>"
+    assert (settings.context, settings.vocabulary) == (256, about.vocabulary)
     ids = np.random.default_rng(0).integers(3, 380, 160)
     with torch.inference_mode():
         logits = load_model(source)(torch.tensor(ids[None])).logits[0]

@@ -6,6 +6,7 @@ from pipeline.serving_inputs import BatchSpec
 from service.inference import Served, ServedDevice, Timing
 from service.observability.deployed_models import Models
 from service.observability.prometheus import Metrics
+from service.serving.language.stats import LanguageFigures, LanguageTally
 from service.serving.stats import Figures, InputValues, Tally
 from tests.builders.nvml import Device, Nvml
 
@@ -21,6 +22,11 @@ def metrics_text() -> str:
     timing = Timing(queue_s=0.001, copy_in_s=0.001, compute_s=0.001, copy_out_s=0.001, batch_size=2)
     tally.ran("cpu", 1, timing, InputValues(sent=6, run=8, at_max=8))
     tally.answered(timing, 0.004)
+    answers = LanguageTally(LanguageFigures(metrics.registry), "language", 1)
+    answers.show(lambda: 1, lambda: 0, lambda: 0.1)
+    answers.accepted(10)
+    answers.generated(2, 0.2, 0.2)
+    answers.ended("stop", 0.3, 0.1)
     cpu = (ServedDevice(device="cpu", state="ready"),)
     served = Served("net", 1, "me", cpu, "onnxruntime", (), (), BatchSpec(axes={}), "ready")
     metrics.registry.register(Models(lambda: (served,)))

@@ -3,19 +3,31 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, UserError
 from pipeline.execution.durations import History
-from pipeline.execution.store import Store
-from service.jobs.publish import CACHE, publish, take_over
+from pipeline.execution.store import Store, read_manifest, write_manifest
+from pipeline.llm.engine import SETTINGS_FILE, LanguageEngine
+from pipeline.llm.results import LanguageReport
+from service.jobs.publish import (
+    CACHE,
+    publish,
+    published_any_report,
+    published_engine,
+    published_report,
+    take_over,
+)
 from service.storage.layout import Folders, Work
 from tests.pipeline.execution.test_store import KEY, Text, make, never
 from tests.service.builders.jobs import write_out
+from tests.service.serving.language.models import paper_model, write_report
 
 
 def edit(
@@ -101,6 +113,69 @@ def test_what_does_not_hold_is_not_published(
         publish(out, place, Folders(tmp_path))
     assert message in error.value.message
     assert not place.exists()
+
+
+def engine_of_transformers(out: Path) -> None:
+    """An engine whose manifest is right, and that no worker opens."""
+    shutil.rmtree(out)
+    tiny = paper_model(out.parent / "other")
+    engine = tiny.engine.model_copy(update={"library": "transformers"})
+    write_manifest(engine.root, engine, read_manifest(engine.root).provenance)
+    write_report(out, replace(tiny, engine=engine))
+
+
+def engine_without_settings(out: Path) -> None:
+    """An engine whose manifest is right, and that has no tokens."""
+    shutil.rmtree(out)
+    tiny = paper_model(out.parent / "other")
+    (tiny.engine.root / SETTINGS_FILE).write_text("{}")
+    write_manifest(tiny.engine.root, tiny.engine, read_manifest(tiny.engine.root).provenance)
+    write_report(out, tiny)
+
+
+LANGUAGE_DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (edit(lambda report: report.update(winner="nobody")), "winner is not among its candidates"),
+    (edit(lambda report: report.update(winner="")), "and its engine another one"),
+    (edit(lambda report: report.update(delivered=None)), "and its engine another one"),
+    (edit(lambda report: report.update(delivered=None, winner="")), "it names no engine"),
+    (
+        edit(lambda report: report.update(delivered=None, winner="", verdict="rejected")),
+        "it names no engine, but the folder has one",
+    ),
+    (edit(lambda report: report.update(schema_version=99)), "schema version 99"),
+    (edit(lambda report: report.update(extra=1)), "does not fit the schema"),
+    (edit(lambda report: report["delivered"].update(weight_bytes=2)), "not the one that it names"),
+    (lambda out: (out / "engine" / SETTINGS_FILE).write_text("{}"), "another digest"),
+    (lambda out: (out / "engine" / SETTINGS_FILE).unlink(), "is missing"),
+    (engine_of_transformers, "expected an engine of openvino_genai, got one of transformers"),
+    (engine_without_settings, "'language.json' of the language model cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), LANGUAGE_DAMAGES)
+def test_a_damaged_report_of_a_language_model_is_not_published(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    out, place = tmp_path / "work" / "out", tmp_path / "reports" / "1"
+    write_report(out, paper_model(tmp_path / "work"))
+    damage(out)
+    with pytest.raises(StoreError, match="an invalid report") as error:
+        publish(out, place, Folders(tmp_path))
+    assert message in error.value.message
+    assert not place.exists()
+
+
+def test_a_report_of_a_language_model_is_published_and_read_again(tmp_path: Path) -> None:
+    out, place = tmp_path / "work" / "out", tmp_path / "reports" / "1"
+    written = write_report(out, paper_model(tmp_path / "work"))
+    assert publish(out, place, Folders(tmp_path)).winner == written.winner
+    report, engine = published_any_report(place), published_engine(place)
+    assert isinstance(report, LanguageReport)
+    assert isinstance(engine, LanguageEngine)
+    assert report.delivered == engine
+    assert engine.label == report.winner
+    with pytest.raises(UserError, match="is that of a language model"):
+        published_report(place)
 
 
 def test_nothing_at_all_is_not_published(tmp_path: Path) -> None:

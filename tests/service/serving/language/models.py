@@ -14,9 +14,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from pipeline.core import Target
 from pipeline.execution.store import Key, Store
 from pipeline.host.environment import environment
-from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.engine import MODEL_FILE, SETTINGS_FILE, LanguageEngine, LanguageSettings
 from pipeline.llm.export import export
 from pipeline.llm.plan import LanguageCandidate, LanguagePlan, language_plan_from_document
 from pipeline.llm.results import LanguageReport, LanguageResult
@@ -70,6 +71,46 @@ def tiny_model(folder: Path, scale: float = 0.2) -> Tiny:
     key = Key("weights", 1, (source.digest,))
     engine = Store(folder / "store").get(key, LanguageEngine, make).value
     plan = language_plan_from_document(language_plan(folder, model), folder, "tiny")
+    return Tiny(engine, about, plan)
+
+
+def paper_model(folder: Path) -> Tiny:
+    """The same as files that nothing can load: it needs no library."""
+    about = Description(
+        architecture="llama",
+        parameters=1,
+        layers=1,
+        hidden=64,
+        cache_values_per_token=CACHE_VALUES,
+        vocabulary=VOCABULARY,
+        context=CONTEXT,
+        window=None,
+        stored_as="float32",
+        stored_bits=32,
+    )
+    settings = LanguageSettings(
+        end_tokens=(2,),
+        special_tokens={"eos_token": "</s>"},
+        chat_template="{{ messages }}",
+        context=CONTEXT,
+        vocabulary=VOCABULARY,
+        cache_values_per_token=CACHE_VALUES,
+    )
+
+    def make(out: Path) -> LanguageEngine:
+        (out / MODEL_FILE).write_text("a graph")
+        (out / SETTINGS_FILE).write_text(settings.model_dump_json())
+        return LanguageEngine(
+            root=out,
+            file=MODEL_FILE,
+            library="openvino_genai",
+            recipe=EXACT,
+            target=Target(backend="openvino", version="1", device="a CPU"),
+            weight_bytes=1,
+        )
+
+    engine = Store(folder / "store").get(Key("weights", 1, ("paper",)), LanguageEngine, make).value
+    plan = language_plan_from_document(language_plan(folder, "model.gguf"), folder, "tiny")
     return Tiny(engine, about, plan)
 
 
