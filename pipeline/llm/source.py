@@ -31,6 +31,9 @@ BITS = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 8, "Q6_K": 6, "Q5_K": 5, "Q4_K
 OTHER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 """Of the files beside the weights: tokenizer, templates and settings."""
 
+READ_ERRORS = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+"""What damaged or hostile descriptions of a model cause."""
+
 VOCABULARIES = ("tokenizer.json", "vocab.json")  # or a .model of SentencePiece
 
 Kind = Literal["gguf", "huggingface"]
@@ -163,7 +166,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 def _json(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"'{file}' is not JSON: {error}", "copy the file again") from error
     if not isinstance(document, dict):
         raise ModelError(f"'{file}' is not a JSON object", "copy the file again")
@@ -182,7 +185,7 @@ def describe(source: Source, context: int, progress: Progress = silent) -> Descr
     progress(None, "reading the model")
     try:
         found = _of_gguf(source.path) if source.kind == "gguf" else _of_folder(source.path)
-    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    except READ_ERRORS as error:
         raise ModelError(
             f"what '{source.path}' says of the model does not fit: {type(error).__name__}: {error}",
             "copy its files again",

@@ -90,8 +90,8 @@ async def _read_model(service: Service, part: Part) -> tuple[Path, Interface]:
     """Return the file of the model, and what it says of its inputs and outputs."""
     if is_language_upload({}, part):
         raise Unprocessable(
-            f"'{part.filename}' is a language model, which this page does not compile",
-            "send it with its plan and texts: `crucible submit PLAN.yaml`, or POST /compile",
+            f"'{part.filename}' is a language model, which this form does not take",
+            "use the form for language models below, or `crucible submit PLAN.yaml`",
         )
     async with service.unpacking:
         model = await asyncio.to_thread(model_file, part, service.settings)

@@ -117,6 +117,9 @@ def language_plan_from(
 def _check_keys(document: Mapping[str, Any]) -> None:
     """Raise Unprocessable for keys that a client may not send."""
     faults = list(_faults(document, LanguagePlan))
+    for key in (KEY, "texts"):  # a path or a list of them, in the place of the section
+        if not isinstance(document.get(key) or {}, Mapping):
+            faults.append(InitErrorDetails(type=HOST_PATH, loc=(key,), input=document[key]))
     if faults:
         error = ValidationError.from_exception_data("plan", faults)
         raise Unprocessable(
@@ -137,7 +140,7 @@ def _check_keys(document: Mapping[str, Any]) -> None:
 def _faults(
     value: object, section: type[BaseModel], location: tuple[int | str, ...] = ()
 ) -> Iterator[InitErrorDetails]:
-    """Yield an error for each key that is not allowed, and for what is written as a path."""
+    """Yield an error for each key that is not allowed."""
     if isinstance(value, list):
         for number, each in enumerate(value):
             yield from _faults(each, section, (*location, number))
@@ -146,13 +149,12 @@ def _faults(
         for key, item in value.items():
             here, field = (*location, str(key)), section.model_fields.get(str(key))
             if field is None or str(key) not in allowed:
-                fault = "extra_forbidden" if field is None else HOST_PATH
+                is_path = field is not None and section in (LanguageModelConfig, Texts)
+                fault = HOST_PATH if is_path else "extra_forbidden"
                 yield InitErrorDetails(type=fault, loc=here, input=item)
                 continue
             for model in models_in(field.annotation):
                 yield from _faults(item, model, here)
-    elif value is not None and section in (LanguageModelConfig, Texts):
-        yield InitErrorDetails(type=HOST_PATH, loc=location, input=value)
 
 
 # -- files -------------------------------------------------------------------

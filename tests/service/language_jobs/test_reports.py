@@ -200,7 +200,7 @@ def test_the_form_of_the_pages_says_where_a_language_model_goes(tmp_path: Path) 
         files = {"model": ("tiny.gguf", b"GGUF")}
         answer = await desk.client.post("/ui/drafts", files=files)
         assert answer.status_code == 422
-        assert "is a language model, which this page does not compile" in answer.text
+        assert "is a language model, which this form does not take" in answer.text
 
     at_desk(tmp_path, story)
 

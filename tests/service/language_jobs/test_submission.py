@@ -182,6 +182,7 @@ CHANGES: list[tuple[Callable[[Files], Files], str]] = [
     (with_config(max_position_embeddings=128), "context: expected at most 128"),
     (lambda files: {**files, "model.safetensors": files["model.safetensors"][:-9]}, "bytes"),
     (with_file("config.json", b"["), "is not JSON"),
+    (with_file("config.json", b"[" * 100_000), "is not JSON"),
 ]
 
 
@@ -191,6 +192,7 @@ PARTS: list[tuple[dict[str, tuple[str, bytes] | None], str]] = [
     ({"validation": None}, f"no part `validation`: {TEXTS}"),
     ({"selection": ("s.jsonl", jsonl("validation"))}, "is in texts.selection, too"),
     ({"selection": ("s.jsonl", b'{"texts": "a"}\n')}, "line 1: expected"),
+    ({"selection": ("s.jsonl", b"[" * 100_000)}, "line 1: expected"),
     ({"selection": ("s.npz", b"PK\x03\x04\xff")}, "is not UTF-8"),
     ({"model": ("m.gguf", b"GGUF")}, "is damaged"),
     ({"model": ("m.gguf", b"no model")}, "does not begin with GGUF"),
@@ -203,7 +205,8 @@ PLANS: list[tuple[dict[str, Any], str]] = [
     ({"language_model": {"path": "/etc/passwd"}}, "language_model.path: no path of the server"),
     ({"language_model": "/etc/passwd"}, "language_model: no path of the server"),
     ({"texts": {"selection": "/etc/passwd"}}, "texts.selection: no path of the server"),
-    ({"texts": ["/etc/passwd"]}, "texts"),
+    ({"texts": ["/etc/passwd"]}, "texts: no path of the server"),
+    ({"texts": [{"max_tokens": 96}]}, "texts: no path of the server"),
     ({"stage_timeout_s": 1}, "unknown key 'stage_timeout_s': expected one of accuracy, "),
     ({"accuracy": {"max_drop": 1}}, "unknown key 'accuracy.max_drop'"),
     ({"candidates": [{"weights": "int3"}]}, "candidates.0.weights"),
