@@ -16,7 +16,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from benchmarks.common import ROOT
-from pipeline.report.figures import GRID, INK, MUTED
+from pipeline.report.figures.drawing import GRID, INK, MUTED
 
 FOLDER = ROOT / "docs" / "benchmarks"
 STYLE = {

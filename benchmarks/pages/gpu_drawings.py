@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.pages.figures import Drawing
 from benchmarks.pages.gpu_model_rows import CURVE, ENGINES, times_by_picture
-from pipeline.report.figures import INK, MUTED
+from pipeline.report.figures.drawing import INK, MUTED
 
 COLOURS = dict(zip(ENGINES, ("#2f6fb5", "#9db8d6", "#b8860b"), strict=True))
 COLUMNS = 2

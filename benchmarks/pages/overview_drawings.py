@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from benchmarks.pages.figures import Drawing
 from benchmarks.pages.gpu_drawings import COLOURS, PALE
 from benchmarks.pages.torch_comparison import Comparison, comparisons
-from pipeline.report.figures import INK, MUTED
+from pipeline.report.figures.drawing import INK, MUTED
 
 HEIGHT = 0.36
 LOADS = ("wire", "CNN")

@@ -9,7 +9,8 @@ from pipeline.llm.gate import percent_text
 from pipeline.llm.results import AnyReport, LanguageReport
 from pipeline.llm.speed.times import AnswerTimes
 from pipeline.report.bundle import deliver_engine, withdraw_engine
-from pipeline.report.figures import Plot, Point, plot_of_losses
+from pipeline.report.figures.drawing import Plot
+from pipeline.report.figures.speed import Point, plot_of_losses
 from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME, write_file
 from pipeline.report.html import language_page
 from pipeline.report.markdown import escape, section_lines

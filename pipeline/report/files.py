@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.core import NoteCode
 from pipeline.errors import UserError
-from pipeline.report.figures import Plot
+from pipeline.report.figures.drawing import Plot
 from pipeline.report.html import page, targets_page
 from pipeline.report.markdown import markdown
 from pipeline.results.report import SCHEMA_VERSION, Report, ReportFiles

@@ -16,7 +16,8 @@ from typing import Protocol
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from pipeline.formatting import date
-from pipeline.report.figures import Plot, plots
+from pipeline.report.figures import plots
+from pipeline.report.figures.drawing import Plot
 from pipeline.report.graph.view import graph_json, graph_script, graph_style, script_source
 from pipeline.report.performance_summary import TARGET_HEADINGS, target_cells
 from pipeline.report.sections import headline, sections

@@ -44,6 +44,7 @@ class EngineLayers:
     layers: tuple[Layer, ...]
     works: tuple[LayerWork, ...]  # of each layer
     errors: Mapping[str, float]  # own errors of the nodes that are low, as far as they are known
+    peaks: Peaks | None  # of the device on which it ran, if they are known
 
     @property
     def label(self) -> str:
@@ -81,6 +82,7 @@ def layers_of_engines(report: Report) -> tuple[EngineLayers, ...]:
                     tuple(layer for layer, _ in rows),
                     tuple(work for _, work in rows),
                     errors,
+                    peaks,
                 )
             )
     return tuple(found)

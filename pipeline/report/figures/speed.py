@@ -1,112 +1,30 @@
-"""The report's figures, as SVG by matplotlib, without a display.
-
-Text stays text: it can be read aloud, searched and copied. Each figure is first computed as a
-value, then drawn.
-"""
+"""Engines by their speed: accuracy against latency, the spread of latencies, throughput."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeline.core import Precision
 from pipeline.formatting import shape_text, state_label
 from pipeline.measurement.clock import thinned
-from pipeline.report.entries import Entry, entries, shapes
+from pipeline.report.entries import Entry, shapes
+from pipeline.report.figures.drawing import COLOURS, INK, MUTED, Plot, axis_label, new_figure
 from pipeline.report.latency_sections import load_of
-from pipeline.report.layer_errors import (
-    LAYER_ERRORS,
-    MAX_ERROR,
-    is_kept,
-    kept_patterns,
-    ranked_rescues,
-)
-from pipeline.report.run_sections import operator_names
-from pipeline.results.precision_audit import time_by_precision
-from pipeline.results.report import LoadPoint, MetricResult, NodeRanking, Report, Rescue
+from pipeline.results.report import LoadPoint, MetricResult, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, MUTED, GRID = "#1f2933", "#5f6b7a", "#dfe4ea"
-WIDTH_INCHES = 8.6
-COLOURS = {
-    "winner": "#0b7a4b",
-    "baseline": "#6b7280",
-    "candidate": "#2f6fb5",
-    "failed accuracy": "#b42318",
-}
 # Kinds are told apart without colour, too.
 MARKERS = {"winner": "*", "baseline": "s", "candidate": "o", "failed accuracy": "X"}
-SHADES = ("#b3bdc9", "#2f6fb5", "#0b7a4b")
-PRECISION_COLOURS = {
-    Precision.FP32: "#1f2933",
-    Precision.TF32: "#6b7280",
-    Precision.BF16: "#6a51a3",
-    Precision.FP16: "#2f6fb5",
-    Precision.INT8: "#0b7a4b",
-    Precision.FP8: "#b8860b",
-    "integer": "#8fbc94",
-    "none": "#dfe4ea",
-    "unknown": "#b42318",
-}
-PRECISION_NAMES = {"integer": "sizes and indices", "none": "moves data", "unknown": "not known"}
-MIN_LABELLED_SHARE = 0.12  # share of the time; smaller parts of a bar have no room for their number
 MAX_DOTS = 200  # raw values drawn per engine; the box is of all of them
-MAX_OPERATORS = 14
 SESSION_STYLES = {1: "-", 2: "--", 4: ":"}
-OWN, ACCUMULATED, KEPT = "#b42318", "#b3bdc9", "#0b7a4b"
-MAX_NODES_DRAWN = 24
-MAX_ERROR_DRAWN = MAX_ERROR
-MIN_ERROR_DRAWN = 1e-5
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One figure of a report, not drawn yet: drawing is the slowest part of a report."""
-
-    section: str  # its key
-    name: str  # unique in a report, fit for a file name
-    caption: str
-    figure: partial[Figure]  # the drawing function and the values that it shows
-
-    @property
-    def key(self) -> str:
-        """The digest of this module's text and of the values. Equal figures have equal keys."""
-        values = repr((self.name, self.figure.args)).encode()
-        return hashlib.sha256(Path(__file__).read_bytes() + values).hexdigest()
-
-    def draw(self) -> str:
-        """Draw the `<svg>` element."""
-        return svg(self.name, self.figure)
-
-
-def plots(report: Report) -> tuple[Plot, ...]:
-    """Return every figure that this report has values for."""
-    lines = entries(report)
-    candidates = [
-        _pareto(report, lines),
-        _throughput(lines, report.best_point),
-        *(_latency(lines, sizes) for sizes in shapes(report)),
-        _precisions(lines),
-        _operators(report),
-    ]
-    layer_errors = [
-        _layer_errors(number, rescue, ranking, kept_patterns(report, rescue))
-        for number, (rescue, ranking) in enumerate(ranked_rescues(report), start=1)
-    ]
-    return (*(plot for plot in candidates if plot is not None), *layer_errors)
 
 
 # -- accuracy against latency ------------------------------------------------
@@ -131,7 +49,7 @@ class _Pareto(NamedTuple):
     is_loss: bool = False  # lower values are better, and higher up
 
 
-def _pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
+def pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
     if not shapes(report):
         return None
     first = shapes(report)[0]
@@ -306,7 +224,7 @@ class _Spread(NamedTuple):
     dots: tuple[float, ...]  # ms
 
 
-def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
+def latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
     spreads: list[_Spread] = []
     for entry in lines:
         row = entry.row(sizes)
@@ -315,7 +233,7 @@ def _latency(lines: tuple[Entry, ...], sizes: dict[str, int]) -> Plot | None:
         ms = np.asarray(row.end_to_end.values_s) * 1e3
         quantiles = tuple(np.percentile(ms, [5, 25, 50, 75, 95]).tolist())
         dots = thinned(ms.round(5).tolist(), MAX_DOTS)
-        spreads.append(_Spread(_axis_label(entry), _kind(entry), quantiles, dots))
+        spreads.append(_Spread(axis_label(entry), _kind(entry), quantiles, dots))
     if not spreads:
         return None
     caption = (
@@ -375,7 +293,7 @@ class _Load(NamedTuple):
     tail: str
 
 
-def _throughput(lines: tuple[Entry, ...], chosen: LoadPoint | None) -> Plot | None:
+def throughput(lines: tuple[Entry, ...], chosen: LoadPoint | None) -> Plot | None:
     """Return throughput against p99, or against the median if there is no limit and p99s lack."""
     curves = [(entry, curve) for entry in lines if (curve := load_of(entry)) is not None]
     every = [point for _, curve in curves for point in curve.points]
@@ -452,182 +370,6 @@ def _draw_throughput(data: _Load) -> Figure:
     return figure
 
 
-# -- precision ---------------------------------------------------------------
-
-
-class _PrecisionBar(NamedTuple):
-    label: str
-    shares: tuple[tuple[str, float], ...]  # in the order of PRECISION_COLOURS
-
-
-def _precisions(lines: tuple[Entry, ...]) -> Plot | None:
-    bars: list[_PrecisionBar] = []
-    for entry in lines:
-        if entry.candidate is not None and entry.candidate.layers is not None:
-            shares = time_by_precision(entry.candidate.layers)
-            parts = tuple(
-                (str(name), shares[name]) for name in PRECISION_COLOURS if shares.get(name)
-            )
-            bars.append(_PrecisionBar(_axis_label(entry), parts))
-    if not bars:
-        return None
-    caption = (
-        "The precisions that really ran, by their share of the time of all layers. Each layer is"
-        " timed by itself."
-    )
-    return Plot("layers", "precision", caption, partial(_draw_precisions, bars))
-
-
-def _draw_precisions(bars: Sequence[_PrecisionBar]) -> Figure:
-    figure, axes = new_figure(1.1 + 0.4 * len(bars))
-    for row, bar in enumerate(bars):
-        left = 0.0
-        for name, share in bar.shares:
-            axes.barh(
-                row,
-                share,
-                left=left,
-                height=0.62,
-                color=PRECISION_COLOURS[name],
-                edgecolor="white",
-                linewidth=0.8,
-            )
-            if share >= MIN_LABELLED_SHARE:
-                _label_share(axes, left + share / 2, row, name, share)
-            left += share
-    names = {name for bar in bars for name, _ in bar.shares}
-    for name, colour in PRECISION_COLOURS.items():
-        if name in names:
-            axes.barh(0, 0, color=colour, label=PRECISION_NAMES.get(name, str(name)))
-    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
-    axes.set_xlim(0, 1)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    axes.invert_yaxis()
-    axes.set_xlabel("share of the time of all layers")
-    figure.legend(frameon=False, loc="outside upper right", ncols=len(names))
-    return figure
-
-
-def _label_share(axes: Axes, x: float, y: float, name: str, share: float) -> None:
-    ink = INK if name in ("none", "integer") else "white"
-    precision = name if name in list(Precision) else ""
-    text = f"{precision} {100 * share:.0f} %"
-    axes.text(x, y, text, ha="center", va="center", color=ink)
-
-
-# -- operators ---------------------------------------------------------------
-
-
-class _Operators(NamedTuple):
-    names: tuple[str, ...]
-    stages: tuple[str, ...]
-    counts: tuple[tuple[int, ...], ...]  # [stage][name]
-
-
-def _operators(report: Report) -> Plot | None:
-    tables = report.operators[: len(SHADES)]
-    operators = operator_names(tables)
-    if not operators:
-        return None
-    names = operators[:MAX_OPERATORS]
-    counts = tuple(tuple(table.operators.get(name, 0) for name in names) for table in tables)
-    hidden = len(operators) - len(names)
-    rest = f" {hidden} rarer operators are in the table only." if hidden else ""
-    data = _Operators(
-        tuple(short(name) for name in names), tuple(table.stage for table in tables), counts
-    )
-    caption = f"Operators in the graph after {' and after '.join(data.stages)}.{rest}"
-    return Plot("operators", "operators", caption, partial(_draw_operators, data))
-
-
-def _draw_operators(data: _Operators) -> Figure:
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = new_figure(1.1 + 0.12 * len(data.names) * (len(data.stages) + 1))
-    height = 0.8 / len(data.stages)
-    for index, (stage, counts) in enumerate(zip(data.stages, data.counts, strict=True)):
-        rows = np.arange(len(counts)) + (index - (len(data.stages) - 1) / 2) * height
-        bars = axes.barh(
-            rows, counts, height=height * 0.92, color=SHADES[index], label=short(stage)
-        )
-        axes.bar_label(bars, padding=3, fontsize=8, color=MUTED)
-    axes.set_yticks(range(len(data.names)), data.names)
-    axes.invert_yaxis()
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("nodes in the graph")
-    figure.legend(frameon=False, loc="outside upper right", ncols=len(data.stages))
-    return figure
-
-
-# -- the errors of layers ----------------------------------------------------
-
-
-class _LayerError(NamedTuple):
-    name: str
-    own: float
-    accumulated: float
-    kept_fp32: bool
-
-
-def _layer_errors(
-    number: int, rescue: Rescue, ranking: NodeRanking, fp32_patterns: tuple[str, ...]
-) -> Plot:
-    worst = ranking.nodes[:MAX_NODES_DRAWN]
-    bars = tuple(
-        _LayerError(short(harm.node), harm.error, harm.accumulated, is_kept(harm, fp32_patterns))
-        for harm in worst
-    )
-    caption = (
-        f"The worst {len(worst)} of {len(ranking.nodes)} nodes of {rescue.label}, worst first, on"
-        f" {ranking.samples} samples: the error that each node adds by itself, and the accumulated"
-        " error at its output. At 1 nothing of the signal is left."
-    )
-    draw = partial(_draw_layer_errors, bars)
-    return Plot(LAYER_ERRORS, f"{LAYER_ERRORS}-{number}", caption, draw)
-
-
-def _draw_layer_errors(bars: tuple[_LayerError, ...]) -> Figure:
-    from matplotlib.ticker import StrMethodFormatter
-
-    figure, axes = new_figure(1.1 + 0.3 * len(bars))
-    for row, bar in enumerate(bars):
-        for value, shift, colour in (
-            (bar.own, -0.19, KEPT if bar.kept_fp32 else OWN),
-            (bar.accumulated, 0.19, ACCUMULATED),
-        ):
-            axes.barh(
-                row + shift,
-                min(max(value, MIN_ERROR_DRAWN), MAX_ERROR_DRAWN),
-                height=0.36,
-                color=colour,
-            )
-    axes.axvline(1.0, color=MUTED, linestyle="--", linewidth=1)
-    labels = {
-        OWN: "own error",
-        KEPT: "own error, kept in fp32 in the end",
-        ACCUMULATED: "accumulated",
-    }
-    colours = {KEPT if bar.kept_fp32 else OWN for bar in bars} | {ACCUMULATED}
-    for colour, label in labels.items():
-        if colour in colours:
-            axes.barh(0, 0, color=colour, label=label)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.set_xlim(MIN_ERROR_DRAWN, MAX_ERROR_DRAWN)
-    axes.set_yticks(range(len(bars)), [bar.name for bar in bars], color=INK)
-    axes.invert_yaxis()
-    axes.set_xlabel("error relative to the norm (lower is better)")
-    figure.legend(frameon=False, loc="outside upper right", ncols=3)
-    return figure
-
-
-# -- drawing -----------------------------------------------------------------
-
-
-def _axis_label(entry: Entry) -> str:
-    return f"{short(entry.label)}  {entry.number}"
-
-
 def _kind(entry: Entry) -> str:
     return entry.state if entry.state in COLOURS else entry.part
 
@@ -645,51 +387,3 @@ def _milliseconds(axes: Axes, values: list[float]) -> None:
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=ticks))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def short(text: str, limit: int = 44) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _style() -> AbstractContextManager[None]:
-    import matplotlib
-
-    settings: dict[str, object] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "crucible",  # equal values give equal ids
-        "text.parse_math": False,  # labels are untrusted: `$` is a dollar
-        "font.size": 9.5,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": MUTED,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": GRID,
-        "grid.linewidth": 0.7,
-        "xtick.color": MUTED,
-        "ytick.color": INK,
-    }
-    context: AbstractContextManager[None] = matplotlib.rc_context(settings)
-    return context
-
-
-def new_figure(height: float) -> tuple[Figure, Axes]:
-    """Return a figure as wide as the page. Without pyplot it has no display and no global state."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_INCHES, max(height, 1.8)), layout="constrained")
-    return figure, figure.subplots()
-
-
-def svg(name: str, draw: Callable[[], Figure]) -> str:
-    """Draw the `<svg>` element. Its ids begin with the figure's name, to be unique in the page."""
-    buffer = io.StringIO()
-    with _style():
-        metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        draw().savefig(buffer, format="svg", metadata=metadata, transparent=True)
-    text = buffer.getvalue()
-    return re.sub(
-        r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name.lower()}-", text[text.index("<svg") :]
-    )
