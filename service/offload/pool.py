@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import orjson
@@ -24,6 +25,7 @@ HELPERS = 2
 # From this size on, numbers as text or one by one are read and written by a helper.
 HELP_FROM_BYTES = 64 * 1024
 WORK_S = 60.0  # more than 256 MiB of JSON need
+END_S = 5.0  # from the end of a helper's output to its own
 READ_BYTES = 2**20
 # of a result, by the bytes of its request: JSON writes a value of 2 bytes in up to 17 characters
 MAX_GROWTH = 16
@@ -82,6 +84,8 @@ class Helpers:
                         process, orjson.dumps({"work": work, **arguments}), list(parts)
                     )
             except BaseException as error:
+                if isinstance(error, EOFError | ConnectionError):
+                    await _until_ended(process)
                 await _end(process)
                 if not isinstance(error, BROKEN):
                     raise
@@ -138,6 +142,15 @@ def environment() -> dict[str, str]:
     """Return the environment variables of a process that imports the same modules as this one."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     return {**inherited, "PYTHONPATH": IMPORT_PATH, "PYTHONSAFEPATH": "1"}
+
+
+async def _until_ended(process: asyncio.subprocess.Process) -> None:
+    """Wait a while for a helper that has closed its output: only its own status tells why it ended.
+    To kill it at once would hide that, or lose it.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await process.wait()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
