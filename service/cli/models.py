@@ -357,6 +357,8 @@ def _version_row(model: ModelView, version: Version) -> tuple[str, ...]:
     if version.override:
         verdict += ", taken by override"
     together = f"no: {version.batch.reason}"
-    if version.batch.proved:
+    if version.language is not None:
+        together = "answers"
+    elif version.batch.proved:
         together = f"up to {version.batch.maximum}"
     return (number, version.job, version.label, verdict, together, version.created)

@@ -213,9 +213,14 @@ class Generator:
             if self._pipeline.has_non_finished_requests():
                 self._pipeline.step()
                 pieces += self._collect()
-            usage = min(1.0, max(0.0, self._pipeline.get_metrics().cache_usage / 100))
-            step = Step(usage if self._running else 0.0, tuple(began))
+            step = Step(self._cache_usage(), tuple(began))
             self._server.send(step, PIECES.dump_json(tuple(pieces)))
+
+    def _cache_usage(self) -> float:
+        """Return the share of the cache that requests use which have not ended."""
+        if not self._pipeline.has_non_finished_requests():
+            return 0.0
+        return min(1.0, max(0.0, float(self._pipeline.get_metrics().cache_usage) / 100))
 
     def _take_commands(self) -> None:
         """Take what has been read. Wait for it if there is nothing else to do."""

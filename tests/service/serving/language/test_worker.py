@@ -164,13 +164,15 @@ def test_the_log_probabilities_of_a_prompt_are_those_that_were_scored(
 
 def test_a_client_that_leaves_frees_its_place(tmp_path: Path, tiny: Tiny) -> None:
     async def story() -> None:
-        async with deployed(tmp_path, tiny, max_batch=1) as bench:
+        async with deployed(tmp_path, tiny, max_batch=1, prefix_caching=False) as bench:
             async with bench.deployment.generate(asking()) as long:
                 await first_part(long)
                 assert bench.value("running") == 1
+                assert bench.value("cache_ratio") > 0
                 waiting = asyncio.ensure_future(bench.ask(max_tokens=3))
                 await until(lambda: bench.value("queue") == 1)
             assert len(ids_of(await waiting)) <= 3
+            assert bench.value("cache_ratio") == 0, "the first one has left the engine, too"
             assert bench.value("answers_total", state="cancelled") == 1
             assert (bench.value("running"), bench.value("queue")) == (0, 0)
 
