@@ -94,6 +94,7 @@ def test_an_upload_becomes_a_job_over_its_files(model: Path, tmp_path: Path) -> 
         stored = desk.service.folders.load_any_plan(job["id"])
         assert isinstance(stored, LanguagePlan)
         assert Path(stored.language_model.path) == uploads / "unpacked" / "tiny"
+        assert '"$UPLOAD/unpacked/tiny"' in (uploads / "plan.json").read_text()
         assert stored.texts.selection == uploads / "selection.jsonl"
         names = {file.name for file in uploads.rglob("*") if file.is_file()}
         assert "model.safetensors" in names
@@ -103,7 +104,9 @@ def test_an_upload_becomes_a_job_over_its_files(model: Path, tmp_path: Path) -> 
         other = parts(model, plan=("plan.yaml", plan(effort="normal", context=200)))
         assert (await desk.client.post("/compile", files=other)).json()["id"] != job["id"]
 
-    at_desk(tmp_path, story)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "home").symlink_to("real")
+    at_desk(tmp_path / "home", story)
 
 
 def test_a_gguf_file_needs_no_key_of_the_plan(model: Path, tmp_path: Path) -> None:
