@@ -102,16 +102,19 @@ def language_plan_from(
                 f"no part `{role}`: a language model is judged on your texts",
                 'send a .jsonl file with {"text": ...} a line, of texts that are in no other part',
             )
-    texts = {role: str(_renamed(parts[role], ".jsonl")) for role in ROLES if role in parts}
+    texts = {role: _renamed(parts[role], ".jsonl") for role in ROLES if role in parts}
+    model = LanguageModelConfig(path=str(_model(parts["model"], settings)))
     written = {
         **document,
-        KEY: {"path": str(_model(parts["model"], settings))},
+        KEY: model.model_dump(),
         "texts": {**(document.get("texts") or {}), **texts},
     }
     try:
-        return language_plan_from_document(written, Path(), name_of(parts["model"].filename))
+        plan = language_plan_from_document(written, Path(), name_of(parts["model"].filename))
     except PlanError as error:
         raise Unprocessable(error.message, f"correct the plan; {KEYS} lists every key") from error
+    # without following links: these paths begin as the folder of the upload does
+    return plan.model_copy(update={KEY: model, "texts": plan.texts.model_copy(update=texts)})
 
 
 def _check_keys(document: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.llm.export import write_gguf
+from pipeline.llm.hf import load_model
 from pipeline.llm.plan import (
     LanguageAccuracy,
     LanguageBenchmark,
@@ -22,6 +24,7 @@ from pipeline.llm.plan import (
     LanguagePlan,
     Texts,
 )
+from pipeline.llm.source import find_source
 from service.errors import Unprocessable
 from service.submission.language import allowed_keys
 from service.submission.submit import request_of_parts
@@ -91,6 +94,7 @@ def test_an_upload_becomes_a_job_over_its_files(model: Path, tmp_path: Path) -> 
         stored = desk.service.folders.load_any_plan(job["id"])
         assert isinstance(stored, LanguagePlan)
         assert Path(stored.language_model.path) == uploads / "unpacked" / "tiny"
+        assert '"$UPLOAD/unpacked/tiny"' in (uploads / "plan.json").read_text()
         assert stored.texts.selection == uploads / "selection.jsonl"
         names = {file.name for file in uploads.rglob("*") if file.is_file()}
         assert "model.safetensors" in names
@@ -99,6 +103,33 @@ def test_an_upload_becomes_a_job_over_its_files(model: Path, tmp_path: Path) -> 
         assert (same.status_code, same.json()["id"]) == (200, job["id"])
         other = parts(model, plan=("plan.yaml", plan(effort="normal", context=200)))
         assert (await desk.client.post("/compile", files=other)).json()["id"] != job["id"]
+
+    (tmp_path / "real").mkdir()
+    (tmp_path / "home").symlink_to("real")
+    at_desk(tmp_path / "home", story)
+
+
+def test_a_gguf_file_needs_no_key_of_the_plan(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(load_model(find_source(str(model))), "llama", file)
+
+    async def story(desk: Desk) -> None:
+        written = json.loads(plan())
+        del written["language_model"]
+        sent = parts(
+            model,
+            model=("tiny.gguf", file.read_bytes()),
+            plan=("plan.yaml", json.dumps(written).encode()),
+        )
+        answer = await desk.client.post("/compile", files=sent)
+        assert answer.status_code == 202, answer.text
+        stored = desk.service.folders.load_any_plan(answer.json()["id"])
+        assert isinstance(stored, LanguagePlan)
+        assert Path(stored.language_model.path).name == "model.gguf"
+        cut = parts(model, model=("tiny.gguf", file.read_bytes()[:2000]))
+        refused = await desk.client.post("/compile", files=cut)
+        assert refused.status_code == 422
+        assert "model.gguf" in refused.json()["error"]
 
     at_desk(tmp_path, story)
 
