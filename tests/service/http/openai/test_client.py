@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 
 from tests.service.builders.jobs import WITHIN_S
@@ -12,7 +13,6 @@ from tests.service.builders.serving import serving_models
 from tests.service.builders.tensors import key_of
 from tests.service.integration.test_server import Server
 
-openai: Any = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 CHAT = [{"role": "user", "content": "hi"}]
 ANSWER = "<S><USER>HI<ASSISTANT>"  # of the double
 
@@ -103,8 +103,12 @@ def test_errors_have_their_classes(server: Server, client: Any) -> None:
 
 
 def test_an_error_within_a_stream_is_raised(client: Any) -> None:
-    received = []
-    with pytest.raises(openai.APIError, match="the worker of this request was lost"):  # noqa: PT012  what came before it counts
-        for chunk in client.completions.create(model="lost", prompt="hello", stream=True):
-            received.append(chunk.choices[0].text)
+    received = list[str]()
+    stream = client.completions.create(model="lost", prompt="hello", stream=True)
+
+    def receive() -> None:
+        received.extend(chunk.choices[0].text for chunk in stream)
+
+    with pytest.raises(openai.APIError, match="the worker of this request was lost"):
+        receive()
     assert received == ["H", "E"]
