@@ -14,6 +14,7 @@ import pytest
 import sqlalchemy as sa
 
 from pipeline.errors import StoreError
+from pipeline.host.labels import Labels
 from service.auth import LOCAL
 from service.devices.leases import utc_now
 from service.inference import InferRequest
@@ -56,8 +57,11 @@ def at_two_desks(folder: Path, url: str, story: Story, **settings: Any) -> None:
 
 def leave_jobs_to(one: Desk, other: Desk) -> None:
     """Let only `one` claim jobs: the other server has no device for them."""
-    other.service.runner._labels = {}
-    one.service.runner._labels = {"cpu": {}}
+    of_one: dict[str, Labels] = {"cpu": {}}
+    for desk, labels in ((one, of_one), (other, dict[str, Labels]())):
+        desk.service.runner._labels = labels
+        # at once: else a server may look when none has the device by the database
+        desk.service.runner.all_nodes.send_heartbeat(labels)
 
 
 def test_an_upload_at_one_server_runs_on_the_other_and_its_report_is_at_both(
