@@ -58,8 +58,7 @@ def build(source: Source, packages: Path | None, folder: Path) -> Path:
     try:
         if source.kind == "gguf":
             given = work / "given"
-            load_model(source).half().save_pretrained(given)
-            load_tokenizer(source).save_pretrained(given)
+            _write_plain(source, given)
         command = [sys.executable, "-m", f"{PACKAGE}.models.builder", "-i", str(given)]
         command += ["-o", str(work / "built"), "-c", str(work / "cache"), "-p", "int4", "-e", "cpu"]
         path = os.pathsep.join([*filter(None, sys.path), *([str(packages)] if packages else [])])
@@ -69,6 +68,20 @@ def build(source: Source, packages: Path | None, folder: Path) -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+def _write_plain(source: Source, folder: Path) -> None:
+    """Write the dequantised weights of a GGUF file in fp16. transformers still takes the module for
+    a quantised one, which it does not convert; so they go into a new module.
+    """
+    model = load_model(source)
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    plain.half().save_pretrained(folder)
+    load_tokenizer(source).save_pretrained(folder)
 
 
 def constant_bytes_read(file: Path) -> int:
