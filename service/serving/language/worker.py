@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
@@ -51,6 +51,12 @@ from service.serving.worker import held_bytes, until_the_end
 BLOCK = 32  # tokens in a block of the cache on a CPU
 REMEMBERED = 100_000  # texts of tokens
 MAX_SEED = 2**63 - 1
+
+
+class Sends(Protocol):
+    """What takes the messages of a generator."""
+
+    def send(self, message: FromWorker, body: bytes = b"") -> None: ...
 
 
 class Server:
@@ -126,7 +132,7 @@ class Tokens:
 class Generator:
     """Generates answers side by side: all methods but `admit` belong to one thread."""
 
-    def __init__(self, load: Load, server: Server) -> None:
+    def __init__(self, load: Load, server: Sends) -> None:
         self._load, self._server = load, server
         engine = LanguageEngine.model_validate_json(load.engine.read_bytes())
         check_engine(engine, load.name)
@@ -205,16 +211,21 @@ class Generator:
 
     # -- the thread that runs the engine
 
-    def run(self) -> NoReturn:
-        """Generate until the process ends."""
-        while True:
-            self._take_commands()
-            began, pieces = self._begin()
-            if self._pipeline.has_non_finished_requests():
-                self._pipeline.step()
-                pieces += self._collect()
-            step = Step(self._cache_usage(), tuple(began))
-            self._server.send(step, PIECES.dump_json(tuple(pieces)))
+    def step(self) -> None:
+        """Run the engine once with all that has been read; wait for a request if it is idle."""
+        self._take_commands()
+        began, pieces = self._begin()
+        if self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            pieces += self._collect()
+        step = Step(self._cache_usage(), tuple(began))
+        self._server.send(step, PIECES.dump_json(tuple(pieces)))
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request waits, and the engine has none."""
+        has_requests = self._waiting or self._running
+        return not (has_requests or self._pipeline.has_non_finished_requests())
 
     def _cache_usage(self) -> float:
         """Return the share of the cache that requests use which have not ended."""
@@ -225,11 +236,8 @@ class Generator:
     def _take_commands(self) -> None:
         """Take what has been read. Wait for it if there is nothing else to do."""
         while True:
-            is_idle = not (
-                self._waiting or self._running or self._pipeline.has_non_finished_requests()
-            )
             try:
-                command = self._commands.get(block=is_idle)
+                command = self._commands.get(block=self.is_idle)
             except queue.Empty:
                 return
             if isinstance(command, Request):
@@ -396,7 +404,8 @@ def main(descriptor: int) -> NoReturn:
         server.send(Ready(held_bytes()))
         reading = partial(until_the_end, server, partial(read_all, generator, server))
         threading.Thread(target=reading).start()
-        generator.run()
+        while True:
+            generator.step()
 
     until_the_end(server, work)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import pytest
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.served import Room, Served
 from service.errors import Unavailable, Unprocessable
+from service.language.generation import Sampling
+from service.serving.language.messages import Cancel, Generate, Load, Piece, pieces_from
+from service.serving.language.worker import Generator
 from tests.service.serving.engines import play
 from tests.service.serving.language.models import (
     CACHE_VALUES,
@@ -177,6 +182,47 @@ def test_a_client_that_leaves_frees_its_place(tmp_path: Path, tiny: Tiny) -> Non
             assert (bench.value("running"), bench.value("queue")) == (0, 0)
 
     play(story)
+
+
+class Sent:
+    """Takes what a worker would send."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def send(self, message: object, body: bytes = b"") -> None:
+        self.pieces += pieces_from(body) if body else ()
+
+
+def steps_to_idle(generator: Generator) -> int:
+    steps = 0
+    while not generator.is_idle:
+        generator.step()
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("how", ["cancelled", "stop text"])
+def test_an_answer_that_nobody_wants_leaves_the_engine(
+    tmp_path: Path, tiny: Tiny, how: str
+) -> None:
+    file = tmp_path / "engine.json"
+    document = {**tiny.engine.model_dump(mode="json"), "root": str(tiny.engine.root)}
+    file.write_text(json.dumps(document))
+    sent = Sent()
+    load = Load(file, "it", CONTEXT, CONTEXT, together=1, prefix_caching=False)
+    generator = Generator(load, sent)
+    prompt = array("i", TOKENS).tobytes()
+    generator.admit(Generate(1, is_text=False, sampling=Sampling(max_tokens=6)), prompt)
+    generator.step()  # it waits for the request
+    steps_to_idle(generator)
+    text = "".join(piece.text for piece in sent.pieces)
+    sampling = Sampling(stop=(text[:1],) if how == "stop text" else ())
+    generator.admit(Generate(2, is_text=False, sampling=sampling), prompt)
+    generator.step()
+    if how == "cancelled":
+        generator.cancel(Cancel(2))
+    assert steps_to_idle(generator) <= 8, "the whole answer has 246 tokens"
 
 
 def test_a_killed_worker_loses_what_ran_and_nothing_that_waits(tmp_path: Path, tiny: Tiny) -> None:
