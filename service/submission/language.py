@@ -20,6 +20,7 @@ from pipeline.errors import PlanError
 from pipeline.llm.plan import (
     KEY,
     KEYS,
+    Goodput,
     LanguageAccuracy,
     LanguageBenchmark,
     LanguageCandidate,
@@ -52,12 +53,17 @@ READ_SUFFIXES = (SAFETENSORS, *OTHER_SUFFIXES)
 ROLES = ("calibration", "selection", "validation")
 MAX_CANDIDATES = 64
 ALLOWED: dict[type[BaseModel], str] = {
-    LanguagePlan: "name language_model texts accuracy candidates effort benchmark context",
+    LanguagePlan: (
+        "name language_model texts accuracy candidates effort benchmark objective context"
+    ),
     LanguageModelConfig: "",
     Texts: "max_tokens cached_tokens",
-    LanguageAccuracy: "max_perplexity_increase max_kl min_agreement max_path_difference",
+    LanguageAccuracy: (
+        "max_perplexity_increase max_kl min_agreement max_path_difference max_serving_difference"
+    ),
     LanguageCandidate: "weights group_size kv_cache arithmetic awq scale_estimation",
-    LanguageBenchmark: "prompt_tokens output_tokens budget_s threads",
+    LanguageBenchmark: "prompt_tokens output_tokens budget_s threads concurrency",
+    Goodput: "max_first_token_s max_next_token_s",
 }
 """The keys that a client may write, by section, as in service/submission/plan.py."""
 

@@ -17,6 +17,7 @@ import yaml
 from pipeline.llm.export import write_gguf
 from pipeline.llm.hf import load_model
 from pipeline.llm.plan import (
+    Goodput,
     LanguageAccuracy,
     LanguageBenchmark,
     LanguageCandidate,
@@ -301,7 +302,7 @@ def test_a_host_that_lacks_the_packages_says_so(tmp_path: Path) -> None:
 
 def test_each_key_of_a_plan_is_either_allowed_or_a_path() -> None:
     """Before allowing a new key, consider what a stranger could do with it."""
-    sections = (LanguagePlan, LanguageAccuracy, LanguageCandidate, LanguageBenchmark)
+    sections = (LanguagePlan, LanguageAccuracy, LanguageCandidate, LanguageBenchmark, Goodput)
     for section in sections:
         assert sorted(allowed_keys(section)) == sorted(section.model_fields)
     paths = {"path", "calibration", "selection", "validation"}
