@@ -124,7 +124,7 @@ def main(words: Sequence[str]) -> None:
         targets(rows, arguments.model),
         arguments.into,
         run=run,
-        details={"parts": parts},
+        details={"step_parts": parts},
     )
 
 
