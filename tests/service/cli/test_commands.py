@@ -28,6 +28,7 @@ from tests.service.integration.test_server import Server, serving
 from tests.service.test_client import upload
 
 NOBODY = "http://127.0.0.1:9"
+DIGITS = str(Path(__file__).parents[3] / "configs" / "digits.yaml")
 
 
 def at(server: Server, *arguments: str | Path, key: str = "") -> Result:
@@ -354,7 +355,8 @@ def test_a_model_is_asked_with_a_file(tmp_path: Path) -> None:
         (("infer", "mine", "x.npy"), "see `crucible infer --help`"),
         (("keys", "create"), "see `crucible keys create --help`"),
         (("nonsense",), "see `crucible --help`"),
-        (("submit", "plan.yaml"), "`crucible onnx plan.yaml --out model.onnx` writes its model"),
+        (("submit", DIGITS), f"`crucible onnx {DIGITS} --out model.onnx` writes its model"),
+        (("submit", "absent.yaml"), "give the path of a YAML plan or of an .onnx model"),
     ],
 )
 def test_wrong_arguments_name_the_help_of_their_command(
