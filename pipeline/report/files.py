@@ -171,7 +171,7 @@ def _set_roots(document: dict[str, Any], folder: Path) -> None:
         if isinstance(candidate, dict) and isinstance(candidate.get("engine"), dict):
             candidate["engine"]["root"] = str(folder)
     if isinstance(document.get("delivered"), dict):
-        document["delivered"]["root"] = str(folder)
+        document["delivered"]["root"] = str(folder / "engine")
 
 
 def schema() -> str:

@@ -27,7 +27,7 @@ from pipeline.execution.store import (
 )
 from pipeline.host.replace_folder import Exchange, exchange_names, replace_folder
 from pipeline.llm.engine import LanguageEngine, read_settings
-from pipeline.llm.results import AnyReport, load_any_report
+from pipeline.llm.results import AnyReport, LanguageReport, load_any_report
 from pipeline.report.bundle import ENGINE_FILE, check_engine, read_delivered
 from pipeline.report.files import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME
 from pipeline.results.report import Report
@@ -116,17 +116,28 @@ def _check_engine(out: Path, report: AnyReport) -> None:
     """Check that the engine is complete and is the one that the report names. If the report names
     none, there must be none.
     """
-    known = {candidate.label for candidate in report.candidates}
-    if isinstance(report, Report) and report.baseline:
-        if report.verdict == "keep":
-            known = {report.baseline.label}
-        elif report.verdict == "unproven":  # `keep`, if nothing had disturbed it
+    engine: AnyEngine | None
+    known: set[str | None] = {None, *(candidate.label for candidate in report.candidates)}
+    if isinstance(report, LanguageReport):
+        engine = report.delivered
+        known.add("")
+        if report.winner in known and report.winner != (
+            report.delivered.label if report.delivered else ""
+        ):
+            raise ValueError(f"its winner is '{report.winner}', and its engine another one")
+    else:
+        engine = report.engine_delivered
+        if report.baseline and report.verdict == "keep":
+            known = {None, report.baseline.label}
+        elif (
+            report.baseline and report.verdict == "unproven"
+        ):  # `keep`, if nothing had disturbed it
             known.add(report.baseline.label)
-    if report.winner and report.winner not in known:
+    if report.winner not in known:
         raise ValueError("its winner is not among its candidates")
     if report.verdict == "accepted" and not report.winner:
         raise ValueError("its verdict is accepted, but it names no winner")
-    _check_files(out, report.engine_delivered if isinstance(report, Report) else report.delivered)
+    _check_files(out, engine)
 
 
 def _check_files(out: Path, engine: AnyEngine | None) -> None:

@@ -137,7 +137,7 @@ LANGUAGE_DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (edit(lambda report: report.update(winner="nobody")), "winner is not among its candidates"),
     (edit(lambda report: report.update(winner="")), "and its engine another one"),
     (edit(lambda report: report.update(delivered=None)), "and its engine another one"),
-    (edit(lambda report: report.update(delivered=None, winner="")), "it names no engine"),
+    (edit(lambda report: report.update(delivered=None, winner="")), "it names no winner"),
     (
         edit(lambda report: report.update(delivered=None, winner="", verdict="rejected")),
         "it names no engine, but the folder has one",
@@ -174,7 +174,7 @@ def test_a_report_of_a_language_model_is_published_and_read_again(tmp_path: Path
     assert isinstance(engine, LanguageEngine)
     assert report.delivered == engine
     assert engine.label == report.winner
-    with pytest.raises(UserError, match="is that of a language model"):
+    with pytest.raises(UserError, match="compiled a language model"):
         published_report(place)
 
 
