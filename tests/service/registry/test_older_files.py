@@ -15,7 +15,7 @@ from service.storage.files import Files, StoredFile, files_from
 from service.storage.layout import Folders
 from service.storage.tables import files as table
 from service.storage.tables import jobs
-from tests.builders.cli import Result, crucible_here
+from tests.builders.cli import Result, crucible
 from tests.service.builders.app import Desk, opened_desk
 from tests.service.builders.jobs import write_out
 from tests.service.serving.engines import linear
@@ -48,7 +48,7 @@ def older(tmp_path: Path, postgresql: str, s3: Any, monkeypatch: pytest.MonkeyPa
 
 
 def upload_home(folder: Path, *options: str) -> Result:
-    return crucible_here("upload-home", "--home", folder / "a", *options, cwd=folder)
+    return crucible("upload-home", "--home", folder / "a", *options, cwd=folder)
 
 
 def test_another_server_finds_what_was_uploaded_after_an_interruption(
