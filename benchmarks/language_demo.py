@@ -21,6 +21,7 @@ from rich.console import Console
 
 from benchmarks.common import ROOT
 from benchmarks.serving.crucible import serving
+from pipeline.errors import CrucibleError
 from pipeline.formatting import time_text
 from pipeline.llm.results import LanguageReport
 from service.client import Client
@@ -104,4 +105,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except CrucibleError as refusal:
+        sys.exit(f"{refusal.message}\n  next: {refusal.next_step}")
