@@ -20,11 +20,13 @@ import secrets
 import socket
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,17 +124,97 @@ class _PendingBatch:
     stuck: asyncio.TimerHandle
 
 
-class Worker:
+class Ordered(Protocol):
+    """What every order of a worker has."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def load_s(self) -> float: ...
+
+
+class WorkerProcess(ABC):
+    """What every running worker has: its process, whether it is ready, and how it ended."""
+
+    def __init__(self, order: Ordered, process: GuardedProcess) -> None:
+        self.memory_bytes = 0
+        self._about, self._process = order, process
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[int] = self._loop.create_future()  # bytes that it holds
+        self._broken: asyncio.Future[str] = self._loop.create_future()
+        self._failed: Failed | None = None  # its last message
+
+    async def until_ready(self) -> None:
+        """Wait until the engine is loaded, or raise why it is not."""
+        await asyncio.wait(
+            (self._ready, self._broken),
+            timeout=self._about.load_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not self._ready.done():
+            raise await self._not_ready()
+        self.memory_bytes = self._ready.result()
+
+    async def _not_ready(self) -> CrucibleError:
+        """The error of a worker that did not become ready. Its output goes to the server's log."""
+        name, load_s = self._about.name, self._about.load_s
+        is_late = not self._broken.done()
+        message = f"did not load its engine within {load_s:g} s" if is_late else await self.death()
+        log.error("worker.not_ready", worker=name, reason=message, printed=self.printed())
+        if self._failed is not None and self._failed.code == DamagedError.code:
+            return DamagedError(self._failed.message, self._failed.next_step)
+        kind = TimedOut if is_late else HostError
+        advice = "the server's log holds the output of the worker"
+        return kind(f"the worker of '{name}' on {self._about.device} {message}", advice)
+
+    @property
+    def pid(self) -> int:
+        """The process id of its guardian."""
+        return self._process.pid
+
+    @property
+    def is_broken(self) -> bool:
+        """True once the worker cannot answer any more."""
+        return self._broken.done()
+
+    async def death(self) -> str:
+        """Describe how the worker ended. Call it only for a broken worker."""
+        reason = self._broken.result()
+        return reason or await self._process.death()
+
+    async def broken(self) -> str:
+        """Wait until the worker is broken, and describe how it ended."""
+        await asyncio.shield(self._broken)
+        return await self.death()
+
+    def printed(self) -> str:
+        """The end of the worker's log."""
+        return self._process.printed()
+
+    def _take_ready(self, memory_bytes: int) -> None:
+        if self._ready.done():
+            raise BadMessage("the worker sent Ready a second time")
+        self._ready.set_result(memory_bytes)
+
+    def _take_failed(self, message: Failed) -> None:
+        self._failed = message
+        advice = f"; {message.next_step}" if message.next_step else ""
+        self._break(f"cannot go on: {message.message}{advice}")
+
+    @abstractmethod
+    def _break(self, reason: str) -> None:
+        """Mark the worker as broken, and tell those who wait for it."""
+
+
+class Worker(WorkerProcess):
     """A running worker. The caller of `start` must call `end`."""
 
     def __init__(self, order: Order, process: GuardedProcess, end: socket.socket) -> None:
-        self.memory_bytes = 0
+        super().__init__(order, process)
         self.has_answered = False  # at least one batch
-        self._order, self._process, self._socket = order, process, end
-        self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[Ready] = self._loop.create_future()
-        self._broken: asyncio.Future[str] = self._loop.create_future()
-        self._failed: Failed | None = None  # its last message
+        self._order, self._socket = order, end
         # A batch runs in each session, and one is ready to run.
         self._free = [Slot(number) for number in range(order.sessions + 1)]
         self._sent: dict[int, _PendingBatch] = {}  # in the order in which the worker takes them
@@ -178,35 +260,11 @@ class Worker:
         try:
             load = Load(file, order.warm, order.runs, order.engine_name, order.sessions)
             worker._send(load)
-            await asyncio.wait(
-                (worker._ready, worker._broken),
-                timeout=order.load_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if not worker._ready.done():
-                raise await worker._not_ready()
-            worker.memory_bytes = worker._ready.result().memory_bytes
+            await worker.until_ready()
         except BaseException:
             await worker.end()
             raise
         return worker
-
-    async def _not_ready(self) -> CrucibleError:
-        """The error of a worker that did not become ready. Its output goes to the server's log."""
-        name, load_s = self._order.name, self._order.load_s
-        is_late = not self._broken.done()
-        message = f"did not load its engine within {load_s:g} s" if is_late else await self.death()
-        log.error("worker.not_ready", worker=name, reason=message, printed=self.printed())
-        if self._failed is not None and self._failed.code == DamagedError.code:
-            return DamagedError(self._failed.message, self._failed.next_step)
-        kind = TimedOut if is_late else HostError
-        advice = "the server's log holds the output of the worker"
-        return kind(f"the worker of '{name}' on {self._order.device} {message}", advice)
-
-    @property
-    def pid(self) -> int:
-        """The process id of its guardian."""
-        return self._process.pid
 
     @property
     def load(self) -> int:
@@ -221,11 +279,6 @@ class Worker:
     @property
     def has_room(self) -> bool:
         return bool(self._free)  # a broken worker has no free slot
-
-    @property
-    def is_broken(self) -> bool:
-        """True once the worker cannot run batches any more."""
-        return self._broken.done()
 
     def run(self, task: Task) -> None:
         """Send a batch to the worker, which must have room."""
@@ -271,20 +324,6 @@ class Worker:
         )
         self._sent[message.number] = _PendingBatch(task, slot, message, stuck)
         self._send(message, new)
-
-    async def death(self) -> str:
-        """Describe how the worker ended. Call it only for a broken worker."""
-        reason = self._broken.result()
-        return reason or await self._process.death()
-
-    async def broken(self) -> str:
-        """Wait until the worker is broken, and describe how it ended."""
-        await asyncio.shield(self._broken)
-        return await self.death()
-
-    def printed(self) -> str:
-        """The end of the worker's log."""
-        return self._process.printed()
 
     async def end(self) -> None:
         """End the processes of the worker. Their memory is free on return."""
@@ -337,13 +376,9 @@ class Worker:
     def _take(self, message: FromWorker) -> None:
         match message:
             case Failed():
-                self._failed = message
-                advice = f"; {message.next_step}" if message.next_step else ""
-                self._break(f"cannot go on: {message.message}{advice}")
+                self._take_failed(message)
             case Ready():
-                if self._ready.done():
-                    raise BadMessage("the worker sent Ready a second time")
-                self._ready.set_result(message)
+                self._take_ready(message.memory_bytes)
             case Short():
                 self._run_again(self._pending(message.number), message.output_bytes)
             case Refused():

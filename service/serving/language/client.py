@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.errors import CrucibleError, DamagedError, HostError
+from pipeline.errors import CrucibleError
 from pipeline.llm.engine import LanguageEngine
 from service import logs
-from service.errors import TimedOut, Unprocessable
+from service.errors import Unprocessable
 from service.jobs.worker_client import GuardedProcess
 from service.sandbox.framing import BadMessage, Failed, decode, frame, receive_frame
 from service.sandbox.layers import Sandbox
@@ -46,7 +46,7 @@ from service.serving.language.messages import (
     Step,
     pieces_from,
 )
-from service.serving.worker_client import FILE_BYTES
+from service.serving.worker_client import FILE_BYTES, WorkerProcess
 from service.storage.layout import Work
 
 WORKER = (sys.executable, "-m", "service.serving.language.worker")
@@ -95,7 +95,7 @@ class _Pending:
     generated: int = 0  # tokens
 
 
-class LanguageWorker:
+class LanguageWorker(WorkerProcess):
     """A running worker. The caller of `start` must call `end`."""
 
     def __init__(
@@ -105,14 +105,10 @@ class LanguageWorker:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self.memory_bytes = 0
+        super().__init__(order, process)
         self.has_answered = False  # some request with tokens
         self.cache_usage = 0.0  # share of the cache that running answers use
-        self._order, self._process, self._writer = order, process, writer
-        self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[Ready] = self._loop.create_future()
-        self._broken: asyncio.Future[str] = self._loop.create_future()
-        self._failed: Failed | None = None  # its last message
+        self._order, self._writer = order, writer
         self._pending: dict[int, _Pending] = {}
         self._sent = 0  # requests; their numbers are below
         self._stuck: asyncio.TimerHandle | None = None
@@ -156,40 +152,11 @@ class LanguageWorker:
                 order.prefix_caching,
             )
             worker._send(load)
-            await asyncio.wait(
-                (worker._ready, worker._broken),
-                timeout=order.load_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if not worker._ready.done():
-                raise await worker._not_ready()
-            worker.memory_bytes = worker._ready.result().memory_bytes
+            await worker.until_ready()
         except BaseException:
             await worker.end()
             raise
         return worker
-
-    async def _not_ready(self) -> CrucibleError:
-        """The error of a worker that did not become ready. Its output goes to the server's log."""
-        name, load_s = self._order.name, self._order.load_s
-        is_late = not self._broken.done()
-        message = f"did not load its engine within {load_s:g} s" if is_late else await self.death()
-        log.error("worker.not_ready", worker=name, reason=message, printed=self.printed())
-        if self._failed is not None and self._failed.code == DamagedError.code:
-            return DamagedError(self._failed.message, self._failed.next_step)
-        kind = TimedOut if is_late else HostError
-        advice = "the server's log holds the output of the worker"
-        return kind(f"the worker of '{name}' on {self._order.device} {message}", advice)
-
-    @property
-    def pid(self) -> int:
-        """The process id of its guardian."""
-        return self._process.pid
-
-    @property
-    def is_broken(self) -> bool:
-        """True once the worker cannot answer any more."""
-        return self._broken.done()
 
     def generate(self, message: Generate, prompt: bytes, into: Receiver) -> int:
         """Send a request to a worker that is not broken. Return its number, which replaces that of
@@ -207,19 +174,6 @@ class LanguageWorker:
         """Forget a request, and free its place in the worker."""
         if self._pending.pop(number, None) is not None and not self.is_broken:
             self._send(Cancel(number))
-
-    async def death(self) -> str:
-        """Describe how the worker ended. Call it only for a broken worker."""
-        return self._broken.result() or await self._process.death()
-
-    async def broken(self) -> str:
-        """Wait until the worker is broken, and describe how it ended."""
-        await asyncio.shield(self._broken)
-        return await self.death()
-
-    def printed(self) -> str:
-        """The end of the worker's log."""
-        return self._process.printed()
 
     async def end(self) -> None:
         """End the processes of the worker. Their memory is free on return."""
@@ -256,13 +210,9 @@ class LanguageWorker:
         self._watch()
         match message:
             case Failed():
-                self._failed = message
-                advice = f"; {message.next_step}" if message.next_step else ""
-                self._break(f"cannot go on: {message.message}{advice}")
+                self._take_failed(message)
             case Ready():
-                if self._ready.done():
-                    raise BadMessage("the worker sent Ready a second time")
-                self._ready.set_result(message)
+                self._take_ready(message.memory_bytes)
             case Accepted():
                 self._accept(message)
             case Refused():
