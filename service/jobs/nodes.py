@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import insert
 
 from pipeline import distribution
 from pipeline.host.labels import Labels, labels_text
@@ -92,11 +93,11 @@ class Nodes:
             "address": node.address,
         }
         old = delete_unlocked(nodes, nodes.c.heartbeat_at < database_clock_s() - FORGET_S)
+        row = insert(nodes).values(values | {"id": node.id})
         with self._database.write() as rows:
             rows.execute(old)
-            changed = rows.execute(sa.update(nodes).where(nodes.c.id == node.id).values(values))
-            if changed.rowcount == 0:
-                rows.execute(sa.insert(nodes).values(values | {"id": node.id}))
+            # in one statement: two threads may write the first row of a node at the same time
+            rows.execute(row.on_conflict_do_update(index_elements=["id"], set_=values))
 
     def leave(self, *others: str) -> None:
         """Let this node, or the others instead, count as gone from now on."""

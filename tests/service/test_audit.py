@@ -209,7 +209,7 @@ def test_no_request_lets_the_event_loop_query_the_database(tmp_path: Path) -> No
         paths = {
             path.format(job_id=job, compile_id=compiled, name="m", model="m", version=1)
             for path, methods in desk.app.openapi()["paths"].items()
-            if "get" in methods and "sharedmemory" not in path
+            if "get" in methods and "sharedmemory" not in path and path != "/v1/models/{model}"
         }
         answers = {path: (await desk.client.get(path)).status_code for path in sorted(paths)}
         assert len(answers) > 15

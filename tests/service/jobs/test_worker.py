@@ -238,11 +238,11 @@ def test_a_candidate_that_was_chosen_by_contended_figures_stays_unproven(
     events: list[StageEvent] = []
     runner = Runner(Store(tmp_path / "home"), events.append, run=with_figures_of(benchmarked))
     report = measure_again(tmp_path / "compiled", plan, runner, "again")
-    known = [event.figures for event in events if event.figures]
-    assert [each.is_baseline for each in known] == [True, False]
+    known = {event.figures.is_baseline: event.figures for event in events if event.figures}
+    assert known.keys() == {True, False}
     winner = next(each for each in old.candidates if each.label == old.winner)
     assert winner.selection is not None
-    assert known[1].accuracy == winner.selection.figures
+    assert known[False].accuracy == winner.selection.figures
     assert (report.verdict, report.command) == ("unproven" if doubts else "accepted", "again")
     expected = [CHOSEN_CONTENDED] if doubts else []
     assert [note for note in report.notes if note.code in DOUBTS] == expected

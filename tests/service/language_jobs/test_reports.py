@@ -46,8 +46,8 @@ def test_a_language_report_is_published_with_its_engine(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"winner": "nobody"}, "winner is not among its candidates"),
-        ({"winner": ""}, "verdict is accepted"),
-        ({"delivered": None}, "the folder has one"),
+        ({"winner": ""}, "its engine another one"),
+        ({"delivered": None}, "its engine another one"),
         ({"schema_version": 99}, "schema version 99"),
         ({"more": 1}, "does not fit the schema"),
     ],
