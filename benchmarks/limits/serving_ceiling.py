@@ -253,21 +253,7 @@ def direct_part(setting: Setting) -> list[Row]:
 def open_part(setting: Setting) -> list[Row]:
     """At a share of the best rate of a closed loop, which the same server takes first."""
     with served_engine(setting) as asked:
-        rate = OPEN_SHARE * best(closed_rows(asked, setting))
-        clients = len(setting.clients)
-        commands = [
-            [
-                "-m",
-                "benchmarks.limits.open_loop",
-                str(setting.folder / "request"),
-                str(asked.port),
-                str(rate / clients),
-                str(2 * setting.seconds),
-                str(seed),
-            ]
-            for seed in range(clients)
-        ]
-        return [{"asked_per_s": rate, **measured(asked, commands, setting)}]
+        return [opened(asked, OPEN_SHARE * best(closed_rows(asked, setting)), setting)]
 
 
 PARTS: Mapping[str, Callable[[Setting], list[Row]]] = {
@@ -433,6 +419,16 @@ def closed(asked: Asked, connections: int, seconds: float, setting: Setting) -> 
     files = [str(CLIENT), str(request), str(expected), tolerance, str(asked.port)]
     shares = shares_of(connections, len(setting.clients))
     return measured(asked, [[*files, str(share), str(seconds)] for share in shares], setting)
+
+
+def opened(asked: Asked, rate: float, setting: Setting) -> Row:
+    """Requests come at random times, so many per second."""
+    clients, seconds = len(setting.clients), str(2 * setting.seconds)
+    request = setting.folder / "request"
+    request.write_bytes(asked.request)
+    words = ["-m", "benchmarks.limits.open_loop", str(request), str(asked.port)]
+    commands = [[*words, str(rate / clients), seconds, str(seed)] for seed in range(clients)]
+    return {"asked_per_s": rate, **measured(asked, commands, setting)}
 
 
 def shares_of(connections: int, processes: int) -> list[int]:

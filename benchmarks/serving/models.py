@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
@@ -12,7 +13,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 INPUT, OUTPUT = "x", "y"
 OPSET = 17
-DATATYPES = {"float32": "FP32", "uint8": "UINT8"}  # of the Open Inference Protocol
+TOKENS = 128
+DATATYPES = {
+    "float32": "FP32",
+    "uint8": "UINT8",
+    "int64": "INT64",
+}  # of the Open Inference Protocol
 
 
 def write_echo(path: Path, side: int) -> Path:
@@ -70,6 +76,39 @@ def write_cnn(path: Path, name: str, side: int, enlarged: int = 1) -> Path:
     return path
 
 
+def write_text_encoder(path: Path, layers: int = 12) -> Path:
+    """BERT-base with random weights and without a mask, whose rows are averaged:
+    [batch, 128] int64 -> [batch, 768].
+    """
+    import torch
+    from transformers import BertConfig, BertModel
+
+    class Averaged(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = BertConfig(num_hidden_layers=layers, attn_implementation="sdpa")
+            self.bert = BertModel(config, add_pooling_layer=False)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            # not through BertModel: while it is traced it makes a mask of ones
+            hidden = self.bert.encoder(self.bert.embeddings(input_ids=ids)).last_hidden_state
+            return cast(torch.Tensor, hidden.mean(1))
+
+    torch.manual_seed(0)
+    program = torch.onnx.export(
+        Averaged().eval(),
+        (torch.zeros(2, TOKENS, dtype=torch.int64),),
+        dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=1024)},),
+        input_names=[INPUT],
+        output_names=[OUTPUT],
+        dynamo=True,
+        verbose=False,
+    )
+    assert program is not None
+    program.save(str(path), external_data=False)
+    return path
+
+
 def write_small(path: Path, seed: int, side: int = 16) -> Path:
     """A CNN of 0.3 ms or so: [batch, 3, side, side] -> [batch, 10]. Every seed is another model."""
     random = np.random.default_rng(seed)
@@ -106,7 +145,7 @@ def oip_body(
 ) -> tuple[bytes, dict[str, str]]:
     """A request of the Open Inference Protocol with binary tensors, both ways: body and headers.
 
-    The array is float32 or uint8.
+    The array is float32, uint8 or int64.
     """
     tensor = {
         "name": name,

@@ -20,6 +20,7 @@ from benchmarks.common import Row
 from benchmarks.gpu.contest import Entrant, contest
 from benchmarks.gpu.host import Watch
 from benchmarks.limits import host_to_host, resnet_throughput, serving_ceiling, two_gpus
+from benchmarks.limits.beside_build import rows_beside, visible
 from benchmarks.limits.from_host import Overlapped, channels_last, opened_from_host
 from benchmarks.limits.open_loop import run as ask_in_an_open_loop
 from benchmarks.limits.part_results import LimitReached, ended_after, measure_parts
@@ -180,17 +181,29 @@ def test_both_gpus_are_held_against_each_alone_in_the_same_round() -> None:
         "both": [taken(190.0), taken(400.0), taken(160.0)],
     }
     places = {"first": ("gpu:0",), "second": ("gpu:1",), "both": ("gpu:0", "gpu:1")}
-    first, second, both = two_gpus.rows_of(rounds, 16, places)
-    assert (first["images_per_s"], first["highest"], first["p99_ms"]) == (100.0, 200.0, None)
-    assert "of_ideal" not in second
-    assert (both["devices"], both["of_ideal"], both["second_share"]) == ("gpu:0, gpu:1", 0.95, 0.5)
-    assert (both["of_ideal_low"], both["of_ideal_high"]) == (0.8, 1.0)
-    rows: list[Row] = [{"part": "compute", **row} for row in (first, second, both)]
-    ((text, met),) = two_gpus.targets_of(rows).items()
-    assert "got 95%" in text
-    assert met
-    assert two_gpus.targets_of([{"part": "copies", "of_ideal": 0.5}]) == {}
-    assert two_gpus.share_of("b", {"a": 1.0}, {"a": 4.0, "b": 1.0}) == 0.25
+    first, second, both = two_gpus.rows_of(rounds, "wire", 16, places)
+    assert (first["rows_per_s"], first["highest"], first["p99_ms"]) == (100.0, 200.0, None)
+    assert "of_one" not in second
+    assert (both["devices"], both["of_one"], both["second_share"]) == ("gpu:0, gpu:1", 1.9, 0.5)
+    assert (both["of_one_low"], both["of_one_high"]) == (1.6, 2.0)
+    assert two_gpus.share_of("b", two_gpus.batches_since({"a": 1.0}, {"a": 4.0, "b": 1.0})) == 0.25
+
+
+def test_what_two_gpus_miss_is_a_goal_that_is_not_met() -> None:
+    both = {"part": "bert", "way": "wire", "deployment": "both", "connections": 16}
+    rows: list[Row] = [
+        {**both, "of_one": 1.95, "second_share": 0.53},
+        {**both, "connections": 32, "of_one": 1.5, "second_share": 0.5},
+        {"part": "bert", "way": "open", "deployment": "first", "p99_ms": 5.0},
+        {"part": "bert", "way": "open", "deployment": "second", "p99_ms": 6.0},
+        {"part": "bert", "way": "open", "deployment": "both", "p99_ms": 5.5},
+        {"part": "beside", "way": "alone", "of_alone": 1.0},
+        {"part": "beside", "way": "beside", "of_alone": 1.03},
+    ]
+    targets = two_gpus.targets_of(rows)
+    assert list(targets.values()) == [True, False, True, False]
+    assert "got 1.95" in next(iter(targets))
+    assert two_gpus.targets_of([{"part": "copies", "note": "failed: it did"}]) == {}
 
 
 def test_one_engine_is_asked_in_three_deployments(tmp_path: Path) -> None:
@@ -207,9 +220,23 @@ def test_one_engine_is_asked_in_three_deployments(tmp_path: Path) -> None:
     )
     places = dict.fromkeys(("first", "second", "both"), ("cpu",))
     rows = two_gpus.measured("small", load, setting, 2, places)
-    assert [row["deployment"] for row in rows] == list(places)
-    assert all(float(row["images_per_s"] or 0) > 0 and row["note"] is None for row in rows)
-    assert rows[-1]["second_share"] == 1.0
+    assert [(row["way"], row["deployment"]) for row in rows] == [
+        (way, place) for way in ("wire", "open", "in process") for place in places
+    ]
+    assert all(float(row["rows_per_s"] or 0) > 0 and row["note"] is None for row in rows)
+    assert [row.get("second_share") for row in rows[2::3]] == [1.0, None, 1.0]
+
+    engine = Path(serving_ceiling.delivered(setting.home("small")))
+    array, log = load.array, tmp_path / "log"
+    other = [sys.executable, "-c", "import time; time.sleep(1)"]
+    alone, beside = rows_beside(engine, array, 0.05, other, log, "gpu:0")
+    assert (alone["way"], alone["of_alone"], beside["way"]) == ("alone", 1.0, "beside")
+    assert int(beside["stretches"] or 0) > 1
+    failing = [sys.executable, "-m", "nothing_here"]
+    with pytest.raises(Exception, match=r"other compile failed:[^$]*nothing_here"):
+        rows_beside(engine, array, 0.05, failing, log, "gpu:0")
+    assert visible("gpu:1", {"CUDA_VISIBLE_DEVICES": "3,5"}) == "5"
+    assert visible("gpu:1", {}) == "1"
 
 
 @pytest.mark.parametrize("part", two_gpus.LOADS)
