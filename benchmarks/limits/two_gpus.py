@@ -82,7 +82,7 @@ class Load:
 def main(words: Sequence[str]) -> None:
     arguments = parse_arguments(words)
     tensorrt_device()
-    places = places_on(gpu_kinds())
+    places = places_on(gpu_kinds()) if not arguments.compile else {}
     with tempfile.TemporaryDirectory(prefix="crucible-gpus-") as text:
         setting = serving_ceiling.setting_from(arguments, Path(text))
         loads = {name: LOADS[name](setting) for name in LOADS if name in arguments.parts}
