@@ -177,7 +177,8 @@ def measured(name: str, load: Load, setting: Setting, rounds: int, places: Place
     """The rows of a part: each deployment, on each number of connections, without a wire, and at
     random times.
     """
-    home, setting = setting.home(name), replace(setting, images=len(load.array))
+    setting = replace(setting, images=len(load.array))
+    home = setting.home(name)
     job = job_of(name, load, setting)
     taken: defaultdict[tuple[str, int], dict[str, list[dict[str, Any]]]]
     taken = defaultdict(lambda: {place: [] for place in places})
