@@ -185,6 +185,8 @@ WAYS: dict[str, Opener] = {
     "ours compiled": _ours("compiled", "bf16"),
     "ours fused": _ours("fused", "bf16"),
     "ours fused int8": _ours("fused", "int8"),
+    "ours overlapped": _ours("overlapped", "bf16"),
+    "ours overlapped int8": _ours("overlapped", "int8"),
     "ours compiled int8": _ours("compiled", "int8"),
     "transformers static": lambda model, context: Transformers(model, static=True),
 }
@@ -192,5 +194,12 @@ WAYS: dict[str, Opener] = {
 and is given up when the time is over.
 """
 
-ONE_REQUEST = ("ours fused", "ours fused int8", "ours compiled int8", "transformers static")
+ONE_REQUEST = (
+    "ours fused",
+    "ours fused int8",
+    "ours overlapped",
+    "ours overlapped int8",
+    "ours compiled int8",
+    "transformers static",
+)
 """Left out for several requests: kernels for one row, or long compilations."""

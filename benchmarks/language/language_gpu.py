@@ -8,7 +8,7 @@ the time when the host has the token counts.
 
 `kl` is the mean divergence from the scores of transformers eager, which reads the same text at
 once, over the first 32 tokens of its answer. `equal` counts the tokens before the first other one:
-random models have ties, so the divergence decides. `extra_gb` is the memory besides bf16 weights.
+random models have ties, so the divergence decides.
 
     python -m benchmarks language_gpu [--parts 1b_b1,8b_b1,...] [--ways WAY,WAY] [--rounds N]
                                       [--device cuda|cpu] [--tiny] [--limit SECONDS] [--into DIR]
@@ -116,7 +116,6 @@ def main(words: Sequence[str]) -> None:
     arguments = parse_arguments(words)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("expected a GPU that torch can use, found none\n  next: --device cpu --tiny")
-    torch.set_grad_enabled(False)
     setting = Setting(
         device=arguments.device,
         tiny=arguments.tiny,
@@ -126,8 +125,10 @@ def main(words: Sequence[str]) -> None:
         output_tokens=arguments.output_tokens,
         end_s=monotonic() + arguments.limit,
     )
-    models = dict[str, Model]()
-    parts = {name: partial(measured, name, setting, models) for name in arguments.parts}
+    models, facts = dict[str, Model](), list[Row]()
+    parts = {
+        name: partial(without_gradients, name, setting, models, facts) for name in arguments.parts
+    }
     run: Row = {
         "prompt_tokens": setting.prompt_tokens,
         "output_tokens": setting.output_tokens,
@@ -135,7 +136,7 @@ def main(words: Sequence[str]) -> None:
         "tiny": setting.tiny,
         "torch": torch.__version__,
     }
-    measure_parts(NAME, parts, targets_of, arguments.into, arguments.limit, run)
+    measure_parts(NAME, parts, targets_of, arguments.into, arguments.limit, run, {"facts": facts})
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -167,31 +168,33 @@ def _known(names: Sequence[str], text: str) -> tuple[str, ...]:
 # -- one part ----------------------------------------------------------------
 
 
-def measured(name: str, setting: Setting, models: dict[str, Model]) -> list[Row]:
-    """Race all ways of a part; those that fail are rows with the reason."""
-    size, _, requests_text = name.partition("_b")
-    requests = int(requests_text)
+def without_gradients(
+    name: str, setting: Setting, models: dict[str, Model], facts: list[Row]
+) -> list[Row]:
+    with torch.no_grad():
+        return measured(name, setting, models, facts)
+
+
+def measured(name: str, setting: Setting, models: dict[str, Model], facts: list[Row]) -> list[Row]:
+    """Race all ways of a part; those that fail are rows with the reason. What is not in a row goes
+    to `facts`.
+    """
+    size, _, requests = name.partition("_b")
     sizes = TINY if setting.tiny else MODELS[size]
     if size not in models:
         models[size] = random_model(sizes, setting.device)
-    model = models[size]
-    drawn = np.random.default_rng(0)
-    prompts = [
-        drawn.integers(3, sizes["vocab_size"], setting.prompt_tokens) for _ in range(requests)
-    ]
+    model, drawn = models[size], np.random.default_rng(0)
+    prompts = list(drawn.integers(3, sizes["vocab_size"], (int(requests), setting.prompt_tokens)))
     entrants, failures = opened(model, prompts, setting)
     check(model, prompts, entrants, failures, setting)
-    rates = race(entrants, failures, prompts, setting)
-    rate = max(rates)
-    first = entrants[BASELINE].rounds[0] if BASELINE in entrants else None
-    rows: list[Row] = [
-        {
-            "way": way,
-            **figures(entrant, model, requests, rate, setting),
-            "equal": first and equal_tokens(first.tokens, entrant.rounds[0].tokens),
-        }
-        for way, entrant in entrants.items()
-    ]
+    rate = max(race(entrants, failures, prompts, setting))
+    first = entrants[BASELINE].rounds[0].tokens if BASELINE in entrants else None
+    facts[:] = [row for row in facts if row["part"] != name]
+    rows = list[Row]()
+    for way, entrant in entrants.items():
+        equal = None if first is None else equal_tokens(first, entrant.rounds[0].tokens)
+        rows.append({"way": way, **figures(entrant, model, prompts, rate, setting), "equal": equal})
+        facts.append({"part": name, "way": way, **facts_of(entrant)})
     return rows + [{"way": way, "note": note} for way, note in failures.items()]
 
 
@@ -204,7 +207,7 @@ def opened(
     for way in (way for way in WAYS if way in setting.ways):
         if len(prompts) > 1 and way in ONE_REQUEST:
             continue
-        if way.startswith("ours fused") and setting.device == "cpu":
+        if way.startswith(("ours fused", "ours overlapped")) and setting.device == "cpu":
             continue
         print(f"   opening {way}", file=sys.stderr, flush=True)
         begin, before = monotonic(), allocated(setting.device)
@@ -302,7 +305,7 @@ def race(
 
 def read_rate(buffer: torch.Tensor) -> float:
     """Return the fastest rate of reading a buffer, by a sum and by a maximum, bytes per second."""
-    found = []
+    found = list[float]()
     for reduce in (torch.sum, torch.amax):
         reduce(buffer)
         for _ in range(3):
@@ -341,31 +344,38 @@ def reset_peak(device: str) -> None:
 
 
 def figures(
-    entrant: Entrant, model: Model, requests: int, rate: float, setting: Setting
+    entrant: Entrant, model: Model, prompts: Sequence[Ids], rate: float, setting: Setting
 ) -> dict[str, Cell]:
     """The times of one way, and its share of the roofline at this rate of reading."""
     times = np.array([answers.times_s for answers in entrant.rounds])  # [rounds, tokens]
     gaps_ms = 1e3 * np.diff(times, axis=1)
-    between_ms = gaps_ms.mean(1)  # [rounds]
-    next_ms = float(np.median(between_ms))
+    next_ms = float(np.median(gaps_ms.mean(1)))
     p50_ms, p95_ms, p99_ms = (float(each) for each in np.percentile(gaps_ms, (50, 95, 99)))
-    read_bytes = entrant.way.weight_bytes + cache_bytes(model, requests, setting)
+    read_bytes = entrant.way.weight_bytes + cache_bytes(model, len(prompts), setting)
     return {
         "first_ms": 1e3 * float(np.median(times[:, 0])),
         "next_ms": next_ms,
-        "spread_%": 100 * float(np.ptp(between_ms)) / next_ms,
         "p50_ms": p50_ms,
         "p95_ms": p95_ms,
         "p99_ms": p99_ms,
-        "tokens_per_s": requests * times.shape[1] / float(np.median(times[:, -1])),
+        "tokens_per_s": len(prompts) * times.shape[1] / float(np.median(times[:, -1])),
         "read_gb": read_bytes / 1e9,
         "memory_gb_per_s": rate / 1e9,
         "roofline_%": 100 * read_bytes / rate / (next_ms / 1e3),
-        "extra_gb": (entrant.kept_bytes + entrant.peak_bytes) / 1e9,
         "kl": entrant.divergence,
-        "largest": entrant.largest,
+    }
+
+
+def facts_of(entrant: Entrant) -> dict[str, Cell]:
+    """What else was measured of one way. `extra_gb` is its memory besides the weights in bf16."""
+    rounds_ms = [1e3 * float(np.diff(answers.times_s).mean()) for answers in entrant.rounds]
+    return {
+        "rounds": len(rounds_ms),
+        "fastest_next_ms": min(rounds_ms),
+        "slowest_next_ms": max(rounds_ms),
+        "largest_difference": entrant.largest,
+        "extra_gb": (entrant.kept_bytes + entrant.peak_bytes) / 1e9,
         "open_s": entrant.open_s,
-        "rounds": len(entrant.rounds),
     }
 
 

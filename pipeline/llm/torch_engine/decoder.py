@@ -27,7 +27,7 @@ from pipeline.llm.torch_engine.network import (
 )
 from pipeline.measurement.clock import monotonic
 
-Way = Literal["eager", "compiled", "fused"]
+Way = Literal["eager", "compiled", "fused", "overlapped"]
 Work = Callable[[], None]
 
 AHEAD = 8
@@ -118,10 +118,10 @@ class Batch:
     # -- the work of the device ------------------------------------------------
 
     def _make_step(self, way: Way) -> Work:
-        if way == "fused":
+        if way in ("fused", "overlapped"):
             from pipeline.llm.torch_engine.fused import fused_step
 
-            return fused_step(self)
+            return fused_step(self, overlap=way == "overlapped")
         functions = EAGER if way == "eager" else compiled()
 
         def step() -> None:

@@ -5,6 +5,7 @@ the weights of all layers, which no cache of the GPU holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,12 +30,15 @@ class Split(NamedTuple):
 SPLITS = (
     Split(1, 2048, 4),
     Split(2, 1024, 4),
-    Split(4, 512, 4),
     Split(4, 1024, 4),
-    Split(8, 512, 4),
-    Split(16, 256, 4),
+    Split(4, 512, 2),
+    Split(8, 512, 2),
+    Split(4, 256, 1),
+    Split(2, 2048, 8),
     Split(4, 2048, 8),
 )
+"""Turns as wide as all threads read at once, 16 bytes each: then no data crosses between warps."""
+
 UNTUNED = Split(64, 64, 4)
 BLOCKS = ((32, 4), (64, 4), (128, 8))
 """Positions of one turn of the attention, and its warps."""
@@ -44,8 +48,10 @@ EMBED_BLOCK = 1024
 REPLAYS = 3
 
 
-def fused_step(batch: Batch) -> Work:
-    """Return the step of a batch of one request. UnsupportedError for several."""
+def fused_step(batch: Batch, *, overlap: bool) -> Work:
+    """Return the step of a batch of one request; with `overlap`, each kernel begins before the one
+    in front of it has ended. UnsupportedError for several requests.
+    """
     if batch.requests != 1:
         raise UnsupportedError(
             f"the fused kernels serve one request at a time, not {batch.requests}",
@@ -56,7 +62,7 @@ def fused_step(batch: Batch) -> Work:
         raise UnsupportedError(
             f"the fused kernels need heads of 2^n values, not {head}", "choose the compiled way"
         )
-    step = FusedStep(batch)
+    step = FusedStep(batch, overlap)
     step.tune()
     return step
 
@@ -64,8 +70,9 @@ def fused_step(batch: Batch) -> Work:
 class FusedStep:
     """The kernels of one token, and the buffers between them."""
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    def __init__(self, batch: Batch, overlap: bool) -> None:
+        self._batch, self._overlap = batch, overlap
+        self._launch = {"launch_pdl": True} if overlap else {}
         network, shape = batch.network, batch.network.shape
         self._shape = shape
         hidden, vocabulary = network.embedding.shape[1], network.embedding.shape[0]
@@ -97,7 +104,14 @@ class FusedStep:
         self._multiply_logits()
         parts = self._best.numel()
         kernels.best_of_parts[(parts,)](
-            batch.scores, self._best, self._places, self._sums, vocabulary, BLOCK=SCORES_BLOCK
+            batch.scores,
+            self._best,
+            self._places,
+            self._sums,
+            vocabulary,
+            BLOCK=SCORES_BLOCK,
+            OVERLAP=self._overlap,
+            **self._launch,
         )
         kernels.choice[(1,)](
             self._best,
@@ -108,6 +122,8 @@ class FusedStep:
             batch.positions,
             parts,
             BLOCK=triton.next_power_of_2(parts),
+            OVERLAP=self._overlap,
+            **self._launch,
         )
 
     # -- the parts ---------------------------------------------------------------
@@ -129,9 +145,7 @@ class FusedStep:
 
     def _multiply_logits(self) -> None:
         network = self._batch.network
-        self._multiply(
-            "logits", self._x, network.logits, self._batch.scores, norm=network.norm
-        )
+        self._multiply("logits", self._x, network.logits, self._batch.scores, norm=network.norm)
 
     def _multiply(
         self,
@@ -160,13 +174,14 @@ class FusedStep:
             self._shape.epsilon,
             ROWS=split.rows,
             COLUMNS=split.columns,
-            EVEN=size % split.columns == 0,
             NORM=norm is not None,
             SCALE=scale is not None,
             BIAS=bias is not None,
             RESIDUAL=residual is not None,
             GATED=gated,
+            OVERLAP=self._overlap,
             num_warps=split.warps,
+            **self._launch,
         )
 
     def _attend(self, number: int) -> None:
@@ -191,7 +206,9 @@ class FusedStep:
             HALF=shape.head // 2,
             BLOCK=block,
             NORMS=layer.query_norm is not None,
+            OVERLAP=self._overlap,
             num_warps=warps,
+            **self._launch,
         )
 
     # -- tuning ------------------------------------------------------------------
@@ -236,7 +253,7 @@ def fastest(ways: Sequence[Any], work: Callable[[Any], None]) -> Any:
     failure: Exception | None = None
     for number, way in enumerate(ways):
         try:
-            times[number] = seconds_of(lambda way=way: work(way))
+            times[number] = seconds_of(partial(work, way))
         except triton.runtime.errors.OutOfResources as error:
             failure = error
     if not times:

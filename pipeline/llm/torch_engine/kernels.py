@@ -2,18 +2,24 @@
 
 Each reads its weights once, in long rows. Norms come before a product and scale its result, so no
 kernel is needed for them: `sum(w * (n * x)) / rms(x)`. All sums are in fp32.
+
+OVERLAP: the next kernel begins while this one still runs, and waits before it reads what this one
+writes (programmatic dependent launch, compute capability 9.0 and later).
 """
+
+# mypy: disable-error-code=untyped-decorator
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def embed(tokens: Any, embedding: Any, out: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def embed(
+    tokens: tl.tensor, embedding: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     """out [size] fp32 = embedding[tokens[0]]."""
     token = tl.load(tokens)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -24,52 +30,63 @@ def embed(tokens: Any, embedding: Any, out: Any, size: Any, BLOCK: tl.constexpr)
 
 @triton.jit
 def product(
-    x: Any,
-    norm: Any,
-    weight: Any,
-    scale: Any,
-    bias: Any,
-    residual: Any,
-    out: Any,
-    rows_out: Any,
-    size: Any,
-    epsilon: Any,
+    x: tl.tensor,
+    norm: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    rows_out: tl.tensor,
+    size: tl.tensor,
+    epsilon: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
     NORM: tl.constexpr,
     SCALE: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """out [rows_out] = weight [rows_out, size] @ x [size], with what the flags add.
 
-    GATED: the weight has twice the rows, gates before values, and out = silu(gate) * value. EVEN:
-    COLUMNS divides size.
+    GATED: the weight has twice the rows, gates before values, and out = silu(gate) * value. Weights
+    of the next turn are on their way while those of this one are used; with OVERLAP, those of the
+    first turn are while the kernel before still runs.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = rows < rows_out
-    starts = rows.to(tl.int64)[:, None] * size
-    second = rows_out.to(tl.int64) * size
+    columns = tl.arange(0, COLUMNS)
+    gates = weight + rows.to(tl.int64)[:, None] * size + columns[None, :]
+    ups = gates + rows_out.to(tl.int64) * size
+    here = exists[:, None] & (columns < size)[None, :]
+    part = tl.load(gates, mask=here, other=0.0)
+    other_part = part
+    if GATED:
+        other_part = tl.load(ups, mask=here, other=0.0)
+    if OVERLAP:
+        gdc_wait()
     sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     others = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     squares = tl.zeros([COLUMNS], dtype=tl.float32)
     for begin in range(0, size, COLUMNS):
-        columns = begin + tl.arange(0, COLUMNS)
-        inside = columns < size
-        both = exists[:, None]
-        if not EVEN:
-            both = both & inside[None, :]
-        part = tl.load(weight + starts + columns[None, :], mask=both, other=0.0)
-        values = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+        inside = begin + columns < size
+        values = tl.load(x + begin + columns, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             squares += values * values
-            values *= tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+            values *= tl.load(norm + begin + columns, mask=inside, other=0.0).to(tl.float32)
+        after = begin + COLUMNS
+        following = exists[:, None] & (after + columns < size)[None, :]
+        next_part = tl.load(gates + after, mask=following, other=0.0)
         sums += part.to(tl.float32) * values[None, :]
+        part = next_part
         if GATED:
-            part = tl.load(weight + second + starts + columns[None, :], mask=both, other=0.0)
-            others += part.to(tl.float32) * values[None, :]
+            next_part = tl.load(ups + after, mask=following, other=0.0)
+            others += other_part.to(tl.float32) * values[None, :]
+            other_part = next_part
     total = tl.sum(sums, 1)
     other = tl.sum(others, 1)
     if NORM:
@@ -91,8 +108,13 @@ def product(
 
 @triton.jit
 def normalised_halves(
-    first: Any, second: Any, norm: Any, half: Any, epsilon: Any, HALF: tl.constexpr
-) -> Any:
+    first: tl.tensor,
+    second: tl.tensor,
+    norm: tl.tensor,
+    half: tl.tensor,
+    epsilon: tl.tensor,
+    HALF: tl.constexpr,
+) -> tl.tensor:
     """The two halves of a head, divided by its root mean square, times a weight."""
     mean = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF)
     shrink = tl.rsqrt(mean + epsilon)
@@ -103,23 +125,24 @@ def normalised_halves(
 
 @triton.jit
 def attention(
-    qkv: Any,
-    keys: Any,
-    values: Any,
-    out: Any,
-    cosines: Any,
-    sines: Any,
-    positions: Any,
-    query_norm: Any,
-    key_norm: Any,
-    epsilon: Any,
-    factor: Any,
-    context: Any,
+    qkv: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    out: tl.tensor,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    positions: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    epsilon: tl.tensor,
+    factor: tl.tensor,
+    context: tl.tensor,
     HEADS: tl.constexpr,
     CACHE_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     NORMS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One head of queries: rotate, write key and value at the position, attend to all before it.
 
@@ -127,6 +150,8 @@ def attention(
     [HEADS x head]; cosines, sines [context, head]. The heads of a group share a key: the first one
     writes it, and each uses the one that it computed itself.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     head = tl.program_id(0)
     shared = head // (HEADS // CACHE_HEADS)
     position = tl.load(positions)
@@ -134,6 +159,8 @@ def attention(
     whole = tl.arange(0, 2 * HALF)
     cosine = tl.load(cosines + position * 2 * HALF + half)
     sine = tl.load(sines + position * 2 * HALF + half)
+    if OVERLAP:
+        gdc_wait()
     query = qkv + head * 2 * HALF
     first, second = tl.load(query + half), tl.load(query + HALF + half)
     key = qkv + (HEADS + shared) * 2 * HALF
@@ -184,9 +211,18 @@ def attention(
 
 @triton.jit
 def best_of_parts(
-    scores: Any, best: Any, places: Any, sums: Any, size: Any, BLOCK: tl.constexpr
+    scores: tl.tensor,
+    best: tl.tensor,
+    places: tl.tensor,
+    sums: tl.tensor,
+    size: tl.tensor,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    """Of each block of scores [size]: the largest, its place, and the sum of exp(score - largest)."""
+    """Of each block of scores [size]: the largest, its place, the sum of exp(score - largest)."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     part = tl.program_id(0)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(scores + columns, mask=columns < size, other=float("-inf"))
@@ -198,16 +234,19 @@ def best_of_parts(
 
 @triton.jit
 def choice(
-    best: Any,
-    places: Any,
-    sums: Any,
-    tokens: Any,
-    log_probs: Any,
-    positions: Any,
-    parts: Any,
+    best: tl.tensor,
+    places: tl.tensor,
+    sums: tl.tensor,
+    tokens: tl.tensor,
+    log_probs: tl.tensor,
+    positions: tl.tensor,
+    parts: tl.tensor,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Write the likeliest token and its log-probability, and move the position on."""
+    if OVERLAP:
+        gdc_wait()
     columns = tl.arange(0, BLOCK)
     inside = columns < parts
     found = tl.load(best + columns, mask=inside, other=float("-inf"))

@@ -64,7 +64,7 @@ class Network(NamedTuple):
     def cache_bytes_per_token(self) -> int:
         """Return the bytes of keys and values of one position, in all layers."""
         values = 2 * len(self.layers) * self.shape.cache_heads * self.shape.head
-        return values * self.embedding.element_size()
+        return int(values * self.embedding.element_size())
 
 
 class Cache(NamedTuple):
@@ -144,8 +144,13 @@ def attention(
     cache.keys[rows, :, place.positions] = keys
     cache.values[rows, :, place.positions] = values
     if place.visible is None:
-        by_head = [each.transpose(1, 2) for each in (queries, keys, values)]
-        seen = functional.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True)
+        seen = functional.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=True,
+        )
         return seen.transpose(1, 2).reshape(requests, tokens, -1)
     # queries that share keys are rows of one product, [requests, cache heads, group x tokens, head]
     group = shape.heads // shape.cache_heads
