@@ -39,6 +39,7 @@ BENCHMARKS = {
     "tensorrt_compile": "benchmarks.gpu.tensorrt_compile",
     "gpu_models": "benchmarks.gpu.gpu_models",
     "transfers": "benchmarks.gpu.transfers",
+    "language_gpu": "benchmarks.language.language_gpu",
     # of what limits whole runs
     "host_to_host": "benchmarks.limits.host_to_host",
     "resnet_throughput": "benchmarks.limits.resnet_throughput",
@@ -76,6 +77,7 @@ QUESTIONS = {
     "image_size": "How large are the images, and how soon are they ready?",
     "tensorrt_compile": "What does TensorRT make of the three example plans?",
     "gpu_models": "How fast are our engines beside plain TensorRT and PyTorch?",
+    "language_gpu": "How near to the GPU's memory does decoding of language models come?",
     "transfers": "How long does the way into the GPU take, beside the bus itself?",
     "host_to_host": "How fast are whole runs from host to host, beside PyTorch at its best?",
     "resnet_throughput": "How many images per second does ResNet-50 in int8 reach on this GPU?",

@@ -76,13 +76,15 @@ def ended_after(seconds: float) -> Iterator[None]:
 
     if seconds <= 0:
         end(0, None)
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before, begin = signal.signal(signal.SIGALRM, end), monotonic()
+    outer_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds)  # 0: no block is around this one
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if outer_s:
+            signal.setitimer(signal.ITIMER_REAL, max(outer_s - (monotonic() - begin), 0.001))
 
 
 def earlier_document(name: str, into: Path, run: Row) -> Mapping[str, Any]:

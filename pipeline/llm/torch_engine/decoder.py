@@ -1,0 +1,267 @@
+"""Answers from a network: prompts are read at once, then one recorded step makes each token.
+
+A step chooses the token on the device, writes it where the next step reads it, and moves the
+position there, so the host only sends steps ahead and reads tokens as they come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from pipeline.errors import InternalError
+from pipeline.llm.reference import Ids
+from pipeline.llm.served import Generation
+from pipeline.llm.torch_engine.network import (
+    Cache,
+    Network,
+    Place,
+    block,
+    choice,
+    logits,
+    rotations,
+)
+from pipeline.measurement.clock import monotonic
+
+Way = Literal["eager", "compiled", "fused", "overlapped"]
+Work = Callable[[], None]
+
+AHEAD = 8
+"""Steps that are sent before their tokens are read: the GPU never waits for the host."""
+
+CONTEXT_MULTIPLE = 64
+PROMPT_MULTIPLE = 64
+"""Prompts are padded to such lengths, each of which is recorded once."""
+
+RECOMPILES = 64
+"""Shapes that torch.compile may meet before it gives up: one for each number of requests."""
+
+
+class Functions(NamedTuple):
+    """The parts of a step that may be compiled."""
+
+    block: Callable[..., Any]
+    logits: Callable[..., Any]
+    choice: Callable[..., Any]
+
+
+EAGER = Functions(block, logits, choice)
+
+
+class Step(Protocol):
+    """Makes one token of each request of a batch, in its buffers."""
+
+    def __call__(self) -> None: ...
+
+
+def compiled() -> Functions:
+    """Return the parts compiled for one shape at a time. All layers share what is compiled."""
+    torch._dynamo.config.recompile_limit = RECOMPILES
+    options = {"coordinate_descent_tuning": torch.cuda.is_available()}
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        made: Callable[..., Any] = torch.compile(
+            function, dynamic=False, fullgraph=True, options=options
+        )
+        return made
+
+    return Functions(of(block), of(logits), of(choice))
+
+
+def recorded(work: Work, device: torch.device) -> Work:
+    """Return what does this work again: the replay of a CUDA graph, or the work itself on a CPU.
+    The work is done some times first.
+    """
+    if device.type != "cuda":
+        return work
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # compiles, tunes and fills the workspaces of cuBLAS
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    replay: Work = graph.replay
+    return replay
+
+
+class Batch:
+    """The buffers of a number of requests that are served together, and their step."""
+
+    def __init__(self, network: Network, requests: int, context: int, way: Way) -> None:
+        self.network, self.requests, self.way = network, requests, way
+        self.context = -(-context // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
+        self.device = network.embedding.device
+        shape, like = network.shape, network.embedding
+        size = (requests, shape.cache_heads, self.context, shape.head)
+        with torch.no_grad():
+            self.caches = [
+                Cache(like.new_zeros(size), like.new_zeros(size)) for _ in network.layers
+            ]
+            self.tokens = torch.zeros(requests, dtype=torch.int64, device=self.device)
+            self.positions = torch.zeros_like(self.tokens)
+            self.log_probs = torch.zeros(requests, dtype=torch.float32, device=self.device)
+            self.scores = torch.zeros(
+                (requests, len(network.embedding)), dtype=torch.float32, device=self.device
+            )
+            self.cosines, self.sines = rotations(network, self.context)
+            self._columns = torch.arange(self.context, device=self.device)
+            self._step = recorded(self._make_step(way), self.device)
+        self._prompts = dict[int, tuple[torch.Tensor, Work]]()
+
+    # -- the work of the device ------------------------------------------------
+
+    def _make_step(self, way: Way) -> Work:
+        if way in ("fused", "overlapped"):
+            from pipeline.llm.torch_engine.fused import fused_step
+
+            return fused_step(self, overlap=way == "overlapped")
+        functions = EAGER if way == "eager" else compiled()
+
+        def step() -> None:
+            x = self.network.embedding[self.tokens][:, None]
+            x = self._through(x, self.place_of(self.positions[:, None]), functions)
+            self._choose(x[:, 0], functions)
+            self.positions.add_(1)
+
+        return step
+
+    def place_of(self, positions: torch.Tensor, is_start: bool = False) -> Place:
+        visible = self._columns <= positions[..., None]  # [requests, tokens, context]
+        return Place(
+            positions,
+            self.cosines[positions],
+            self.sines[positions],
+            None if is_start else visible[:, None, None],
+        )
+
+    def _through(self, x: torch.Tensor, place: Place, functions: Functions) -> torch.Tensor:
+        for weights, cache in zip(self.network.layers, self.caches, strict=True):
+            x = functions.block(x, weights, cache, place, self.network.shape)
+        return x
+
+    def _choose(self, x: torch.Tensor, functions: Functions) -> None:
+        network = self.network
+        scores = functions.logits(x, network.norm, network.logits, network.shape.epsilon)
+        tokens, log_probs = functions.choice(scores)
+        self.scores.copy_(scores)
+        self.tokens.copy_(tokens)
+        self.log_probs.copy_(log_probs)
+
+    def _read_prompts(self, given: torch.Tensor) -> None:
+        """Read prompts, padded to one length: [requests, tokens]. `positions` hold their lengths.
+        What padding leaves in the cache is never seen: answers write over it.
+        """
+        places = torch.arange(given.shape[1], device=self.device).expand_as(given)
+        place = self.place_of(places, is_start=True)
+        x = self._through(self.network.embedding[given], place, EAGER)
+        rows = torch.arange(self.requests, device=self.device)
+        self._choose(x[rows, self.positions - 1], EAGER)
+
+    # -- what the host asks ----------------------------------------------------
+
+    def step(self) -> None:
+        """Make one token of each request from the last ones."""
+        self._step()
+
+    def start(self, prompts: Sequence[Ids]) -> None:
+        """Read prompts, and choose the first token of each answer."""
+        lengths = [prompt.size for prompt in prompts]
+        longest = min(-(-max(lengths) // PROMPT_MULTIPLE) * PROMPT_MULTIPLE, self.context)
+        with torch.no_grad():
+            given, work = self._prompt_reader(longest)
+            padded = np.zeros((self.requests, longest), dtype=np.int64)
+            for row, prompt in zip(padded, prompts, strict=True):
+                row[: prompt.size] = prompt
+            given.copy_(torch.from_numpy(padded))
+            self.positions.copy_(torch.tensor(lengths))
+            work()
+
+    def _prompt_reader(self, length: int) -> tuple[torch.Tensor, Work]:
+        if length not in self._prompts:
+            given = torch.zeros((self.requests, length), dtype=torch.int64, device=self.device)
+            self.positions.fill_(1)
+            work = recorded(lambda: self._read_prompts(given), self.device)
+            self._prompts[length] = given, work
+        return self._prompts[length]
+
+    def read_next(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Read these tokens instead of the ones that were chosen, by the step that answers. Return
+        the scores of their successors, [requests, vocabulary] fp32.
+        """
+        with torch.no_grad():
+            self.tokens.copy_(torch.tensor(tokens))
+            self._step()
+            return self.scores.clone()
+
+
+class Decoder:
+    """An opened network. Batches are made when they are first needed."""
+
+    def __init__(self, network: Network, context: int, way: Way) -> None:
+        self.network, self.context, self.way = network, context, way
+        self._batches = dict[int, Batch]()
+
+    def batch(self, requests: int) -> Batch:
+        if requests not in self._batches:
+            self._batches[requests] = Batch(self.network, requests, self.context, self.way)
+        return self._batches[requests]
+
+    def generate_together(self, prompts: Sequence[Ids], tokens: int) -> tuple[Generation, ...]:
+        """Continue prompts greedily by this number of tokens each."""
+        longest = max(prompt.size for prompt in prompts) + tokens
+        if longest > self.context:
+            raise InternalError(f"{longest} tokens, and there is room for {self.context}")
+        batch = self.batch(len(prompts))
+        on_gpu = batch.device.type == "cuda"
+        shape = (tokens, len(prompts))
+        found = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        log_probs = torch.zeros(shape, dtype=torch.float32, pin_memory=on_gpu)
+        times_s, waiting = list[float](), deque[Any]()
+        begin = monotonic()
+        for number in range(tokens):
+            if number:
+                batch.step()
+            else:
+                batch.start(prompts)
+            found[number].copy_(batch.tokens, non_blocking=True)
+            log_probs[number].copy_(batch.log_probs, non_blocking=True)
+            waiting.append(_mark(on_gpu))
+            if len(waiting) > AHEAD or not on_gpu:
+                waiting.popleft().synchronize()
+                times_s.append(monotonic() - begin)
+        while waiting:
+            waiting.popleft().synchronize()
+            times_s.append(monotonic() - begin)
+        return tuple(
+            Generation(
+                found[:, row].numpy().copy(),
+                log_probs[:, row].double().numpy(),
+                tuple(times_s),
+            )
+            for row in range(len(prompts))
+        )
+
+    def cache_bytes_per_token(self) -> float:
+        return float(self.network.cache_bytes_per_token)
+
+
+class _Done:
+    """The mark of a device that has done all it was told."""
+
+    def synchronize(self) -> None:
+        return
+
+
+def _mark(on_gpu: bool) -> Any:
+    if not on_gpu:
+        return _Done()
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,277 @@
+"""A step of five kernels a layer, for one request. How each kernel splits its work is measured on
+the weights of all layers, which no cache of the GPU holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+
+from pipeline.errors import UnsupportedError
+from pipeline.llm.torch_engine import kernels
+from pipeline.llm.torch_engine.network import LayerWeights, Matrix
+
+if TYPE_CHECKING:
+    from pipeline.llm.torch_engine.decoder import Batch, Work
+
+
+class Split(NamedTuple):
+    """How a product is split: rows of one program, columns of one turn of its loop."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+SPLITS = (
+    Split(1, 2048, 4),
+    Split(2, 1024, 4),
+    Split(4, 1024, 4),
+    Split(4, 512, 2),
+    Split(8, 512, 2),
+    Split(4, 256, 1),
+    Split(2, 2048, 8),
+    Split(4, 2048, 8),
+)
+"""Turns as wide as all threads read at once, 16 bytes each: then no data crosses between warps."""
+
+UNTUNED = Split(64, 64, 4)
+BLOCKS = ((32, 4), (64, 4), (128, 8))
+"""Positions of one turn of the attention, and its warps."""
+
+SCORES_BLOCK = 1024
+EMBED_BLOCK = 1024
+REPLAYS = 3
+
+
+def fused_step(batch: Batch, *, overlap: bool) -> Work:
+    """Return the step of a batch of one request; with `overlap`, each kernel begins before the one
+    in front of it has ended. UnsupportedError for several requests.
+    """
+    if batch.requests != 1:
+        raise UnsupportedError(
+            f"the fused kernels serve one request at a time, not {batch.requests}",
+            "choose the compiled way",
+        )
+    head = batch.network.shape.head
+    if head & (head - 1):
+        raise UnsupportedError(
+            f"the fused kernels need heads of 2^n values, not {head}", "choose the compiled way"
+        )
+    step = FusedStep(batch, overlap)
+    step.tune()
+    return step
+
+
+class FusedStep:
+    """The kernels of one token, and the buffers between them."""
+
+    def __init__(self, batch: Batch, overlap: bool) -> None:
+        self._batch, self._overlap = batch, overlap
+        self._launch = {"launch_pdl": True} if overlap else {}
+        network, shape = batch.network, batch.network.shape
+        self._shape = shape
+        hidden, vocabulary = network.embedding.shape[1], network.embedding.shape[0]
+        wide = {"dtype": torch.float32, "device": batch.device}
+        narrow = {"dtype": network.embedding.dtype, "device": batch.device}
+        first = network.layers[0]
+        self._x, self._attended = (torch.zeros(hidden, **wide) for _ in range(2))
+        self._qkv = torch.zeros(first.qkv.weight.shape[0], **wide)
+        self._seen = torch.zeros(shape.heads * shape.head, **narrow)
+        self._activations = torch.zeros(first.down.weight.shape[1], **narrow)
+        parts = triton.cdiv(vocabulary, SCORES_BLOCK)
+        self._best, self._sums = (torch.zeros(parts, **wide) for _ in range(2))
+        self._places = torch.zeros(parts, dtype=torch.int64, device=batch.device)
+        self._splits = dict.fromkeys(("qkv", "output", "gate_up", "down", "logits"), UNTUNED)
+        self._block = BLOCKS[0]
+
+    def __call__(self) -> None:
+        batch, network = self._batch, self._batch.network
+        vocabulary, hidden = network.embedding.shape
+        kernels.embed[(triton.cdiv(hidden, EMBED_BLOCK),)](
+            batch.tokens, network.embedding, self._x, hidden, BLOCK=EMBED_BLOCK
+        )
+        for number, layer in enumerate(network.layers):
+            self._multiply_qkv(layer)
+            self._attend(number)
+            self._multiply_output(layer)
+            self._multiply_gate_up(layer)
+            self._multiply_down(layer)
+        self._multiply_logits()
+        parts = self._best.numel()
+        kernels.best_of_parts[(parts,)](
+            batch.scores,
+            self._best,
+            self._places,
+            self._sums,
+            vocabulary,
+            BLOCK=SCORES_BLOCK,
+            OVERLAP=self._overlap,
+            **self._launch,
+        )
+        kernels.choice[(1,)](
+            self._best,
+            self._places,
+            self._sums,
+            batch.tokens,
+            batch.log_probs,
+            batch.positions,
+            parts,
+            BLOCK=triton.next_power_of_2(parts),
+            OVERLAP=self._overlap,
+            **self._launch,
+        )
+
+    # -- the parts ---------------------------------------------------------------
+
+    def _multiply_qkv(self, layer: LayerWeights) -> None:
+        self._multiply("qkv", self._x, layer.qkv, self._qkv, norm=layer.attention_norm)
+
+    def _multiply_output(self, layer: LayerWeights) -> None:
+        self._multiply("output", self._seen, layer.output, self._attended, residual=self._x)
+
+    def _multiply_gate_up(self, layer: LayerWeights) -> None:
+        out = self._activations
+        self._multiply(
+            "gate_up", self._attended, layer.gate_up, out, norm=layer.mlp_norm, gated=True
+        )
+
+    def _multiply_down(self, layer: LayerWeights) -> None:
+        self._multiply("down", self._activations, layer.down, self._x, residual=self._attended)
+
+    def _multiply_logits(self) -> None:
+        network = self._batch.network
+        self._multiply("logits", self._x, network.logits, self._batch.scores, norm=network.norm)
+
+    def _multiply(
+        self,
+        role: str,
+        x: torch.Tensor,
+        matrix: Matrix,
+        out: torch.Tensor,
+        *,
+        norm: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> None:
+        weight, scale, bias = matrix
+        split = self._splits[role]
+        rows, size = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+        kernels.product[(triton.cdiv(rows, split.rows),)](
+            x,
+            weight if norm is None else norm,
+            weight,
+            weight if scale is None else scale,
+            weight if bias is None else bias,
+            x if residual is None else residual,
+            out,
+            rows,
+            size,
+            self._shape.epsilon,
+            ROWS=split.rows,
+            COLUMNS=split.columns,
+            NORM=norm is not None,
+            SCALE=scale is not None,
+            BIAS=bias is not None,
+            RESIDUAL=residual is not None,
+            GATED=gated,
+            OVERLAP=self._overlap,
+            num_warps=split.warps,
+            **self._launch,
+        )
+
+    def _attend(self, number: int) -> None:
+        batch, shape = self._batch, self._shape
+        layer, cache = batch.network.layers[number], batch.caches[number]
+        block, warps = self._block
+        kernels.attention[(shape.heads,)](
+            self._qkv,
+            cache.keys,
+            cache.values,
+            self._seen,
+            batch.cosines,
+            batch.sines,
+            batch.positions,
+            self._qkv if layer.query_norm is None else layer.query_norm,
+            self._qkv if layer.key_norm is None else layer.key_norm,
+            shape.epsilon,
+            shape.head**-0.5,
+            batch.context,
+            HEADS=shape.heads,
+            CACHE_HEADS=shape.cache_heads,
+            HALF=shape.head // 2,
+            BLOCK=block,
+            NORMS=layer.query_norm is not None,
+            OVERLAP=self._overlap,
+            num_warps=warps,
+            **self._launch,
+        )
+
+    # -- tuning ------------------------------------------------------------------
+
+    def tune(self) -> None:
+        """Measure each split on this GPU, and keep the fastest ones. Nothing on a CPU."""
+        if self._batch.device.type != "cuda":
+            return
+        layers = self._batch.network.layers
+        by_role: dict[str, Callable[[LayerWeights], None]] = {
+            "qkv": self._multiply_qkv,
+            "output": self._multiply_output,
+            "gate_up": self._multiply_gate_up,
+            "down": self._multiply_down,
+            "logits": lambda _: self._multiply_logits(),
+        }
+        for role, work in by_role.items():
+
+            def through_all(split: Split, role: str = role, work: object = work) -> None:
+                assert callable(work)
+                self._splits[role] = split
+                for layer in layers if role != "logits" else layers[:1]:
+                    work(layer)
+
+            self._splits[role] = fastest(SPLITS, through_all)
+
+        def attend(block: tuple[int, int]) -> None:
+            self._block = block
+            for number in range(len(layers)):
+                self._attend(number)
+
+        self._batch.positions.fill_(self._batch.context // 2)
+        self._block = fastest(BLOCKS, attend)
+        self._batch.positions.zero_()
+
+
+def fastest(ways: Sequence[Any], work: Callable[[Any], None]) -> Any:
+    """Return the way whose recorded work takes the shortest time on the GPU. Ways that need more
+    registers or shared memory than there are drop out.
+    """
+    times = dict[int, float]()
+    failure: Exception | None = None
+    for number, way in enumerate(ways):
+        try:
+            times[number] = seconds_of(partial(work, way))
+        except triton.runtime.errors.OutOfResources as error:
+            failure = error
+    if not times:
+        raise UnsupportedError(f"no split fits this GPU: {failure}", "choose the compiled way")
+    return ways[min(times, key=times.__getitem__)]
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    """Return the shortest time of a replay of some work."""
+    from pipeline.llm.torch_engine.decoder import recorded
+
+    replay = recorded(work, torch.device("cuda"))
+    found = []
+    for _ in range(REPLAYS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        stop.record()
+        stop.synchronize()
+        found.append(float(start.elapsed_time(stop)) / 1e3)
+    return min(found)
