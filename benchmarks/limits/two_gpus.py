@@ -149,6 +149,8 @@ def bert_load(setting: Setting) -> Load:
     layers = BERT_LAYERS if setting.backend == "tensorrt" else 1
     precision = "fp16" if setting.backend == "tensorrt" else "fp32"
     plan = serving_ceiling.plan_of("bert", TEXTS)
+    if setting.backend == "tensorrt":
+        plan["tensorrt"] = {"optimization_level": 2}  # builds sooner; all ask the same engine
     return Load(
         {**plan, "candidates": [{"backend": setting.backend, "precision": precision}]},
         partial(write_text_encoder, layers=layers),
