@@ -23,6 +23,12 @@ TOKENIZER_FREE = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": No
 """No token ends an answer: all have the same length."""
 
 
+SCORE_DEVIATION = 1.6
+"""Of random queries times keys. Flatter attention hardly tells positions: in a model of 8 layers,
+frequencies that are 2 % off cause a divergence of 0.03 nats with it, and 0.0006 without.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Answers:
     """The answers of one round."""
@@ -74,7 +80,12 @@ def random_model(sizes: dict[str, int], device: str) -> Model:
     config = transformers.AutoConfig.for_model("llama", **(sizes | TOKENIZER_FREE))
     with torch.device(device):
         module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return Model(module.eval().requires_grad_(requires_grad=False))
+    module.eval().requires_grad_(requires_grad=False)
+    factor = SCORE_DEVIATION**0.5 / (config.initializer_range * config.hidden_size**0.5)
+    for layer in module.model.layers:
+        layer.self_attn.q_proj.weight *= factor
+        layer.self_attn.k_proj.weight *= factor
+    return Model(module)
 
 
 # -- transformers ------------------------------------------------------------
