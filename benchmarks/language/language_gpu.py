@@ -51,8 +51,8 @@ NAME = "language_gpu"
 BASELINE = "transformers eager"
 CHECKED_TOKENS = 32
 MAX_DIVERGENCE = 0.01
-"""Nats per token. In a model of 8 layers, rounding of bf16 gives 0.0001, int8 0.001, and keys of one
-layer in the wrong order 0.014.
+"""Nats per token. In a model of 8 layers, rounding of bf16 gives 0.0001, int8 0.001, and keys of
+one layer in the wrong order 0.014.
 """
 
 MODELS: dict[str, dict[str, int]] = {

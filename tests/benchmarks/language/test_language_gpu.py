@@ -40,17 +40,20 @@ def test_a_small_run_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_a_way_that_fails_is_kept_with_its_reason() -> None:
+    def fail(error: BaseException) -> None:
+        raise error
+
     failures = dict[str, str]()
     with reasons("one", failures):
-        raise ValueError("no such kernel\nand more")
+        fail(ValueError("no such kernel\nand more"))
     with reasons("other", failures):
-        raise LimitReached("the time is over")
+        fail(LimitReached("the time is over"))
     assert failures == {
         "one": "ValueError: no such kernel",
         "other": "LimitReached: the time is over",
     }
     with pytest.raises(KeyboardInterrupt), reasons("third", failures):
-        raise KeyboardInterrupt
+        fail(KeyboardInterrupt())
 
 
 @pytest.mark.parametrize(
