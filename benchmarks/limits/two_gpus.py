@@ -98,7 +98,6 @@ def main(words: Sequence[str]) -> None:
             parts[BESIDE_BUILD] = partial(beside, setting, places)
         run: dict[str, str | float | int] = {
             "devices": ", ".join(places[BOTH]),
-            "rounds": arguments.rounds,
             "seconds": setting.seconds,
             "server_cores": len(setting.server),
             "client_cores": len(setting.clients),
@@ -304,7 +303,8 @@ def rows_of(
             "way": way,
             "deployment": place,
             "devices": ", ".join(places[place]),
-            "connections": connections,
+            "connections": connections or None,
+            "rounds": len(taken),
             "rows_per_s": median(rates[place]),
             "lowest": min(rates[place]),
             "highest": max(rates[place]),
