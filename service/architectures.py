@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.distribution import install_command
-from pipeline.plan.schema import METRICS
+from pipeline.plan.schema import METRICS, AccuracyConfig
 from service.errors import Unprocessable
 
 ARCHITECTURES = (
@@ -56,13 +56,13 @@ def entrypoint_of(name: str, classes: int) -> str:
     return f"service.architectures:{name}_of_{classes}"
 
 
-def check_metric(metric: str) -> None:
-    """Raise Unprocessable unless the metric is one of Crucible's own."""
-    if metric not in ("auto", *METRICS):
+def check_functions(options: AccuracyConfig) -> None:
+    """Raise Unprocessable if the metric or its decoder is code of the client."""
+    for key, name in options.functions.items():
         raise Unprocessable(
-            f"no metric '{metric}'",
-            f"known: auto, {', '.join(METRICS)}; for a metric of your own, run `crucible compile`"
-            " on your machine",
+            f"{key} is '{name}', and this service runs no code of its clients",
+            f"choose a built-in one (metrics: auto, {', '.join(METRICS)}); with one of your own,"
+            " run `crucible compile` on your machine",
         )
 
 

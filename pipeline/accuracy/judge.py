@@ -13,7 +13,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.accuracy.metrics import (
+from pipeline.accuracy.drop import MIN_CLASS_SAMPLES
+from pipeline.accuracy.metrics.arithmetic import (
     Floats,
     by_sample,
     chosen_scores,
@@ -23,7 +24,8 @@ from pipeline.accuracy.metrics import (
     rows,
     snr_db,
 )
-from pipeline.accuracy.task_metric import TaskMetric, open_metric
+from pipeline.accuracy.metrics.from_plan import metric_from_plan
+from pipeline.accuracy.task_metric import Limits, TaskMetric
 from pipeline.core import Note, Tensors, TensorSpec
 from pipeline.data.batch import Batch
 from pipeline.data.generated import GeneratedPart
@@ -66,8 +68,10 @@ def judge_of(
     )
     if is_generated(samples):
         return Judge(tallies, None, indices)
-    metric = open_metric(options, outputs, samples.has_labels, indices)
-    return Judge(tallies, metric, indices)
+    output = options.output or outputs[0].name
+    metric = metric_from_plan(options, output, samples, indices)
+    limits = Limits(options.max_drop, options.max_class_drop)
+    return Judge(tallies, TaskMetric(metric, output, limits, options.mask), indices)
 
 
 def is_generated(samples: SampleSet) -> bool:
@@ -258,7 +262,19 @@ class Judge:
                 labels,
                 _distinct(by_sample(expected[output], item.samples, item.whole), item),
                 _scores_of(agreements.get(output), item),
+                self._mask(item),
             )
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The inputs that `add` needs of each batch."""
+        return (self.metric.mask,) if self.metric and self.metric.mask else ()
+
+    def _mask(self, item: Batch) -> NDArray[np.generic] | None:
+        """Return the positions that count, [samples, positions]; None if all do."""
+        for name in self.inputs:
+            return _distinct(by_sample(item.feeds[name], item.samples, item.whole), item)
+        return None
 
     def report(self, role: str, samples: SampleSet, failures: list[str]) -> ValidationReport:
         """Return the report. It has figures only if all samples were compared."""
@@ -274,6 +290,13 @@ class Judge:
                 text = (
                     f"{role}: {samples.samples} samples leave the drop uncertain ({interval});"
                     f" {ENOUGH_SAMPLES} or more narrow its interval"
+                )
+                notes.append(Note(stage="validate", text=text))
+            if metric and metric.max_class_drop is not None and metric.small_classes:
+                text = (
+                    f"{role}: {metric.small_classes} of"
+                    f" {metric.small_classes + metric.judged_classes} classes have fewer than"
+                    f" {MIN_CLASS_SAMPLES} samples, so max_class_drop does not judge them"
                 )
                 notes.append(Note(stage="validate", text=text))
         return ValidationReport(
@@ -292,8 +315,8 @@ class Judge:
     ) -> SizeCheck:
         """Complete the check of one size, at which `compared` of the set's `samples` were run.
 
-        On a part of the set, a drop fails only if its whole interval is over the limit. A metric of
-        the user may need the whole set, so it is not computed on a part.
+        On a part of the set, a drop fails only if its whole interval is over the limit. A metric
+        that may need the whole set, as that of the user, is not computed on a part.
         """
         complete = not failures
         outputs, failures = self._errors(failures)
@@ -303,7 +326,7 @@ class Judge:
             self.metric is not None
             and complete
             and compared > 1
-            and not (part and self.metric.function)
+            and (not part or self.metric.metric.may_be_partial)
         ):
             metric, metric_failures = self.metric.compared(certain=part)
             failures = failures + metric_failures

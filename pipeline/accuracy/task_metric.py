@@ -1,251 +1,56 @@
-"""The task metric: scores of reference and candidate, by a built-in or user function, and the drop.
+"""The task metric of one engine: it collects batches, and judges the drop from the reference.
 
-A user's metric is `module:function`, called as `function(outputs, labels, reference)` on the whole
-set at once:
-
-    outputs    [samples, ...]  of the output the metric reads, from the engine that is scored
-    labels     [samples, ...]  or None where the set has none
-    reference  [samples, ...]  the same output of the reference
-    returns    one score per sample, shape [samples], or one number for the set; higher is better
+What a metric is: `pipeline.accuracy.metrics.metric`.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from pipeline.accuracy.metrics import (
-    Array,
-    Floats,
-    cosine_per_sample,
-    index_hits,
-    paired_interval,
-    rows,
-    topk_hits,
-)
-from pipeline.core import TensorSpec
-from pipeline.errors import DataError, PlanError
-from pipeline.measurement.statistics import Interval, bootstrap, bootstrap_mean
-from pipeline.plan.schema import METRICS, NEED_LABELS, AccuracyConfig
-from pipeline.postprocess import IndexOutput
+from pipeline.accuracy.drop import MIN_CLASS_SAMPLES, Sides
+from pipeline.accuracy.metrics.arithmetic import Array, Floats
+from pipeline.accuracy.metrics.metric import Metric, SampleScores
+from pipeline.accuracy.shuffle import ROUNDING, Drawn, chance_failure
+from pipeline.errors import DataError
+from pipeline.measurement.statistics import Interval
 from pipeline.results.report import MetricResult
 
-MetricFunction = Callable[[Array, Array | None, Array], object]
-
-# bootstrap resamples of a metric for the whole set: each calls the user's function twice
-RESAMPLES = 200
-ROUNDING = 1e-9  # so that 3 of 300 is within a max_drop of 0.01, whatever the last bit is
-# the reference must beat every shuffle: outputs unrelated to the samples do so in 1 set of 40
-SHUFFLES = 39
-MIN_SHUFFLED = 8  # samples; with fewer, a shuffle may return the same order
-MAX_SHUFFLED = 1024  # samples; more take time and do not change the result
-SHUFFLED_BYTES = 64 * 2**20
-
-
-def open_metric(
-    options: AccuracyConfig,
-    outputs: tuple[TensorSpec, ...],
-    has_labels: bool,
-    indices: tuple[IndexOutput, ...] = (),
-) -> TaskMetric:
-    """Return the metric of the plan. `indices`: those of `outputs` that hold indices.
-
-    PlanError if the metric does not exist. DataError if it needs labels and there are none.
-    """
-    output = options.output or outputs[0].name
-    index = next((each for each in indices if each.name == output), None)
-    name = options.metric
-    if name == "auto":
-        without_labels = "agreement" if index else "cosine"
-        name = "top1" if has_labels else without_labels
-    check_labels(options, has_labels)
-    function = None if name in METRICS else _load_function(name, options.python_path)
-    return TaskMetric(name, output, options.max_drop, function, index)
-
-
-def check_metric(
-    options: AccuracyConfig, outputs: tuple[TensorSpec, ...], indices: tuple[IndexOutput, ...]
-) -> None:
-    """Raise PlanError for a built-in metric or a limit that its output cannot have."""
-    of_indices = {each.name: each for each in indices}
-    output, metric = options.output or outputs[0].name, options.metric
-    index = of_indices.get(output)
-    if index and metric == "cosine":
-        raise PlanError(
-            f"accuracy.metric is cosine, and '{output}' holds indices, whose size means nothing",
-            "set `accuracy.metric` to auto, top1, top5 or agreement, or `accuracy.output` to"
-            " another output",
-        )
-    if index and metric == "top5" and (index.top_k or 1) < 5:
-        raise PlanError(
-            f"accuracy.metric is top5, and '{output}' holds {index.top_k or 1} indices per place",
-            f"set `postprocess.{index.source}.top_k` to 5 or more, or `accuracy.metric: top1`",
-        )
-    if metric == "agreement" and not index:
-        raise PlanError(
-            f"accuracy.metric is agreement, and '{output}' holds no indices of `postprocess`;"
-            f" outputs that do: {', '.join(of_indices) or 'none'}",
-            "name one of these as `accuracy.output`, or set `accuracy.metric: cosine`",
-        )
-    for name, limits in options.per_output.items():
-        given = limits.model_fields_set
-        misfits = given - {"min_agreement"} if name in of_indices else given & {"min_agreement"}
-        if misfits:
-            kind = "indices" if name in of_indices else "no indices of `postprocess`"
-            key = min(misfits)
-            raise PlanError(
-                f"accuracy.per_output.{name} has {key}, and '{name}' holds {kind}",
-                "indices take `min_agreement` only, and other outputs every other threshold",
-            )
-
-
-def check_labels(options: AccuracyConfig, has_labels: bool, role: str = "") -> None:
-    """Raise DataError if the metric needs labels and the set, called `role`, has none."""
-    if options.metric in NEED_LABELS and not has_labels:
-        named = f"{role} set" if role else "set"
-        raise DataError(
-            f"accuracy.metric is {options.metric}, but the {named} has no labels",
-            "add an array `labels` to each .npz, or set `accuracy.metric: cosine`",
-        )
-
-
-def _load_function(name: str, python_path: Path) -> MetricFunction:
-    module, _, function_name = name.partition(":")
-    sys.path.insert(0, str(python_path))
-    try:
-        function = getattr(importlib.import_module(module), function_name)
-    except (ImportError, AttributeError) as error:
-        next_step = (
-            "correct `accuracy.metric`, or set `accuracy.python_path` to the folder of its module"
-        )
-        raise PlanError(
-            f"accuracy.metric '{name}' cannot be imported from '{python_path}': {error}", next_step
-        ) from error
-    finally:
-        sys.path.remove(str(python_path))
-    if not callable(function):
-        raise PlanError(
-            f"accuracy.metric '{name}' is a {type(function).__name__}, expected a function",
-            "correct `accuracy.metric`",
-        )
-    return function  # type: ignore[no-any-return]  # user code; its result is checked
-
-
-def _top1(outputs: Array, labels: Array | None, reference: Array) -> Floats:
-    return topk_hits(outputs, np.asarray(labels), 1)
-
-
-def _top5(outputs: Array, labels: Array | None, reference: Array) -> Floats:
-    return topk_hits(outputs, np.asarray(labels), 5)
-
-
-def _cosine(outputs: Array, labels: Array | None, reference: Array) -> Floats:
-    return cosine_per_sample(rows(outputs, len(outputs)), rows(reference, len(reference)))
-
-
-_STREAMED: dict[str, Callable[[Array, Array | None, Array], Floats]] = {
-    "top1": _top1,
-    "top5": _top5,
-    "cosine": _cosine,
-}
-
-
-def _top1_of_indices(indices: Array, labels: Array | None, reference: Array) -> Floats:
-    return index_hits(indices, np.asarray(labels), 1)
-
-
-def _top5_of_indices(indices: Array, labels: Array | None, reference: Array) -> Floats:
-    return index_hits(indices, np.asarray(labels), 5)
-
-
-def _equal_indices(indices: Array, labels: Array | None, reference: Array) -> Floats:
-    same = indices == reference
-    return np.asarray(same.reshape(len(same), -1).mean(axis=1))
-
-
-_OF_INDICES: dict[str, Callable[[Array, Array | None, Array], Floats]] = {
-    "top1": _top1_of_indices,
-    "top5": _top5_of_indices,
-    "agreement": _equal_indices,  # of shuffled outputs; candidates are scored in `add`
-}
-
-
-@dataclass(slots=True)
-class Drawn:
-    """Reference outputs for a random part of the samples, with their labels.
-
-    Every sample of a set of any length has the same chance. All have the shape of the first one.
-    """
-
-    outputs: list[Array] = field(default_factory=list)
-    labels: list[Array] = field(default_factory=list)
-    seen: int = 0
-    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-
-    def add(self, outputs: Array, labels: Array | None) -> None:
-        """Add one batch, [samples, ...]. Labels that do not fit the rows are ignored here."""
-        labelled = labels if labels is not None and len(labels) == len(outputs) else None
-        for row, output in enumerate(outputs):
-            label = None if labelled is None else np.asarray(labelled[row])
-            if not self._fits(output, label):
-                continue
-            self.seen += 1
-            index = self._index(output.nbytes)
-            if index is None:
-                continue
-            self.outputs[index : index + 1] = [output.copy()]
-            if label is not None:
-                self.labels[index : index + 1] = [label]
-
-    def _fits(self, output: Array, label: Array | None) -> bool:
-        """Return whether output and label have the shapes of the first ones."""
-        if self.outputs and output.shape != self.outputs[0].shape:
-            return False
-        return label is None or not self.labels or label.shape == self.labels[0].shape
-
-    def _index(self, size: int) -> int | None:
-        """Return the index of the newest row by reservoir sampling; None if it is left out."""
-        most = min(MAX_SHUFFLED, max(MIN_SHUFFLED, SHUFFLED_BYTES // max(size, 1)))
-        index = self.seen - 1 if self.seen <= most else int(self.random.integers(0, self.seen))
-        return index if index < most else None
+Compared = tuple[MetricResult | None, list[str]]
+"""The metric, None if a score is NaN, and the failures of its drop."""
 
 
 @dataclass(frozen=True, slots=True)
-class ShuffleTest:
-    """Scores of the reference's outputs, unchanged and shuffled across samples."""
+class Limits:
+    """The largest drops that the plan allows; None: not limited."""
 
-    score: float
-    best_shuffled: float
-    notices_order: bool  # scores changed otherwise than by moving with their outputs
-
-    @property
-    def is_above_chance(self) -> bool:
-        return self.score > self.best_shuffled + ROUNDING
+    max_drop: float
+    max_class_drop: float | None = None
 
 
 @dataclass(slots=True)
 class TaskMetric:
-    """Collects the scores of all batches.
+    """Collects the records of all batches, of the candidate and of the reference."""
 
-    A user's function takes the whole set, so all outputs are stored. Built-in metrics store only
-    scores.
-    """
-
-    name: str
+    metric: Metric
     output: str
-    max_drop: float
-    function: MetricFunction | None = None
-    index: IndexOutput | None = None  # where the output holds indices
+    limits: Limits
+    mask: str | None = None  # the input with the positions that count
     candidate: list[Array] = field(default_factory=list)
     reference: list[Array] = field(default_factory=list)
     labels: list[Array] = field(default_factory=list)
-    drawn: Drawn = field(default_factory=Drawn)
-    certain: bool = False  # a drop fails only if its whole interval exceeds the limit
+    drawn: Drawn = field(init=False)
+    nan_samples: list[int] = field(default_factory=list)  # of the candidate, or of the reference
+    nan_reference: bool = False
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        self.drawn = Drawn(self.metric.unit, self.metric.most_shuffled)
+
+    @property
+    def name(self) -> str:
+        return self.metric.name
 
     def add(
         self,
@@ -253,203 +58,158 @@ class TaskMetric:
         labels: Array | None,
         reference: Array,
         agreement: Floats | None = None,
+        mask: Array | None = None,
     ) -> None:
-        """Add one batch, [samples, ...] each. `agreement` is that of indices, [samples]."""
-        self.drawn.add(reference, labels)
-        if self.name == "agreement" and agreement is not None:
+        """Add one batch, [samples, ...] each.
+
+        `agreement` is that of indices, [samples]. `mask` is 1 where a position counts.
+        """
+        metric = self.metric
+        metric.check(reference, labels)
+        expected = metric.decode(reference, mask)
+        self.drawn.add(expected, labels)
+        if labels is not None and metric.keeps(labels):
+            self.labels.append(labels)
+        if metric.name == "agreement" and agreement is not None:
             self.candidate.append(agreement)
             self.reference.append(np.ones(len(agreement)))
             return
-        if self.function is None:
-            self.candidate.append(self._built_in(outputs, labels, reference))
-            self.reference.append(self._built_in(reference, labels, reference))
-            return
-        self.candidate.append(outputs)
-        self.reference.append(reference)
-        if labels is not None:
-            self.labels.append(labels)
+        self._note_nan(outputs, reference)
+        self.reference.append(metric.record(expected, labels, expected))
+        decoded = metric.decode(outputs, mask)
+        self.candidate.append(metric.record(decoded, labels, expected))
 
-    def compared(self, certain: bool = False) -> tuple[MetricResult | None, list[str]]:
-        """Return the metric and the failures of its drop. The metric is None if a score is NaN.
+    def _note_nan(self, outputs: Array, reference: Array) -> None:
+        """Note the samples with NaN, which a decoder would take for an answer."""
+        if self.metric.hides_nan:
+            nan = np.isnan(_flat(outputs)).any(axis=1)
+            self.nan_samples += (np.flatnonzero(nan) + self.samples).tolist()
+            self.nan_reference |= bool(np.isnan(_flat(reference)).any())
+        self.samples += len(outputs)
+
+    def compared(self, certain: bool = False) -> Compared:
+        """Return the metric and the failures of its drop.
 
         `certain`: a drop fails only if its whole interval exceeds the limit. Use it for a part of a
         set.
         """
-        self.certain = certain
-        if self.function is None:
-            return self._judge(_joined(self.reference), _joined(self.candidate))
-        candidate, reference = _joined(self.candidate), _joined(self.reference)
-        labels = _joined(self.labels) if self.labels else None
-        after = self._call(candidate, labels, reference)
-        before = self._call(reference, labels, reference)
-        if after.ndim == 1 and before.ndim == 1:
-            return self._judge(before, after)
-
-        def drop(picks: Array) -> float:
-            picked_labels = None if labels is None else labels[picks]
-            picked_reference = reference[picks]
-            score_before = self._call(picked_reference, picked_labels, picked_reference)
-            score_after = self._call(candidate[picks], picked_labels, picked_reference)
-            return float(score_before) - float(score_after)
-
-        if not np.isfinite([after, before]).all():
-            return None, [f"metric {self.name} is {after} where the reference has {before}"]
-        return self._verdict(
-            float(before), float(after), bootstrap(drop, len(reference), resamples=RESAMPLES)
-        )
-
-    def _call(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
-        """Call the user's function and check its result: shape [samples] or ()."""
-        assert self.function is not None
-        next_step = (
-            "the function takes (outputs, labels, reference) and returns one score per sample or"
-            " one number; docs/howto/own-metric.md"
-        )
-        try:
-            value = self.function(outputs, labels, reference)
-            scores = np.asarray(value, dtype=np.float64)
-        except (Exception, SystemExit) as error:
-            raise DataError(
-                f"metric '{self.name}' failed: {type(error).__name__}: {error}", next_step
-            ) from error
-        if value is None:  # numpy takes it for NaN
-            raise DataError(f"metric '{self.name}' returned None", next_step)
-        if scores.shape not in ((), (len(outputs),)):
-            raise DataError(
-                f"metric '{self.name}' returned shape {scores.shape} for {len(outputs)} samples",
-                next_step,
-            )
-        return scores
-
-    def _judge(self, reference: Array, candidate: Array) -> tuple[MetricResult | None, list[str]]:
-        if candidate.size < 2:
+        labels = self.labels or None
+        before = self.metric.evaluate(self.reference, labels, self.reference)
+        if before.units < 2:
             message = (
-                f"metric {self.name} has {candidate.size} score for the whole set: output"
+                f"metric {self.name} has {before.units} score for the whole set: output"
                 f" '{self.output}' has no row per sample"
             )
             raise DataError(
                 message, "choose an output whose first axis is the samples with `accuracy.output`"
             )
-        bad = np.flatnonzero(~np.isfinite(candidate.astype(np.float64)))
-        if bad.size:
-            return None, [
-                f"metric {self.name} is not a number on {bad.size} of {candidate.size} samples"
-                f" (first: {bad[0]})"
-            ]
-        before, after = reference.astype(np.float64), candidate.astype(np.float64)
-        if not np.isfinite(before).all():
-            message = (
-                f"metric {self.name} is not a number on the reference itself: no engine can be"
-                " compared with it"
-            )
-            raise DataError(message, "correct the metric or the labels")
-        return self._verdict(float(before.mean()), float(after.mean()), _paired_drop(before, after))
+        after = self.metric.evaluate(self.candidate, labels, self.reference)
+        sides = Sides(self.metric, before, after)
+        if certain and not np.isfinite(before.score(sides.everything)):
+            return None, []  # such as a part without a true box
+        return self._nan_failure(sides) or self._verdict(sides, certain)
 
     def chance(self) -> str:
         """Return a failure if the reference scores no better than its outputs when shuffled.
 
         PlanError or DataError if the metric cannot tell right answers from wrong ones.
         """
-        outputs = np.stack(self.drawn.outputs)
-        if len(outputs) < MIN_SHUFFLED:
-            return ""
-        labels = np.stack(self.drawn.labels) if self.drawn.labels else None
-        test = self._shuffle_test(outputs, labels)
-        if test.is_above_chance:
-            return ""
-        figures = (
-            f"{self.name} {test.score:.4f}, and up to {test.best_shuffled:.4f} with its outputs"
-            " shuffled across the samples"
-        )
-        if test.notices_order and labels is not None:
-            return (
-                f"the reference itself scores at chance: {figures}; a drop from there says nothing"
+        return chance_failure(self.metric, self.drawn)
+
+    def _nan_failure(self, sides: Sides) -> Compared | None:
+        """Return the failure of a score that is no number; DataError if it is the reference's."""
+        before, after = sides.before, sides.after
+        score = before.score(sides.everything)
+        if self.nan_reference or not np.isfinite(score):
+            message = (
+                f"metric {self.name} is not a number on the reference itself: no engine can be"
+                " compared with it"
             )
-        message = (
-            f"metric '{self.name}' cannot tell right answers from wrong ones: the reference scores"
-            f" {figures}"
-        )
-        if self.function is not None:
-            raise PlanError(
-                message,
-                "compare each sample's output with its own label or reference, higher is better;"
-                " docs/howto/own-metric.md",
-            )
-        raise DataError(
-            message, "give samples with different answers, or choose another `accuracy.output`"
-        )
+            raise DataError(message, "correct the metric or the labels")
+        bad = self.nan_samples
+        if isinstance(after, SampleScores):
+            bad = np.flatnonzero(~np.isfinite(after.scores)).tolist()
+        if bad:
+            return None, [
+                f"metric {self.name} is not a number on {len(bad)} of"
+                f" {max(self.samples, after.units)} samples (first: {bad[0]})"
+            ]
+        found = after.score(sides.everything)
+        if np.isfinite(found):
+            return None
+        shown = self.metric.shown(score)
+        return None, [f"metric {self.name} is {found} where the reference has {shown}"]
 
-    def _shuffle_test(self, outputs: Array, labels: Array | None) -> ShuffleTest:
-        """Score the reference's outputs as they are, and SHUFFLES times in another order."""
-        random = np.random.default_rng(0)
-        scores = self._score(outputs, labels, outputs)
-        best_shuffled, notices_order = -np.inf, False
-        for _ in range(SHUFFLES):
-            order = random.permutation(len(outputs))
-            shuffled = self._score(outputs[order], labels, outputs)
-            best_shuffled = max(best_shuffled, float(shuffled.mean()))  # ignores NaN
-            moved = scores[order] if scores.ndim else scores
-            if not _are_close(shuffled, moved) and not _are_close(shuffled, scores):
-                notices_order = True
-        return ShuffleTest(float(scores.mean()), best_shuffled, notices_order)
-
-    def _score(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
-        """Return scores of shape [samples], or () if the metric is for the whole set."""
-        if self.function is None:
-            return self._built_in(outputs, labels, reference)
-        return self._call(outputs, labels, reference)
-
-    def _built_in(self, outputs: Array, labels: Array | None, reference: Array) -> Floats:
-        if self.index is None:
-            return _STREAMED[self.name](outputs, labels, reference)
-        first, second = self.index.with_last(outputs), self.index.with_last(reference)
-        return _OF_INDICES[self.name](first, labels, second)
-
-    def _verdict(
-        self, reference: float, candidate: float, drop: Interval
-    ) -> tuple[MetricResult, list[str]]:
-        passed = (drop.low if self.certain else drop.value) <= self.max_drop + ROUNDING
+    def _verdict(self, sides: Sides, certain: bool) -> Compared:
+        shown = self.metric.shown
+        before = shown(sides.before.score(sides.everything))
+        after = shown(sides.after.score(sides.everything))
+        drop = sides.drop()
+        worst = sides.worst_class()
+        if worst is None and self.limits.max_class_drop is not None and not certain:
+            raise self._no_class(sides)
+        limit = self._limit("max_drop", self.limits.max_drop, certain)
+        failures = [limit.failure(self.name, before, after, drop)]
+        if worst is not None and self.limits.max_class_drop is not None:
+            limit = self._limit("max_class_drop", self.limits.max_class_drop, certain)
+            name = f"{self.name} of class {worst.name}"
+            failures.append(limit.failure(name, worst.reference, worst.candidate, worst.interval))
+        broken = [failure for failure in failures if failure]
         result = MetricResult(
             name=self.name,
-            reference=reference,
-            candidate=candidate,
+            reference=before,
+            candidate=after,
+            lower_is_better=self.metric.lower_is_better,
             drop=drop.value,
             interval=drop,
-            max_drop=self.max_drop,
-            passed=passed,
+            max_drop=self.limits.max_drop,
+            worst_class=worst,
+            judged_classes=len(sides.judged_classes()),
+            small_classes=len(sides.before.classes) - len(sides.judged_classes()),
+            max_class_drop=self.limits.max_class_drop,
+            passed=not broken,
         )
+        return result, broken
+
+    def _limit(self, key: str, largest: float, certain: bool) -> _Limit:
+        verb = "rises" if self.metric.lower_is_better else "drops"
+        return _Limit(key, largest, certain, verb)
+
+    def _no_class(self, sides: Sides) -> DataError:
+        counts = sides.before.classes.values()
+        if not counts:
+            return DataError(
+                f"accuracy.max_class_drop is given, and metric {self.name} has no classes here:"
+                " they need one integer label per sample",
+                "leave `max_class_drop` out, or give such labels",
+            )
+        return DataError(
+            f"accuracy.max_class_drop is given, and no class has {MIN_CLASS_SAMPLES} samples; the"
+            f" largest has {max(counts)}",
+            "give more samples, or leave `max_class_drop` out",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """A limit of the plan."""
+
+    key: str
+    largest: float
+    certain: bool  # only a whole interval over the limit fails
+    verb: str
+
+    def failure(self, name: str, before: float, after: float, drop: Interval) -> str:
+        """Return the failure of a drop that is over the limit, or an empty text."""
+        if (drop.low if self.certain else drop.value) <= self.largest + ROUNDING:
+            return ""
         interval = f"95 % {drop.low:+.4f} to {drop.high:+.4f}"
-        text = (
-            f"{self.name} drops by {drop.value:.4f} ({reference:.4f} to {candidate:.4f};"
-            f" {interval}), over max_drop {self.max_drop:g}"
+        return (
+            f"{name} {self.verb} by {drop.value:.4f} ({before:.4f} to {after:.4f}; {interval}),"
+            f" over {self.key} {self.largest:g}"
         )
-        return result, [] if passed else [text]
 
 
-def _are_close(scores: Floats, others: Floats) -> bool:
-    return bool(np.allclose(scores, others, equal_nan=True))
-
-
-def _paired_drop(before: Floats, after: Floats) -> Interval:
-    """Return the mean difference of paired scores with its 95 % interval.
-
-    If all scores are 0 or 1, the interval is computed exactly, else by a bootstrap.
-    """
-    if not np.isin((before, after), (0.0, 1.0)).all():
-        return bootstrap_mean((before - after).tolist())
-    low, high = paired_interval(
-        int((before > after).sum()), int((before < after).sum()), before.size
-    )
-    return Interval(value=float((before - after).mean()), low=low, high=high)
-
-
-def _joined(arrays: list[Array]) -> Array:
-    """Join all batches to one array, [samples, ...]. DataError if samples differ in shape."""
-    try:
-        return np.concatenate(arrays)
-    except ValueError as error:
-        next_step = (
-            "choose an output whose shape is the same for all samples with `accuracy.output`, or"
-            " set `accuracy.metric: cosine`"
-        )
-        raise DataError(f"the metric needs samples of one shape: {error}", next_step) from error
+def _flat(array: Array) -> Floats:
+    """Return the array as [samples, values]."""
+    return array.astype(np.float64).reshape(len(array), -1)

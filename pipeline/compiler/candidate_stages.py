@@ -8,6 +8,7 @@ from functools import partial
 
 from pipeline import backends
 from pipeline.accuracy.gate import gate_points
+from pipeline.accuracy.metrics.libraries import LIBRARIES
 from pipeline.backends.base import no_layers
 from pipeline.backends.onnxruntime.backend import provider_target
 from pipeline.backends.onnxruntime.weight_only import compress_with_onnxruntime
@@ -28,10 +29,10 @@ from pipeline.core import (
     Recipe,
 )
 from pipeline.data.samples import CalibrationSet, SampleSet
-from pipeline.execution.stage_runner import Stage, StageCall, no_figures
+from pipeline.execution.stage_runner import Stage, StageCall, installed, no_figures
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.plan.schema import GeneratedData
-from pipeline.plan.source import code_digest
+from pipeline.plan.source import accuracy_code
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.report import ValidationReport
 from pipeline.stages.build import build
@@ -62,7 +63,7 @@ WEIGHT_QUANTIZERS: dict[str, tuple[Stage, Callable[..., OnnxModel]]] = {
 BUILD = Stage("build", 3)  # its tools are those of the backend
 PROVE = Stage("prove", 5, writes_files=False)
 REFERENCE = Stage("reference", 3)
-VALIDATE = Stage("validate", 8, ("polygraphy",), writes_files=False)
+VALIDATE = Stage("validate", 9, ("polygraphy",), writes_files=False)
 RANK = Stage("rank", 3, ("onnx", "onnxruntime"))
 STAGES = (
     CALIBRATE,
@@ -205,14 +206,13 @@ def check_engine(
 ) -> ValidationReport:
     """Compare one engine with the reference on one set."""
     accuracy, steps = context.plan.accuracy, context.plan.postprocess
-    code: tuple[object, ...] = ()
-    if ":" in accuracy.metric:  # the user's function
-        code = (code_digest(accuracy.metric, accuracy.python_path, "accuracy.metric"),)
+    libraries = LIBRARIES.get(accuracy.metric, {}).values()
+    versions = tuple(installed(library) for library in libraries)
     call = StageCall(
         VALIDATE,
         ValidationReport,
         partial(validate, engine, expected, samples, accuracy, steps, batch_rows(context)),
-        depends_on=(engine.recipe, *code),
+        depends_on=(engine.recipe, *accuracy_code(accuracy), *versions),
         subject=f"{engine.recipe.label} on {samples.role}",
         # the plot compares candidates, which all run the selection set
         figures=(

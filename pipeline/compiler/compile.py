@@ -68,7 +68,7 @@ from pipeline.plan.recipes import (
     deliverable_recipe,
     gpu_recipes_as_given,
 )
-from pipeline.plan.schema import DataConfig, GeneratedData, Plan
+from pipeline.plan.schema import ROLES, GeneratedData, Plan
 from pipeline.plan.source import code_digest
 from pipeline.postprocess import check_steps
 from pipeline.preprocess import preprocessed
@@ -825,7 +825,7 @@ def data_notes(plan: Plan) -> list[Note]:
             " than the module it was made from"
         )
         notes.append(Note(stage="benchmark", text=text))
-    for role in DataConfig.model_fields:
+    for role in ROLES:
         given = getattr(plan.data, role)
         if isinstance(given, GeneratedData):
             notes.append(Note(stage=role, text=f"random data: {given.because}"))

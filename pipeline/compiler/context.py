@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline import backends
-from pipeline.accuracy.task_metric import check_labels
+from pipeline.accuracy.metrics.from_plan import check_host, check_labels
 from pipeline.core import (
     BuildOptions,
     ModelSource,
@@ -33,8 +33,8 @@ from pipeline.execution.stage_runner import Runner
 from pipeline.host.environment import Environment, environment
 from pipeline.host.gpu import find_gpus
 from pipeline.onnx_graph.files import onnx_model, read_proto
-from pipeline.plan.schema import DataConfig, GeneratedData, Plan
-from pipeline.plan.source import check_profiles, code_digest, source_from_config
+from pipeline.plan.schema import ROLES, GeneratedData, Plan
+from pipeline.plan.source import accuracy_code, check_profiles, code_digest, source_from_config
 from pipeline.preprocess import raw_specs
 from pipeline.quantization.existing_qdq import given_precision
 from pipeline.serving_inputs import with_raw_image
@@ -150,6 +150,7 @@ def open_context(plan: Plan, runner: Runner) -> CompileContext:
     )
     check_sizes(plan.benchmark.sizes, inputs, complete.profiles)
     check_code(plan)
+    check_host(plan.accuracy, inputs)
     given = (
         given_precision(read_proto(source.path, weights=False).graph)
         if source.kind == "onnx" and source.path
@@ -169,8 +170,7 @@ def open_context(plan: Plan, runner: Runner) -> CompileContext:
 
 def check_code(plan: Plan) -> None:
     """Raise PlanError if a module that the plan names does not exist."""
-    if ":" in plan.accuracy.metric:
-        code_digest(plan.accuracy.metric, plan.accuracy.python_path, "accuracy.metric")
+    accuracy_code(plan.accuracy)
     if plan.simplify.surgery:
         code_digest(plan.simplify.surgery, plan.simplify.python_path, "simplify.surgery")
 
@@ -215,7 +215,7 @@ def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
         seed=plan.model.seed + 1,
     )
     named = plan.data
-    for role in DataConfig.model_fields:
+    for role in ROLES:
         files = getattr(named, role)
         if isinstance(files, tuple):
             check_raw(files, inputs, plan.preprocess)
@@ -225,9 +225,9 @@ def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
         else None
     )
     source = generated if named.selection is None else named.selection
-    selection = open_set(SelectionSet, source, inputs, plan.profiles)
+    selection = open_set(SelectionSet, source, inputs, plan.profiles, named.labels.selection)
     validation = (
-        open_set(ValidationSet, named.validation, inputs, plan.profiles)
+        open_set(ValidationSet, named.validation, inputs, plan.profiles, named.labels.validation)
         if named.validation is not None
         else None
     )
@@ -235,7 +235,7 @@ def open_data(plan: Plan, inputs: tuple[TensorSpec, ...]) -> Data:
     check_disjoint(*(samples for samples in sets if samples is not None))
     for samples, files in ((selection, named.selection), (validation, named.validation)):
         if samples is not None and isinstance(files, tuple):
-            check_labels(plan.accuracy, samples.has_labels, samples.role)
+            check_labels(plan.accuracy, samples.label_kind, samples.role)
     return Data(calibration, selection, validation)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,10 @@ class Batch:
         labels = None if self.labels is None else self.labels[picks]
         distinct = tuple(np.flatnonzero(np.diff(picks, prepend=-1)).tolist())
         return Batch(feeds, labels, self.first, rows, distinct=distinct)
+
+    def with_inputs(self, names: Collection[str]) -> Batch:
+        """Return the batch with these inputs alone. The others need no memory any more."""
+        return replace(self, feeds={name: self.feeds[name] for name in names})
 
     @property
     def distinct_samples(self) -> int:

@@ -21,6 +21,7 @@ from pipeline.core import Profile, Tensors, TensorSpec
 from pipeline.data.batch import UNBOUNDED, Batch
 from pipeline.data.generated import GeneratedPart, generated_parts
 from pipeline.data.input_checks import LABELS, NUMBER_THEM
+from pipeline.data.label_file import LabelFile, LabelKind, read_label_file
 from pipeline.data.npz import read_headers
 from pipeline.data.numbered_files import NUMBERED, FeedsPart, checked_feeds, open_numbered_file
 from pipeline.data.row_files import FilePart, checked_rows, open_row_file
@@ -44,6 +45,14 @@ class SampleSet:
     sample_digests: tuple[bytes, ...]
     has_labels: bool
     parts: tuple[FilePart | FeedsPart | GeneratedPart, ...]
+    label_file: LabelFile | None = None  # None: the labels, if any, are in the parts
+
+    @property
+    def label_kind(self) -> LabelKind | None:
+        """What the labels are; None where there are none."""
+        if self.label_file is not None:
+            return self.label_file.kind
+        return "numbers" if self.has_labels else None
 
     @property
     def whole(self) -> bool:
@@ -56,7 +65,15 @@ class SampleSet:
         Batches are larger only if every profile requires it.
         """
         for part in self.parts:
-            yield from part.batches(size)
+            yield from self._labelled(part.batches(size))
+
+    def _labelled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches with the labels of the file, if there is one."""
+        for batch in batches:
+            if self.label_file is not None:
+                labels = self.label_file.entries[batch.first : batch.first + batch.samples]
+                batch = replace(batch, labels=labels)
+            yield batch
 
     def filled(self, rows: int, parts: Sequence[int], most: int) -> Iterator[Batch]:
         """Yield the first samples of the files `parts` in batches of exactly `rows`.
@@ -68,10 +85,12 @@ class SampleSet:
         for index in parts:
             part = self.parts[index]
             if not rows or isinstance(part, FeedsPart):
-                yield from itertools.islice(part.batches(1), batches_per_part)
+                batches = itertools.islice(part.batches(1), batches_per_part)
+                yield from self._labelled(batches)
                 continue
             unlimited = replace(part, rows=(1, UNBOUNDED))
-            for batch in itertools.islice(unlimited.batches(rows), batches_per_part):
+            batches = itertools.islice(unlimited.batches(rows), batches_per_part)
+            for batch in self._labelled(batches):
                 yield batch.filled(rows)
 
     def first(self, n: int) -> tuple[Tensors, ...]:
@@ -116,8 +135,12 @@ def open_set(
     source: DataPaths,
     inputs: tuple[TensorSpec, ...],
     profiles: Sequence[Profile] = (),
+    labels: Path | None = None,
 ) -> S:
-    """Check and digest all samples, in one pass with bounded memory. Raises DataError."""
+    """Check and digest all samples, in one pass with bounded memory. Raises DataError.
+
+    `labels`: a file with one label per sample, of a set without labels in its own files.
+    """
     if isinstance(source, GeneratedData):
         return _generated_set(kind, source, inputs, profiles)
     if not source:
@@ -138,8 +161,24 @@ def open_set(
         ):
             digests.append(digest)
             content.update(digest + label)
+    label_file = None
+    if labels is not None:
+        if parts[0].has_labels:
+            raise DataError(
+                f"data.labels.{kind.role} names '{labels}', and '{parts[0].path}' has an array"
+                f" '{LABELS}' too",
+                "give the labels once",
+            )
+        label_file = read_label_file(labels, len(digests), kind.role)
+        content.update(label_file.digest.encode())
     return kind(
-        content.hexdigest(), len(digests), inputs, tuple(digests), parts[0].has_labels, tuple(parts)
+        content.hexdigest(),
+        len(digests),
+        inputs,
+        tuple(digests),
+        parts[0].has_labels or label_file is not None,
+        tuple(parts),
+        label_file,
     )
 
 

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from pipeline.errors import PlanError
-from pipeline.plan.schema import DataConfig, DataPaths, Plan
+from pipeline.plan.schema import ROLES, DataConfig, DataPaths, LabelFiles, Plan
 
 LOG = logging.getLogger(__name__)
 KEYS = "docs/reference/plan.md"
@@ -230,9 +230,9 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
             "python_path": absolute(plan.model.python_path),
         }
     )
-    data = DataConfig(
-        **{role: source(getattr(plan.data, role)) for role in DataConfig.model_fields}
-    )
+    sets = {role: source(getattr(plan.data, role)) for role in ROLES}
+    labels = {role: absolute(path) for role, path in plan.data.labels}
+    data = DataConfig(**sets, labels=LabelFiles(**labels))
     accuracy = plan.accuracy.model_copy(update={"python_path": absolute(plan.accuracy.python_path)})
     simplify = plan.simplify.model_copy(
         update={"python_path": absolute(plan.simplify.python_path)} if plan.simplify.surgery else {}

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from pipeline.core import Frozen, Postprocess, Preprocess, TensorRTOptions
-from pipeline.plan.sections.accuracy import METRICS, NEED_LABELS, AccuracyConfig, Thresholds
+from pipeline.plan.sections.accuracy import METRICS, AccuracyConfig, Thresholds
 from pipeline.plan.sections.benchmark import (
     BASELINE,
     BaselineName,
@@ -28,7 +28,14 @@ from pipeline.plan.sections.candidates import (
     PlacementConfig,
     Switch,
 )
-from pipeline.plan.sections.data import DataConfig, DataPaths, DataSource, GeneratedData
+from pipeline.plan.sections.data import (
+    ROLES,
+    DataConfig,
+    DataPaths,
+    DataSource,
+    GeneratedData,
+    LabelFiles,
+)
 from pipeline.plan.sections.graph import CalibrationConfig, ExportConfig, SimplifyConfig
 from pipeline.plan.sections.model import ONNX_SUFFIXES, ModelConfig, Profiles
 from pipeline.plan.sections.targets import TargetConfig, Targets
@@ -50,17 +57,18 @@ __all__ = [
     "Fallback",
     "GeneratedData",
     "KeptNodes",
+    "LabelFiles",
     "LatencyLimit",
     "METRICS",
     "Method",
     "Methods",
     "ModelConfig",
-    "NEED_LABELS",
     "ONNX_SUFFIXES",
     "Objective",
     "PlacementConfig",
     "Plan",
     "Profiles",
+    "ROLES",
     "STAGE_TIMEOUT_S",
     "SimplifyConfig",
     "StageTimeout",

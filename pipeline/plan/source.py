@@ -25,7 +25,7 @@ import numpy as np
 
 from pipeline.core import ModelSource, Profile, TensorSpec, ValueRange
 from pipeline.errors import PlanError
-from pipeline.plan.schema import ModelConfig
+from pipeline.plan.schema import AccuracyConfig, ModelConfig
 
 RUN_TIME_IMPORT = re.compile(rb"\b(importlib|__import__|runpy|exec)\b")
 
@@ -212,6 +212,15 @@ def _onnx_digest(path: Path) -> str:
     # raises for a corrupt file, or for external data outside its folder
     read_proto(path, weights=False)
     return file_digest(path)
+
+
+def accuracy_code(options: AccuracyConfig) -> tuple[str, ...]:
+    """Return the digests of the metric and the decoder, if they are the user's functions.
+
+    PlanError if one does not exist.
+    """
+    functions = options.functions.items()
+    return tuple(code_digest(name, options.python_path, key) for key, name in functions)
 
 
 def code_digest(entrypoint: str, python_path: Path, key: str = "model.entrypoint") -> str:

@@ -55,15 +55,31 @@ class OutputError(Frozen):
     failures: tuple[str, ...] = ()  # each threshold that was exceeded: expected and actual
 
 
+class ClassDrop(Frozen):
+    """The drop of a metric on one class."""
+
+    name: str
+    samples: int  # with this class
+    reference: float
+    candidate: float
+    drop: float
+    interval: Interval
+
+
 class MetricResult(Frozen):
-    """A task metric on the same samples. The drop is reference minus candidate."""
+    """A task metric on the same samples. The drop is how much worse the candidate is."""
 
     name: str
     reference: float
     candidate: float
+    lower_is_better: bool = False  # an error rate: the drop is candidate minus reference
     drop: float
     interval: Interval  # 95 % interval of the drop, paired by sample
     max_drop: float
+    worst_class: ClassDrop | None = None  # of the classes with enough samples; None: there is none
+    judged_classes: int = 0  # classes with enough samples
+    small_classes: int = 0  # classes with too few
+    max_class_drop: float | None = None  # None: classes have no limit
     passed: bool
 
 
@@ -79,7 +95,7 @@ class SizeCheck(Frozen):
     inputs: InputSource  # generated: no sample has these sizes
     samples: int  # rows that were compared, without copies; 0: none
     cosine: float | None = None  # smallest over samples and outputs
-    drop: float | None = None  # of the metric, reference minus candidate
+    drop: float | None = None  # of the metric
     failures: tuple[str, ...] = ()
     not_checked: str = ""  # why nothing could be compared
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pipeline import backends
 from pipeline.accuracy.gate import GatePoint, feeds_at
 from pipeline.accuracy.judge import ENOUGH_SAMPLES, Judge, is_generated, judge_of
-from pipeline.accuracy.task_metric import check_metric
+from pipeline.accuracy.metrics.from_plan import check_metric
 from pipeline.backends.base import Loaded, Session, run_session
 from pipeline.core import (
     Artifact,
@@ -341,7 +341,8 @@ def _stream(
     def compared_batches() -> Iterator[_BatchOutputs]:
         done, reference = 0, expected.reference
         for item, file in zip(samples.batches(reference.batch), reference.files, strict=True):
-            yield _BatchOutputs(sessions.run(item.feeds), *expected.of(file), item)
+            outputs = sessions.run(item.feeds)
+            yield _BatchOutputs(outputs, *expected.of(file), item.with_inputs(judge.inputs))
             done += item.samples
             progress(done / samples.samples, f"{done} of {samples.samples} samples")
 
@@ -379,7 +380,7 @@ class _BatchOutputs:
     outputs: Tensors
     expected: Tensors
     scores: Tensors  # that outputs of indices point into, [..., classes]
-    item: Batch
+    item: Batch  # with the inputs that the judge needs
 
     def shape_failures(self) -> list[str]:
         """Return the outputs of another shape, and those with indices of no class."""
@@ -417,7 +418,7 @@ class _BatchOutputs:
             _concatenated(self.expected, after.expected),
             _concatenated(self.scores, after.scores),
             Batch(
-                feeds={},  # no longer needed: the engine has run them
+                feeds=_concatenated(self.item.feeds, after.item.feeds),
                 labels=_joined_labels(self.item, after.item),
                 first=self.item.first,
                 samples=self.item.samples + after.item.samples,
@@ -440,7 +441,7 @@ class _BatchOutputs:
         return sum(array.size for array in self._arrays())
 
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
-        return (*self.expected.values(), *self.scores.values())
+        return (*self.expected.values(), *self.scores.values(), *self.item.feeds.values())
 
 
 def _concatenated(before: Tensors, after: Tensors) -> Tensors:
@@ -518,6 +519,6 @@ def _compare_at(
     def compared_batches() -> Iterator[_BatchOutputs]:
         for item, file in zip(feeds_at(at_point.point, samples), at_point.files, strict=True):
             outputs = sessions.run(item.feeds, at_point.point.profile)
-            yield _BatchOutputs(outputs, *expected.of(file), item)
+            yield _BatchOutputs(outputs, *expected.of(file), item.with_inputs(judge.inputs))
 
     return _compare_all(compared_batches(), judge)

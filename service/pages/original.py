@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.accuracy.metrics import cosine_per_sample, mask_nonfinite
+from pipeline.accuracy.metrics.arithmetic import cosine_per_sample, mask_nonfinite
 from pipeline.core import Engine, Precision, Recipe, Target, TensorSpec
 from pipeline.errors import CrucibleError, StoreError
 from pipeline.execution.stage_runner import installed

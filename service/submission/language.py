@@ -108,6 +108,11 @@ def language_plan_from(
                 f"no part `{role}`: a language model is judged on your texts",
                 'send a .jsonl file with {"text": ...} a line, of texts that are in no other part',
             )
+    for role in ROLES[1:]:
+        if f"{role}_labels" in parts:
+            raise Unprocessable(
+                f"a part `{role}_labels`: a language model has no labels", "leave the part out"
+            )
     texts = {role: _renamed(parts[role], ".jsonl") for role in ROLES if role in parts}
     model = LanguageModelConfig(path=str(_model(parts["model"], settings)))
     written = {

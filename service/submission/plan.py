@@ -31,6 +31,7 @@ from pipeline.core import (
 )
 from pipeline.plan.files import PlanLoader, explain, old_name_warnings
 from pipeline.plan.schema import (
+    ROLES,
     STAGE_TIMEOUT_S,
     AccuracyConfig,
     BenchmarkConfig,
@@ -40,6 +41,7 @@ from pipeline.plan.schema import (
     ExportConfig,
     Fallback,
     GeneratedData,
+    LabelFiles,
     LatencyLimit,
     Objective,
     PlacementConfig,
@@ -53,7 +55,7 @@ from pipeline.plan.schema import (
     WaitForNode,
 )
 from pipeline.serving_inputs import InputRecipe, Packing, Padding, ServingConfig
-from service.architectures import check_metric, entrypoint_of
+from service.architectures import check_functions, entrypoint_of
 from service.errors import Unprocessable
 from service.settings import Settings
 from service.submission.uploads import Limits, Part, is_archive, unpack
@@ -66,6 +68,8 @@ SEE = "docs/reference/plan.md lists the keys of a submitted plan"
 SAFETENSORS = ".safetensors"
 CODE = ".pt2"
 UNPACKED = "unpacked"
+LABELS_SUFFIX = "_labels"  # of the part with the labels of a set
+LABEL_FORMATS = (".json", ".jsonl")
 PICKLES = (".pt", ".pth", ".pt2", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib")
 
 
@@ -125,7 +129,9 @@ ALLOWED: dict[type[BaseModel], str] = {
     ImageResize: "source target filter",
     DataConfig: "calibration selection",
     GeneratedData: "generate samples because seed",
-    AccuracyConfig: "metric output max_drop thresholds per_output",
+    AccuracyConfig: (
+        "metric output decode tokens mask max_drop max_class_drop thresholds per_output"
+    ),
     Thresholds: "max_abs mean_abs min_cosine min_snr_db min_agreement",
     CandidateConfig: (
         "backend precision method activation weight_bits precision_from quantizer weight_only"
@@ -190,7 +196,7 @@ def parse(text: bytes) -> SubmittedPlan:
         plan = SubmittedPlan.model_validate(document)
     except ValidationError as error:
         raise Unprocessable(explain(error, SubmittedPlan, allowed_keys), SEE) from error
-    check_metric(plan.accuracy.metric)
+    check_functions(plan.accuracy)
     return plan
 
 
@@ -247,7 +253,10 @@ def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Set
     sections |= {
         "name": submitted.name or name_of(parts["model"].filename),
         "model": _model(submitted, parts["model"], settings),
-        "data": {role: _data(role, submitted, parts) for role in DataConfig.model_fields},
+        "data": {
+            **{role: _data(role, submitted, parts) for role in ROLES},
+            "labels": _labels(parts),
+        },
     }
     try:
         return Plan.model_validate(sections)
@@ -273,6 +282,24 @@ def _data(role: str, submitted: SubmittedPlan, parts: Mapping[str, Part]) -> obj
     if part := parts.get(role):
         return str(_named(part, ".npz"))
     return getattr(submitted.data, role)
+
+
+def _labels(parts: Mapping[str, Part]) -> dict[str, str]:
+    """Return the paths of the uploaded labels by role, renamed to the suffix of their format."""
+    labels = {}
+    for role in LabelFiles.model_fields:
+        part = parts.get(f"{role}{LABELS_SUFFIX}")
+        if part is None:
+            continue
+        suffix = Path(part.filename).suffix.lower()
+        if suffix not in LABEL_FORMATS:
+            raise Unprocessable(
+                f"the part '{part.name}' is '{part.filename}', expected a file that ends in"
+                f" {' or '.join(LABEL_FORMATS)}",
+                "send boxes as .json, in the format of COCO, and other labels as .jsonl",
+            )
+        labels[role] = str(_named(part, suffix))
+    return labels
 
 
 def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str, Any]:

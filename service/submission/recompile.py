@@ -136,7 +136,8 @@ def _files_of(plan: Plan) -> list[Path]:
     """Return the files of the model and the data."""
     roles = (plan.data.calibration, plan.data.selection, plan.data.validation)
     data = [file for role in roles if isinstance(role, tuple) for file in role]
-    return [file for file in (plan.model.path, plan.model.weights, *data) if file is not None]
+    files = (plan.model.path, plan.model.weights, *data, *dict(plan.data.labels).values())
+    return [file for file in files if file is not None]
 
 
 def _copy_upload(old: str, new: str, suggestion: Suggestion | None, folders: Folders) -> None:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from pipeline.errors import HostError, PlanError, StoreAway
 from pipeline.llm.plan import AnyPlan, LanguagePlan, load_any_plan
 from pipeline.plan.schema import CandidateConfig, Plan, TargetConfig, plan_for_target
-from pipeline.plan.source import code_digest, source_from_config
+from pipeline.plan.source import accuracy_code, code_digest, source_from_config
 from service import logs
 from service.auth import Caller
 from service.context import Service
@@ -504,10 +504,8 @@ def _content_of(plan: Plan) -> list[str]:
     content = [plan.model_dump_json(), source_from_config(plan.model, plan.profiles).digest]
     for role in (plan.data.calibration, plan.data.selection, plan.data.validation):
         content += [_digest(file) for file in role] if isinstance(role, tuple) else []
-    if ":" in plan.accuracy.metric:
-        content.append(
-            code_digest(plan.accuracy.metric, plan.accuracy.python_path, "accuracy.metric")
-        )
+    content += [_digest(file) for _, file in plan.data.labels if file is not None]
+    content += accuracy_code(plan.accuracy)
     if plan.simplify.surgery is not None:
         content.append(
             code_digest(plan.simplify.surgery, plan.simplify.python_path, "simplify.surgery")

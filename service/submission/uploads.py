@@ -29,7 +29,15 @@ from python_multipart.multipart import parse_options_header
 
 from service.errors import TooLarge, Unprocessable
 
-PARTS = ("model", "plan", "calibration", "selection", "validation")
+PARTS = (
+    "model",
+    "plan",
+    "calibration",
+    "selection",
+    "validation",
+    "selection_labels",
+    "validation_labels",
+)
 MAX_MEMBERS = 10_000  # of an archive; each costs a file
 MAX_DIRECTORY_BYTES = 4 * 2**20  # of a .zip: about 400 bytes for each of MAX_MEMBERS
 # of a .tar between two files: names of up to 4096 bytes, and read-ahead

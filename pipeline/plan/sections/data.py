@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from pipeline.core import Frozen
 
@@ -47,6 +47,24 @@ DataSource = Annotated[
 ]
 
 
+ROLES = ("calibration", "selection", "validation")
+
+
+class LabelFiles(Frozen):
+    """Labels in files beside the sets, with one entry per sample, in the order of the samples."""
+
+    selection: Path | None = Field(
+        default=None,
+        description=(
+            "The labels of the selection set: `.json` in the format of COCO holds boxes, and"
+            ' `.jsonl` a line for each sample: `{"text": "..."}` or `{"label": 3}`.'
+        ),
+    )
+    validation: Path | None = Field(
+        default=None, description="The labels of the validation set, likewise."
+    )
+
+
 class DataConfig(Frozen):
     """Three disjoint sets: each a .npz file, a list of .npz files, or `generate: random`.
 
@@ -60,3 +78,16 @@ class DataConfig(Frozen):
     validation: DataSource | None = Field(
         default=None, description="Read once, for the winner and the reference."
     )
+    labels: LabelFiles = Field(
+        default=LabelFiles(),
+        description="Files of labels, for sets whose .npz files have no array `labels`.",
+    )
+
+    @model_validator(mode="after")
+    def _labels_of_files(self) -> DataConfig:
+        for role in LabelFiles.model_fields:
+            if getattr(self.labels, role) and not isinstance(getattr(self, role), tuple):
+                raise ValueError(
+                    f"labels.{role} names a file, and `data.{role}` names no .npz files"
+                )
+        return self

@@ -3,13 +3,25 @@
 import numpy as np
 import pytest
 
-from pipeline.accuracy.metrics import paired_interval
-from pipeline.accuracy.task_metric import MAX_SHUFFLED, Drawn, TaskMetric
+from pipeline.accuracy.metrics.arithmetic import paired_interval
+from pipeline.accuracy.metrics.metric import MAX_SHUFFLED, Metric
+from pipeline.accuracy.metrics.per_sample import cosine, top_k
+from pipeline.accuracy.metrics.user import MetricFunction, metric_of_function
+from pipeline.accuracy.shuffle import Drawn
+from pipeline.accuracy.task_metric import Limits, TaskMetric
 from pipeline.errors import DataError, PlanError
 
 
+def collector(metric: Metric, output: str = "y") -> TaskMetric:
+    return TaskMetric(metric, output, Limits(max_drop=0.1))
+
+
+def mine(function: MetricFunction) -> Metric:
+    return metric_of_function("mine:f", function)
+
+
 def test_an_output_without_a_row_per_sample_has_no_interval() -> None:
-    metric = TaskMetric("cosine", "pooled", max_drop=0.1)
+    metric = collector(cosine(), "pooled")
     metric.add(np.ones((1, 4), np.float32), None, np.ones((1, 4), np.float32))
     with pytest.raises(
         DataError, match="1 score for the whole set: output 'pooled' has no row per sample"
@@ -26,7 +38,7 @@ def test_a_users_function_that_returns_nothing_or_ends_the_process_is_named() ->
         (lambda *arguments: None, "returned None"),
         (exits, "failed: SystemExit: 3"),
     ):
-        metric = TaskMetric("mine:f", "y", max_drop=0.1, function=function)
+        metric = collector(mine(function))
         metric.add(np.ones((2, 4), np.float32), None, np.ones((2, 4), np.float32))
         with pytest.raises(DataError, match=message):
             metric.compared()
@@ -85,9 +97,9 @@ def task(samples: int = 200) -> tuple[np.ndarray, np.ndarray]:
 
 def test_labels_that_do_not_belong_to_the_samples_are_chance_and_true_ones_are_not() -> None:
     outputs, labels = task()
-    assert scored(TaskMetric("top1", "y", max_drop=0.1), outputs, labels) == []
+    assert scored(collector(top_k("top1", 1, None)), outputs, labels) == []
     (warning,) = scored(
-        TaskMetric("top1", "y", max_drop=0.1), outputs, np.random.default_rng(2).permutation(labels)
+        collector(top_k("top1", 1, None)), outputs, np.random.default_rng(2).permutation(labels)
     )
     assert warning.startswith("the reference itself scores at chance: top1 0.2")
 
@@ -98,9 +110,9 @@ def accuracy(outputs: np.ndarray, labels: np.ndarray | None, reference: np.ndarr
 
 def test_a_metric_of_the_whole_set_is_held_against_chance_too() -> None:
     outputs, labels = task()
-    assert scored(TaskMetric("mine:f", "y", max_drop=0.1, function=accuracy), outputs, labels) == []
+    assert scored(collector(mine(accuracy)), outputs, labels) == []
     (warning,) = scored(
-        TaskMetric("mine:f", "y", max_drop=0.1, function=accuracy),
+        collector(mine(accuracy)),
         outputs,
         np.random.default_rng(2).permutation(labels),
     )
@@ -123,7 +135,7 @@ def test_a_metric_that_gives_shuffled_outputs_the_same_score_is_an_error(
     name: str, labelled: bool
 ) -> None:
     outputs, labels = task()
-    metric = TaskMetric("mine:f", "y", max_drop=0.1, function=BLIND[name])
+    metric = collector(mine(BLIND[name]))
     if labelled and name == "the lower the better":
         assert scored(metric, outputs, labels)[0].startswith(
             "the reference itself scores at chance"
@@ -138,7 +150,7 @@ def test_a_set_with_one_answer_cannot_be_judged() -> None:
     with pytest.raises(
         DataError, match="metric 'cosine' cannot tell right answers from wrong ones"
     ):
-        scored(TaskMetric("cosine", "y", max_drop=0.1), outputs, None)
+        scored(collector(cosine()), outputs, None)
 
 
 def test_what_is_shuffled_is_drawn_from_the_whole_set_and_bounded() -> None:

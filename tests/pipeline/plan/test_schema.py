@@ -175,8 +175,9 @@ def test_an_onnx_file_alone_is_a_plan(tmp_path: Path) -> None:
         ({**MODEL, "objective": {"max_latency": 15}}, "did you mean 'max_latency_ms'"),
         ({**MODEL, "name": ".."}, "name: String should match pattern"),
         (
-            {**MODEL, "accuracy": {"metric": "top9"}},
-            "expected metric auto, top1, top5, cosine, agreement or module:function, got 'top9'",
+            {**MODEL, "accuracy": {"metric": "top0"}},
+            "expected metric auto, top1, top5, f1, map, wer, spearman, sts, perplexity, cosine,"
+            " agreement or module:function, got 'top0'",
         ),
         ([1, 2], "expected a plan of `key: value` lines, got list"),
         ("text", "got str"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.accuracy.task_metric import check_labels
+from pipeline.accuracy.metrics.from_plan import check_labels
 from pipeline.data.samples import SelectionSet, ValidationSet, open_set
 from pipeline.errors import DataError, PlanError
 from pipeline.plan.schema import AccuracyConfig, GeneratedData
@@ -74,8 +74,8 @@ def test_without_labels_auto_is_cosine_and_top1_is_refused(bench: Bench) -> None
 
 def test_a_set_without_labels_is_named() -> None:
     with pytest.raises(DataError, match="but the selection set has no labels"):
-        check_labels(AccuracyConfig(metric="top1"), has_labels=False, role="selection")
-    check_labels(AccuracyConfig(metric="top1"), has_labels=True, role="selection")
+        check_labels(AccuracyConfig(metric="top1"), None, "selection")
+    check_labels(AccuracyConfig(metric="top1"), "numbers", "selection")
 
 
 def test_on_generated_inputs_there_are_tensor_errors_and_no_metric(bench: Bench) -> None:

@@ -85,7 +85,7 @@ def topk_hits(outputs: Array, labels: Array, k: int) -> Floats:
     label for each position before the classes. Ties, frequent in int8 engines, go to the lower
     class, as in argmax. DataError if the shapes do not fit or a label is no class.
     """
-    scores = _scores_by_label(outputs, labels)
+    scores = scores_by_label(outputs, labels)
     classes = labels.reshape(-1).astype(np.int64)
     own = scores[np.arange(len(scores)), classes][:, None]
     lower_class = np.arange(scores.shape[1]) < classes[:, None]
@@ -144,7 +144,7 @@ def index_agreement(indices: Array, expected: Array, scores: Array) -> Floats:
     return np.asarray(1.0 - np.clip(loss, 0.0, 1.0))
 
 
-def _scores_by_label(outputs: Array, labels: Array) -> Floats:
+def scores_by_label(outputs: Array, labels: Array) -> Floats:
     """Return the scores for each label, [labels, classes]. DataError if they do not fit."""
     next_step = (
         "give one integer label per sample, choose another `accuracy.output`, or set"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.accuracy.metrics import (
+from pipeline.accuracy.metrics.arithmetic import (
     SNR_LIMIT_DB,
     by_sample,
     cosine_per_sample,
