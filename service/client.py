@@ -18,7 +18,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
@@ -121,11 +121,13 @@ class Upload:
     calibration: Path | str | None = None  # .npz, or .jsonl for a language model
     selection: Path | str | None = None
     validation: Path | str | None = None
+    selection_labels: Path | str | None = None  # .json (boxes in the format of COCO) or .jsonl
+    validation_labels: Path | str | None = None
 
     def parts(self, files: contextlib.ExitStack) -> dict[str, tuple[str, IO[bytes] | str]]:
         """Return the parts of the upload by name: each with its file's name and content."""
         parts: dict[str, tuple[str, IO[bytes] | str]] = {}
-        for name in ("model", "plan", "calibration", "selection", "validation"):
+        for name in (field.name for field in fields(self)):
             part: Path | str | None = getattr(self, name)
             if isinstance(part, str):
                 parts[name] = ("plan.yaml" if name == "plan" else f"{name}.jsonl", part)

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline.accuracy.metrics.arithmetic import Array, Floats
-from pipeline.accuracy.metrics.metric import MAX_SHUFFLED, Metric, SampleScores
+from pipeline.accuracy.metrics.metric import MAX_SHUFFLED, ROUNDING, Metric, SampleScores
 from pipeline.errors import DataError, PlanError
 
-ROUNDING = 1e-9  # so that 3 of 300 is within a max_drop of 0.01, whatever the last bit is
 # the reference must beat every shuffle: outputs unrelated to the samples do so in 1 set of 40
 SHUFFLES = 39
 MIN_SHUFFLED = 8  # samples; with fewer, a shuffle may return the same order

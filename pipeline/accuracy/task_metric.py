@@ -11,8 +11,8 @@ import numpy as np
 
 from pipeline.accuracy.drop import MIN_CLASS_SAMPLES, Sides
 from pipeline.accuracy.metrics.arithmetic import Array, Floats
-from pipeline.accuracy.metrics.metric import Metric, SampleScores
-from pipeline.accuracy.shuffle import ROUNDING, Drawn, chance_failure
+from pipeline.accuracy.metrics.metric import ROUNDING, Metric, SampleScores
+from pipeline.accuracy.shuffle import Drawn, chance_failure
 from pipeline.errors import DataError
 from pipeline.measurement.statistics import Interval
 from pipeline.results.report import MetricResult
@@ -145,7 +145,8 @@ class TaskMetric:
         before = shown(sides.before.score(sides.everything))
         after = shown(sides.after.score(sides.everything))
         drop = sides.drop()
-        worst = sides.worst_class()
+        # the report of a part has no classes
+        worst = None if certain and self.limits.max_class_drop is None else sides.worst_class()
         if worst is None and self.limits.max_class_drop is not None and not certain:
             raise self._no_class(sides)
         limit = self._limit("max_drop", self.limits.max_drop, certain)

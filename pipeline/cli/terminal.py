@@ -224,6 +224,11 @@ def validation_lines(report: ValidationReport) -> list[str]:
             f"{escape(metric.name)}: {metric.candidate:.4f}, reference {metric.reference:.4f}, drop"
             f" {metric.drop:+.4f} (95 % {interval})"
         )
+        if (worst := metric.worst_class) is not None:
+            lines.append(
+                f"  worst of {metric.judged_classes} classes: {escape(worst.name)},"
+                f" {worst.candidate:.4f}, reference {worst.reference:.4f}, drop {worst.drop:+.4f}"
+            )
     on = f"on {report.samples} {report.role} samples"
     if report.sizes:
         profiles = 1 + max(check.profile for check in report.sizes)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pipeline.accuracy.drop import MIN_CLASS_SAMPLES
+from pipeline.accuracy.metrics.metric import ROUNDING
 from pipeline.formatting import interval, state_label
+from pipeline.measurement.statistics import Interval
 from pipeline.report.entries import entries
 from pipeline.report.tables import Section, Table, left, number_cell, right
 from pipeline.results.report import (
@@ -125,7 +128,7 @@ def validation_section(report: Report) -> Section:
         f" Reference: {report.reference}."
     ]
     if validation.metric is not None:
-        text.append(_metric_text(validation.metric))
+        text += _metric_texts(validation.metric)
     return Section(
         "validation",
         "Validation",
@@ -135,11 +138,33 @@ def validation_section(report: Report) -> Section:
     )
 
 
-def _metric_text(metric: MetricResult) -> str:
-    outcome = "within" if metric.passed else "over"
+def _metric_texts(metric: MetricResult) -> tuple[str, ...]:
+    better = "lower" if metric.lower_is_better else "higher"
+    text = (
+        f"{metric.name} ({better} is better): {metric.reference:.4f} (reference),"
+        f" {metric.candidate:.4f} (engine). {_drop_text(metric.interval, metric.max_drop)}"
+    )
+    return (text, *((_class_text(metric),) if metric.judged_classes + metric.small_classes else ()))
+
+
+def _drop_text(drop: Interval, limit: float | None) -> str:
+    if limit is None:
+        return f"Drop {interval(drop, 4)}."
+    outcome = "within" if drop.value <= limit + ROUNDING else "over"
+    return f"Drop {interval(drop, 4)}, {outcome} the allowed {limit:g}."
+
+
+def _class_text(metric: MetricResult) -> str:
+    """Describe the worst class, and the classes with too few samples to be judged."""
+    worst, small = metric.worst_class, metric.small_classes
+    few = f"fewer than {MIN_CLASS_SAMPLES} samples"
+    if worst is None:
+        return f"No class is judged by itself: all {small} have {few}."
+    left_out = f" Not judged, with {few}: {small}." if small else ""
     return (
-        f"{metric.name}: {metric.reference:.4f} (reference), {metric.candidate:.4f} (engine)."
-        f" Drop {interval(metric.interval, 4)}, {outcome} the allowed {metric.max_drop:g}."
+        f"Worst of {metric.judged_classes} classes: {worst.name}, with {worst.samples} samples,"
+        f" {worst.reference:.4f} (reference), {worst.candidate:.4f} (engine)."
+        f" {_drop_text(worst.interval, metric.max_class_drop)}{left_out}"
     )
 
 

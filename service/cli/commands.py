@@ -193,6 +193,18 @@ def submit(
             help="Samples for the final check of the winner: .npz, or .jsonl of texts.",
         ),
     ] = None,
+    selection_labels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Labels of the selection samples: .json of boxes, or .jsonl."
+        ),
+    ] = None,
+    validation_labels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Labels of the validation samples: .json of boxes, or .jsonl."
+        ),
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(help="Compile one of the server's own plans instead of a model."),
@@ -220,7 +232,7 @@ def submit(
     from service.client import Upload
     from service.http.schemas import JobView
 
-    data = (calibration, selection, validation)
+    data = (calibration, selection, validation, selection_labels, validation_labels)
     extras = any((plan, profiles, *data))
     if (model is None) == (config is None) or (config is not None and extras):
         raise PlanError(

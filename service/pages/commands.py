@@ -25,7 +25,7 @@ def _cli(files: dict[str, str], url: str, with_key: bool) -> str:
     words = ["crucible", "submit", _path(files["model"]), "--plan", PLAN_FILE]
     for name, filename in files.items():
         if name != "model":
-            words += [f"--{name}", _path(filename)]
+            words += [f"--{name.replace('_', '-')}", _path(filename)]
     return f"{key}{shlex.join([*words, '--url', url, '--wait'])}\n"
 
 

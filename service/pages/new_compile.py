@@ -43,8 +43,15 @@ BASELINE = "pytorch"  # no candidate
 PROGRAM = "torch"  # a candidate for PyTorch models only
 ROLES = {
     "calibration": "Samples for the ranges of int8: an .npz file with an array for each input.",
-    "selection": "Samples that choose the winner. top1 and top5 need an array `labels` too.",
+    "selection": "Samples that choose the winner. top1 and others need an array `labels` too.",
     "validation": "Samples for the last check of the winner. The choice does not see them.",
+}
+LABEL_ROLES = {
+    "selection_labels": (
+        "Boxes or texts of the selection samples, if the .npz has no array `labels`: .json"
+        " in the format of COCO, or .jsonl with a line for each sample."
+    ),
+    "validation_labels": "Those of the validation samples.",
 }
 TEXT_ROLES = {
     "selection": "Every candidate is scored on these texts.",
@@ -193,6 +200,7 @@ async def _new_page(
         most=max(0, min(settings.max_upload_bytes, left)),
         suffixes=(".onnx", SAFETENSORS, *ARCHIVES, *((CODE,) if settings.allow_code else ())),
         roles=ROLES,
+        label_roles=LABEL_ROLES,
         language_suffixes=(GGUF, *ARCHIVES),
         text_roles=TEXT_ROLES,
         lacks_language=_why_no_language_models(service),

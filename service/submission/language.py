@@ -38,6 +38,7 @@ from service.jobs.messages import HostIdentity
 from service.settings import Settings
 from service.submission.plan import (
     HOST_PATH,
+    LABELS_SUFFIX,
     MAX_NAME,
     PICKLES,
     SAFETENSORS,
@@ -108,10 +109,10 @@ def language_plan_from(
                 f"no part `{role}`: a language model is judged on your texts",
                 'send a .jsonl file with {"text": ...} a line, of texts that are in no other part',
             )
-    for role in ROLES[1:]:
-        if f"{role}_labels" in parts:
+    for name in parts:
+        if name.endswith(LABELS_SUFFIX):
             raise Unprocessable(
-                f"a part `{role}_labels`: a language model has no labels", "leave the part out"
+                f"a part `{name}`: a language model is judged without labels", "leave the part out"
             )
     texts = {role: _renamed(parts[role], ".jsonl") for role in ROLES if role in parts}
     model = LanguageModelConfig(path=str(_model(parts["model"], settings)))

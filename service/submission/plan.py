@@ -354,6 +354,8 @@ def identity(submitted: SubmittedPlan, parts: Mapping[str, Part], owner: str, ho
     its tools (as one digest).
     """
     content = sorted((part.name, part.sha256) for part in parts.values() if part.name != "plan")
-    suffix = Path(parts["model"].filename).suffix.lower()  # decides the model's format
+    # decides the format
+    labels = sorted(name for name in parts if name.endswith(LABELS_SUFFIX))
+    suffix = "".join(Path(parts[name].filename).suffix.lower() for name in ("model", *labels))
     plan = json.dumps(submitted.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(json.dumps([owner, host, content, suffix, plan]).encode()).hexdigest()

@@ -145,15 +145,15 @@ def _matches(found: Sequence[Array], images: Sequence[Boxes], classes: int) -> A
 def _true_boxes(images: Sequence[Boxes]) -> Iterator[tuple[dict[str, Any], bool]]:
     for image, boxes in enumerate(images):
         for box, number, crowd in zip(boxes.boxes, boxes.classes, boxes.crowds, strict=True):
-            yield _annotation(image, number, box), crowd
+            yield _annotation(image, number, list(box)), crowd
 
 
 def _found_boxes(found: Sequence[Array]) -> Iterator[dict[str, Any]]:
     for image, boxes in enumerate(found):
         for left, top, right, bottom, score, number in np.asarray(boxes, np.float64).tolist():
-            box = (left, top, right - left, bottom - top)
+            box = [left, top, right - left, bottom - top]
             yield {**_annotation(image, int(number), box), "score": score}
 
 
-def _annotation(image: int, number: int, box: tuple[float, float, float, float]) -> dict[str, Any]:
+def _annotation(image: int, number: int, box: list[float]) -> dict[str, Any]:
     return {"image_id": image, "category_id": number, "bbox": box, "area": box[2] * box[3]}

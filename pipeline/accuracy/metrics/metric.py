@@ -23,9 +23,9 @@ Picks = NDArray[np.int64]
 Batches = Sequence[Array]
 """Arrays of the batches of a set, each [samples of the batch, ...]."""
 
+ROUNDING = 1e-9  # so that 3 of 300 is within a max_drop of 0.01, whatever the last bit is
 RESAMPLES = 200  # of a metric of the whole set, where each costs milliseconds or more
 MANY_RESAMPLES = 2000  # of sums of numbers
-
 MAX_SHUFFLED = 1024  # samples; more take time and do not change the result
 
 

@@ -59,12 +59,16 @@ def pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
     points = tuple(point for point in candidates if point is not None)
     if len(points) < 2:
         return None
+    xlabel = f"median latency at {shape_text(first)}, ms (lower is better)"
+    if metric and metric.lower_is_better:
+        ylabel = f"{metric.name} (lower is better)"
+        return plot_of_losses("candidates", points, _limit_of(metric), xlabel, ylabel)
     front = _front(points)
     data = _Pareto(
         points=points,
         front=front,
         limit=_limit_of(metric) if metric else None,
-        xlabel=f"median latency at {shape_text(first)}, ms (lower is better)",
+        xlabel=xlabel,
         ylabel=f"{metric.name if metric else 'smallest cosine'} (higher is better)",
     )
     bars = "; bars are the 95 % intervals of the drop" if metric else ""
@@ -77,6 +81,9 @@ def pareto(report: Report, lines: tuple[Entry, ...]) -> Plot | None:
 
 
 def _limit_of(metric: MetricResult) -> tuple[float, str]:
+    if metric.lower_is_better:
+        text = f"reference plus {metric.max_drop:g}: the limit"
+        return metric.reference + metric.max_drop, text
     text = f"reference minus {metric.max_drop:g}: the limit"
     return metric.reference - metric.max_drop, text
 
@@ -117,6 +124,8 @@ def _point(
     if selection.metric is not None:
         drop, reference = selection.metric.interval, selection.metric.reference
         bar = (reference - drop.high, reference - drop.low)
+        if selection.metric.lower_is_better:
+            bar = (reference + drop.low, reference + drop.high)
         return Point(x, selection.metric.candidate, entry.number, kind, bar)
     if metric is not None or selection.cosine is None:
         return None

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
+from pipeline.plan.schema import ROLES, LabelFiles
 from service.context import Service
 from service.devices.leases import utc_now
 from service.http.routers.dependencies import REFUSALS, CurrentCaller, CurrentService
@@ -18,7 +19,7 @@ from service.jobs.redact import scrubbed
 from service.jobs.state import Job, State
 from service.storage.layout import MAX_LOG_BYTES
 from service.storage.running_logs import RunningLogs
-from service.submission.plan import NamedConfig, SubmittedPlan
+from service.submission.plan import LABELS_SUFFIX, NamedConfig, SubmittedPlan
 from service.submission.submit import Body, submit
 from service.submission.uploads import PARTS
 
@@ -33,7 +34,8 @@ _EXAMPLE = {
         "{name: resnet50, profiles: [{batch: [1, 8, 64]}], accuracy: {metric: top1, max_drop:"
         " 0.01}}"
     ),
-    **{role: f"(content of {role}.npz)" for role in PARTS[2:]},
+    **{role: f"(content of {role}.npz)" for role in ROLES},
+    **{f"{role}{LABELS_SUFFIX}": f"(content of {role}.jsonl)" for role in LabelFiles.model_fields},
 }
 COMPILE_BODY: dict[str, Any] = {
     "description": "A model with its plan and data, or the name of one of the server's own plans",

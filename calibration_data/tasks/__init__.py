@@ -1,0 +1,1 @@
+"""Small models with data, one for each metric: see make_tasks.py."""
