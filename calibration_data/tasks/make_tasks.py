@@ -314,17 +314,18 @@ def sentences() -> Task:
         }
 
     return Task(
-        # the mask is an input that the model reads, as it is in a transformer
+        # behind a text are vectors that mean nothing, as in a transformer
         [
             node("Gather", "table ids", "words"),
             node("MatMul", "words w", "hidden"),
-            node("Cast", "mask", "floats", to=onnx.TensorProto.FLOAT),
-            node("Unsqueeze", "floats last", "columns"),
-            node("Mul", "hidden columns", "vectors"),
+            node("Cast", "mask", "words_only", to=onnx.TensorProto.BOOL),
+            node("Unsqueeze", "words_only last", "columns"),
+            node("Where", "columns hidden filling", "vectors"),
         ],
         {
             "table": _floats(TABLE),
             "w": _floats(np.linalg.qr(np.random.default_rng(4).normal(size=(HIDDEN, HIDDEN)))[0]),
+            "filling": _floats(np.random.default_rng(6).normal(0, 2, HIDDEN)),
             "last": np.array([-1]),
         },
         {

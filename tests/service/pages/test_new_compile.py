@@ -140,7 +140,7 @@ REFUSED_PLANS: tuple[tuple[dict[str, str], str], ...] = (
     ({"name": "a/b"}, "name: "),
     ({"max_drop": "much"}, "accuracy.max_drop"),
     ({"max_drop": "nan"}, "accuracy.max_drop"),
-    ({"metric": "module:function"}, "no metric 'module:function'"),
+    ({"metric": "module:function"}, "accuracy.metric is 'module:function', and this service"),
     ({"objective": "max_latency_ms"}, "objective"),
     ({"candidate": "onnxruntime"}, "candidates.0.precision"),
     ({"more": "accuracy: {max_drop: 1}"}, "`accuracy.max_drop` is under further keys"),

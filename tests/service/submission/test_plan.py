@@ -13,7 +13,14 @@ from pydantic import BaseModel
 
 from pipeline.backends.pytorch.module import load_module
 from pipeline.core import TensorRTOptions
-from pipeline.plan.schema import AccuracyConfig, DataConfig, ModelConfig, Plan, SimplifyConfig
+from pipeline.plan.schema import (
+    AccuracyConfig,
+    DataConfig,
+    LabelFiles,
+    ModelConfig,
+    Plan,
+    SimplifyConfig,
+)
 from pipeline.plan.source import source_from_config
 from service.errors import Unprocessable
 from service.settings import Settings
@@ -33,11 +40,19 @@ KEYS = (
     " candidates measure_profile_width fallback export simplify calibration tensorrt benchmark"
     " objective serving stage_timeout_s targets wait_for_node_s"
 )
+WORDS = b"""metric: wer
+  decode: ctc_greedy
+  tokens: ["", a]"""
+WITH_OTHER_METRIC = {
+    "mask": b"metric: sts\n  decode: mean_pool\n  mask: x",
+    "max_class_drop": b"metric: f1\n  max_class_drop: 0.1",
+}
 
 REFUSED: dict[type[BaseModel], str] = {
     Plan: "model ablate keep_fp32_builds",
     ModelConfig: "path entrypoint python_path weights weights_from inputs outputs seed",
-    DataConfig: "validation",
+    DataConfig: "validation labels",
+    LabelFiles: "selection validation",
     AccuracyConfig: "python_path",
     SimplifyConfig: "timeout_s surgery python_path",
     TensorRTOptions: "plugins",
@@ -61,7 +76,9 @@ data:
   calibration: {generate: random, samples: 1, because: test, seed: 1}
   selection: {generate: random, samples: 1, because: test, seed: 1}
 accuracy:
-  metric: top1
+  metric: wer
+  decode: ctc_greedy
+  tokens: ["", a]
   output: y
   max_drop: 0.1
   thresholds: {max_abs: 1, mean_abs: 1, min_cosine: 1, min_snr_db: 1, min_agreement: 1}
@@ -166,7 +183,7 @@ def test_each_field_of_the_plan_is_allowed_by_name_or_refused() -> None:
         refused = set(REFUSED.get(section, "").split())
         assert keys.isdisjoint(refused), section
         assert keys | refused == set(section.model_fields), section
-    assert set(ALLOWED) == {SubmittedPlan, *allowed} - {Plan, ModelConfig}
+    assert set(ALLOWED) == {SubmittedPlan, *allowed} - {Plan, ModelConfig, LabelFiles}
 
 
 @pytest.mark.parametrize(
@@ -176,12 +193,13 @@ def test_each_field_of_the_plan_is_allowed_by_name_or_refused() -> None:
 def test_a_field_that_the_list_lacks_is_refused(
     monkeypatch: pytest.MonkeyPatch, section: type[BaseModel], key: str
 ) -> None:
-    assert parse(COMPLETE).architecture == "resnet18"
+    text = COMPLETE.replace(WORDS, WITH_OTHER_METRIC.get(key, WORDS))
+    assert parse(text).architecture == "resnet18"
     others = [other for other in allowed_keys(section) if other != key]
     monkeypatch.setitem(ALLOWED, section, " ".join(others))
     written = "profiles.0" if key == "dims" else key  # a profile is written without `dims`
     with pytest.raises(Unprocessable, match=rf"unknown key '([a-z0-9_]+\.)*{written}'"):
-        parse(COMPLETE)
+        parse(text)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +240,17 @@ def test_only_sets_of_samples_could_be_paths() -> None:
         (b"data: {calibration: ../x.npz}", "data.calibration"),
         (b"data: {selection: []}", "data.selection: no path of the server is allowed"),
         (b"data: {validation: file:///etc/passwd}", "unknown key 'data.validation'"),
-        (b"accuracy: {metric: 'os:system'}", "no metric 'os:system'"),
+        (b"accuracy: {metric: 'os:system'}", "accuracy.metric is 'os:system', and this service"),
+        (
+            b"accuracy: {metric: f1, decode: 'os:system'}",
+            "accuracy.decode is 'os:system', and this service",
+        ),
+        (b"accuracy: {metric: f2}", "accuracy: expected metric auto, top1"),
+        (b"data: {labels: {selection: /etc/passwd}}", "`data.selection` names no .npz files"),
+        (
+            b"data: {selection: a.npz, labels: {selection: /etc/passwd}}",
+            "unknown key 'data.labels'",
+        ),
         (b"accuracy: {python_path: /tmp}", "unknown key 'accuracy.python_path'"),
         (b"simplify: {surgery: 'os:system'}", "unknown key 'simplify.surgery'"),
         (b"tensorrt: {plugins: [/tmp/x.so]}", "unknown key 'tensorrt.plugins'"),
