@@ -471,3 +471,27 @@ def test_equal_requests_have_one_identity(tmp_path: Path) -> None:
         )
         == 3
     )
+
+
+def test_labels_are_parts_of_their_own(tmp_path: Path, settings: Settings) -> None:
+    def parts(name: str = "boxes.JSON") -> dict[str, Part]:
+        return {
+            "model": upload(tmp_path, "model", "m.onnx"),
+            "selection": upload(tmp_path, "selection", "s.npz"),
+            "selection_labels": upload(tmp_path, "selection_labels", name),
+        }
+
+    submitted = parse(b"accuracy: {metric: map}")
+    plan = plan_from(submitted, parts(), settings)
+    assert plan.data.labels.selection == tmp_path / "selection_labels.json"
+    assert plan.data.labels.selection.read_bytes() == b"x"
+    assert plan.data.labels.validation is None
+    assert identity(submitted, parts(), "a", "h") != identity(submitted, parts("l.jsonl"), "a", "h")
+    with pytest.raises(Unprocessable) as error:
+        plan_from(submitted, parts("boxes.npz"), settings)
+    assert "the part 'selection_labels' is 'boxes.npz', expected a file that ends in .json" in (
+        error.value.message
+    )
+    alone = {name: part for name, part in parts().items() if name != "selection"}
+    with pytest.raises(Unprocessable, match=r"`data.selection` names no \.npz files"):
+        plan_from(submitted, alone, settings)
