@@ -1,4 +1,7 @@
-"""Mean average precision of boxes, by pycocotools: over IoU 0.50 to 0.95 and all classes.
+"""Mean average precision of boxes: over IoU 0.50 to 0.95 and all classes, as COCO defines it.
+
+pycocotools matches the boxes once. The precision of hundreds of resamples is computed here, from
+how often each image was drawn.
 
 At most 100 boxes of a class count per image, those with the highest scores, as in COCO.
 """
@@ -6,7 +9,6 @@ At most 100 boxes of a class count per image, those with the highest scores, as 
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +17,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeline.accuracy.metrics.arithmetic import Array, Floats
+from pipeline.accuracy.metrics.arithmetic import Array
 from pipeline.accuracy.metrics.decoders import BOX
 from pipeline.accuracy.metrics.metric import Batches, Decode, Metric, Picks
 from pipeline.data.label_file import Boxes
@@ -25,6 +28,7 @@ from pipeline.errors import DataError
 MAX_DETECTIONS = 100
 MAX_SHUFFLED = 128  # images: each shuffle matches all their boxes again
 ANY_AREA = [0.0, 1e20]
+RECALLS = np.linspace(0, 1, 101)
 
 
 def mean_average_precision(decode: Decode, class_names: Sequence[str]) -> Metric:
@@ -66,7 +70,8 @@ def _evaluate(
             "list the categories in the order of the model's classes, which count from 0",
         )
     found = [boxes for batch in records for boxes in batch]
-    return _Detections(_matches(found, images, classes), len(images), _counts(images))
+    matches = _matches(found, images, classes)
+    return _Detections(len(images), _counts(images), matches)
 
 
 def _counts(images: Sequence[Boxes]) -> dict[int, int]:
@@ -79,41 +84,83 @@ def _counts(images: Sequence[Boxes]) -> dict[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Detections:
-    """The matches of all images, and their accumulation over drawn images."""
+class _ClassMatches:
+    """The boxes found of one class, from the highest score to the lowest."""
 
-    matches: Any  # a COCOeval whose evalImgs holds [classes, images]
+    owners: NDArray[np.intp]  # [boxes], the image of each
+    right: NDArray[np.bool_]  # [thresholds, boxes]; boxes in a crowd are neither right nor wrong
+    wrong: NDArray[np.bool_]
+    truths: NDArray[np.intp]  # [images], the true boxes of each
+
+    def precision(self, drawn: NDArray[np.intp]) -> float:
+        """Return the average precision where each image was drawn so often; NaN without truths.
+
+        The mean over thresholds of IoU and 101 recalls of the best precision at that recall or
+        more, as pycocotools accumulates it.
+        """
+        truths = int(drawn @ self.truths)
+        if not truths:
+            return float("nan")
+        if not self.owners.size:
+            return 0.0
+        weights = drawn[self.owners]
+        right = np.cumsum(self.right * weights, axis=1)
+        wrong = np.cumsum(self.wrong * weights, axis=1)
+        precision = right / (right + wrong + np.spacing(1))
+        best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
+        best = np.hstack([best, np.zeros((len(best), 1))])  # of a recall that is never reached
+        firsts = [np.searchsorted(recall, RECALLS) for recall in right / truths]
+        return float(np.take_along_axis(best, np.array(firsts), axis=1).mean())
+
+
+@dataclass(frozen=True, slots=True)
+class _Detections:
+    """The matches of all images by class, and their precision over drawn images."""
+
     units: int
     classes: Mapping[int, int]
+    matches: Mapping[int, _ClassMatches]
 
     def score(self, picks: Picks) -> float:
-        precisions = self._precisions(picks, sorted(self.classes))
-        return float(np.nanmean(precisions)) if np.isfinite(precisions).any() else float("nan")
+        """Return the mean over the classes that have true boxes on these images."""
+        precisions = [self.class_score(number, picks) for number in self.classes]
+        counted = [precision for precision in precisions if not np.isnan(precision)]
+        return float(np.mean(counted)) if counted else float("nan")
 
     def class_score(self, number: int, picks: Picks) -> float:
-        return float(self._precisions(picks, [number])[0])
-
-    def _precisions(self, picks: Picks, classes: Sequence[int]) -> Floats:
-        """Return the average precision of each class on these images; NaN without a true box."""
-        drawn = copy.copy(self.matches)
-        drawn.params = copy.copy(self.matches.params)
-        drawn.params.catIds = list(classes)
-        drawn.params.imgIds = list(range(len(picks)))
-        drawn._paramsEval = drawn.params
-        drawn.evalImgs = [
-            self.matches.evalImgs[number * self.units + image]
-            for number in classes
-            for image in picks.tolist()
-        ]
-        with contextlib.redirect_stdout(io.StringIO()):
-            drawn.accumulate()
-        # [thresholds, recalls, classes]; -1 where a class has no true box
-        precision = drawn.eval["precision"][..., 0, 0]
-        means = precision.mean(axis=(0, 1))
-        return np.where(means < 0, np.nan, means)
+        return self.matches[number].precision(np.bincount(picks, minlength=self.units))
 
 
-def _matches(found: Sequence[Array], images: Sequence[Boxes], classes: int) -> Any:
+def _by_class(matches: Any, images: int) -> dict[int, _ClassMatches]:
+    """Return what pycocotools matched, by class. `matches`: its evalImgs are [classes, images]."""
+    return {
+        number: _class_matches(matches.evalImgs[index * images : (index + 1) * images])
+        for index, number in enumerate(matches.params.catIds)
+    }
+
+
+def _class_matches(of_images: Sequence[Mapping[str, Any] | None]) -> _ClassMatches:
+    """Join the matches of one class; None: an image has and shows no box of it."""
+    shown = [(image, match) for image, match in enumerate(of_images) if match is not None]
+    truths = np.zeros(len(of_images), np.intp)
+    for image, match in shown:
+        truths[image] = np.count_nonzero(np.asarray(match["gtIgnore"]) == 0)
+    if not shown:
+        nothing = np.zeros((1, 0), np.bool_)
+        return _ClassMatches(np.zeros(0, np.intp), nothing, nothing, truths)
+    scores = np.concatenate([match["dtScores"] for _, match in shown])
+    order = np.argsort(-scores, kind="stable")
+    owners = np.concatenate([np.full(len(match["dtScores"]), image) for image, match in shown])
+    is_match = np.hstack([match["dtMatches"] for _, match in shown])[:, order] > 0
+    ignored = np.hstack([match["dtIgnore"] for _, match in shown])[:, order] > 0
+    return _ClassMatches(
+        owners[order].astype(np.intp), is_match & ~ignored, ~is_match & ~ignored, truths
+    )
+
+
+def _matches(
+    found: Sequence[Array], images: Sequence[Boxes], classes: int
+) -> dict[int, _ClassMatches]:
     """Match the boxes of each image with the true ones, class by class."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -139,7 +186,7 @@ def _matches(found: Sequence[Array], images: Sequence[Boxes], classes: int) -> A
         matches.params.maxDets = [MAX_DETECTIONS]
         matches.params.areaRng, matches.params.areaRngLbl = [ANY_AREA], ["all"]
         matches.evaluate()
-    return matches
+    return _by_class(matches, len(images))
 
 
 def _true_boxes(images: Sequence[Boxes]) -> Iterator[tuple[dict[str, Any], bool]]:

@@ -191,9 +191,7 @@ def test_a_users_decoder_is_found_and_its_code_digested(tmp_path: Path) -> None:
     labelled = samples(tmp_path, labels=True)
     module = tmp_path / "my_decoders.py"
     module.write_text("def sums(outputs):\n    return outputs.sum(axis=1)\n")
-    mine = AccuracyConfig(
-        metric="spearman", decode="my_decoders:sums", python_path=tmp_path, thresholds={}
-    )
+    mine = AccuracyConfig(metric="spearman", decode="my_decoders:sums", python_path=tmp_path)
     metric = metric_from_plan(mine, "y", labelled)
     assert metric.decode(np.array([[1, 2], [3, 4]]), None).tolist() == [3, 7]
     before = accuracy_code(mine)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 from dataclasses import dataclass
 
 import jiwer
 import numpy as np
 import pytest
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 from sklearn.metrics import f1_score
 
 from pipeline.accuracy.metrics.detection import mean_average_precision
@@ -67,7 +71,7 @@ def cases() -> dict[str, Case]:
         truth.append(
             Boxes(tuple(map(tuple, np.hstack([corners, sizes]))), tuple(kinds), (False,) * 3)
         )
-        moved = corners + random.normal(0, 2, (3, 2))
+        moved = corners + random.normal(0, 0.7, (3, 2))
         rows = np.hstack([moved, moved + sizes, random.random((3, 1)), kinds[:, None]])
         found.append(rows[: random.integers(1, 4)])
     vectors = np.repeat(random.normal(size=(SAMPLES // 2, 8)), 2, axis=0)
@@ -176,6 +180,42 @@ RIGHT = [[0, 0, 10, 10, 0.9, 0], [20, 20, 30, 30, 0.8, 1]]
 def average_precision(rows: list[list[float]], *images: Boxes) -> float:
     outputs = object_array([np.array(rows, float).reshape(-1, 6) for _ in images])
     return score(mean_average_precision(as_they_are, ("a", "b")), outputs, object_array([*images]))
+
+
+def test_the_precision_is_that_of_pycocotools() -> None:
+    case = cases()["map"]
+    truth = [
+        {"image_id": image, "category_id": number, "bbox": [*box], "area": box[2] * box[3]}
+        for image, boxes in enumerate(case.labels)
+        for box, number in zip(boxes.boxes, boxes.classes, strict=True)
+    ]
+    results = [
+        {
+            "image_id": image,
+            "category_id": int(number),
+            "bbox": [left, top, right - left, bottom - top],
+            "score": found,
+        }
+        for image, rows in enumerate(case.outputs)
+        for left, top, right, bottom, found, number in rows
+    ]
+    with contextlib.redirect_stdout(io.StringIO()):
+        side = COCO()
+        side.dataset = {
+            "info": {},
+            "images": [{"id": image} for image in range(SAMPLES)],
+            "categories": [{"id": 0}, {"id": 1}],
+            "annotations": [
+                {**box, "id": number, "iscrowd": 0} for number, box in enumerate(truth, 1)
+            ],
+        }
+        side.createIndex()
+        evaluation = COCOeval(side, side.loadRes(results), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    assert 0.1 < evaluation.stats[0] < 0.9
+    assert score(case.metric, case.outputs, case.labels) == pytest.approx(evaluation.stats[0])
 
 
 def test_boxes_are_right_by_place_and_class() -> None:
