@@ -43,23 +43,17 @@ class Sides:
         judged = self.judged_classes()
         if not judged:
             return None
-        everything = self.everything
-        scores = {
-            number: (
-                self.before.class_score(number, everything),
-                self.after.class_score(number, everything),
-            )
-            for number in judged
-        }
+        before = self.before.class_scores(judged, self.everything)
+        after = self.after.class_scores(judged, self.everything)
         # NaN is worse than any drop
-        number = max(scores, key=lambda each: np.nan_to_num(np.subtract(*scores[each]), nan=np.inf))
-        before, after = scores[number]
+        worst = int(np.nan_to_num(before - after, nan=np.inf).argmax())
+        number = judged[worst]
         interval = self._class_drop(number)
         return ClassDrop(
             name=self.metric.class_name(number),
             samples=self.before.classes[number],
-            reference=self.metric.shown(before),
-            candidate=self.metric.shown(after),
+            reference=self.metric.shown(float(before[worst])),
+            candidate=self.metric.shown(float(after[worst])),
             drop=interval.value,
             interval=interval,
         )
@@ -74,11 +68,12 @@ class Sides:
         if isinstance(before, SampleScores) and isinstance(after, SampleScores):
             own = before.of_class(number, self.everything)
             return paired_drop(before.scores[own], after.scores[own])
-        return bootstrap(
-            lambda picks: before.class_score(number, picks) - after.class_score(number, picks),
-            before.units,
-            resamples=self.metric.resamples,
-        )
+
+        def drop(picks: Picks) -> float:
+            scores = before.class_scores([number], picks) - after.class_scores([number], picks)
+            return float(scores[0])
+
+        return bootstrap(drop, before.units, resamples=self.metric.resamples)
 
 
 def paired_drop(before: Floats, after: Floats) -> Interval:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.accuracy.metrics.arithmetic import Array
+from pipeline.accuracy.metrics.arithmetic import Array, Floats
 from pipeline.accuracy.metrics.decoders import BOX
 from pipeline.accuracy.metrics.metric import Batches, Decode, Metric, Picks
 from pipeline.data.label_file import Boxes
@@ -123,12 +123,13 @@ class _Detections:
 
     def score(self, picks: Picks) -> float:
         """Return the mean over the classes that have true boxes on these images."""
-        precisions = [self.class_score(number, picks) for number in self.classes]
-        counted = [precision for precision in precisions if not np.isnan(precision)]
-        return float(np.mean(counted)) if counted else float("nan")
+        scores = self.class_scores(sorted(self.classes), picks)
+        counted = scores[np.isfinite(scores)]
+        return float(counted.mean()) if counted.size else float("nan")
 
-    def class_score(self, number: int, picks: Picks) -> float:
-        return self.matches[number].precision(np.bincount(picks, minlength=self.units))
+    def class_scores(self, numbers: Sequence[int], picks: Picks) -> Floats:
+        drawn = np.bincount(picks, minlength=self.units)
+        return np.array([self.matches[number].precision(drawn) for number in numbers])
 
 
 def _by_class(matches: Any, images: int) -> dict[int, _ClassMatches]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.accuracy.metrics.arithmetic import Array
+from pipeline.accuracy.metrics.arithmetic import Array, Floats
 from pipeline.accuracy.metrics.metric import Batches, Decode, Metric, Picks, accept_all, counts_of
 from pipeline.errors import DataError
 
@@ -47,26 +47,24 @@ class _Classes:
     classes: Mapping[int, int]
 
     def score(self, picks: Picks) -> float:
-        return self._mean(sorted(self.classes), picks)
+        """Return the mean over those of the classes that are true or predicted somewhere."""
+        scores = self.class_scores(sorted(self.classes), picks)
+        counted = scores[np.isfinite(scores)]
+        return float(counted.mean()) if counted.size else float("nan")
 
-    def class_score(self, number: int, picks: Picks) -> float:
-        return self._mean([number], picks)
-
-    def _mean(self, classes: list[int], picks: Picks) -> float:
-        """Return the mean F1 of those of the classes that are true or predicted somewhere."""
+    def class_scores(self, numbers: Sequence[int], picks: Picks) -> Floats:
         from sklearn.metrics import f1_score
 
         drawn = np.bincount(picks, minlength=self.units)
-        return float(
-            f1_score(
-                self.labels,
-                self.predicted,
-                labels=classes,
-                average="macro",
-                sample_weight=drawn[self.owners],
-                zero_division=np.nan,
-            )
+        scores = f1_score(
+            self.labels,
+            self.predicted,
+            labels=list(numbers),
+            average=None,
+            sample_weight=drawn[self.owners],
+            zero_division=np.nan,
         )
+        return np.asarray(scores, dtype=np.float64)
 
 
 def _evaluate(records: Batches, labels: Batches | None, reference: Batches) -> _Classes:

@@ -44,8 +44,8 @@ class Evaluation(Protocol):
         """Return the score of these units, which may repeat. NaN if they have none."""
         ...
 
-    def class_score(self, number: int, picks: Picks) -> float:
-        """Return the score of one class on these units. NaN if it has none there."""
+    def class_scores(self, numbers: Sequence[int], picks: Picks) -> Floats:
+        """Return the score of each of these classes on these units. NaN if it has none there."""
         ...
 
 
@@ -67,8 +67,8 @@ class SampleScores:
     def score(self, picks: Picks) -> float:
         return float(self.scores[picks].mean()) if picks.size else float("nan")
 
-    def class_score(self, number: int, picks: Picks) -> float:
-        return self.score(self.of_class(number, picks))
+    def class_scores(self, numbers: Sequence[int], picks: Picks) -> Floats:
+        return np.array([self.score(self.of_class(number, picks)) for number in numbers])
 
     def of_class(self, number: int, picks: Picks) -> Picks:
         """Return those of the samples that have this class."""

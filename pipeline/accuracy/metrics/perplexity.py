@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +49,7 @@ class _Perplexity:
         mean = float(self.nats[picks].sum()) / total
         return -math.exp(min(mean, MAX_NATS)) if mean == mean else math.nan
 
-    def class_score(self, number: int, picks: Picks) -> float:
+    def class_scores(self, numbers: Sequence[int], picks: Picks) -> Floats:
         raise NotImplementedError("perplexity has no classes")
 
 

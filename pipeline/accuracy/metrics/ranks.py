@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +48,7 @@ class _Correlation:
             return float("nan")
         return float(spearmanr(numbers, labels).statistic)
 
-    def class_score(self, number: int, picks: Picks) -> float:
+    def class_scores(self, numbers: Sequence[int], picks: Picks) -> Floats:
         raise NotImplementedError("a correlation has no classes")
 
 

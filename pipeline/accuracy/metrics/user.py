@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class _WholeSet:
     def score(self, picks: Picks) -> float:
         return float(self.scores(picks))
 
-    def class_score(self, number: int, picks: Picks) -> float:
+    def class_scores(self, numbers: Sequence[int], picks: Picks) -> Floats:
         raise NotImplementedError("a number for the whole set has no classes")
 
     def scores(self, picks: Picks) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +43,7 @@ class _ErrorRate:
         total = float(self.words[picks].sum())
         return -float(self.errors[picks].sum()) / total if total else float("nan")
 
-    def class_score(self, number: int, picks: Picks) -> float:
+    def class_scores(self, numbers: Sequence[int], picks: Picks) -> Floats:
         raise NotImplementedError("a word error rate has no classes")
 
 
