@@ -18,6 +18,54 @@ from pipeline.results.report import (
 )
 
 
+def metric_section(report: Report) -> Section:
+    """Return the metric of each engine on the selection set, and its worst class."""
+    rows: list[tuple[str, ...]] = []
+    results: list[MetricResult] = []
+    for entry in entries(report):
+        selection = entry.candidate.selection if entry.candidate else None
+        if selection is not None and selection.metric is not None:
+            results.append(selection.metric)
+            rows.append((str(entry.number), entry.label, *_metric_cells(selection.metric)))
+    columns = (*left("#", "engine"), *right("reference", "engine", "drop"))
+    if any(result.worst_class for result in results):
+        columns += (*left("worst class"), *right("samples", "its reference", "its engine", "drop"))
+    else:
+        rows = [row[: len(columns)] for row in rows]
+    text = tuple(_metric_heading(result) for result in results[:1])
+    table = Table(columns, tuple(rows))
+    return Section("metric", "The metric of each engine", text, tables=(table,))
+
+
+def _metric_heading(metric: MetricResult) -> str:
+    better = "lower" if metric.lower_is_better else "higher"
+    limits = f"the drop may be {metric.max_drop:g}"
+    if metric.max_class_drop is not None:
+        limits += f", and that of a class {metric.max_class_drop:g}"
+    small = ""
+    if metric.small_classes:
+        small = f" Not judged, with fewer than {MIN_CLASS_SAMPLES} samples: {metric.small_classes}"
+        small += f" of {metric.small_classes + metric.judged_classes} classes."
+    return (
+        f"{metric.name} on the selection set; {better} is better, and {limits}. Intervals are 95"
+        f" %.{small}"
+    )
+
+
+def _metric_cells(metric: MetricResult) -> tuple[str, ...]:
+    worst = metric.worst_class
+    return (
+        f"{metric.reference:.4f}",
+        f"{metric.candidate:.4f}",
+        interval(metric.interval, 4),
+        worst.name if worst else "-",
+        str(worst.samples) if worst else "-",
+        f"{worst.reference:.4f}" if worst else "-",
+        f"{worst.candidate:.4f}" if worst else "-",
+        interval(worst.interval, 4) if worst else "-",
+    )
+
+
 def size_section(report: Report) -> Section:
     """Return the gate's results at other sizes: all of the winner, and the failures of others."""
     profiles = len(report.plan.profiles)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pipeline.formatting import bytes_text, interval, shape_text, state_label
 from pipeline.report.accuracy_sections import (
     ablation_section,
+    metric_section,
     rescue_section,
     size_section,
     validation_section,
@@ -49,6 +50,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         _candidate_section(report),
         preprocess_section(report),
         postprocess_section(report),
+        metric_section(report),
         size_section(report),
         rescue_section(report),
         layer_error_section(report),
