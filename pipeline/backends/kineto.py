@@ -1,0 +1,114 @@
+"""PyTorch's profiler as an event source.
+
+It records PyTorch's operators and, by CUPTI, every kernel and copy of this process on the GPU,
+whoever started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from pipeline.backends.tracing import OPERATORS, clock_offset, moved, nested
+from pipeline.errors import InternalError
+from pipeline.results.timeline import Activity, Span, TracedRun, Window
+
+MARK = "crucible execute"
+QUIET = ("KINETO_LOG_LEVEL", "5")  # it writes errors on a host without a GPU
+ON_GPU = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "copies"}
+"""Rows by the category of an event."""
+
+
+class Recording:
+    """A recording by PyTorch's profiler. `operators`: of PyTorch too, not of the GPU alone."""
+
+    def __init__(self, on_gpu: bool, operators: bool = True) -> None:
+        os.environ.setdefault(*QUIET)
+        from torch.profiler import ProfilerActivity, profile
+
+        self._operators = operators
+        # the marks are activities of the CPU
+        activities = [ProfilerActivity.CPU, *((ProfilerActivity.CUDA,) if on_gpu else ())]
+        self._profile = profile(activities=activities)
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def mark(self) -> AbstractContextManager[object]:
+        from torch.profiler import record_function
+
+        mark: AbstractContextManager[object] = record_function(MARK)
+        return mark
+
+    def stop(self, runs: Sequence[TracedRun]) -> Activity:
+        self._profile.stop()
+        with tempfile.TemporaryDirectory(prefix="crucible-trace-") as folder:
+            file = Path(folder) / "kineto.json"
+            self._profile.export_chrome_trace(str(file))
+            text = file.read_text(encoding="utf-8", errors="replace")
+        return activity_from_kineto(text, runs, self._operators)
+
+
+def activity_from_kineto(text: str, runs: Sequence[TracedRun], operators: bool = True) -> Activity:
+    """Return the operators, kernels and copies of the profiler's own trace.
+
+    Events outside the runs are left out. InternalError if it is no trace, or has other runs.
+    """
+    try:
+        document = json.loads(text)
+        events = [event for event in document["traceEvents"] if event.get("ph") == "X"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InternalError(f"PyTorch's trace is no JSON of events: {error}") from error
+    marks = sorted(
+        (_window(event) for event in events if _is(event, "user_annotation", MARK)),
+        key=lambda window: window.start_s,
+    )
+    calls = [run.calls["execute"] for run in runs]
+    offset_s, error_s = clock_offset(marks, calls)
+    spans: list[Span] = []
+    for run, mark in zip(runs, marks, strict=True):
+        if operators:
+            spans += nested(list(_operators(events, mark, offset_s, run.calls["execute"])))
+        spans += _device_spans(events, offset_s, run.device)
+    return Activity(spans, clock_error_s=error_s)
+
+
+def _is(event: Mapping[str, Any], category: str, name: str) -> bool:
+    return bool(event.get("cat") == category and event["name"] == name)
+
+
+def _window(event: Mapping[str, Any]) -> Window:
+    start_s = float(event["ts"]) * 1e-6
+    return Window(start_s, start_s + float(event["dur"]) * 1e-6)
+
+
+def _operators(
+    events: Iterable[Mapping[str, Any]], mark: Window, offset_s: float, call: Window
+) -> Iterator[Span]:
+    """Yield the operators of one run, which its mark holds."""
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            window = _window(event)
+            if mark.start_s <= window.start_s < mark.end_s:
+                yield Span(OPERATORS, str(event["name"]), moved(window, offset_s, call))
+
+
+def _device_spans(
+    events: Iterable[Mapping[str, Any]], offset_s: float, device: Window
+) -> Iterator[Span]:
+    """Yield the kernels and copies that began within one run."""
+    for event in events:
+        row = ON_GPU.get(str(event.get("cat")))
+        if row:
+            window = _window(event)
+            if device.start_s <= window.start_s + offset_s < device.end_s:
+                arguments = event.get("args", {})
+                row = f"{row}, stream {arguments.get('stream', '?')}"
+                size = arguments.get("bytes")
+                detail: dict[str, str | float] = {} if size is None else {"bytes": float(size)}
+                yield Span(row, str(event["name"]), moved(window, offset_s, device), detail)
