@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from statistics import median
 
 from pipeline import backends
 from pipeline.backends.base import Session, run_session
@@ -22,7 +21,7 @@ from pipeline.measurement.clock import Clock, monotonic
 from pipeline.results.timeline import EngineTrace, TracedRun, Window
 
 WARMUP_RUNS = 2  # of each session; OpenVINO's counters lose precision with every run
-RUNS = 5
+RUNS = 10
 
 
 def trace_engine(engine: Engine, workload: Workload, progress: Progress = silent) -> EngineTrace:
@@ -48,7 +47,7 @@ def trace_engine(engine: Engine, workload: Workload, progress: Progress = silent
         runs=runs,
         activity=activity,
         untraced_s=untraced_s,
-        traced_s=median(run.window.seconds for run in runs),
+        traced_s=min(run.window.seconds for run in runs),
         nvtx=ranges is not None,
         on_gpu=engine.is_on_gpu,
     )
@@ -64,7 +63,7 @@ def _untraced_s(engine: Engine, profile: int, feeds: Tensors, clock: Clock = mon
             begin = clock()
             run_session(session, feeds)
             times.append(clock() - begin)
-    return median(times[WARMUP_RUNS:])
+    return min(times[WARMUP_RUNS:])
 
 
 def traced_run(

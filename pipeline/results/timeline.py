@@ -74,7 +74,7 @@ class EngineTrace:
     sizes: dict[str, int]
     runs: Sequence[TracedRun]
     activity: Activity
-    # medians from bind to fetch, of runs without and with the tracing, in one process
+    # the fastest from bind to fetch, of runs without and with the tracing, in one process
     untraced_s: float
     traced_s: float
     nvtx: bool = False  # ranges for Nsight were open around the calls
