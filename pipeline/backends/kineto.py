@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from pipeline.backends.tracing import OPERATORS, clock_offset, moved, nested
+from pipeline.backends.tracing import clock_offset, moved, nested
 from pipeline.errors import InternalError
-from pipeline.results.timeline import Activity, Span, TracedRun, Window
+from pipeline.results.timeline import OPERATORS, Activity, Span, TracedRun, Window
 
 MARK = "crucible execute"
 QUIET = ("KINETO_LOG_LEVEL", "5")  # it writes errors on a host without a GPU

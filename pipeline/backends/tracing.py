@@ -14,9 +14,7 @@ from typing import Protocol
 
 from pipeline.backends.base import Loaded, Session
 from pipeline.errors import InternalError
-from pipeline.results.timeline import Activity, Span, TracedRun, Window
-
-LAYERS, OPERATORS = "layers", "operators"  # rows
+from pipeline.results.timeline import LAYERS, Activity, Span, TracedRun, Window
 
 
 class Traced(Protocol):

@@ -7,7 +7,7 @@ the same process runs the engine without it first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 
@@ -22,6 +22,7 @@ from pipeline.results.timeline import EngineTrace, TracedRun, Window
 
 WARMUP_RUNS = 2  # of each session; OpenVINO's counters lose precision with every run
 RUNS = 10
+MIN_RUNS, MAX_S = 2, 10.0  # of a slow engine: after so many seconds no further run begins
 
 
 def trace_engine(engine: Engine, workload: Workload, progress: Progress = silent) -> EngineTrace:
@@ -35,10 +36,10 @@ def trace_engine(engine: Engine, workload: Workload, progress: Progress = silent
         for _ in range(WARMUP_RUNS):
             run_session(traced.session, workload.feeds)
         traced.start(WARMUP_RUNS)
-        runs = []
-        for number in range(1, RUNS + 1):
-            with range_of(ranges, f"{engine.recipe.label}, run {number}"):
-                runs.append(traced_run(traced, workload.feeds, ranges))
+        runs = [
+            _ranged_run(traced, workload.feeds, ranges, f"{engine.recipe.label}, run {number}")
+            for number in run_numbers()
+        ]
         activity = traced.stop(runs)
     return EngineTrace(
         label=engine.recipe.label,
@@ -59,11 +60,27 @@ def _untraced_s(engine: Engine, profile: int, feeds: Tensors, clock: Clock = mon
         closing(loaded.session(profile)) as session,
     ):
         times = []
-        for _ in range(WARMUP_RUNS + RUNS):
+        for _ in range(WARMUP_RUNS):
+            run_session(session, feeds)
+        for _ in run_numbers(clock):
             begin = clock()
             run_session(session, feeds)
             times.append(clock() - begin)
-    return min(times[WARMUP_RUNS:])
+    return min(times)
+
+
+def run_numbers(clock: Clock = monotonic) -> Iterator[int]:
+    """Count the runs from 1, until there are RUNS, or MAX_S have passed after MIN_RUNS."""
+    began_s = clock()
+    for number in range(1, RUNS + 1):
+        if number > MIN_RUNS and clock() - began_s > MAX_S:
+            return
+        yield number
+
+
+def _ranged_run(traced: Traced, feeds: Tensors, ranges: Ranges | None, name: str) -> TracedRun:
+    with range_of(ranges, name):
+        return traced_run(traced, feeds, ranges)
 
 
 def traced_run(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from pipeline.errors import HostError, PlanError
 from pipeline.formatting import time_text
 from pipeline.report.bundle import check_folder
-from pipeline.results.timeline import EngineTrace, TraceFailure
+from pipeline.results.timeline import LAYERS, OPERATORS, EngineTrace, TraceFailure
 
 BEGINNING = '{"traceEvents"'
 VIEWER = "https://ui.perfetto.dev"
@@ -35,8 +37,13 @@ def check_trace_file(file: Path, sweeps: bool) -> None:
 
 
 def _is_trace(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(len(BEGINNING)) == BEGINNING.encode()
+    if not file.is_file():  # a pipe would never answer
+        return False
+    try:
+        with file.open("rb") as stream:
+            return stream.read(len(BEGINNING)) == BEGINNING.encode()
+    except OSError:
+        return False
 
 
 def save_traces(found: Found, command: str, file: Path) -> None:
@@ -69,7 +76,7 @@ def trace_lines(found: Found, file: Path) -> list[str]:
 
 
 def _longest(trace: EngineTrace) -> str:
-    """Return the layer or operator with the most time of its own row, as the end of a sentence."""
+    """Return the layer or operator with the most time, as the end of a sentence."""
     found = longest_layer(trace)
     if found is None:
         return ""
@@ -78,18 +85,19 @@ def _longest(trace: EngineTrace) -> str:
 
 
 def longest_layer(trace: EngineTrace) -> tuple[str, float] | None:
-    """Return the name and the mean seconds per run of the longest layer; None without layers.
+    """Return the name of the layer or operator with the most time, and its time in one run, the
+    median of all. None without layers.
 
-    Operators that others hold are part of those.
+    An operator that another one holds counts for both.
     """
-    seconds: dict[str, float] = defaultdict(float)
+    seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(trace.runs))
     for span in trace.activity.spans:
-        if span.row in ("layers", "operators"):
-            seconds[span.name] += span.window.seconds
-    if not seconds:
-        return None
-    name = max(seconds, key=seconds.__getitem__)
-    return name, seconds[name] / len(trace.runs)
+        if span.row in (LAYERS, OPERATORS):
+            run = bisect(trace.starts_s, span.window.start_s) - 1
+            seconds[span.name][run] += span.window.seconds
+    medians = {name: median(of_runs) for name, of_runs in seconds.items()}
+    name = max(medians, key=medians.__getitem__, default=None)
+    return None if name is None else (name, medians[name])
 
 
 def trace_summary(found: Found, file: Path) -> dict[str, object]:

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+LAYERS, OPERATORS = "layers", "operators"
+"""Rows: the layers of an engine, and PyTorch's operators."""
+
 Starts = Literal["measured", "in order"]
 """How the starts of layers are known. in order: only durations are, so each follows the last."""
 
@@ -79,6 +82,11 @@ class EngineTrace:
     traced_s: float
     nvtx: bool = False  # ranges for Nsight were open around the calls
     on_gpu: bool = False
+
+    @property
+    def starts_s(self) -> list[float]:
+        """When each run began."""
+        return [run.window.start_s for run in self.runs]
 
     @property
     def slowdown(self) -> float:

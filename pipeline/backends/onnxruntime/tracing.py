@@ -11,9 +11,9 @@ from typing import Any
 from pipeline.backends.base import Session
 from pipeline.backends.onnxruntime import backend
 from pipeline.backends.onnxruntime.layers import KERNEL, ProfiledRun, runs_of_profile
-from pipeline.backends.tracing import LAYERS, HostOnly, Traced, clock_offset, moved, nested
+from pipeline.backends.tracing import HostOnly, Traced, clock_offset, moved, nested
 from pipeline.core import Engine
-from pipeline.results.timeline import Activity, Span, TracedRun, Window
+from pipeline.results.timeline import LAYERS, Activity, Span, TracedRun, Window
 
 
 def open_traced(engine: Engine, profile: int) -> Traced:

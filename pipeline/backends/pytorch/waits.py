@@ -60,8 +60,9 @@ def find_waits(call: Callable[[], object], on_gpu: bool, root: Path | None) -> t
             with _syncs(on_gpu) as syncs:
                 result = func(*args, **(kwargs or {}))
             name = getattr(func, "__name__", str(func))
-            if syncs or waits_for_values(name, args, kwargs or {}):
-                found[TO_PYTHON.get(name, name), _place(torch_folder, root)] += 1
+            call = call_that_waits(name, args, kwargs or {}) or (name if syncs else "")
+            if call:
+                found[call, _place(torch_folder, root)] += 1
             return result
 
     with torch.inference_mode(), Watch():
@@ -69,21 +70,22 @@ def find_waits(call: Callable[[], object], on_gpu: bool, root: Path | None) -> t
     return tuple(Wait(call=name, where=where, count=n) for (name, where), n in found.items())
 
 
-def waits_for_values(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a function of torch waits for a tensor's values, by its name and arguments."""
+def call_that_waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return a call of a function of torch as users write it, if it waits for a tensor's values;
+    else "".
+    """
     import torch
 
-    if name in TO_PYTHON:
-        return True
     if name == "to":  # the device of another tensor may be the CPU too: only the word is a sign
-        return "cpu" in args[1:] or kwargs.get("device") == "cpu"
+        return ".to('cpu')" if "cpu" in args[1:] or kwargs.get("device") == "cpu" else ""
     if name == "where":
-        return len(args) == 1 and not kwargs
+        return "torch.where(condition)" if len(args) == 1 and not kwargs else ""
     if name == "__getitem__":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         masks = (torch.bool, torch.uint8)
-        return any(isinstance(part, torch.Tensor) and part.dtype in masks for part in index)
-    return False
+        has_mask = any(isinstance(part, torch.Tensor) and part.dtype in masks for part in index)
+        return "a mask as an index" if has_mask else ""
+    return TO_PYTHON.get(name, "")
 
 
 @contextmanager
