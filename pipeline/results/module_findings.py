@@ -29,7 +29,9 @@ class CompiledGraphs(Frozen):
 class ModuleFindings(Frozen):
     """Calls that wait for the device, and what torch.compile makes of the module."""
 
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[Wait, ...] = Field(
+        default=(), description="In the order of their first in one run, at opt."
+    )
     graphs: CompiledGraphs | None = Field(
         default=None, description="null: the plan has no baseline with torch.compile."
     )

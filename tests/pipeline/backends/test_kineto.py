@@ -12,7 +12,7 @@ from pipeline.backends.kineto import MARK, Recording, activity_from_kineto
 from pipeline.errors import InternalError
 from pipeline.measurement.clock import monotonic
 from pipeline.results.timeline import OPERATORS, TracedRun, Window
-from tests.pipeline.benchmark.timeline import run_from
+from tests.pipeline.benchmark.timeline import ends_of, run_from
 
 AHEAD_S = 1000.0  # of the library's clock
 
@@ -48,17 +48,16 @@ GPU_RUN = (
 def test_operators_kernels_and_copies_are_on_the_clock_of_the_host() -> None:
     activity = activity_from_kineto(trace(*GPU_RUN), [run_from(0.0)])
     assert activity.clock_error_s == pytest.approx(0.0, abs=1e-6)
-    spans = [
-        (span.row, span.name, pytest.approx(span.window.start_s), span.window.seconds)
-        for span in activity.spans
-    ]
-    assert spans == [
-        (OPERATORS, "aten::linear", 3.0, pytest.approx(4.0)),
-        (OPERATORS, "aten::addmm", 4.0, pytest.approx(2.0)),
-        ("copies, stream 7", "Memcpy HtoD", 1.5, pytest.approx(0.5)),
-        ("kernels, stream 7", "sgemm", 5.0, pytest.approx(5.0)),
-        ("copies, stream 7", "Memcpy DtoH", 12.5, pytest.approx(0.25)),
+    assert [(span.row, span.name) for span in activity.spans] == [
+        (OPERATORS, "aten::linear"),
+        (OPERATORS, "aten::addmm"),
+        ("copies, stream 7", "Memcpy HtoD"),
+        ("kernels, stream 7", "sgemm"),
+        ("copies, stream 7", "Memcpy DtoH"),
     ], "the kernel outside of the run is not ours"
+    assert [ends_of(span) for span in activity.spans] == [
+        pytest.approx(ends) for ends in ([3, 7], [4, 6], [1.5, 2], [5, 10], [12.5, 12.75])
+    ]
     assert [dict(span.detail) for span in activity.spans[2:]] == [
         {"bytes": 4096.0},
         {},

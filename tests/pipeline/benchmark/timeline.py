@@ -75,7 +75,7 @@ def check_nesting(row: Iterable[Event]) -> None:
 
 
 def end_of(event: Event) -> float:
-    return round(event["ts"] + event["dur"], 3)
+    return round(float(event["ts"] + event["dur"]), 3)
 
 
 def holds(outer: Event, inner: Event) -> bool:
@@ -98,3 +98,7 @@ def micros_of_row(document: Mapping[str, Any], row: str, process: int = 1) -> di
         if event["ph"] == "X" and event["cat"] == row and event["pid"] == process:
             sums[event["name"]] += event["dur"]
     return dict(sums)
+
+
+def ends_of(span: Span) -> list[float]:
+    return [span.window.start_s, span.window.end_s]

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.cli.trace import longest_layer, save_traces, trace_lines, trace_summary
 from pipeline.errors import HostError
-from pipeline.results.timeline import Span, TraceFailure, Window
+from pipeline.results.timeline import EngineTrace, Span, TraceFailure, Window
 from tests.builders.cli import ONE_PROCESS, Result, crucible, crucible_here, write_model
 from tests.pipeline.benchmark.timeline import names_of_row, read_trace, run_from, trace_of
 
@@ -82,7 +82,7 @@ def test_an_engine_that_cannot_be_traced_is_named_beside_the_others(tmp_path: Pa
     assert longest_layer(trace) == ("short", 0.0), "of the median run, which has no layers"
     alone = trace_of(run_from(0.0), spans=layers)
     assert longest_layer(alone) == ("long", 6.0)
-    found = [alone, TraceFailure("broken fp32", "it crashed")]
+    found: list[EngineTrace | TraceFailure] = [alone, TraceFailure("broken fp32", "it crashed")]
     file = tmp_path / "trace.json"
     save_traces(found, "", file)
     assert read_trace(file)["otherData"]["engines"][0]["engine"] == "double fp32"
