@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +76,23 @@ def activity_from_kineto(text: str, runs: Sequence[TracedRun], operators: bool =
     for run, mark in zip(runs, marks, strict=True):
         if operators:
             spans += nested(list(_operators(events, mark, offset_s, run.calls["execute"])))
-        spans += _device_spans(events, offset_s, run.device)
+        spans += on_free_rows(_device_spans(events, offset_s, run.device))
     return Activity(spans, clock_error_s=error_s)
+
+
+def on_free_rows(spans: Iterable[Span]) -> list[Span]:
+    """Return spans of which none overlap on a row: a kernel that begins before the last one of its
+    stream has ended gets a row beside it.
+    """
+    ends: dict[str, list[float]] = defaultdict(list)  # of each row of a stream
+    result = []
+    for span in sorted(spans, key=lambda span: span.window.start_s):
+        of_stream = ends[span.row]
+        free = (i for i, end_s in enumerate(of_stream) if end_s <= span.window.start_s)
+        number = next(free, len(of_stream))
+        of_stream[number : number + 1] = [span.window.end_s]
+        result.append(replace(span, row=f"{span.row} ({number + 1})") if number else span)
+    return result
 
 
 def _is(event: Mapping[str, Any], category: str, name: str) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.backends.kineto import MARK, Recording, activity_from_kineto
+from pipeline.backends.kineto import MARK, Recording, activity_from_kineto, on_free_rows
 from pipeline.errors import InternalError
 from pipeline.measurement.clock import monotonic
-from pipeline.results.timeline import OPERATORS, TracedRun, Window
+from pipeline.results.timeline import OPERATORS, Span, TracedRun, Window
 from tests.pipeline.benchmark.timeline import ends_of, run_from
 
 AHEAD_S = 1000.0  # of the library's clock
@@ -44,6 +44,8 @@ GPU_RUN = (
     event("gpu_memcpy", "Memcpy DtoH", 12.5, 0.25, stream=7, bytes=16),
 )
 
+OVERLAPPING = (("first", 0, 4), ("early", 2, 6), ("earlier", 3, 9), ("next", 4, 5))
+
 
 def test_operators_kernels_and_copies_are_on_the_clock_of_the_host() -> None:
     activity = activity_from_kineto(trace(*GPU_RUN), [run_from(0.0)])
@@ -68,6 +70,20 @@ def test_operators_kernels_and_copies_are_on_the_clock_of_the_host() -> None:
 def test_beside_an_engine_of_another_library_operators_are_left_out() -> None:
     activity = activity_from_kineto(trace(*GPU_RUN), [run_from(0.0)], operators=False)
     assert {span.row for span in activity.spans} == {"copies, stream 7", "kernels, stream 7"}
+
+
+def test_kernels_that_overlap_on_a_stream_have_rows_of_their_own() -> None:
+    """As with programmatic dependent launch."""
+    kernels = [Span("stream", name, Window(*ends)) for name, *ends in OVERLAPPING]
+    other = Span("another stream", "alone", Window(1, 3))
+    rows = {span.name: span.row for span in on_free_rows([*reversed(kernels), other])}
+    assert rows == {
+        "first": "stream",
+        "early": "stream (2)",
+        "earlier": "stream (3)",
+        "next": "stream",
+        "alone": "another stream",
+    }
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", "{}", '{"traceEvents": 3}', trace()])

@@ -9,13 +9,16 @@ import pytest
 from onnx import helper
 
 from pipeline import backends
+from pipeline.backends.tensorrt.tracing import sees_kernels
 from pipeline.benchmark.interleaved import Workload
 from pipeline.benchmark.trace import MIN_RUNS, RUNS, run_numbers, trace_engine
 from pipeline.benchmark.trace_events import HOST, write_trace
 from pipeline.cli.trace import longest_layer
-from pipeline.core import BuildOptions, Engine, Precision, Profile, Recipe, silent
-from pipeline.host.nvtx import PackageRanges
-from pipeline.results.timeline import LAYERS
+from pipeline.core import BuildOptions, Engine, Precision, Profile, Progress, Recipe, silent
+from pipeline.execution.child_process import call_in_child
+from pipeline.host.nvtx import PackageRanges, find_ranges
+from pipeline.results.layer_table import LayerTable
+from pipeline.results.timeline import LAYERS, EngineTrace
 from tests.builders.halves import Halves
 from tests.pipeline.benchmark.timeline import micros_of_row, names_of_row, read_trace
 from tests.pipeline.conformance.models import Case, model
@@ -25,15 +28,17 @@ WIDE, ROWS = 1024, 64
 CALLS = ["bind", "copy in", "execute", "copy out", "wait", "fetch"]
 
 
-def dominated() -> Case:
-    """A product of 134 MFLOP between two operators that take a thousandth of it."""
-    weights = np.random.default_rng(0).standard_normal((WIDE, WIDE), np.float32)
+def dominated(wide: int = WIDE, rows: int = ROWS) -> Case:
+    """A product between two operators that take a thousandth of its FLOPs: 134 MFLOP if it is not
+    said otherwise.
+    """
+    weights = np.random.default_rng(0).standard_normal((wide, wide), np.float32)
     nodes = [
         helper.make_node("Relu", ["x"], ["a"], name="before"),
         helper.make_node("MatMul", ["a", "w"], ["b"], name="dominant"),
         helper.make_node("Softmax", ["b"], ["y"], name="behind"),
     ]
-    interface = [("x", "float32", ("batch", WIDE))], [("y", "float32", ("batch", WIDE))]
+    interface = [("x", "float32", ("batch", wide))], [("y", "float32", ("batch", wide))]
     proto = model(nodes, *interface, {"w": weights})
     feeds = {"x": np.ones((ROWS, WIDE), np.float32)}
     return Case(
@@ -50,7 +55,9 @@ def built(backend: str, folder: Path, case: Case) -> Engine:
 
 
 def workload_of(case: Case) -> Workload:
-    return Workload(sizes={"batch": ROWS}, feeds=case.feeds[0], rows=ROWS)
+    (feeds,) = case.feeds
+    rows = len(feeds["x"])
+    return Workload(sizes={"batch": rows}, feeds=feeds, rows=rows)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
@@ -151,3 +158,28 @@ def test_a_slow_engine_runs_less_often() -> None:
     now = iter(range(0, 1000, 11))  # each look at the clock is 11 s later
     assert len(list(run_numbers(lambda: float(next(now))))) == MIN_RUNS
     assert len(list(run_numbers(lambda: 0.0))) == RUNS
+
+
+def traced_on_gpu(folder: Path, progress: Progress) -> tuple[EngineTrace, LayerTable | None]:
+    case = dominated(4096, 512)
+    engine = built("tensorrt", folder, case)
+    trace = trace_engine(engine, workload_of(case))
+    return trace, backends.backend("tensorrt").layers(engine, case.feeds[0])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_there_are_layers_and_with_pytorch_kernels_and_copies(tmp_path: Path) -> None:
+    trace, table = call_in_child(traced_on_gpu, tmp_path, name="trace")
+    write_trace([trace], "", tmp_path / "trace.json")
+    document = read_trace(tmp_path / "trace.json")
+    assert table is not None
+    names = names_of_row(document, LAYERS)
+    assert set(names) == {layer.name for layer in table.layers if layer.seconds is not None}
+    micros = micros_of_row(document, LAYERS)
+    assert max(micros, key=micros.__getitem__) in {
+        layer.name for layer in table.layers if layer.heavy
+    }
+    assert "enqueue" in names_of_row(document, HOST)
+    rows = {event["cat"].partition(",")[0] for event in document["traceEvents"] if "cat" in event}
+    assert rows == {HOST, LAYERS} | ({"kernels", "copies"} if sees_kernels() else set())
+    assert trace.nvtx == (find_ranges(on_gpu=True) is not None)

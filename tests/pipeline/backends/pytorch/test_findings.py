@@ -22,6 +22,13 @@ PROFILE = Profile.model_validate({"dims": {"batch": [1, 8, 64]}})
 dynamo = pytest.mark.filterwarnings("default")  # torch's own deprecations, by version
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those marked gpu, which run in children."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def write_module(folder: Path, *lines: str) -> ModelSource:
     """A module whose forward has these lines, the first in line 8 of its file."""
     name = f"net_{abs(hash((folder, lines)))}"
