@@ -75,7 +75,7 @@ def activity_from_kineto(text: str, runs: Sequence[TracedRun], operators: bool =
     spans: list[Span] = []
     for run, mark in zip(runs, marks, strict=True):
         if operators:
-            spans += nested(list(_operators(events, mark, offset_s, run.calls["execute"])))
+            spans += nested(_operators(events, mark, offset_s, run.calls["execute"]))
         spans += on_free_rows(_device_spans(events, offset_s, run.device))
     return Activity(spans, clock_error_s=error_s)
 

@@ -7,7 +7,7 @@ host's clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
@@ -80,7 +80,7 @@ def moved(window: Window, offset_s: float, within: Window) -> Window:
     return Window(start_s, end_s)
 
 
-def nested(spans: Sequence[Span]) -> list[Span]:
+def nested(spans: Iterable[Span]) -> list[Span]:
     """Return the spans of a row by their start, those that hold others first.
 
     An end behind that of the holder, by a microsecond of the library's rounding, is cut off.

@@ -47,7 +47,7 @@ def _is_trace(file: Path) -> bool:
 
 
 def save_traces(found: Found, command: str, file: Path) -> None:
-    """Write the timelines. HostError, with the first reason, if no engine could be traced."""
+    """Write the timelines. HostError if there are none, or if the file cannot be written."""
     from pipeline.benchmark.trace_events import write_trace
 
     traces = [trace for trace in found if isinstance(trace, EngineTrace)]
@@ -57,8 +57,11 @@ def save_traces(found: Found, command: str, file: Path) -> None:
             f"no engine could be traced: {reasons[0]}",
             "measure without --trace, or see `crucible doctor`",
         )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_trace(traces, command, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_trace(traces, command, file)
+    except OSError as error:
+        raise HostError(f"cannot write '{file}': {error.strerror}", "name another file") from error
 
 
 def trace_lines(found: Found, file: Path) -> list[str]:

@@ -58,7 +58,7 @@ def activity_from_profile(profile: str, runs: Sequence[TracedRun]) -> Activity:
     offset_s, error_s = clock_offset(inner, calls)
     spans: list[Span] = []
     for run, call in zip(recorded, calls, strict=True):
-        spans += nested(list(_kernels(run, offset_s, call)))
+        spans += nested(_kernels(run, offset_s, call))
     return Activity(spans, clock_error_s=error_s)
 
 

@@ -36,7 +36,7 @@ def examine_module(
     feeds = [
         draw_feeds(inputs, profile.sizes(point), 0, profile.values_at(point))
         for profile in profiles or (Profile(),)
-        for point in POINTS
+        for point in (POINTS if compiles else POINTS[:1])
     ]
     progress(None, "looking for calls that wait for the device")
     run_module(module, source, feeds[0], device)  # what the first run alone does counts as no wait

@@ -107,3 +107,10 @@ def test_without_any_trace_there_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(HostError, match="no engine could be traced: it crashed"):
         save_traces([TraceFailure("broken fp32", "it crashed")], "", tmp_path / "trace.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    file = tmp_path / "taken" / "trace.json"
+    with pytest.raises(HostError, match=f"cannot write '{file}': File exists"):
+        save_traces([trace_of(run_from(0.0))], "", file)
