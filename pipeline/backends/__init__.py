@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.backends.base import Backend, Loaded
 from pipeline.backends.feed_checks import input_array
-from pipeline.backends.tracing import HostOnly, Traced
+from pipeline.backends.tracing import HostOnly, Tracer
 from pipeline.core import Engine
 from pipeline.errors import PlanError
 
@@ -41,7 +41,7 @@ TRACERS = {
     "pytorch": "pytorch.tracing",
     "torch": "pytorch.tracing",
 }
-"""Modules of this package with `open_traced`, by the backend whose engines they trace."""
+"""Modules of this package with `open_tracer`, by the backend whose engines they trace."""
 
 if TYPE_CHECKING:
     from pipeline.backends.onnxruntime import backend as onnxruntime_
@@ -70,7 +70,7 @@ def load(engine: Engine, device: str = "") -> Loaded:
     return backend(engine.target.backend).load(engine, device)
 
 
-def open_traced(engine: Engine, profile: int = 0) -> Traced:
+def open_tracer(engine: Engine, profile: int = 0) -> Tracer:
     """Open an engine that records what happens inside it. Its session runs in this profile.
 
     A backend that records nothing is opened as usual: the calls of the host can be traced.
@@ -78,10 +78,10 @@ def open_traced(engine: Engine, profile: int = 0) -> Traced:
     name = engine.target.backend
     if name not in TRACERS or not isinstance(BACKENDS[name], str):  # a double records nothing
         return HostOnly(load(engine), profile)
-    traced: Traced = importlib.import_module(f"{__name__}.{TRACERS[name]}").open_traced(
+    tracer: Tracer = importlib.import_module(f"{__name__}.{TRACERS[name]}").open_tracer(
         engine, profile
     )
-    return traced
+    return tracer
 
 
 def load_to_serve(engine: Engine, device: str = "") -> Loaded:

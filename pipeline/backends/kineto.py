@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.backends.tracing import clock_offset, moved, nested
+from pipeline.backends.tracing import clock_offset, nest_spans, shift_window
 from pipeline.errors import InternalError
 from pipeline.results.timeline import OPERATORS, Activity, Span, TracedRun, Window
 
@@ -75,7 +75,7 @@ def activity_from_kineto(text: str, runs: Sequence[TracedRun], operators: bool =
     spans: list[Span] = []
     for run, mark in zip(runs, marks, strict=True):
         if operators:
-            spans += nested(_operators(events, mark, offset_s, run.calls["execute"]))
+            spans += nest_spans(_operators(events, mark, offset_s, run.calls["execute"]))
         spans += on_free_rows(_device_spans(events, offset_s, run.device))
     return Activity(spans, clock_error_s=error_s)
 
@@ -112,7 +112,7 @@ def _operators(
         if event.get("cat") == "cpu_op":
             window = _window(event)
             if mark.start_s <= window.start_s < mark.end_s:
-                yield Span(OPERATORS, str(event["name"]), moved(window, offset_s, call))
+                yield Span(OPERATORS, str(event["name"]), shift_window(window, offset_s, call))
 
 
 def _device_spans(
@@ -128,4 +128,4 @@ def _device_spans(
                 row = f"{row}, stream {arguments.get('stream', '?')}"
                 size = arguments.get("bytes")
                 detail: dict[str, str | float] = {} if size is None else {"bytes": float(size)}
-                yield Span(row, str(event["name"]), moved(window, offset_s, device), detail)
+                yield Span(row, str(event["name"]), shift_window(window, offset_s, device), detail)

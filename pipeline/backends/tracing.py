@@ -1,7 +1,7 @@
 """Engines that record what happens inside them, for `crucible bench --trace`.
 
 Each backend has an event source of its own: a profile of ONNX Runtime, counters of OpenVINO, the
-layer profiler of TensorRT, PyTorch's profiler. All have the form `Traced`, and give spans on the
+layer profiler of TensorRT, PyTorch's profiler. All have the form `Tracer`, and give spans on the
 host's clock.
 """
 
@@ -17,7 +17,7 @@ from pipeline.errors import InternalError
 from pipeline.results.timeline import LAYERS, Activity, Span, TracedRun, Window
 
 
-class Traced(Protocol):
+class Tracer(Protocol):
     """An engine that is open for tracing."""
 
     @property
@@ -73,14 +73,14 @@ def clock_offset(inner: Sequence[Window], outer: Sequence[Window]) -> tuple[floa
     return (low + high) / 2, abs(high - low) / 2
 
 
-def moved(window: Window, offset_s: float, within: Window) -> Window:
+def shift_window(window: Window, offset_s: float, within: Window) -> Window:
     """Return a window moved by an offset, and cut off at the ends of the one that held it."""
     start_s = min(max(window.start_s + offset_s, within.start_s), within.end_s)
     end_s = max(min(window.end_s + offset_s, within.end_s), start_s)
     return Window(start_s, end_s)
 
 
-def nested(spans: Iterable[Span]) -> list[Span]:
+def nest_spans(spans: Iterable[Span]) -> list[Span]:
     """Return the spans of a row by their start, those that hold others first.
 
     An end behind that of the holder, by a microsecond of the library's rounding, is cut off.
@@ -98,7 +98,7 @@ def nested(spans: Iterable[Span]) -> list[Span]:
     return result
 
 
-def in_order(
+def spans_in_order(
     layers: Sequence[tuple[str, float]], within: Window, row: str = LAYERS
 ) -> Iterator[Span]:
     """Yield spans one behind the other from the start of a window, of layers with their seconds.

@@ -13,7 +13,7 @@ from functools import partial
 
 from pipeline import backends
 from pipeline.backends.base import Session, run_session
-from pipeline.backends.tracing import Traced
+from pipeline.backends.tracing import Tracer
 from pipeline.benchmark.interleaved import Workload, profile_for
 from pipeline.core import Engine, Progress, Tensors, silent
 from pipeline.host.nvtx import Ranges, find_ranges, range_of
@@ -32,15 +32,15 @@ def trace_engine(engine: Engine, workload: Workload, progress: Progress = silent
     untraced_s = _untraced_s(engine, profile, workload.feeds)
     progress(None, "runs with tracing")
     ranges = find_ranges(engine.is_on_gpu)
-    with closing(backends.open_traced(engine, profile)) as traced:
+    with closing(backends.open_tracer(engine, profile)) as tracer:
         for _ in range(WARMUP_RUNS):
-            run_session(traced.session, workload.feeds)
-        traced.start(WARMUP_RUNS)
+            run_session(tracer.session, workload.feeds)
+        tracer.start(WARMUP_RUNS)
         runs = [
-            _ranged_run(traced, workload.feeds, ranges, f"{engine.recipe.label}, run {number}")
+            _ranged_run(tracer, workload.feeds, ranges, f"{engine.recipe.label}, run {number}")
             for number in run_numbers()
         ]
-        activity = traced.stop(runs)
+        activity = tracer.stop(runs)
     return EngineTrace(
         label=engine.recipe.label,
         device=engine.target.device,
@@ -78,21 +78,21 @@ def run_numbers(clock: Clock = monotonic) -> Iterator[int]:
         yield number
 
 
-def _ranged_run(traced: Traced, feeds: Tensors, ranges: Ranges | None, name: str) -> TracedRun:
+def _ranged_run(tracer: Tracer, feeds: Tensors, ranges: Ranges | None, name: str) -> TracedRun:
     with range_of(ranges, name):
-        return traced_run(traced, feeds, ranges)
+        return trace_run(tracer, feeds, ranges)
 
 
-def traced_run(
-    traced: Traced, feeds: Tensors, ranges: Ranges | None = None, clock: Clock = monotonic
+def trace_run(
+    tracer: Tracer, feeds: Tensors, ranges: Ranges | None = None, clock: Clock = monotonic
 ) -> TracedRun:
     """Run once from host arrays to host arrays, and return when each call began and ended."""
     calls: dict[str, Window] = {}
-    for step, call in steps_of(traced.session, feeds).items():
+    for step, call in steps_of(tracer.session, feeds).items():
         with range_of(ranges, step):
             begin = clock()
             if step == "execute":
-                with traced.mark():
+                with tracer.mark():
                     call()
             else:
                 call()

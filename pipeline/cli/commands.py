@@ -46,7 +46,7 @@ from pipeline.report import bundle as deliver
 from pipeline.results.report import Benchmarks, Report, ReportFiles, Verdict
 
 if TYPE_CHECKING:
-    from pipeline.compiler.remeasure import Raced
+    from pipeline.compiler.remeasure import RaceRecord
 
 FILE_BACKENDS = ("onnxruntime", "openvino", "tensorrt")  # that run an ONNX file as it is
 ENGINE_SUFFIXES = (".plan", ".engine", ".trt")
@@ -368,8 +368,8 @@ def _bench(engine: Engine, compiled: Report, plan: Plan, options: Bench) -> None
     if renewed and renewed.ratio:
         _complete(renewed, compiled.verdict, options.folder, as_json)
         document |= {"verdict": renewed.verdict, "ratio": renewed.ratio.model_dump()}
-    if options.trace and remeasured.raced:
-        document |= _trace(remeasured.raced, plan.name, options.trace, as_json)
+    if options.trace and remeasured.race:
+        document |= _trace(remeasured.race, plan.name, options.trace, as_json)
     print(json.dumps(document))
 
 
@@ -377,20 +377,20 @@ def _bench_files(plans: list[Plan], backend: str, trace: Path | None, as_json: b
     from pipeline.compiler.remeasure import benchmark_files
 
     with _runner(as_json, plans[-1].name) as runner:
-        raced = benchmark_files(plans, backend, runner)
-    document = _show(raced.run, plans[-1].profiles, as_json)
+        race = benchmark_files(plans, backend, runner)
+    document = _show(race.run, plans[-1].profiles, as_json)
     if trace:
-        document |= _trace(raced, plans[-1].name, trace, as_json)
+        document |= _trace(race, plans[-1].name, trace, as_json)
     print(json.dumps(document))
 
 
-def _trace(raced: Raced, plan: str, file: Path, as_json: bool) -> dict[str, object]:
+def _trace(race: RaceRecord, plan: str, file: Path, as_json: bool) -> dict[str, object]:
     """Trace the engines of a run into a file, print what it holds, and return it as JSON."""
     from pipeline.cli.trace import save_traces, trace_lines, trace_summary
     from pipeline.compiler.remeasure import trace_engines
 
     with _runner(as_json, plan) as runner:
-        found = trace_engines(raced, runner)
+        found = trace_engines(race, runner)
     save_traces(found, command_line(), file)
     if not as_json:
         for line in trace_lines(found, file):

@@ -112,7 +112,7 @@ def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -
 
 
 @dataclass(frozen=True, slots=True)
-class Raced:
+class RaceRecord:
     """The engines of one run in their order, and what they were measured with."""
 
     engines: tuple[Engine, ...]
@@ -130,7 +130,7 @@ class Remeasured:
     # if the engine is no faster: the baseline in its deliverable form, or the reason of its failure
     kept: Candidate | None
     call: str = ""  # how the user calls the fastest baseline, if that is a PyTorch module
-    raced: Raced | None = None  # for a trace of the same engines
+    race: RaceRecord | None = None  # for a trace of the same engines
 
 
 def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
@@ -143,14 +143,14 @@ def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) 
         baselines = [each for each in baselines if each.recipe.label == label] or baselines
     # with the verdict `keep` the engine is one of the baselines
     competitors = [baseline for baseline in baselines if baseline.digest != engine.digest]
-    raced = _measured(report, plan, [*competitors, engine], raw, context.runner)
-    run, kept = raced.run, None
+    race = _measured(report, plan, [*competitors, engine], raw, context.runner)
+    run, kept = race.run, None
     if _is_slower_or_equal(run.results[-1]) and not decides_by_load(report):
         for baseline in baselines:
             if baseline.recipe.label == run.baseline:
                 kept = _kept_baseline(context, raw, baseline, engine)
                 break
-    return Remeasured(engine, run, kept, call_of_fastest(run, baselines), raced)
+    return Remeasured(engine, run, kept, call_of_fastest(run, baselines), race)
 
 
 def decides_by_load(report: Report) -> bool:
@@ -217,7 +217,7 @@ def sweep_again(
     return sweep_of(result.label, symbol, result.rows, limit_s)
 
 
-def benchmark_files(plans: Sequence[Plan], backend: str, runner: Runner) -> Raced:
+def benchmark_files(plans: Sequence[Plan], backend: str, runner: Runner) -> RaceRecord:
     """Measure ONNX files as they are on one backend, in one interleaved run. Never reused.
 
     Each plan names a file; the others are compared with the first one. ModelError if their inputs
@@ -252,7 +252,7 @@ def check_same_inputs(
 
 def _measured(
     report: Report, plan: Plan, engines: Sequence[Engine], model: OnnxModel, runner: Runner
-) -> Raced:
+) -> RaceRecord:
     """Measure the engines in one run. ModelError if one of them cannot be measured."""
     for candidate in report.candidates:
         if candidate.label == engines[-1].recipe.label and candidate.selection:
@@ -267,7 +267,7 @@ def _raced(
     options: BenchmarkConfig,
     layers: Mapping[str, LayerTable | None],
     runner: Runner,
-) -> Raced:
+) -> RaceRecord:
     """Measure engines in one run; all but the last are baselines. ModelError if one fails."""
     entries = [RaceEntry(engine, Role.BASELINE) for engine in engines[:-1]]
     last = Role.CANDIDATE if entries else Role.BASELINE
@@ -284,18 +284,18 @@ def _raced(
             )
     measure_once(runner, engines, options.threads, options.budget_s)
     run = with_limits(run, engines, layers, options.threads)
-    return Raced(tuple(engines), model, options, run)
+    return RaceRecord(tuple(engines), model, options, run)
 
 
-def trace_engines(raced: Raced, runner: Runner) -> list[EngineTrace | TraceFailure]:
+def trace_engines(race: RaceRecord, runner: Runner) -> list[EngineTrace | TraceFailure]:
     """Trace the engines of a run at its first shape, one after the other, each in a child.
 
     The run is over by then, so that its figures are without tracing.
     """
-    threads = raced.options.threads or usable_cores()
-    workload, *_ = workloads_from_plan(raced.engines, raced.model, raced.options)
+    threads = race.options.threads or usable_cores()
+    workload, *_ = workloads_from_plan(race.engines, race.model, race.options)
     traces: list[EngineTrace | TraceFailure] = []
-    for engine in raced.engines:
+    for engine in race.engines:
         label = engine.recipe.label
         try:
             traces.append(

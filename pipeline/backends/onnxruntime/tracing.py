@@ -11,19 +11,19 @@ from typing import Any
 from pipeline.backends.base import Session
 from pipeline.backends.onnxruntime import backend
 from pipeline.backends.onnxruntime.layers import KERNEL, ProfiledRun, runs_of_profile
-from pipeline.backends.tracing import HostOnly, Traced, clock_offset, moved, nested
+from pipeline.backends.tracing import HostOnly, Tracer, clock_offset, nest_spans, shift_window
 from pipeline.core import Engine
 from pipeline.results.timeline import LAYERS, Activity, Span, TracedRun, Window
 
 
-def open_traced(engine: Engine, profile: int) -> Traced:
+def open_tracer(engine: Engine, profile: int) -> Tracer:
     """Open an engine for tracing. On a GPU provider its profile shows launches, no kernels."""
     if engine.recipe.provider != "cpu":
         return HostOnly(backend.load(engine), profile)
-    return OrtTraced(engine)
+    return OrtTracer(engine)
 
 
-class OrtTraced:
+class OrtTracer:
     """A session with the library's profile."""
 
     def __init__(self, engine: Engine) -> None:
@@ -58,7 +58,7 @@ def activity_from_profile(profile: str, runs: Sequence[TracedRun]) -> Activity:
     offset_s, error_s = clock_offset(inner, calls)
     spans: list[Span] = []
     for run, call in zip(recorded, calls, strict=True):
-        spans += nested(_kernels(run, offset_s, call))
+        spans += nest_spans(_kernels(run, offset_s, call))
     return Activity(spans, clock_error_s=error_s)
 
 
@@ -67,7 +67,7 @@ def _kernels(run: ProfiledRun, offset_s: float, call: Window) -> Iterator[Span]:
         start_us = float(event["ts"])
         window = Window(start_us * 1e-6, (start_us + float(event["dur"])) * 1e-6)
         name = str(event["name"]).removesuffix(KERNEL)
-        yield Span(LAYERS, name, moved(window, offset_s, call), _detail(event["args"]))
+        yield Span(LAYERS, name, shift_window(window, offset_s, call), _detail(event["args"]))
 
 
 def _detail(arguments: Mapping[str, Any]) -> dict[str, str | float]:

@@ -12,19 +12,19 @@ from contextlib import AbstractContextManager, nullcontext
 from pipeline.backends.base import Session
 from pipeline.backends.openvino import backend
 from pipeline.backends.openvino.layers import means_of, runtime_layers
-from pipeline.backends.tracing import Traced, in_order
+from pipeline.backends.tracing import Tracer, spans_in_order
 from pipeline.core import Engine
 from pipeline.results.timeline import Activity, Span, TracedRun
 
 MEANS = "OpenVINO counts the mean of all runs: each run shows the same, one layer after the other"
 
 
-def open_traced(engine: Engine, profile: int) -> Traced:
+def open_tracer(engine: Engine, profile: int) -> Tracer:
     """Open an engine for tracing."""
-    return OpenVinoTraced(engine)
+    return OpenVinoTracer(engine)
 
 
-class OpenVinoTraced:
+class OpenVinoTracer:
     """A model with the library's counters."""
 
     def __init__(self, engine: Engine) -> None:
@@ -72,5 +72,5 @@ def activity_from_means(
     layers = [(name, seconds[name]) for name in names]
     spans: list[Span] = []
     for run in runs:
-        spans += in_order(layers, run.calls["execute"])
+        spans += spans_in_order(layers, run.calls["execute"])
     return Activity(spans, starts="in order", notes=(MEANS,))

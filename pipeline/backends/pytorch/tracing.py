@@ -8,18 +8,18 @@ from contextlib import AbstractContextManager
 from pipeline.backends.base import Loaded, Session
 from pipeline.backends.kineto import Recording
 from pipeline.backends.pytorch import backend, programs
-from pipeline.backends.tracing import Traced
+from pipeline.backends.tracing import Tracer
 from pipeline.core import Engine
 from pipeline.results.timeline import Activity, TracedRun
 
 
-def open_traced(engine: Engine, profile: int) -> Traced:
+def open_tracer(engine: Engine, profile: int) -> Tracer:
     """Open a baseline, or a program, for tracing."""
     load = backend.load if engine.target.backend == "pytorch" else programs.load
-    return TorchTraced(load(engine), profile, engine.is_on_gpu)
+    return TorchTracer(load(engine), profile, engine.is_on_gpu)
 
 
-class TorchTraced:
+class TorchTracer:
     """A session with PyTorch's own profiler."""
 
     def __init__(self, loaded: Loaded, profile: int, on_gpu: bool) -> None:

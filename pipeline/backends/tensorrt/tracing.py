@@ -17,7 +17,7 @@ from pipeline.backends.tensorrt import library
 from pipeline.backends.tensorrt.backend import load_here
 from pipeline.backends.tensorrt.layers import profiler
 from pipeline.backends.tensorrt.session import TrtLoaded
-from pipeline.backends.tracing import Traced, in_order
+from pipeline.backends.tracing import Tracer, spans_in_order
 from pipeline.core import Engine
 from pipeline.measurement.clock import monotonic
 from pipeline.results.timeline import Activity, Span, TracedRun
@@ -38,10 +38,10 @@ class LayerTime:
     reported_s: float  # when it came, by the host's clock
 
 
-def open_traced(engine: Engine, profile: int) -> Traced:
+def open_tracer(engine: Engine, profile: int) -> Tracer:
     """Open an engine for tracing."""
     recording = Recording(on_gpu=True, operators=False) if sees_kernels() else None
-    return TrtTraced(library.import_library(), load_here(engine), profile, recording)
+    return TrtTracer(library.import_library(), load_here(engine), profile, recording)
 
 
 def sees_kernels() -> bool:
@@ -53,7 +53,7 @@ def sees_kernels() -> bool:
     return bool(torch.cuda.is_available())
 
 
-class TrtTraced:
+class TrtTracer:
     """A session without graphs, with the layer profiler."""
 
     def __init__(
@@ -96,5 +96,5 @@ def layer_spans(times: Sequence[LayerTime], runs: Sequence[TracedRun]) -> list[S
             for time in times
             if device.start_s <= time.reported_s <= device.end_s
         ]
-        spans += in_order(layers, run.calls["execute"])
+        spans += spans_in_order(layers, run.calls["execute"])
     return spans

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.backends.tracing import clock_offset, in_order, moved, nested
+from pipeline.backends.tracing import clock_offset, nest_spans, shift_window, spans_in_order
 from pipeline.errors import InternalError
 from pipeline.results.timeline import Span, Window
 
@@ -39,12 +39,12 @@ def test_whatever_the_clocks_do_an_event_stays_in_its_call(
 ) -> None:
     for start_s, seconds, own_s in runs:
         call = Window(start_s, start_s + seconds)
-        window = moved(Window(own_s, own_s + seconds), offset_s, call)
+        window = shift_window(Window(own_s, own_s + seconds), offset_s, call)
         assert call.start_s <= window.start_s <= window.end_s <= call.end_s
 
 
 def test_layers_without_starts_follow_each_other() -> None:
-    spans = list(in_order([("a", 1.0), ("b", 2.0)], Window(10.0, 20.0)))
+    spans = list(spans_in_order([("a", 1.0), ("b", 2.0)], Window(10.0, 20.0)))
     assert [(span.name, span.window) for span in spans] == [
         ("a", Window(10.0, 11.0)),
         ("b", Window(11.0, 13.0)),
@@ -52,21 +52,21 @@ def test_layers_without_starts_follow_each_other() -> None:
 
 
 def test_layers_longer_than_their_call_are_shortened_in_proportion() -> None:
-    spans = list(in_order([("a", 4.0), ("b", 12.0)], Window(10.0, 14.0)))
+    spans = list(spans_in_order([("a", 4.0), ("b", 12.0)], Window(10.0, 14.0)))
     assert [span.window for span in spans] == [Window(10.0, 11.0), Window(11.0, 14.0)]
     assert [span.detail["reported_us"] for span in spans] == [4e6, 12e6]
 
 
 def test_without_layers_or_with_empty_ones_there_is_no_division_by_zero() -> None:
-    assert list(in_order([], Window(0, 1))) == []
-    (span,) = in_order([("a", 0.0)], Window(0, 1))
+    assert list(spans_in_order([], Window(0, 1))) == []
+    (span,) = spans_in_order([("a", 0.0)], Window(0, 1))
     assert span.window == Window(0, 0)
 
 
 def test_an_end_that_rounding_moved_is_cut_off() -> None:
     loop, body = Span("layers", "loop", Window(0, 10)), Span("layers", "body", Window(4, 10.5))
     after = Span("layers", "after", Window(10, 11))
-    assert [(span.name, span.window.end_s) for span in nested([after, body, loop])] == [
+    assert [(span.name, span.window.end_s) for span in nest_spans([after, body, loop])] == [
         ("loop", 10),
         ("body", 10),
         ("after", 11),

@@ -14,7 +14,7 @@ from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.decision import DELIVER_BASELINE, OTHER_CANDIDATES
 from pipeline.compiler.remeasure import (
     REMEASURED,
-    Raced,
+    RaceRecord,
     Remeasured,
     benchmark_again,
     trace_engines,
@@ -227,7 +227,7 @@ def test_engines_are_traced_after_the_measurement_and_a_failure_spares_the_other
     options = BenchmarkConfig(sizes=({"batch": 2}, {"batch": 4}), threads=3)
     benchmarks = Benchmarks(created="2026-05-05T00:00:00+00:00", results=())
     runner = Runner(Store(tmp_path / "home"), run=run)
-    failure, trace = trace_engines(Raced(engines, model, options, benchmarks), runner)
+    failure, trace = trace_engines(RaceRecord(engines, model, options, benchmarks), runner)
     assert failure == TraceFailure(first.recipe.label, "the process of 'trace' died")
     assert isinstance(trace, EngineTrace)
     assert calls == [first.recipe.label, second.recipe.label]

@@ -11,7 +11,7 @@ from pipeline.backends.tensorrt.tracing import (
     NO_KERNELS,
     WAITS,
     LayerTime,
-    TrtTraced,
+    TrtTracer,
     layer_spans,
     sees_kernels,
 )
@@ -88,12 +88,12 @@ def executed(session: SessionDouble) -> TracedRun:
 
 def test_layers_are_recorded_without_graphs_and_after_the_warm_up() -> None:
     loaded: Any = LoadedDouble()
-    traced = TrtTraced(LIBRARY, loaded, 1, recording=None)
+    tracer = TrtTracer(LIBRARY, loaded, 1, recording=None)
     session = loaded.opened_session
     session.execute()  # the warm-up
-    traced.start(1)
+    tracer.start(1)
     runs = [executed(session), executed(session)]
-    activity = traced.stop(runs)
+    activity = tracer.stop(runs)
     assert loaded.opened == [(1, False)]
     assert [(span.row, span.name) for span in activity.spans] == [
         (LAYERS, name) for name in ("convolution", "gemm", "convolution")
@@ -102,7 +102,7 @@ def test_layers_are_recorded_without_graphs_and_after_the_warm_up() -> None:
     assert activity.notes == (WAITS, NO_KERNELS)
     for span, run in zip(activity.spans[::3], runs, strict=True):
         assert span.window.start_s == run.calls["execute"].start_s
-    traced.close()
+    tracer.close()
     assert session.closed
     assert loaded.closed
 
@@ -110,10 +110,10 @@ def test_layers_are_recorded_without_graphs_and_after_the_warm_up() -> None:
 def test_with_pytorch_there_are_kernels_too() -> None:
     loaded: Any = LoadedDouble()
     recording: Any = RecordingDouble()
-    traced = TrtTraced(LIBRARY, loaded, 0, recording)
-    traced.start(0)
-    traced.mark()
-    activity = traced.stop([executed(loaded.opened_session)])
+    tracer = TrtTracer(LIBRARY, loaded, 0, recording)
+    tracer.start(0)
+    tracer.mark()
+    activity = tracer.stop([executed(loaded.opened_session)])
     assert recording.calls == ["start", "mark"]
     assert [span.row for span in activity.spans] == [LAYERS] * 3 + ["kernels, stream 7"]
     assert activity.clock_error_s == 1e-6
