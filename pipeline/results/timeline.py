@@ -53,8 +53,11 @@ class TracedRun:
 
     @property
     def device(self) -> Window:
-        """The time in which the device may work for this run: from upload to synchronize."""
-        return Window(self.calls["upload"].start_s, self.calls["synchronize"].end_s)
+        """The time in which the device may work for this run.
+
+        TensorRT's sessions begin to upload large inputs in `bind`.
+        """
+        return Window(self.window.start_s, self.calls["synchronize"].end_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ GPU_RUN = (
     event("cpu_op", "aten::linear", 3, 4),
     event("cpu_op", "aten::addmm", 4, 2),
     event("cuda_runtime", "cudaLaunchKernel", 4, 1),
-    event("gpu_memcpy", "Memcpy HtoD", 1.5, 0.5, stream=7, bytes=4096),
+    event("gpu_memcpy", "Memcpy HtoD", 0.5, 1.5, stream=7, bytes=4096),
     event("kernel", "sgemm", 5, 5, stream=7),
     event("kernel", "of another library", 50, 5, stream=9),
     event("gpu_memcpy", "Memcpy DtoH", 12.5, 0.25, stream=7, bytes=16),
@@ -58,7 +58,7 @@ def test_operators_kernels_and_copies_are_on_the_clock_of_the_host() -> None:
         ("copies, stream 7", "Memcpy DtoH"),
     ], "the kernel outside of the run is not ours"
     assert [ends_of(span) for span in activity.spans] == [
-        pytest.approx(ends) for ends in ([3, 7], [4, 6], [1.5, 2], [5, 10], [12.5, 12.75])
+        pytest.approx(ends) for ends in ([3, 7], [4, 6], [0.5, 2], [5, 10], [12.5, 12.75])
     ]
     assert [dict(span.detail) for span in activity.spans[2:]] == [
         {"bytes": 4096.0},
