@@ -84,8 +84,8 @@ def _step_table(steps: Sequence[Step]) -> Table:
 
 WAITS_MEAN = (
     "These calls wait for the device in every run. On a GPU no further work can start meanwhile,"
-    " and torch.compile ends its graph there. Keep the value in a tensor, or take the call out of"
-    " `forward`."
+    " and torch.compile ends its graph there. Keep the value in a tensor, or make the call outside"
+    " of the forward pass."
 )
 
 
