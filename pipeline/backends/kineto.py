@@ -22,6 +22,10 @@ from pipeline.results.timeline import OPERATORS, Activity, Span, TracedRun, Wind
 
 MARK = "crucible execute"
 QUIET = ("KINETO_LOG_LEVEL", "5")  # it writes errors on a host without a GPU
+NO_KERNELS = (
+    "CUPTI recorded no kernel: it may need the rights of NVIDIA's RmProfilingAdminOnly, or another"
+    " profiler holds it"
+)
 ON_GPU = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "copies"}
 """Rows by the category of an event."""
 
@@ -33,7 +37,7 @@ class Recording:
         os.environ.setdefault(*QUIET)
         from torch.profiler import ProfilerActivity, profile
 
-        self._operators = operators
+        self._on_gpu, self._operators = on_gpu, operators
         # the marks are activities of the CPU
         activities = [ProfilerActivity.CPU, *((ProfilerActivity.CUDA,) if on_gpu else ())]
         self._profile = profile(activities=activities)
@@ -53,7 +57,8 @@ class Recording:
             file = Path(folder) / "kineto.json"
             self._profile.export_chrome_trace(str(file))
             text = file.read_text(encoding="utf-8", errors="replace")
-        return activity_from_kineto(text, runs, self._operators)
+        activity = activity_from_kineto(text, runs, self._operators)
+        return with_note(activity) if self._on_gpu else activity
 
 
 def activity_from_kineto(text: str, runs: Sequence[TracedRun], operators: bool = True) -> Activity:
@@ -78,6 +83,12 @@ def activity_from_kineto(text: str, runs: Sequence[TracedRun], operators: bool =
             spans += nest_spans(_operators(events, mark, offset_s, run.calls["execute"]))
         spans += on_free_rows(_device_spans(events, offset_s, run.device))
     return Activity(spans, clock_error_s=error_s)
+
+
+def with_note(activity: Activity) -> Activity:
+    """Return the activity of a GPU, with a note if there is no kernel in it."""
+    has_kernels = any(span.row.startswith("kernels") for span in activity.spans)
+    return activity if has_kernels else replace(activity, notes=(*activity.notes, NO_KERNELS))
 
 
 def on_free_rows(spans: Iterable[Span]) -> list[Span]:

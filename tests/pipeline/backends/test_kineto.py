@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.backends.kineto import MARK, Recording, activity_from_kineto, on_free_rows
+from pipeline.backends.kineto import (
+    MARK,
+    NO_KERNELS,
+    Recording,
+    activity_from_kineto,
+    on_free_rows,
+    with_note,
+)
 from pipeline.errors import InternalError
 from pipeline.measurement.clock import monotonic
 from pipeline.results.timeline import OPERATORS, Span, TracedRun, Window
@@ -84,6 +91,13 @@ def test_kernels_that_overlap_on_a_stream_have_rows_of_their_own() -> None:
         "next": "stream",
         "alone": "another stream",
     }
+
+
+def test_a_gpu_without_a_kernel_has_the_reason() -> None:
+    activity = activity_from_kineto(trace(*GPU_RUN), [run_from(0.0)])
+    assert with_note(activity) == activity
+    of_host = activity_from_kineto(trace(*GPU_RUN[:2]), [run_from(0.0)])
+    assert with_note(of_host).notes == (NO_KERNELS,)
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", "{}", '{"traceEvents": 3}', trace()])
