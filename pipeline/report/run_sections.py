@@ -83,9 +83,9 @@ def _step_table(steps: Sequence[Step]) -> Table:
 
 
 WAITS_MEAN = (
-    "These calls wait for the device in every run. On a GPU no further work can start meanwhile,"
-    " and torch.compile ends its graph there. Keep the value in a tensor, or make the call outside"
-    " of the forward pass."
+    "These calls need the values of a tensor. On a GPU they wait for all work so far, and none can"
+    " start meanwhile; on any device torch.compile ends its graph there. Keep the value in a"
+    " tensor, or make the call outside of the forward pass."
 )
 
 
@@ -110,8 +110,9 @@ def module_lines(report: Report) -> tuple[str, ...]:
     if found is None:
         return ()
     lines = tuple(
-        f"{wait.call} {f'at {wait.where}' if wait.where else 'in PyTorch'} waits for the device"
-        f" {times_text(wait.count)} per run: keep the value in a tensor"
+        f"{wait.call} {f'at {wait.where}' if wait.where else 'in PyTorch'} waits for a GPU"
+        f" {times_text(wait.count)} per run, and ends a graph of torch.compile: keep the value in"
+        " a tensor"
         for wait in found.waits
     )
     if found.graphs and (found.graphs.breaks or found.graphs.recompiles):

@@ -443,12 +443,12 @@ def test_calls_that_wait_and_graph_breaks_are_in_every_form_of_the_report() -> N
     )
     lines = [line.strip() for line in verdict_lines(report)]
     assert (
-        "module: .item() at net.py:12 waits for the device 3 times per run: keep the value in a"
-        " tensor"
+        "module: .item() at net.py:12 waits for a GPU 3 times per run, and ends a graph of"
+        " torch.compile: keep the value in a tensor"
     ) in lines
     assert (
-        "module: bool(tensor) in PyTorch waits for the device once per run: keep the value in a"
-        " tensor"
+        "module: bool(tensor) in PyTorch waits for a GPU once per run, and ends a graph of"
+        " torch.compile: keep the value in a tensor"
     ) in lines
     assert f"module: {GRAPHS_TEXT}" in lines
     html = page(report)
