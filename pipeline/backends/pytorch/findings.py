@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from pipeline.backends.pytorch.backend import usable_target
@@ -9,7 +10,7 @@ from pipeline.backends.pytorch.cuda import DEVICE
 from pipeline.backends.pytorch.graph_breaks import count_graphs
 from pipeline.backends.pytorch.inductor import explained
 from pipeline.backends.pytorch.module import load_module, run_module, tensor_from_array
-from pipeline.backends.pytorch.waits import find_waits
+from pipeline.backends.pytorch.waits import cuda_syncs, find_waits
 from pipeline.core import ModelSource, Point, Profile, Progress, TensorSpec, silent
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.results.module_findings import ModuleFindings
@@ -45,7 +46,9 @@ def examine_module(
         for each in feeds
     ]
     with explained("the module cannot be examined"):
-        waits = find_waits(partial(module, *args[0]), on_gpu, source.python_path)
+        waits = find_waits(
+            partial(module, *args[0]), source.python_path, cuda_syncs if on_gpu else nullcontext
+        )
     graphs = None
     if compiles:
         progress(None, "counting the graphs of torch.compile")

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,14 +38,19 @@ TO_PYTHON = {
 }
 """Calls that wait whatever their arguments are, as users write them, by the function's name."""
 
+Syncs = Callable[[], AbstractContextManager[Sequence[str] | None]]
+
 OURS = Path(__file__).parents[2]
 PACKAGES = ("site-packages", "dist-packages")
 
 
-def find_waits(call: Callable[[], object], on_gpu: bool, root: Path | None) -> tuple[Wait, ...]:
+def find_waits(
+    call: Callable[[], object], root: Path | None, syncs: Syncs = nullcontext
+) -> tuple[Wait, ...]:
     """Call a module once, and return its calls that wait, in the order of their first.
 
     Paths are relative to `root`, the folder of the user's code, or to the folder of packages.
+    `syncs` is entered for each function of torch, and gives what waited in it: `cuda_syncs`.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -57,10 +62,10 @@ def find_waits(call: Callable[[], object], on_gpu: bool, root: Path | None) -> t
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            with _syncs(on_gpu) as syncs:
+            with syncs() as waited:
                 result = func(*args, **(kwargs or {}))
             name = getattr(func, "__name__", str(func))
-            call = call_that_waits(name, args, kwargs or {}) or (name if syncs else "")
+            call = call_that_waits(name, args, kwargs or {}) or (name if waited else "")
             if call:
                 found[call, _place(torch_folder, root)] += 1
             return result
@@ -89,24 +94,33 @@ def call_that_waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 @contextmanager
-def _syncs(on_gpu: bool) -> Iterator[list[object]]:
-    """Collect CUDA's warnings of operations that wait. On a CPU there are none."""
-    syncs: list[object] = []
-    if not on_gpu:
-        yield syncs
-        return
+def cuda_syncs() -> Iterator[list[str]]:
+    """Collect CUDA's warnings of operations that wait."""
     import torch
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        before = torch.cuda.get_sync_debug_mode()
+    before = torch.cuda.get_sync_debug_mode()
+    with sync_warnings() as found:
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield syncs
+            yield found
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            # torch has no category for them: the words are those of its C++ code
-            syncs += [each for each in caught if "synchronizing CUDA" in str(each.message)]
+
+
+@contextmanager
+def sync_warnings() -> Iterator[list[str]]:
+    """Collect the warnings of an operation that waits, and drop all others.
+
+    torch has no category for them: the words are those of its C++ code.
+    """
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield found
+        finally:
+            texts = (str(each.message) for each in caught)
+            found += [text for text in texts if "synchronizing CUDA" in text]
 
 
 def _place(torch_folder: Path, root: Path | None) -> str:

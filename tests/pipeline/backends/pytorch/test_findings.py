@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 from pipeline.backends.pytorch.findings import examine_module
 from pipeline.backends.pytorch.graph_breaks import count_graphs
-from pipeline.backends.pytorch.waits import find_waits, short_path
+from pipeline.backends.pytorch.waits import find_waits, short_path, sync_warnings
 from pipeline.core import ModelSource, Profile, Progress, TensorSpec, silent
 from pipeline.errors import ModelError
 from pipeline.execution.child_process import call_in_child
@@ -140,11 +143,31 @@ def test_a_wait_inside_of_torch_has_the_line_that_calls_torch(tmp_path: Path) ->
 
 
 def test_without_any_code_of_the_user_there_is_no_place() -> None:
-    (wait,) = find_waits(lambda: torch.nn.Identity()(torch.ones(1)).item(), False, None)
+    (wait,) = find_waits(lambda: torch.nn.Identity()(torch.ones(1)).item(), None)
     assert wait.call == ".item()"
     assert wait.where.startswith("test_findings.py:"), "the test is the user here"
-    (own,) = find_waits(torch.ones(1).item, False, None)
+    (own,) = find_waits(torch.ones(1).item, None)
     assert own == Wait(call=".item()", where="", count=1)
+
+
+def test_what_waits_inside_of_torch_has_the_name_of_the_function() -> None:
+    """By a double of CUDA's debug mode, which warns in the second function."""
+    warned: list[bool] = []
+
+    @contextmanager
+    def syncs() -> Iterator[list[str]]:
+        with sync_warnings() as found:
+            yield found
+            if len(warned) == 1:
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            warnings.warn("another matter", stacklevel=1)
+        warned.append(bool(found))
+
+    x = torch.ones(2)
+    (wait,) = find_waits(lambda: torch.tanh(torch.relu(torch.sin(x))), None, syncs)
+    assert warned == [False, True, False]
+    assert (wait.call, wait.count) == ("relu", 1)
+    assert wait.where.startswith("test_findings.py:")
 
 
 def test_paths_are_short(tmp_path: Path) -> None:
@@ -201,7 +224,7 @@ def test_the_module_computes_the_same_while_it_is_watched() -> None:
         seen.append(torch.arange(3).tolist())
         seen.append(bool(torch.ones(1)))
 
-    assert len(find_waits(call, False, None)) == 3
+    assert len(find_waits(call, None)) == 3
     assert seen == [6.0, [0, 1, 2], True]
 
 
