@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.backends.base import Backend, Loaded
 from pipeline.backends.feed_checks import input_array
+from pipeline.backends.tracing import HostOnly, Tracer
 from pipeline.core import Engine
 from pipeline.errors import PlanError
 
@@ -32,6 +33,15 @@ BACKENDS: dict[str, str | Backend] = {
 Modules are imported one by one: a child process runs one backend, and importing all takes a quarter
 of its start.
 """
+
+TRACERS = {
+    "onnxruntime": "onnxruntime.tracing",
+    "openvino": "openvino.tracing",
+    "tensorrt": "tensorrt.tracing",
+    "pytorch": "pytorch.tracing",
+    "torch": "pytorch.tracing",
+}
+"""Modules of this package with `open_tracer`, by the backend whose engines they trace."""
 
 if TYPE_CHECKING:
     from pipeline.backends.onnxruntime import backend as onnxruntime_
@@ -58,6 +68,20 @@ def backend(name: str) -> Backend:
 def load(engine: Engine, device: str = "") -> Loaded:
     """Load an engine with the backend that built it."""
     return backend(engine.target.backend).load(engine, device)
+
+
+def open_tracer(engine: Engine, profile: int = 0) -> Tracer:
+    """Open an engine that records what happens inside it. Its session runs in this profile.
+
+    A backend that records nothing is opened as usual: the calls of the host can be traced.
+    """
+    name = engine.target.backend
+    if name not in TRACERS or not isinstance(BACKENDS[name], str):  # a double records nothing
+        return HostOnly(load(engine), profile)
+    tracer: Tracer = importlib.import_module(f"{__name__}.{TRACERS[name]}").open_tracer(
+        engine, profile
+    )
+    return tracer
 
 
 def load_to_serve(engine: Engine, device: str = "") -> Loaded:

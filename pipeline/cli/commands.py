@@ -12,8 +12,9 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.markup import escape
@@ -31,6 +32,7 @@ from pipeline.cli.options import (
 )
 from pipeline.cli.record import record
 from pipeline.cli.stage_progress import StageProgress
+from pipeline.cli.trace import check_trace_file
 from pipeline.core import Engine, Profile
 from pipeline.errors import PlanError
 from pipeline.execution.remote_store import open_store
@@ -42,6 +44,9 @@ from pipeline.plan import files as config
 from pipeline.plan.schema import ONNX_SUFFIXES, Plan, TargetConfig
 from pipeline.report import bundle as deliver
 from pipeline.results.report import Benchmarks, Report, ReportFiles, Verdict
+
+if TYPE_CHECKING:
+    from pipeline.compiler.remeasure import RaceRecord
 
 FILE_BACKENDS = ("onnxruntime", "openvino", "tensorrt")  # that run an ONNX file as it is
 ENGINE_SUFFIXES = (".plan", ".engine", ".trt")
@@ -250,6 +255,13 @@ def bench(
         Path | None,
         typer.Option(metavar="OTHER.onnx", help="Of MODEL.onnx: the model to compare it with."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Then trace a few runs into this file, for ui.perfetto.dev.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the speed of a compiled engine again, beside its baseline; or that of an ONNX model.
@@ -268,7 +280,14 @@ def bench(
     Example: crucible bench crucible-out/resnet50 --batch 1,2,4,8 --limit-ms 20
 
     Example: crucible bench new.onnx --against old.onnx --profile batch=8 --backend openvino
+
+    With --trace, every engine then runs a few times more, with the recording of its library. That
+    costs time, so the figures are without it, and the file says how much.
+
+    Example: crucible bench crucible-out/resnet50 --trace trace.json
     """
+    if trace is not None:
+        check_trace_file(trace, sweeps=bool(batch))
     if result.suffix in ONNX_SUFFIXES:
         if batch or limit_ms is not None or out is not None:
             raise PlanError(
@@ -282,7 +301,7 @@ def bench(
             )
         models = [result] if against is None else [against, result]
         plans = [_plan(model, overrides, profiles) for model in models]
-        _bench_files(plans, backend, as_json)
+        _bench_files(plans, backend, trace, as_json)
         return
     if result.suffix in ENGINE_SUFFIXES:
         raise PlanError(
@@ -318,17 +337,20 @@ def bench(
     folder = result if result.is_dir() else result.parent
     same_plan = all(override.partition("=")[0] in MEASURING_TIME for override in overrides)
     completes = same_plan and not compiled.ratio and not decides_by_load(compiled)
-    _bench(engine, compiled, plan, folder, as_json, completes)
+    _bench(engine, compiled, plan, Bench(folder, completes, trace, as_json))
 
 
-def _bench(
-    engine: Engine,
-    compiled: Report,
-    plan: Plan,
-    folder: Path,
-    as_json: bool,
-    completes: bool,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What `crucible bench DIR` does beside measuring."""
+
+    folder: Path  # of the report
+    completes: bool  # the report, if it has no ratio
+    trace: Path | None
+    as_json: bool
+
+
+def _bench(engine: Engine, compiled: Report, plan: Plan, options: Bench) -> None:
     """Measure the engine beside its baselines, and print the results.
 
     `completes` is True if the report lacks a ratio and this run may supply it: of the plan only
@@ -336,24 +358,44 @@ def _bench(
     """
     from pipeline.compiler.remeasure import benchmark_again, renewed_report
 
+    as_json = options.as_json
     with _runner(as_json, plan.name) as runner:
         remeasured = benchmark_again(compiled, plan, engine, runner)
         renewed = None
-        if completes:
+        if options.completes:
             renewed = renewed_report(compiled, remeasured, runner.steps, command_line())
     document = _show(remeasured.benchmarks, engine.profiles, as_json)
     if renewed and renewed.ratio:
-        _complete(renewed, compiled.verdict, folder, as_json)
+        _complete(renewed, compiled.verdict, options.folder, as_json)
         document |= {"verdict": renewed.verdict, "ratio": renewed.ratio.model_dump()}
+    if options.trace and remeasured.race:
+        document |= _trace(remeasured.race, plan.name, options.trace, as_json)
     print(json.dumps(document))
 
 
-def _bench_files(plans: list[Plan], backend: str, as_json: bool) -> None:
+def _bench_files(plans: list[Plan], backend: str, trace: Path | None, as_json: bool) -> None:
     from pipeline.compiler.remeasure import benchmark_files
 
     with _runner(as_json, plans[-1].name) as runner:
-        run = benchmark_files(plans, backend, runner)
-    print(json.dumps(_show(run, plans[-1].profiles, as_json)))
+        race = benchmark_files(plans, backend, runner)
+    document = _show(race.run, plans[-1].profiles, as_json)
+    if trace:
+        document |= _trace(race, plans[-1].name, trace, as_json)
+    print(json.dumps(document))
+
+
+def _trace(race: RaceRecord, plan: str, file: Path, as_json: bool) -> dict[str, object]:
+    """Trace the engines of a run into a file, print what it holds, and return it as JSON."""
+    from pipeline.cli.trace import save_traces, trace_lines, trace_summary
+    from pipeline.compiler.remeasure import trace_engines
+
+    with _runner(as_json, plan) as runner:
+        found = trace_engines(race, runner)
+    save_traces(found, command_line(), file)
+    if not as_json:
+        for line in trace_lines(found, file):
+            terminal.console().print(line, highlight=False, soft_wrap=True, markup=False)
+    return {"trace": trace_summary(found, file)}
 
 
 def _show(run: Benchmarks, profiles: tuple[Profile, ...], as_json: bool) -> dict[str, object]:

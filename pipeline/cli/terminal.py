@@ -32,6 +32,7 @@ from pipeline.report.performance_summary import (
     summary_rows,
     target_cells,
 )
+from pipeline.report.run_sections import module_lines
 from pipeline.report.sections import cosine_text
 from pipeline.report.tables import Column, Table, left, right
 from pipeline.results.layer_table import LayerTable
@@ -135,6 +136,7 @@ def verdict_lines(report: Report) -> list[str]:
     ]
     if report.profile_width:
         lines.append(f"  profile width: {escape(report.profile_width.advice)}")
+    lines += [f"  module: {escape(text)}" for text in module_lines(report)]
     warnings = dict.fromkeys(
         note.text for _, note in report.every_note() if note.level == "warning"
     )

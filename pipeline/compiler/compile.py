@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pipeline.backends.onnxruntime.backend import gpu_providers
 from pipeline.backends.pytorch import backend as pytorch_
+from pipeline.backends.pytorch.findings import examine_module
 from pipeline.benchmark.cpu_peaks import measure_once, with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
@@ -76,6 +77,7 @@ from pipeline.quantization.existing_qdq import given_precision
 from pipeline.report.bundle import deliver_engine, withdraw_engine
 from pipeline.report.files import write_report
 from pipeline.results.model_graph import ModelGraph, model_graph
+from pipeline.results.module_findings import ModuleFindings
 from pipeline.results.report import (
     Ablation,
     BenchmarkFailure,
@@ -111,6 +113,7 @@ SIMPLIFY = Stage(
     is_cacheable=lambda model: not model.provisional,
 )
 BASELINE = Stage("baseline", 4, pytorch_.DISTRIBUTIONS)
+MODULE = Stage("module", 1, pytorch_.DISTRIBUTIONS, writes_files=False)
 COMPILE = Stage("torch.compile", 2, pytorch_.DISTRIBUTIONS)
 BENCHMARK = Stage(
     "benchmark",
@@ -126,6 +129,7 @@ STAGES = (
     SIMPLIFY,
     POSTPROCESS,
     BASELINE,
+    MODULE,
     COMPILE,
     THROUGHPUT,
     BENCHMARK,
@@ -161,6 +165,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     expected = reference_outputs(context, reference, context.data.selection)
     checked = check_baselines(context, build_baselines(context, raw), reference, expected)
     baselines = fit_baselines(checked) or [build_exact(context, context.raw_source, raw)]
+    findings = examine_code(context, exported)
     candidates = candidates_of(prepare_all(context, model, recipes, expected))
     ablated = ablate(context, model, rescue(context, model, candidates, expected), expected)
     measured = measure(context, model, baselines, ablated)
@@ -178,7 +183,8 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
             context.given,
         ),
     )
-    return write_up(context, (raw, model), measured, kept, validation, notes, command)
+    report = write_up(context, (raw, model), measured, kept, validation, notes, command)
+    return report.model_copy(update={"module": findings})
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +333,31 @@ def build_baseline(
         target=context.target("pytorch"),
     )
     return context.runner.stage(call)
+
+
+def examine_code(context: CompileContext, exported: OnnxModel) -> ModuleFindings | None:
+    """Return what a run of the user's module shows about its code; None if it is no Python code.
+
+    A failure is part of the findings: nothing else depends on them.
+    """
+    if context.source.kind != "entrypoint":
+        return None
+    target = context.target("pytorch")
+    baselines = baseline_recipes(context.plan.benchmark.baselines, target, not context.given)
+    compiles = any(recipe.variant == "compile" for recipe in baselines)
+    call = StageCall(
+        MODULE,
+        ModuleFindings,
+        partial(examine_module, context.source, exported.inputs, context.plan.profiles, compiles),
+        depends_on=(canonical(context.source),),  # with paths, which the findings name
+        target=target,
+    )
+    try:
+        return context.runner.stage(call)
+    except ChildStopped:
+        raise
+    except CrucibleError as error:
+        return ModuleFindings(failure=error.message)
 
 
 def _build_variant(

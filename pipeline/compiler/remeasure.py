@@ -1,5 +1,5 @@
 """Check or measure a delivered engine again, for `crucible validate`, `crucible bench` and the
-service's benchmark; and measure ONNX files as they are.
+service's benchmark; and measure ONNX files as they are. Trace what was measured.
 
 Results never come from the store.
 """
@@ -15,6 +15,7 @@ from pipeline.benchmark.batch_sweep import Sweep, batch_symbol, sweep_of, sweep_
 from pipeline.benchmark.cpu_peaks import measure_once, with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
+from pipeline.benchmark.trace import trace_engine
 from pipeline.compiler.candidate_stages import (
     VALIDATE,
     build_engine,
@@ -38,9 +39,9 @@ from pipeline.compiler.decision import Baseline, decide, why_undelivered
 from pipeline.compiler.speed import ratio_missing, ratio_of
 from pipeline.core import Engine, Note, NoteCode, OnnxModel, TensorSpec
 from pipeline.data.input_checks import spec_text
-from pipeline.errors import ModelError
-from pipeline.execution.stage_runner import Runner
-from pipeline.host.environment import environment
+from pipeline.errors import ChildStopped, CrucibleError, ModelError
+from pipeline.execution.stage_runner import Runner, Stage
+from pipeline.host.environment import environment, usable_cores
 from pipeline.plan.recipes import deliverable_recipe, recipe_as_given
 from pipeline.plan.schema import BenchmarkConfig, Plan
 from pipeline.report.bundle import check_if_sealed
@@ -56,8 +57,11 @@ from pipeline.results.report import (
     Step,
     ValidationReport,
 )
-from pipeline.stages.benchmark import benchmark, check_sizes
+from pipeline.results.timeline import EngineTrace, TraceFailure
+from pipeline.stages.benchmark import benchmark, check_sizes, with_threads, workloads_from_plan
 from pipeline.stages.validate import validate
+
+TRACE = Stage("trace", 1, writes_files=False, needs_quiet_device=True)
 
 REMEASURED = Note(
     stage="benchmark",
@@ -108,6 +112,16 @@ def validate_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -
 
 
 @dataclass(frozen=True, slots=True)
+class RaceRecord:
+    """The engines of one run in their order, and what they were measured with."""
+
+    engines: tuple[Engine, ...]
+    model: OnnxModel
+    options: BenchmarkConfig
+    run: Benchmarks
+
+
+@dataclass(frozen=True, slots=True)
 class Remeasured:
     """New latencies of a delivered engine and its baselines. The engine's result is the last."""
 
@@ -116,6 +130,7 @@ class Remeasured:
     # if the engine is no faster: the baseline in its deliverable form, or the reason of its failure
     kept: Candidate | None
     call: str = ""  # how the user calls the fastest baseline, if that is a PyTorch module
+    race: RaceRecord | None = None  # for a trace of the same engines
 
 
 def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) -> Remeasured:
@@ -128,14 +143,14 @@ def benchmark_again(report: Report, plan: Plan, engine: Engine, runner: Runner) 
         baselines = [each for each in baselines if each.recipe.label == label] or baselines
     # with the verdict `keep` the engine is one of the baselines
     competitors = [baseline for baseline in baselines if baseline.digest != engine.digest]
-    run = _measured(report, plan, [*competitors, engine], raw, context.runner)
-    kept = None
+    race = _measured(report, plan, [*competitors, engine], raw, context.runner)
+    run, kept = race.run, None
     if _is_slower_or_equal(run.results[-1]) and not decides_by_load(report):
         for baseline in baselines:
             if baseline.recipe.label == run.baseline:
                 kept = _kept_baseline(context, raw, baseline, engine)
                 break
-    return Remeasured(engine, run, kept, call_of_fastest(run, baselines))
+    return Remeasured(engine, run, kept, call_of_fastest(run, baselines), race)
 
 
 def decides_by_load(report: Report) -> bool:
@@ -197,12 +212,12 @@ def sweep_again(
         update={"benchmark": plan.benchmark.model_copy(update={"sizes": sizes})}
     )
     raw = raw_model(context)
-    (result,) = _measured(report, sweep_plan, [engine], raw, context.runner).results
+    (result,) = _measured(report, sweep_plan, [engine], raw, context.runner).run.results
     assert isinstance(result, BenchmarkReport)
     return sweep_of(result.label, symbol, result.rows, limit_s)
 
 
-def benchmark_files(plans: Sequence[Plan], backend: str, runner: Runner) -> Benchmarks:
+def benchmark_files(plans: Sequence[Plan], backend: str, runner: Runner) -> RaceRecord:
     """Measure ONNX files as they are on one backend, in one interleaved run. Never reused.
 
     Each plan names a file; the others are compared with the first one. ModelError if their inputs
@@ -237,7 +252,7 @@ def check_same_inputs(
 
 def _measured(
     report: Report, plan: Plan, engines: Sequence[Engine], model: OnnxModel, runner: Runner
-) -> Benchmarks:
+) -> RaceRecord:
     """Measure the engines in one run. ModelError if one of them cannot be measured."""
     for candidate in report.candidates:
         if candidate.label == engines[-1].recipe.label and candidate.selection:
@@ -252,7 +267,7 @@ def _raced(
     options: BenchmarkConfig,
     layers: Mapping[str, LayerTable | None],
     runner: Runner,
-) -> Benchmarks:
+) -> RaceRecord:
     """Measure engines in one run; all but the last are baselines. ModelError if one fails."""
     entries = [RaceEntry(engine, Role.BASELINE) for engine in engines[:-1]]
     last = Role.CANDIDATE if entries else Role.BASELINE
@@ -268,7 +283,29 @@ def _raced(
                 f"{result.label} cannot be measured: {result.reason}", "see `crucible doctor`"
             )
     measure_once(runner, engines, options.threads, options.budget_s)
-    return with_limits(run, engines, layers, options.threads)
+    run = with_limits(run, engines, layers, options.threads)
+    return RaceRecord(tuple(engines), model, options, run)
+
+
+def trace_engines(race: RaceRecord, runner: Runner) -> list[EngineTrace | TraceFailure]:
+    """Trace the engines of a run at its first shape, one after the other, each in a child.
+
+    The run is over by then, so that its figures are without tracing.
+    """
+    threads = race.options.threads or usable_cores()
+    workload, *_ = workloads_from_plan(race.engines, race.model, race.options)
+    traces: list[EngineTrace | TraceFailure] = []
+    for engine in race.engines:
+        label = engine.recipe.label
+        try:
+            traces.append(
+                runner.anew(TRACE, label, trace_engine, with_threads(engine, threads), workload)
+            )
+        except ChildStopped:
+            raise
+        except CrucibleError as error:  # the figures, and other traces, are good all the same
+            traces.append(TraceFailure(label, error.message))
+    return traces
 
 
 # -- a report with the new figures -------------------------------------------

@@ -12,6 +12,7 @@ from pipeline.postprocess import names_of
 from pipeline.postprocess import steps_in_words as postprocessing_in_words
 from pipeline.preprocess import steps_in_words
 from pipeline.report.tables import Bar, Section, Table, left, right
+from pipeline.results.module_findings import CompiledGraphs
 from pipeline.results.report import OperatorTable, Report, Step
 
 
@@ -79,6 +80,65 @@ def _step_table(steps: Sequence[Step]) -> Table:
         for step in steps
     )
     return Table(columns, rows, "Every step, with its date", folded=True)
+
+
+WAITS_MEAN = (
+    "These calls need the values of a tensor. On a GPU they wait for all work so far, and none can"
+    " start meanwhile; on any device torch.compile ends its graph there. Keep the value in a"
+    " tensor, or make the call outside of the forward pass."
+)
+
+
+def module_section(report: Report) -> Section:
+    """Return what the user's PyTorch module does that keeps it from running fast."""
+    found = report.module
+    if found is None:
+        return Section("module", "The PyTorch module")
+    text = [WAITS_MEAN] if found.waits else []
+    if found.graphs:
+        text.append(graphs_text(found.graphs))
+    if found.failure:
+        text.append(f"The module's code was not examined: {found.failure}.")
+    rows = tuple((wait.call, wait.where or "in PyTorch", str(wait.count)) for wait in found.waits)
+    table = Table((*left("call", "where"), *right("per run")), rows)
+    return Section("module", "The PyTorch module", tuple(text), tables=(table,))
+
+
+def module_lines(report: Report) -> tuple[str, ...]:
+    """Return the advice about the user's PyTorch module, a sentence each."""
+    found = report.module
+    if found is None:
+        return ()
+    lines = tuple(
+        f"{wait.call} {f'at {wait.where}' if wait.where else 'in PyTorch'} waits for a GPU"
+        f" {times_text(wait.count)} per run, and ends a graph of torch.compile: keep the value in"
+        " a tensor"
+        for wait in found.waits
+    )
+    if found.graphs and (found.graphs.breaks or found.graphs.recompiles):
+        lines += (graphs_text(found.graphs),)
+    return lines
+
+
+def graphs_text(graphs: CompiledGraphs) -> str:
+    """Describe what torch.compile makes of a module."""
+    text = (
+        f"torch.compile makes {_count(graphs.graphs, 'graph')} of the module, with"
+        f" {_count(graphs.breaks, 'graph break')}"
+    )
+    if graphs.first_break:
+        where = f", at {graphs.where}" if graphs.where else ""
+        text += f"; the first{where}: {graphs.first_break.rstrip('.')}"
+    sizes = _count(graphs.sizes, "size")
+    return f"{text}. Over {sizes} it compiled {_count(graphs.recompiles, 'graph')} again."
+
+
+def times_text(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def preprocess_section(report: Report) -> Section:

@@ -29,6 +29,7 @@ from pipeline.report.layer_errors import layer_error_section
 from pipeline.report.layer_sections import layer_section
 from pipeline.report.run_sections import (
     environment_section,
+    module_section,
     note_section,
     operator_section,
     packing_section,
@@ -62,6 +63,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         width_section(report),
         limit_section(report),
         layer_section(report),
+        module_section(report),
         stage_section(report),
         operator_section(report),
         environment_section(report),

@@ -31,6 +31,7 @@ from pipeline.plan.schema import Plan
 from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.graph_node import GraphNode
 from pipeline.results.layer_table import LayerTable
+from pipeline.results.module_findings import ModuleFindings
 
 SCHEMA_VERSION = 1
 
@@ -587,6 +588,13 @@ class Report(Frozen):
     profile_width: ProfileWidth | None = Field(
         default=None,
         description="What the width of the profile costs. null: the plan did not ask for it.",
+    )
+    module: ModuleFindings | None = Field(
+        default=None,
+        description=(
+            "What a run of the user's PyTorch module showed about its code. null: the model is no"
+            " PyTorch code, or an older report."
+        ),
     )
     winner: str | None = Field(
         default=None, description="Label of the winner; with `keep` that of the baseline."

@@ -21,6 +21,7 @@ STAGES = frozenset(
         "export",
         "simplify",
         "baseline",
+        "module",
         "torch.compile",
         "reference",
         "calibrate",

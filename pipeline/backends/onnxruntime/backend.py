@@ -181,15 +181,23 @@ def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | Non
     """
     if engine.recipe.provider != "cpu":
         return None
-    refuse_foreign(engine, probe())
     with tempfile.TemporaryDirectory(prefix="crucible-profile-") as folder:
-        try:
-            profiled = _open_engine(engine, Path(folder))
-        except _errors() as error:
-            raise unreadable(engine, _sentence(error)) from error
+        profiled = open_profiled(engine, Path(folder))
         return ort_layers.layer_table(
             profiled, OrtSession(engine, profiled.run), engine.path, feeds
         )
+
+
+def open_profiled(engine: Engine, folder: Path) -> onnxruntime.InferenceSession:
+    """Open an engine on the CPU that writes a profile of every run into a folder.
+
+    BackendUnavailable if it was built for another host.
+    """
+    refuse_foreign(engine, probe())
+    try:
+        return _open_engine(engine, folder)
+    except _errors() as error:
+        raise unreadable(engine, _sentence(error)) from error
 
 
 def load(engine: Engine, device: str = "", serves: bool = False) -> Loaded:

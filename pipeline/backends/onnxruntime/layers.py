@@ -171,9 +171,9 @@ def layers_from_profile(
     nodes = nodes_by_kernel(optimised, original)
     times: dict[str, list[float]] = defaultdict(list)
     first: dict[str, Mapping[str, Any]] = {}
-    for run in _runs(profile)[warmup:]:
+    for run in runs_of_profile(profile)[warmup:]:
         seconds: dict[str, float] = defaultdict(float)
-        for event, own in _own_seconds(run):
+        for event, own in _own_seconds(run.kernels):
             name = str(event["name"]).removesuffix(KERNEL)
             first.setdefault(name, event["args"])
             seconds[name] += own
@@ -185,8 +185,17 @@ def layers_from_profile(
     )
 
 
-def _runs(profile: str) -> list[list[Mapping[str, Any]]]:
-    """Return the events of the kernels for each run."""
+@dataclass(frozen=True, slots=True)
+class ProfiledRun:
+    """One run in a profile. Its kernels are in their order; one may hold others (If, Loop)."""
+
+    start_us: float
+    end_us: float
+    kernels: Sequence[Mapping[str, Any]]
+
+
+def runs_of_profile(profile: str) -> list[ProfiledRun]:
+    """Return the runs in a profile. InternalError if it is no JSON."""
     try:
         events: list[Mapping[str, Any]] = json.loads(profile)
     except ValueError as error:
@@ -202,7 +211,10 @@ def _runs(profile: str) -> list[list[Mapping[str, Any]]]:
         (event for event in events if str(event.get("name", "")).endswith(KERNEL)),
         key=lambda event: (event["ts"], -event["dur"]),
     )
-    return [[event for event in kernels if start <= event["ts"] <= end] for start, end in spans]
+    return [
+        ProfiledRun(start, end, [event for event in kernels if start <= event["ts"] <= end])
+        for start, end in spans
+    ]
 
 
 def _own_seconds(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:

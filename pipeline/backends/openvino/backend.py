@@ -13,6 +13,7 @@ import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -149,6 +150,27 @@ def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:
 
     The model is compiled once more with the same options and the counters.
     """
+    counting = open_counting(engine)
+    session = counting.session
+    return openvino_layers.layer_table(
+        counting.compiled, session.request, session, counting.operators, feeds
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """A model that is compiled with OpenVINO's counters."""
+
+    compiled: Any
+    session: OpenVinoSession
+    operators: dict[str, str]  # OpenVINO's operators by node name
+
+
+def open_counting(engine: Engine) -> Counting:
+    """Compile an engine's model with the same options and the counters.
+
+    BackendUnavailable if it was built for another host.
+    """
     refuse_foreign(engine, probe())
     ov = _library()
     try:
@@ -158,9 +180,8 @@ def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable:
         )
     except RuntimeError as error:
         raise unreadable(engine, _sentence(error)) from error
-    session = OpenVinoSession(engine, ov, compiled)
     operators = {op.get_friendly_name(): op.get_type_name() for op in model.get_ordered_ops()}
-    return openvino_layers.layer_table(compiled, session.request, session, operators, feeds)
+    return Counting(compiled, OpenVinoSession(engine, ov, compiled), operators)
 
 
 def load(engine: Engine, device: str = "") -> Loaded:

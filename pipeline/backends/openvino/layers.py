@@ -149,13 +149,13 @@ def layer_table(
     """
     sizes = bound_sizes(session, feeds)
     means: list[dict[str, int]] = []
-    runs = run_for_layers(session, lambda: means.append(_means(request)))
+    runs = run_for_layers(session, lambda: means.append(means_of(request)))
     seconds = medians(means, LAYER_WARMUP_RUNS)
     layers = layers_from_runtime(runtime_layers(compiled), seconds, operators)
     return LayerTable(sizes=sizes, runs=runs, layers=layers)
 
 
-def _means(request: Any) -> dict[str, int]:
+def means_of(request: Any) -> dict[str, int]:
     """Return the microseconds of each layer that ran: the mean over all runs so far."""
     micros: dict[str, int] = defaultdict(int)
     for part in request.get_profiling_info():

@@ -129,7 +129,7 @@ def build_baseline(
             f"choose {known}, in fp32, tf32, fp16 or bf16",
         )
     check_castable(source, recipe.precision)
-    target, notes = _usable(probe())
+    target, notes = usable_target()
     (out / FILE).write_text(source.model_dump_json(indent=1), encoding="utf-8")
     # Other code may export to the same graph and be slower.
     content = engine_digest(model, recipe, options, target) + source.digest
@@ -155,11 +155,12 @@ def build_baseline(
     return engine
 
 
-def _usable(host: Target) -> tuple[Target, tuple[Note, ...]]:
-    """Return the host, or its CPU with a note on why this torch cannot use the GPU.
+def usable_target() -> tuple[Target, tuple[Note, ...]]:
+    """Return this host, or its CPU with a note on why this torch cannot use the GPU.
 
     OutOfDeviceMemory if the GPU is full: that may pass, so the result must not be stored.
     """
+    host = probe()
     reason = why_not_cuda() if host.compute_capability else ""
     if not reason:
         return host, ()

@@ -135,7 +135,7 @@ def build(
 
 def layers(engine: Engine, feeds: Tensors, profile: int = 0) -> LayerTable | None:
     """Return every layer that the engine runs in this profile, with precision and time."""
-    loaded = _load(engine, "")
+    loaded = load_here(engine)
     try:
         return layer_table(trt_library.import_library(), loaded, feeds, profile)
     finally:
@@ -147,10 +147,11 @@ def load(engine: Engine, device: str = "") -> Loaded:
 
     BackendUnavailable if this host cannot run the engine.
     """
-    return _load(engine, device)
+    return load_here(engine, device)
 
 
-def _load(engine: Engine, device: str) -> TrtLoaded:
+def load_here(engine: Engine, device: str = "") -> TrtLoaded:
+    """Load the engine, as `load` does, with what TensorRT's own tools need."""
     refuse_foreign(engine, _target(*trt_library.host()))
     trt = trt_library.import_library()
     return load_engine(trt, engine, logger_of(trt), device)

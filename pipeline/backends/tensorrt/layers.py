@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, Protocol
 
@@ -151,14 +151,19 @@ def layer_table(
         for _ in range(WARMUP_RUNS):
             session.enqueue()
         session.synchronize()
-        recorder = _recorder(trt)  # lives as long as the context that calls it
-        session.context.profiler = recorder
+        of_run: dict[str, float] = defaultdict(float)  # a layer in a loop has its sum
+
+        def add(name: str, seconds: float) -> None:
+            of_run[name] += seconds
+
+        reporter = profiler(trt, add)  # lives as long as the context that calls it
+        session.context.profiler = reporter
         times: dict[str, list[float]] = defaultdict(list)
         for _ in range(runs):
-            recorder.run.clear()
+            of_run.clear()
             session.enqueue()
             session.synchronize()
-            for name, seconds in recorder.run.items():
+            for name, seconds in of_run.items():
                 times[name].append(seconds)
         information = _inspect(trt, loaded.cuda_engine, session.context)
         layers = layers_from_inspector(information, times, profile)
@@ -167,21 +172,17 @@ def layer_table(
         session.close()
 
 
-def _recorder(trt: Any) -> Any:
-    """Return a profiler with the seconds of every layer in `run`.
+def profiler(trt: Any, report: Callable[[str, float], None]) -> Any:
+    """Return a trt.IProfiler that calls `report` with the name and the seconds of every layer."""
 
-    A layer that runs more than once in a run (in the body of a loop) has its sum.
-    """
-
-    class Recorder(trt.IProfiler):  # type: ignore[misc]
+    class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProfiler.__init__(self)
-            self.run: dict[str, float] = defaultdict(float)
 
         def report_layer_time(self, layer_name: str, ms: float) -> None:
-            self.run[layer_name] += ms * 1e-3
+            report(layer_name, ms * 1e-3)
 
-    return Recorder()
+    return Profiler()
 
 
 def _inspect(trt: Any, cuda_engine: Any, context: Any) -> str:

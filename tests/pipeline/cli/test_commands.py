@@ -24,6 +24,7 @@ from tests.builders.cli import (
     write_model,
     write_task,
 )
+from tests.pipeline.benchmark.timeline import names_of_row, read_trace
 
 
 def test_compile_ends_with_table_verdict_report_and_json(compiled: tuple[Path, Path]) -> None:
@@ -187,13 +188,15 @@ def test_an_engine_over_its_budget_is_rejected_and_no_earlier_engine_stays(
     assert not (tmp_path / "crucible-out" / "tiny" / "engine").exists()
 
 
-def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
+def test_bench_measures_again_and_traces(compiled: tuple[Path, Path], tmp_path: Path) -> None:
     folder, home = compiled
     result = crucible(
         "bench",
         folder / "out",
         "--set",
         "benchmark.duration_s=0.2",
+        "--trace",
+        tmp_path / "trace.json",
         env={"CRUCIBLE_HOME": str(home)},
     )
     assert result.code == 0, result.err
@@ -205,6 +208,11 @@ def test_bench_measures_again(compiled: tuple[Path, Path]) -> None:
     assert "expected at least 0.2 s and 3 s" in result.out
     (summary,) = result.summary["summary"]
     assert summary["queries"] > 0
+    document = read_trace(tmp_path / "trace.json")
+    labels = [engine["label"] for engine in result.summary["engines"]]
+    assert [engine["engine"] for engine in document["otherData"]["engines"]] == labels
+    assert names_of_row(document, "layers", 1)
+    assert names_of_row(document, "layers", 2)
 
 
 def test_bench_sweeps_over_the_batch(compiled: tuple[Path, Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.backends import BACKENDS
+from pipeline.backends.pytorch.findings import examine_module
 from pipeline.benchmark.elimination import Role
 from pipeline.compiler.candidate_stages import reference_outputs
 from pipeline.compiler.compile import (
@@ -19,18 +20,20 @@ from pipeline.compiler.compile import (
     check_baselines,
     compile_plan,
     deliverable_candidate,
+    examine_code,
     export_model,
     publish_report,
 )
 from pipeline.compiler.context import CompileContext, open_context
 from pipeline.compiler.host_recipes import check_candidates
 from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
-from pipeline.errors import PlanError
+from pipeline.errors import ChildDied, ChildStopped, PlanError
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
 from pipeline.host.environment import cpu_flags
 from pipeline.plan.files import load_plan
+from pipeline.results.module_findings import ModuleFindings
 from pipeline.results.report import BenchmarkReport, Benchmarks, Origin, Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import write_task
@@ -316,3 +319,67 @@ def test_where_the_gpu_can_make_nothing_of_it_the_cpu_is_the_baseline_after_all(
     assert [note.text for note in baseline.notes] == [
         "tensorrt as given fp32 is left out: no fp32 here",
     ]
+
+
+# --- what the module's code does ---
+
+
+def findings_of(plan: Path, run: Run = run_here) -> ModuleFindings | None:
+    context, exported = opened(plan, run)
+    return examine_code(context, exported)
+
+
+def test_a_call_of_the_module_that_waits_is_in_the_report(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    waiting = "x if torch.compiler.is_exporting() else x * max(1.0, min(1.0, x.sum().item()))"
+    plan = pytorch_task(tmp_path, forward=waiting)
+    calls: list[str] = []
+
+    def run(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        calls.append(function.__name__)
+        return run_here(function, *arguments, **options)
+
+    (wait,) = (findings := findings_of(plan, run) or ModuleFindings()).waits
+    assert wait.call == ".item()"
+    assert wait.where.startswith(f"net_{abs(hash(tmp_path))}.py:")
+    assert findings.graphs is None, "the plan has no baseline with torch.compile"
+    assert calls.count("examine_module") == 1
+    assert findings_of(plan, run) == findings
+    assert calls.count("examine_module") == 1, "the second comes from the store"
+
+
+@pytest.mark.filterwarnings("default")
+def test_with_a_compiled_baseline_the_graphs_are_counted(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    findings = findings_of(pytorch_task(tmp_path, "compile"))
+    assert findings is not None
+    assert findings.graphs is not None
+    assert (findings.graphs.graphs, findings.graphs.breaks) == (1, 0)
+
+
+def test_a_module_that_cannot_be_examined_stops_no_compile(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+
+    def crash(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if function is examine_module:
+            raise ChildDied("the process of 'module' died")
+        return run_here(function, *arguments, **options)
+
+    findings = findings_of(pytorch_task(tmp_path), crash)
+    assert findings == ModuleFindings(failure="the process of 'module' died")
+
+
+def test_an_interrupted_examination_ends_the_compile(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+
+    def stop(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if function is examine_module:
+            raise ChildStopped("stopped")
+        return run_here(function, *arguments, **options)
+
+    with pytest.raises(ChildStopped):
+        findings_of(pytorch_task(tmp_path), stop)
+
+
+def test_an_onnx_file_has_no_code_to_examine(tmp_path: Path) -> None:
+    assert findings_of(write_task(tmp_path, candidates=FP32)) is None

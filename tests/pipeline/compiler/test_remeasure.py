@@ -6,22 +6,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
+
+from pipeline.benchmark.trace import trace_engine
 from pipeline.cli.terminal import console, print_latency
 from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.decision import DELIVER_BASELINE, OTHER_CANDIDATES
-from pipeline.compiler.remeasure import REMEASURED, Remeasured, benchmark_again, with_figures
+from pipeline.compiler.remeasure import (
+    REMEASURED,
+    RaceRecord,
+    Remeasured,
+    benchmark_again,
+    trace_engines,
+    with_figures,
+)
 from pipeline.core import Precision, Recipe
+from pipeline.errors import ChildDied
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
+from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
+from pipeline.plan.schema import BenchmarkConfig
 from pipeline.report.files import load_report, write_report
 from pipeline.report.sections import sections
 from pipeline.results.report import Ablation, AblationRow, Benchmarks, Candidate, Report, Step
+from pipeline.results.timeline import EngineTrace, TraceFailure
 from pipeline.stages.benchmark import ENOUGH_RUNS
 from pipeline.stages.benchmark import benchmark as measure
 from tests.builders.cli import write_task
 from tests.builders.halves import run_here
 from tests.builders.report import benchmark, sample_report, throughput_report
+from tests.pipeline.benchmark.timeline import run_from, trace_of
 
 WINNER = "openvino int8 nncf u8s8"
 RAN = Step(
@@ -182,3 +197,38 @@ def test_a_compile_may_end_blocks_early_and_a_bench_never(tmp_path: Path) -> Non
     assert report.delivered is not None
     benchmark_again(report, plan, report.delivered, runner)
     assert enough == [ENOUGH_RUNS, None]
+
+
+def test_engines_are_traced_after_the_measurement_and_a_failure_spares_the_others(
+    tmp_path: Path,
+) -> None:
+    """The double of stages runs no engine: what matters is what is called, and in which order."""
+    report = sample_report()
+    first, second, *_ = (each.engine for each in report.candidates if each.engine)
+    calls: list[str] = []
+
+    def run(function: Callable[..., Any], *arguments: Any, name: str, **options: Any) -> Any:
+        engine, workload = arguments
+        calls.append(engine.recipe.label)
+        assert function is trace_engine
+        assert engine.threads == 3
+        assert workload.sizes == {"batch": 2}, "the first shape alone"
+        if engine.recipe.label == first.recipe.label:
+            raise ChildDied("the process of 'trace' died")
+        return trace_of(run_from(0.0))
+
+    relu = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 3] x) => (float[batch, 3] y)'
+    onnx.save(onnx.parser.parse_model(relu + " { y = Relu(x) }"), tmp_path / "model.onnx")
+    model = onnx_model(tmp_path, "model.onnx")
+    engines = tuple(
+        engine.model_copy(update={"inputs": model.inputs, "profiles": ()})
+        for engine in (first, second)
+    )
+    options = BenchmarkConfig(sizes=({"batch": 2}, {"batch": 4}), threads=3)
+    benchmarks = Benchmarks(created="2026-05-05T00:00:00+00:00", results=())
+    runner = Runner(Store(tmp_path / "home"), run=run)
+    failure, trace = trace_engines(RaceRecord(engines, model, options, benchmarks), runner)
+    assert failure == TraceFailure(first.recipe.label, "the process of 'trace' died")
+    assert isinstance(trace, EngineTrace)
+    assert calls == [first.recipe.label, second.recipe.label]
+    assert [step.stage for step in runner.steps] == ["trace"]

@@ -11,6 +11,7 @@ import pytest
 from pipeline.core import Note, NoteCode
 from pipeline.errors import UserError
 from pipeline.report.files import OLD_NOTE_CODES, load_report, schema, write_report
+from pipeline.results.module_findings import ModuleFindings, Wait
 from pipeline.results.report import Report
 from tests.builders.report import proven_report
 
@@ -140,3 +141,14 @@ def test_a_file_that_is_no_report_is_named(
     assert message in raised.value.message
     assert str(tmp_path) in raised.value.message
     assert raised.value.next_step
+
+
+def test_a_report_from_before_modules_were_examined_is_read(report: Report, tmp_path: Path) -> None:
+    findings = ModuleFindings(waits=(Wait(call=".item()", where="net.py:3", count=1),))
+    write_report(report.model_copy(update={"module": findings}), tmp_path)
+    assert load_report(tmp_path).module == findings
+    file = tmp_path / "report.json"
+    document = json.loads(file.read_text())
+    del document["module"]
+    file.write_text(json.dumps(document))
+    assert load_report(tmp_path).module is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pipeline.benchmark.roofline import bound_of, with_bounds
@@ -25,6 +27,7 @@ from pipeline.report.run_sections import grouped_notes
 from pipeline.report.sections import headline, sections
 from pipeline.report.tables import Section, left, right
 from pipeline.results.gpu_cost import GpuCost
+from pipeline.results.module_findings import CompiledGraphs, ModuleFindings, Wait
 from pipeline.results.report import BenchmarkReport, NodeHarm, NodeRanking, Report
 from tests.builders.report import (
     PEAKS_OF_H200,
@@ -406,3 +409,74 @@ def test_a_note_of_the_graph_itself_names_no_engine() -> None:
         ("openvino int8", "said of one"),
     ]
     assert grouped_notes(notes) == ("said of all", "said of one (openvino int8)")
+
+
+WAITS = (
+    Wait(call=".item()", where="net.py:12", count=3),
+    Wait(call="bool(tensor)", where="", count=1),
+)
+GRAPHS = CompiledGraphs(
+    graphs=3,
+    breaks=2,
+    first_break="Unsupported Tensor.item() <call> | with.",
+    where="net.py:12",
+    recompiles=1,
+    sizes=3,
+)
+GRAPHS_TEXT = (
+    "torch.compile makes 3 graphs of the module, with 2 graph breaks; the first, at net.py:12:"
+    " Unsupported Tensor.item() <call> | with. Over 3 sizes it compiled 1 graph again."
+)
+
+
+def with_module(**findings: Any) -> Report:
+    return sample_report().model_copy(update={"module": ModuleFindings(**findings)})
+
+
+def test_calls_that_wait_and_graph_breaks_are_in_every_form_of_the_report() -> None:
+    report = with_module(waits=WAITS, graphs=GRAPHS)
+    section = next(section for section in sections(report) if section.key == "module")
+    assert section.paragraphs[1] == GRAPHS_TEXT
+    assert section.tables[0].rows == (
+        (".item()", "net.py:12", "3"),
+        ("bool(tensor)", "in PyTorch", "1"),
+    )
+    lines = [line.strip() for line in verdict_lines(report)]
+    assert (
+        "module: .item() at net.py:12 waits for a GPU 3 times per run, and ends a graph of"
+        " torch.compile: keep the value in a tensor"
+    ) in lines
+    assert (
+        "module: bool(tensor) in PyTorch waits for a GPU once per run, and ends a graph of"
+        " torch.compile: keep the value in a tensor"
+    ) in lines
+    assert f"module: {GRAPHS_TEXT}" in lines
+    html = page(report)
+    assert "net.py:12: Unsupported Tensor.item() &lt;call&gt;" in html
+    assert "net.py:12" in markdown(report)
+
+
+def test_a_module_of_one_graph_gives_no_advice() -> None:
+    one = CompiledGraphs(graphs=1, breaks=0, recompiles=0, sizes=1)
+    report = with_module(graphs=one)
+    assert not any("module: " in line for line in verdict_lines(report))
+    section = next(section for section in sections(report) if section.key == "module")
+    assert section.paragraphs == (
+        "torch.compile makes 1 graph of the module, with 0 graph breaks. Over 1 size it compiled 0"
+        " graphs again.",
+    )
+
+
+def test_a_module_that_could_not_be_examined_has_the_reason() -> None:
+    section = next(
+        section
+        for section in sections(with_module(failure="it crashed"))
+        if section.key == "module"
+    )
+    assert section.paragraphs == ("The module's code was not examined: it crashed.",)
+
+
+def test_without_findings_there_is_no_section() -> None:
+    for report in (sample_report(), with_module()):
+        assert "module" not in {section.key for section in sections(report)}
+        assert not any("module: " in line for line in verdict_lines(report))

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from pipeline.report.files import load_report
+from pipeline.results.module_findings import ModuleFindings
 from pipeline.results.report import Report
 from service.http.routers.reports import PAGE_POLICY
 from service.jobs.queue import WORKER
@@ -230,5 +231,6 @@ def test_weights_are_compiled_in_their_architecture(tmp_path: Path) -> None:
             (1.0, 1.0),
         )
         assert report.plan.model.entrypoint == "service.architectures:mobilenet_v2_of_5"
+        assert report.module == ModuleFindings(), "it was examined in the sandbox"
 
     at_real_desk(tmp_path / "home", story)
