@@ -243,7 +243,7 @@ def raw_model(context: CompileContext) -> OnnxModel:
 def simplify_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
     """Simplify the exported graph, or return it unchanged if the plan turns that off."""
     options = context.plan.simplify
-    if not (options.enabled or options.surgery or options.rewrite_attention):
+    if not any((options.enabled, options.surgery, options.rewrite_attention, options.rewrites)):
         return exported
     surgery: tuple[object, ...] = ()
     if options.surgery:

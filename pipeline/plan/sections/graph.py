@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from pipeline.core import Frozen
+from pipeline.onnx_graph.rewrites import Rewrite
 from pipeline.plan.sections.written import renamed
 
 
@@ -54,6 +55,13 @@ class SimplifyConfig(Frozen):
             " as they are.",
         ),
     ] = True
+    rewrites: tuple[Rewrite, ...] = Field(
+        default=(),
+        description=(
+            "Rewrites to apply after simplification, in this order: `early_rows`. `crucible advise`"
+            " measures what each gains. One that would change a result is left out."
+        ),
+    )
 
     @model_validator(mode="after")
     def _function(self) -> SimplifyConfig:

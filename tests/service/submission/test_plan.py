@@ -95,7 +95,7 @@ candidates:
 measure_profile_width: true
 fallback: true
 export: {opset: 20, exporter: auto}
-simplify: {enabled: true, rewrite_attention: true}
+simplify: {enabled: true, rewrite_attention: true, rewrites: [early_rows]}
 calibration: {samples: 1, batch: 1, percentile: 99, language_model: true}
 tensorrt: {workspace_mib: 1, optimization_level: 1, timing_iterations: 1}
 benchmark:

@@ -1,0 +1,28 @@
+"""Rewrites of graphs that a plan may name in `simplify.rewrites`.
+
+Each takes a simplified model and returns one that computes the same, with the names of the nodes
+that it changes. No names: there is nothing to rewrite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+import onnx
+
+RewriteFunction = Callable[[onnx.ModelProto], tuple[onnx.ModelProto, tuple[str, ...]]]
+
+
+class Rewrite(StrEnum):
+    """The rewrites, by their name in a plan."""
+
+    EARLY_ROWS = "early_rows"
+
+
+def rewrite_function(rewrite: Rewrite) -> RewriteFunction:
+    """Return the function of a rewrite."""
+    from pipeline.onnx_graph.rewrites.early_rows import take_rows_early
+
+    functions: dict[Rewrite, RewriteFunction] = {Rewrite.EARLY_ROWS: take_rows_early}
+    return functions[rewrite]
