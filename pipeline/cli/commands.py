@@ -382,7 +382,7 @@ def advise(
     Example: crucible advise crucible-out/resnet50
     """
     from pipeline.cli.advise import advice_lines
-    from pipeline.compiler.advice.delivered import advise_again
+    from pipeline.compiler.advice.again import advise_again
     from pipeline.compiler.advice.rules import check_rules
     from pipeline.report.files import load_report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,8 +22,12 @@ class Outcome(StrEnum):
     TOO_SMALL = "no gain above 2 %"
     TOO_WIDE = "interval too wide"
     UNFIT = "fails the accuracy"
-    FAILED = "cannot be built or measured"
+    FAILED = "cannot be built"
+    UNMEASURED = "not measurable"
     NOT_NEEDED = "nothing to change"
+
+
+UNKNOWN = (Outcome.TOO_WIDE, Outcome.FAILED, Outcome.UNMEASURED)
 
 
 class Attempt(Frozen):
@@ -36,7 +41,10 @@ class Attempt(Frozen):
         default=None, description="Of the time of all layers, those with these nodes."
     )
     outcome: Outcome
-    detail: str = Field(default="", description="Why it is not advised.")
+    detail: str = Field(default="", description="Why it is not advised, or has no interval.")
+    per: Literal["run", "sample"] = Field(
+        default="run", description="Whether the ratio is of the latency, or of the time per sample."
+    )
     ratio: Interval | None = Field(
         default=None,
         description=(
@@ -47,7 +55,7 @@ class Attempt(Frozen):
 
     @property
     def gain(self) -> Interval | None:
-        """The share of the latency that the change saves."""
+        """The share of the latency, or of the time per sample, that the change saves."""
         if self.ratio is None:
             return None
         ratio = self.ratio
@@ -65,6 +73,21 @@ class Advice(Frozen):
     @property
     def advised(self) -> tuple[Attempt, ...]:
         return tuple(each for each in self.attempts if each.outcome is Outcome.ADVISED)
+
+    @property
+    def conclusion(self) -> str:
+        """What follows from all attempts, in one sentence."""
+        if self.advised:
+            return f"{len(self.advised)} of {len(self.attempts)} changes are advised."
+        if not self.attempts:
+            return "No rule found anything to change."
+        unmeasured = [each for each in self.attempts if each.outcome in UNKNOWN]
+        if unmeasured:
+            return (
+                f"No change is known to save more than 2 %: {len(unmeasured)} of"
+                f" {len(self.attempts)} could not be measured."
+            )
+        return f"Nothing above 2 %: {len(self.attempts)} changes were tried."
 
 
 def promise(ratio: Interval) -> Interval:

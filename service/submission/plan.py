@@ -95,6 +95,7 @@ class SubmittedPlan(Frozen):
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = Field(default=(), max_length=64)
     measure_profile_width: bool = False
+    advise: bool = False
     fallback: Fallback = True
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()

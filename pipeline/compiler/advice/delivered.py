@@ -1,39 +1,47 @@
-"""Advice on the engine of a report, for `crucible advise`."""
+"""Advice on the engine that a report delivers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipeline.compiler.advice.trials import Delivered, advise
-from pipeline.compiler.candidate_stages import reference_outputs
-from pipeline.compiler.compile import (
-    build_reference,
-    export_model,
-    postprocess_model,
-    preprocess_model,
-    simplify_model,
-)
+from pipeline.compiler.advice.trials import Delivered, Prepare, advise
 from pipeline.compiler.context import CompileContext
-from pipeline.compiler.remeasure import reopen_context
-from pipeline.core import Engine, OnnxModel
+from pipeline.core import Engine
 from pipeline.errors import ModelError
-from pipeline.execution.stage_runner import Runner
 from pipeline.host.gpu import Peaks
-from pipeline.plan.schema import Plan
 from pipeline.results.advice import Advice
-from pipeline.results.report import Origin, Report
+from pipeline.results.report import Candidate, Origin, Report
 
 ONNX_BACKENDS = ("onnxruntime", "openvino", "tensorrt")
 
 
-def advise_again(
-    report: Report, plan: Plan, engine: Engine, runner: Runner, only: Iterable[str] = ()
+def advise_on(
+    context: CompileContext,
+    report: Report,
+    engine: Engine,
+    prepare: Prepare,
+    reference: Engine,
+    only: Iterable[str] = (),
 ) -> Advice:
-    """Try changes on a delivered engine. Nothing is reused but what the store holds.
+    """Try changes on the engine of a report.
 
-    ModelError for an engine that is not made from the simplified ONNX graph, and if the source has
-    changed since.
+    ModelError for an engine that is not made from the simplified ONNX graph.
     """
+    winner = _candidate_of(report, engine)
+    delivered = Delivered(
+        engine=engine,
+        table=winner.layers,
+        graph=report.graph,
+        graph_sizes=report.graph_sizes,
+        peaks=peaks_of_engine(report.peaks, engine),
+        sizes=winner.benchmark.rows[0].sizes if winner.benchmark else {},
+        labels=frozenset(each.label for each in report.candidates),
+        gpu_use=report.gpu_use,
+    )
+    return advise(context, delivered, prepare, reference, only)
+
+
+def _candidate_of(report: Report, engine: Engine) -> Candidate:
     made = (each for each in report.candidates if each.engine)
     winner = next((each for each in made if each.label == engine.recipe.label), None)
     if winner is None or winner.origin is Origin.BASELINE:
@@ -46,26 +54,7 @@ def advise_again(
             f"expected an engine of {', '.join(ONNX_BACKENDS)}, got '{engine.recipe.label}'",
             "name one of these backends in the plan's candidates",
         )
-    context = reopen_context(report, plan, runner)
-    exported = export_model(context)
-    whole = preprocess_model(context, exported)
-
-    def prepare(changed: CompileContext) -> OnnxModel:
-        return postprocess_model(changed, simplify_model(changed, whole))
-
-    expected = reference_outputs(
-        context, build_reference(context, exported), context.data.selection
-    )
-    delivered = Delivered(
-        engine=engine,
-        table=winner.layers,
-        graph=report.graph,
-        graph_sizes=report.graph_sizes,
-        peaks=peaks_of_engine(report.peaks, engine),
-        sizes=winner.benchmark.rows[0].sizes if winner.benchmark else {},
-        labels=frozenset(each.label for each in report.candidates),
-    )
-    return advise(context, delivered, prepare, expected, only)
+    return winner
 
 
 def peaks_of_engine(peaks: Iterable[Peaks], engine: Engine) -> Peaks | None:

@@ -135,7 +135,7 @@ def _waits_for_weights(work: LayerWork) -> bool:
 
 
 RULES: tuple[Rule, ...] = (rewrites, attention, one_shape, narrow_weights)
-NAMES = (*map(str, Rewrite), "attention", "one_shape", "narrow_weights")
+NAMES = (*map(str, Rewrite), "attention", "one_shape", "narrow_weights", "batch", "clocks")
 
 
 def check_rules(names: Iterable[str]) -> None:

@@ -6,16 +6,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.benchmark.batch_sweep import batch_symbol
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
+from pipeline.compiler.advice.figures import batch_attempt, clock_attempt, sizes_of_sweep
 from pipeline.compiler.advice.rules import Change, Subject, changes_for, share_of
-from pipeline.compiler.candidate_stages import build_engine, check_engine, convert_model
+from pipeline.compiler.candidate_stages import (
+    build_engine,
+    check_engine,
+    convert_model,
+    reference_outputs,
+)
 from pipeline.compiler.candidates import CANNOT_BUILD
 from pipeline.compiler.context import CompileContext
 from pipeline.core import Engine, OnnxModel, Progress
 from pipeline.errors import InternalError
 from pipeline.execution.stage_runner import Stage
 from pipeline.host.gpu import Peaks
+from pipeline.host.gpu_monitor import GpuUse
 from pipeline.onnx_graph.files import read_proto
 from pipeline.onnx_graph.rewrites import Rewrite, rewrite_function
 from pipeline.plan.files import override_plan
@@ -25,7 +33,6 @@ from pipeline.results.layer_table import LayerTable
 from pipeline.results.layer_work import LayerWork, work_of_layers
 from pipeline.results.report import BenchmarkFailure, Benchmarks
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
-from pipeline.stages.validate import ReferenceOutputs
 
 ADVISE = Stage("advise", 1, writes_files=False, needs_quiet_device=True)
 FIND = Stage("find rewrites", 1, writes_files=False)
@@ -45,6 +52,7 @@ class Delivered:
     peaks: Peaks | None
     sizes: dict[str, int]
     labels: frozenset[str]
+    gpu_use: GpuUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ def advise(
     context: CompileContext,
     delivered: Delivered,
     prepare: Prepare,
-    expected: ReferenceOutputs,
+    reference: Engine,
     only: Iterable[str] = (),
 ) -> Advice:
     """Try every change that a rule proposes, and return what each gains."""
@@ -67,11 +75,16 @@ def advise(
     subject = _subject(context, delivered, model)
     attempts, built = list[Attempt](), list[_Built]()
     for change in changes_for(subject, only):
-        outcome = _built(subject, change, prepare, expected)
+        outcome = _built(subject, change, prepare, reference)
         if isinstance(outcome, _Built):
             built.append(outcome)
         else:
             attempts.append(outcome)
+    wanted = frozenset(only)
+    if not wanted or "batch" in wanted:
+        attempts += _batch(context, delivered, model)
+    if (not wanted or "clocks" in wanted) and (clocks := clock_attempt(delivered.gpu_use)):
+        attempts.append(clocks)
     latency_s = None
     if built:
         latency_s, measured = _measured(context, delivered, model, built)
@@ -119,7 +132,7 @@ def rewritable_nodes(path: Path, progress: Progress) -> dict[Rewrite, tuple[str,
 
 
 def _built(
-    subject: Subject, change: Change, prepare: Prepare, expected: ReferenceOutputs
+    subject: Subject, change: Change, prepare: Prepare, reference: Engine
 ) -> _Built | Attempt:
     """Build the engine of a change and check its answers; an attempt says why there is none."""
     context, engine = subject.context, subject.engine
@@ -142,6 +155,7 @@ def _built(
         if alternative.digest == engine.digest:
             detail = "the engine stays the same"
             return attempt.model_copy(update={"detail": detail})
+        expected = reference_outputs(changed, reference, context.data.selection)
         report = check_engine(changed, alternative, expected, context.data.selection)
     except CANNOT_BUILD as error:
         return attempt.model_copy(update={"outcome": Outcome.FAILED, "detail": error.message})
@@ -170,7 +184,7 @@ def _measured(
     )
     first, *others = run.results
     if isinstance(first, BenchmarkFailure):
-        failed = {"outcome": Outcome.FAILED, "detail": first.reason}
+        failed = {"outcome": Outcome.UNMEASURED, "detail": first.reason}
         return None, [each.attempt.model_copy(update=failed) for each in built]
     attempts = []
     for each, result in zip(built, others, strict=True):
@@ -179,8 +193,25 @@ def _measured(
         if ratio is None:
             if not isinstance(result, BenchmarkFailure):
                 reason = result.rows[0].ratio_missing
-            failed = {"outcome": Outcome.FAILED, "detail": reason}
+            failed = {"outcome": Outcome.UNMEASURED, "detail": reason}
             attempts.append(each.attempt.model_copy(update=failed))
         else:
             attempts.append(judged(each.attempt, ratio))
     return first.rows[0].end_to_end.median_s, attempts
+
+
+def _batch(context: CompileContext, delivered: Delivered, model: OnnxModel) -> list[Attempt]:
+    """Measure the engine alone at other batches, where it takes any."""
+    engine = delivered.engine
+    sizes = sizes_of_sweep(engine, delivered.sizes)
+    if not sizes:
+        return []
+    options = context.plan.benchmark.model_copy(update={"sizes": sizes})
+    entries = [RaceEntry(engine, Role.BASELINE)]
+    run: Benchmarks = context.runner.anew(
+        ADVISE, f"{engine.recipe.label}, batches", benchmark, entries, model, options, ENOUGH_RUNS
+    )
+    (result,) = run.results
+    if isinstance(result, BenchmarkFailure):
+        return []
+    return [batch_attempt(result.rows, delivered.sizes, batch_symbol(engine.inputs))]

@@ -30,8 +30,8 @@ from service.submission.uploads import Part
 
 KEYS = (
     "name architecture classes inputs outputs profiles preprocess postprocess data accuracy"
-    " candidates measure_profile_width fallback export simplify calibration tensorrt benchmark"
-    " objective serving stage_timeout_s targets wait_for_node_s"
+    " candidates measure_profile_width advise fallback export simplify calibration tensorrt"
+    " benchmark objective serving stage_timeout_s targets wait_for_node_s"
 )
 
 REFUSED: dict[type[BaseModel], str] = {
@@ -93,6 +93,7 @@ candidates:
     mode: max-autotune
     provider: cpu
 measure_profile_width: true
+advise: true
 fallback: true
 export: {opset: 20, exporter: auto}
 simplify: {enabled: true, rewrite_attention: true, rewrites: [early_rows]}
