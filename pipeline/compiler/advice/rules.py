@@ -60,6 +60,13 @@ REASONS = {
     Rewrite.EARLY_ROWS: (
         "the model takes a part of the rows after {count} nodes that compute all of them"
     ),
+    Rewrite.MERGED_PRODUCTS: (
+        "{count} nodes multiply one input several times and add the results, as an adapter does"
+    ),
+    Rewrite.ALIGNED_PRODUCTS: (
+        "the width of products misses the multiples that matrix units take: {count} nodes"
+    ),
+    Rewrite.FOLDED_STRIDES: "{count} convolutions have few channels and a stride",
 }
 
 

@@ -58,7 +58,10 @@ class SimplifyConfig(Frozen):
     rewrites: tuple[Rewrite, ...] = Field(
         default=(),
         description=(
-            "Rewrites to apply after simplification, in this order: `early_rows`. `crucible advise`"
+            "Rewrites to apply after simplification, in this order: `early_rows` takes rows before"
+            " the products that compute all of them, `merged_products` merges adapters into their"
+            " layers, `aligned_products` pads widths that matrix units do not fit,"
+            " `folded_strides` folds the stride of convolutions of few channels. `crucible advise`"
             " measures what each gains. One that would change a result is left out."
         ),
     )
