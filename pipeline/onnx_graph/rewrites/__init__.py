@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import onnx
+if TYPE_CHECKING:  # plans name rewrites, and load no library for that
+    import onnx
 
-RewriteFunction = Callable[[onnx.ModelProto], tuple[onnx.ModelProto, tuple[str, ...]]]
+    RewriteFunction = Callable[[onnx.ModelProto], tuple[onnx.ModelProto, tuple[str, ...]]]
 
 
 class Rewrite(StrEnum):

@@ -11,18 +11,20 @@ computes each row by itself. The values of the rows stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from pipeline.onnx_graph.inspect import opset_of
 from pipeline.onnx_graph.rewriting import constant_of, exported, imported, operands
 
 Axes = tuple[int | None, ...]
 """Of each input the axis on which it is taken; None: all of it is read."""
 
+AXES_ARE_INPUTS = 13  # the first opset whose Squeeze takes axes as an input
 PRODUCTS = frozenset({"MatMul", "Gemm"})
 UNARY = frozenset(
     """Abs Cast Ceil Celu Clip Cos Dropout Elu Erf Exp Floor Gelu HardSigmoid HardSwish Identity
@@ -57,7 +59,12 @@ def take_rows_early(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str,
 
     No names: there is nothing to move.
     """
-    rewritten = imported(onnx.shape_inference.infer_shapes(model, data_prop=True))
+    if opset_of(model) < AXES_ARE_INPUTS:
+        return model, ()
+    shaped = model
+    if model.ByteSize() <= onnx.checker.MAXIMUM_PROTOBUF:  # else only the shapes that it has
+        shaped = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    rewritten = imported(shaped)
     names: list[str] = []
     for node in list(rewritten.graph):
         if selection := selection_of(node):
@@ -115,14 +122,13 @@ class _Move:
 
     def _mark(self) -> None:
         wanted: dict[tuple[ir.Node, int], int] = {(self.selection.node, 0): self.selection.axis}
-        pending = [self.selection.data]
         order = {node: index for index, node in enumerate(self.graph)}
+        pending = [*_produced(self.selection.data, order)]
         while pending:  # the latest first, so that all readers of a value are known
-            pending.sort(key=lambda value: order.get(value.producer(), -1))  # type: ignore[arg-type]
-            value = pending.pop()
+            node, value = max(pending, key=lambda each: order[each[0]])
+            pending.remove((node, value))
             axis = _common_axis(value, wanted)
-            node = value.producer()
-            if axis is None or node is None or node not in order or value in self.taken:
+            if axis is None or value in self.taken:
                 continue
             axes = self._axes(node, axis)
             if axes is None:
@@ -132,7 +138,7 @@ class _Move:
             for index, (operand, operand_axis) in enumerate(zip(node.inputs, axes, strict=True)):
                 if operand is not None and operand_axis is not None:
                     wanted[node, index] = operand_axis
-                    pending.append(operand)
+                    pending += _produced(operand, order)
         self.shrunk = dict(sorted(self.shrunk.items(), key=lambda item: order[item[0]]))
 
     def _axes(self, node: ir.Node, axis: int) -> Axes | None:
@@ -194,13 +200,19 @@ class _Move:
             tape = ir.tape.Tape(self.graph)
             axes = ir.tensor(np.array([selection.axis], np.int64), name=f"{output.name}_axes")
             operator, inputs = "Squeeze", [data, tape.initializer(axes)]
-        name, readers = output.name, tuple(output.uses())
+        name = output.name
         new = ir.Value(name=name, type=output.type, shape=output.shape)
         node = ir.node(operator, inputs, outputs=[new], name=selection.node.name)
         output.replace_all_uses_with(new, replace_graph_outputs=True)
         output.name = f"{name}_late"
         self.graph.append(node)
-        del readers
+
+
+def _produced(value: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """Yield the producer of a value and the value, unless it is an input or of another graph."""
+    node = value.producer()
+    if node is not None and node in order:
+        yield node, value
 
 
 def _common_axis(value: ir.Value, wanted: dict[tuple[ir.Node, int], int]) -> int | None:

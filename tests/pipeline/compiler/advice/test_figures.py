@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -54,7 +56,7 @@ def test_batches_without_enough_processes_are_not_compared() -> None:
 
 
 def engine_with(shape: tuple[int | str, ...], *ranges: tuple[int, int, int]) -> Engine:
-    made = engine(Recipe(backend="onnxruntime", precision=Precision.FP32), 1, __file__)  # type: ignore[arg-type]
+    made = engine(Recipe(backend="onnxruntime", precision=Precision.FP32), 1, Path("nowhere"))
     profiles = tuple(
         Profile(dims={"batch": DimRange(min=low, opt=opt, max=high)}) for low, opt, high in ranges
     )

@@ -70,7 +70,10 @@ def test_a_rewrite_that_fits_is_proposed_until_the_plan_names_it(tmp_path: Path)
     assert change.how == 'simplify.rewrites=["early_rows"]'
     assert "2 nodes" in change.reason
     named = ('simplify.rewrites=["early_rows"]',)
-    both = {Rewrite.EARLY_ROWS: ("a",), Rewrite.MERGED_PRODUCTS: ("c",)}
+    both: dict[Rewrite, tuple[str, ...]] = {
+        Rewrite.EARLY_ROWS: ("a",),
+        Rewrite.MERGED_PRODUCTS: ("c",),
+    }
     (other,) = rewrites(subject(tmp_path / "named", rewritable=both, overrides=named))
     assert other.how == 'simplify.rewrites=["early_rows", "merged_products"]'
 

@@ -83,8 +83,7 @@ def test_a_plan_with_advise_gets_the_gain_of_each_change(tmp_path: Path) -> None
 
 
 def test_following_the_advice_removes_the_flaw(tmp_path: Path) -> None:
-    followed = {"simplify": {"rewrites": ["merged_products"]}}
-    report = compiled(tmp_path, **followed)
+    report = compiled(tmp_path, simplify={"rewrites": ["merged_products"]})
     assert "merged_products" not in by_rule(advice_of(report))
     assert sum(node.operator == "MatMul" for node in report.graph) == 2
     notes = [note.text for note in report.notes]

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import onnxruntime
 from onnx import numpy_helper
 
-from pipeline.onnx_graph.rewrites import RewriteFunction
 from tests.pipeline.onnx_graph.builders import parse
+
+if TYPE_CHECKING:
+    from pipeline.onnx_graph.rewrites import RewriteFunction
 
 Weights = Mapping[str, tuple[int, ...]]
 
 
-def model(graph: str, weights: Weights, opset: int = 20, **constants: object) -> onnx.ModelProto:
+def model(graph: str, weights: Weights, **constants: object) -> onnx.ModelProto:
     """Return a model with these initializers: random floats, and constants as they are."""
     random = np.random.default_rng(0)
-    proto = parse(graph, opset)
+    proto = parse(graph, 20)
     for name, shape in weights.items():
         array = random.normal(0, 0.3, shape).astype(np.float32)
         proto.graph.initializer.append(numpy_helper.from_array(array, name))

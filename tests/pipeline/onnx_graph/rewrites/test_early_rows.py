@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
@@ -28,7 +30,7 @@ def positions(proto: onnx.ModelProto) -> dict[str, int]:
     ],
 )
 def test_a_block_of_which_some_rows_are_read_computes_only_these(
-    selection: str, constants: dict[str, object]
+    selection: str, constants: dict[str, Any]
 ) -> None:
     """The residual reads the same rows, so it is taken too."""
     rank = 2 if np.ndim(constants.get("i", [0])) == 0 else 3
@@ -126,3 +128,14 @@ def test_a_bias_of_every_row_is_taken_too() -> None:
     proto = model(graph, weights, i=ONE, a=np.array([-1], np.int64))
     _, names = rewritten(take_rows_early, proto, x=(2, 6, 8))
     assert names == {"m", "s", "k", "d"}
+
+
+def test_a_model_of_an_old_opset_stays() -> None:
+    proto = model(
+        "g (float[2, 6, 8] x) => (float[2, 8] y) { m = MatMul(x, w)  y = Gather<axis=1>(m, i) }",
+        {"w": (8, 8)},
+        i=ONE,
+    )
+    assert take_rows_early(proto)[1] == ("m",)
+    proto.opset_import[0].version = 11
+    assert take_rows_early(proto) == (proto, ())
