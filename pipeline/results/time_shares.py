@@ -27,15 +27,15 @@ class OperatorClass(StrEnum):
 
 NORMALISING = frozenset(
     """BatchNormalization GroupNormalization InstanceNormalization LayerNormalization
-    LogSoftmax LpNormalization LRN MeanVarianceNormalization ReduceMean ReduceSum RMSNormalization
-    SimplifiedLayerNormalization SkipLayerNormalization Softmax""".split()  # noqa: SIM905
+    LogSoftmax LpNormalization LRN MeanVarianceNormalization MVN ReduceMean ReduceSum
+    RMSNormalization SimplifiedLayerNormalization SkipLayerNormalization Softmax""".split()  # noqa: SIM905
 )
 MOVING = (SHAPES | SILENT) - {""} | frozenset(
     """Concat DepthToSpace Expand Gather GatherElements GatherND Pad Shape Slice SpaceToDepth
     Split Tile""".split()  # noqa: SIM905
 )
 ELEMENTWISE = frozenset(
-    """Abs Add And BiasGelu Ceil Clip Cos Div Elu Equal Erf Exp FastGelu Floor Gelu Greater
+    """Abs Add And BiasGelu Ceil Clip Cos Div Eltwise Elu Equal Erf Exp FastGelu Floor Gelu Greater
     GreaterOrEqual HardSigmoid HardSwish LeakyRelu Less LessOrEqual Log Max Min Mish Mul Neg Not Or
     PRelu Pow QuickGelu Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Sub Sum
     Swish Tanh Where Xor""".split()  # noqa: SIM905
@@ -43,15 +43,15 @@ ELEMENTWISE = frozenset(
 
 
 def class_of(layer: Layer) -> OperatorClass:
-    """Return the class of a layer, by its operators as far as they are known."""
-    operators = {name for name in layer.operators if name}
+    """Return the class of a layer, by its operators, or else by the library's own word for it."""
+    operators = {name for name in layer.operators if name} or {layer.kind}
     if layer.heavy:
         return OperatorClass.PRODUCT
-    if layer.precision == "none" or (operators and operators <= MOVING):
+    if layer.precision == "none" or operators <= MOVING:
         return OperatorClass.LAYOUT
     if operators & NORMALISING:
         return OperatorClass.NORMALISATION
-    if operators and operators <= ELEMENTWISE | MOVING:
+    if operators <= ELEMENTWISE | MOVING:
         return OperatorClass.ELEMENTWISE
     return OperatorClass.OTHER
 

@@ -38,6 +38,17 @@ def test_a_layer_has_the_first_class_that_fits(
     assert class_of(found) is expected
 
 
+def test_a_layer_without_operators_has_the_class_of_its_kind() -> None:
+    kinds = {
+        "MVN": OperatorClass.NORMALISATION,
+        "Eltwise": OperatorClass.ELEMENTWISE,
+        "Pooling": OperatorClass.OTHER,
+    }
+    for kind, expected in kinds.items():
+        found = layer("fp32", 1.0, nodes=("n",), operators=("",), kind=kind, heavy=False)
+        assert class_of(found) is expected
+
+
 def test_shares_of_all_classes_add_up_to_one() -> None:
     layers = (
         layer("fp32", 3.0, nodes=("a",), operators=("MatMul",)),
