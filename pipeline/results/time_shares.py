@@ -28,7 +28,8 @@ class OperatorClass(StrEnum):
 NORMALISING = frozenset(
     """BatchNormalization GroupNormalization InstanceNormalization LayerNormalization
     LogSoftmax LpNormalization LRN MeanVarianceNormalization MVN ReduceMean ReduceSum
-    RMSNormalization SimplifiedLayerNormalization SkipLayerNormalization Softmax""".split()  # noqa: SIM905
+    RMSNormalization SimplifiedLayerNormalization SkipLayerNormalization
+    Softmax""".split()  # noqa: SIM905
 )
 MOVING = (SHAPES | SILENT) - {""} | frozenset(
     """Concat DepthToSpace Expand Gather GatherElements GatherND Pad Shape Slice SpaceToDepth

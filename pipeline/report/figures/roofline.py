@@ -110,7 +110,8 @@ def _draw(data: _Roofline) -> Figure:
     for name, gb_per_s in data.caches:
         highest = max((peak for _, peak in data.roofs), default=np.inf)
         axes.plot(x, np.minimum(highest, x * gb_per_s), ":", color=MUTED, linewidth=1)
-        axes.annotate(f"{name}: {number_text(gb_per_s)} GB/s", (x[0], x[0] * gb_per_s), color=MUTED)
+        label, start = f"{name}: {number_text(gb_per_s)} GB/s", (x[0], x[0] * gb_per_s)
+        axes.annotate(label, start, xytext=(4, 12), textcoords="offset points", color=MUTED)
     _draw_dots(axes, data.dots)
     for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
         scale("log")
