@@ -1,4 +1,5 @@
-"""Measured peaks of this host's CPU: its fastest matrix product per precision and fastest copy.
+"""Measured peaks of this host's CPU: its fastest matrix product per precision, and its fastest
+copy in memory and in each cache.
 
 They are measured once, by the first compile on a quiet host or by `crucible doctor --measure`, and
 stored under CRUCIBLE_HOME. No data sheet gives the clock that a
@@ -12,6 +13,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,9 +32,10 @@ from pipeline.benchmark.roofline import with_bounds
 from pipeline.core import BuildOptions, Engine, Frozen, Precision, Progress, Recipe, Target, silent
 from pipeline.errors import BackendUnavailable, ChildDied, ChildStopped, UnsupportedError
 from pipeline.execution.stage_runner import Runner, Stage
+from pipeline.host.caches import Cache, data_caches
 from pipeline.host.contention import cpu_clock
 from pipeline.host.environment import cpu_flags, cpu_name, usable_cores
-from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware
+from pipeline.host.gpu import MemoryLevel, Peaks, find_gpus, peaks, with_hardware
 from pipeline.measurement.clock import measure_block, monotonic
 from pipeline.measurement.comparison import MAX_WAITING
 from pipeline.onnx_graph.files import onnx_model
@@ -50,7 +53,9 @@ UNASKED_S = 3.0  # at most, and after one product of each precision
 UNASKED_SECONDS = 0.1  # per product
 UNASKED_SHARE = 0.05  # of `benchmark.budget_s`
 LEAST_S = 1.0  # less does not suffice for one product of each precision
-COPY_BYTES = 256 * 2**20  # far more than any cache holds
+COPY_BYTES = 256 * 2**20  # far more than any cache of a core holds
+BLOCK_BYTES = 8 * 2**20  # copied per timed run in a cache, so that starting the threads is little
+FORMAT = 2  # of stored peaks: older ones have no caches
 MIN_RUNS = 5
 BUSY_SHARE = 0.5  # of the cores; with more load before the start the result is below the peak
 
@@ -119,7 +124,7 @@ def with_limits(
 
 def peaks_file(threads: int = 0) -> Path:
     """Return the file for the peaks of this CPU with this number of threads."""
-    identity = json.dumps([cpu_name(), cpu_flags(), threads or usable_cores()])
+    identity = json.dumps([FORMAT, cpu_name(), cpu_flags(), threads or usable_cores()])
     return home() / "peaks" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
@@ -174,7 +179,7 @@ def measure_if_quiet(threads: int, limit_s: float, progress: Progress = silent) 
         products.append(product)
         if product.size != SIZES[0] and monotonic() > end_s:
             break
-    return _peaks(products, measure_copy(threads, UNASKED_SECONDS), threads, "")
+    return _peaks(products, threads, UNASKED_SECONDS, "")
 
 
 def measure_peaks(threads: int = 0, progress: Progress = silent) -> Peaks:
@@ -185,10 +190,11 @@ def measure_peaks(threads: int = 0, progress: Progress = silent) -> Peaks:
     threads, load = threads or usable_cores(), os.getloadavg()[0]
     products = list(measure_products(threads, SECONDS, progress))
     progress(None, "copying")
-    return _peaks(products, measure_copy(threads), threads, busy_text(load, usable_cores()))
+    return _peaks(products, threads, SECONDS, busy_text(load, usable_cores()))
 
 
-def _peaks(products: Iterable[Product], bytes_per_s: float, threads: int, warning: str) -> Peaks:
+def _peaks(products: Iterable[Product], threads: int, seconds: float, warning: str) -> Peaks:
+    """Measure the copies too, `seconds` each, and return all peaks."""
     best: dict[Precision, float] = {}
     for product in products:
         best[product.precision] = max(best.get(product.precision, 0.0), product.flops_per_s)
@@ -197,7 +203,8 @@ def _peaks(products: Iterable[Product], bytes_per_s: float, threads: int, warnin
         device=f"{cpu_name()}, {threads} {unit}",
         source=f"measured {dt.datetime.now(dt.UTC):%Y-%m-%d}{warning}",
         flops_per_s=best,
-        bytes_per_s=bytes_per_s,
+        bytes_per_s=measure_copy(threads, seconds),
+        caches=measure_caches(threads, data_caches(threads), seconds),
     )
 
 
@@ -325,3 +332,40 @@ def measure_copy(threads: int, seconds: float = SECONDS, size: int = COPY_BYTES)
             )
         )
     return 2 * size / best_s
+
+
+def measure_caches(
+    threads: int, caches: Sequence[Cache], seconds: float = SECONDS
+) -> tuple[MemoryLevel, ...]:
+    """Return the speed of each cache, at a size between this cache and the one before.
+
+    That is the geometric mean of both, because other hosts of a machine may use parts of a large
+    cache. The first one is measured at half of its size.
+    """
+    levels, before = list[MemoryLevel](), 0
+    for cache in caches:
+        size = math.isqrt(before * cache.size_bytes) if before else cache.size_bytes // 2
+        rate = measure_cached_copy(threads, size, seconds)
+        levels.append(MemoryLevel(name=cache.name, size_bytes=cache.size_bytes, bytes_per_s=rate))
+        before = cache.size_bytes
+    return tuple(levels)
+
+
+def measure_cached_copy(threads: int, size: int, seconds: float = SECONDS) -> float:
+    """Return the bytes read and written per second while all threads copy `size` bytes in all.
+
+    Each thread copies its own part again and again, so that it stays in its cache.
+    """
+    each = max(1, size // (2 * threads))
+    repeats = max(1, BLOCK_BYTES // each)
+    parts = [(np.zeros(each, np.uint8), np.ones(each, np.uint8)) for _ in range(threads)]
+
+    def copy(part: tuple[np.ndarray, np.ndarray]) -> None:
+        for _ in range(repeats):
+            np.copyto(*part)
+
+    with ThreadPoolExecutor(threads) as pool:
+        best_s = min(
+            measure_block(lambda: list(pool.map(copy, parts)), min_s=seconds, min_runs=MIN_RUNS)
+        )
+    return 2 * each * repeats * threads / best_s

@@ -398,6 +398,47 @@ def _trace(race: RaceRecord, plan: str, file: Path, as_json: bool) -> dict[str, 
     return {"trace": trace_summary(found, file)}
 
 
+@app.command()
+def advise(
+    result: ResultArgument,
+    overrides: SetOption,
+    rule: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME",
+            help="Try the changes of this rule only. Repeatable.",
+            default_factory=list,
+            show_default=False,
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Find changes that make a compiled engine faster, and measure what each gains.
+
+    Every change is built, checked for accuracy, and measured beside the engine in one run. Changes
+    that certainly save more than 2 % end to end are advised, with the interval of their gain. All
+    other attempts are listed with the reason.
+
+    Exit codes: 0 all attempts are listed; 1 error in the plan or on this host.
+
+    Example: crucible advise crucible-out/resnet50
+    """
+    from pipeline.cli.advise import advice_lines
+    from pipeline.compiler.advice.again import advise_again
+    from pipeline.compiler.advice.rules import check_rules
+    from pipeline.report.files import load_report
+
+    check_rules(rule)
+    engine, compiled = delivered_engine(result), load_report(result)
+    plan = config.override_plan(compiled.plan, overrides)
+    with _runner(as_json, plan.name) as runner:
+        advice = advise_again(compiled, plan, engine, runner, rule)
+    if not as_json:
+        text = "\n".join(advice_lines(advice))
+        terminal.console().print(text, highlight=False, soft_wrap=True, markup=False)
+    print(advice.model_dump_json())
+
+
 def _show(run: Benchmarks, profiles: tuple[Profile, ...], as_json: bool) -> dict[str, object]:
     """Print a run, whose last engine is the one that was asked for, and return it as JSON."""
     from pipeline.report.performance_summary import summary_of

@@ -21,6 +21,7 @@ from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.benchmark.packing import SAMPLES, prove_packing
 from pipeline.compiler.ablation import ablation_from
+from pipeline.compiler.advice.delivered import advise_on
 from pipeline.compiler.candidate_stages import build_engine, check_engine, reference_outputs
 from pipeline.compiler.candidates import CANNOT_BUILD
 from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, open_context
@@ -55,7 +56,7 @@ from pipeline.core import (
     Recipe,
     Target,
 )
-from pipeline.errors import BackendUnavailable, ChildStopped, CrucibleError
+from pipeline.errors import BackendUnavailable, ChildStopped, CrucibleError, ModelError
 from pipeline.execution.child_process import TimeLimit
 from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.execution.store import canonical
@@ -158,7 +159,7 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
     raw = postprocess_model(context, whole)
     check_serving(plan.serving, raw.inputs, raw.outputs)
     # with whole outputs: a tiny difference may swap indices
-    model = postprocess_model(context, simplify_model(context, whole))
+    model = prepared_model(whole, context)
     context = replace(context, given=given_precision(read_proto(model.path, weights=False).graph))
     recipes, notes = recipes_of(context, size=file_size(model.path))
     reference = build_reference(context, exported)
@@ -184,7 +185,8 @@ def compile_plan(plan: Plan, runner: Runner, command: str) -> Report:
         ),
     )
     report = write_up(context, (raw, model), measured, kept, validation, notes, command)
-    return report.model_copy(update={"module": findings})
+    report = report.model_copy(update={"module": findings})
+    return with_advice(context, report, whole, reference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,7 @@ def raw_model(context: CompileContext) -> OnnxModel:
 def simplify_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
     """Simplify the exported graph, or return it unchanged if the plan turns that off."""
     options = context.plan.simplify
-    if not (options.enabled or options.surgery or options.rewrite_attention):
+    if not any((options.enabled, options.surgery, options.rewrite_attention, options.rewrites)):
         return exported
     surgery: tuple[object, ...] = ()
     if options.surgery:
@@ -257,6 +259,11 @@ def simplify_model(context: CompileContext, exported: OnnxModel) -> OnnxModel:
     samples = context.samples.first(FEEDS_FOR_CHECKS)
     work = partial(simplify, exported, context.plan.profiles, options, samples)
     return context.runner.stage(StageCall(SIMPLIFY, OnnxModel, work, depends_on=surgery))
+
+
+def prepared_model(whole: OnnxModel, context: CompileContext) -> OnnxModel:
+    """Return the graph that candidates are converted from; `whole`: with preprocessing."""
+    return postprocess_model(context, simplify_model(context, whole))
 
 
 def export_plan(plan: Plan, runner: Runner, simplified: bool = True) -> OnnxModel:
@@ -744,6 +751,25 @@ def write_up(
         gpu_use=measured.run.gpu_use,
         benchmarked=measured.run.created,
     )
+
+
+def with_advice(
+    context: CompileContext, report: Report, whole: OnnxModel, reference: Engine
+) -> Report:
+    """Add the advice that the plan asks for. A note says why there is none."""
+    if not context.plan.advise:
+        return report
+    engine = report.engine_delivered
+    if engine is None:
+        note = Note(stage="advise", text="there is no advice: no engine is delivered")
+        return report.model_copy(update={"notes": (*report.notes, note)})
+    try:
+        prepare = partial(prepared_model, whole)
+        advice = advise_on(context, report, engine, prepare, reference)
+    except ModelError as error:
+        note = Note(stage="advise", text=f"there is no advice: {error.message}", level="info")
+        return report.model_copy(update={"notes": (*report.notes, note)})
+    return report.model_copy(update={"advice": advice, "steps": tuple(context.runner.steps)})
 
 
 def graph_with_work(

@@ -46,6 +46,17 @@ class Gpus(Frozen):
     reason: str = ""  # why there are none
 
 
+MEMORY = "memory"
+
+
+class MemoryLevel(Frozen):
+    """A cache, or the memory behind all caches."""
+
+    name: str  # "L2"
+    size_bytes: int | None  # that all threads together can use; None: unlimited
+    bytes_per_s: float  # read and written together, by all threads
+
+
 class Peaks(Frozen):
     """The highest rates of a device's arithmetic and memory.
 
@@ -56,6 +67,14 @@ class Peaks(Frozen):
     source: str = ""  # "known: ...", or "measured 2026-01-31"
     flops_per_s: dict[Precision, float]  # dense, one multiply-add is two; of integers for int8
     bytes_per_s: float | None
+    caches: tuple[MemoryLevel, ...] = ()  # the smallest first; empty: their speed is not known
+
+    def level_of(self, count: float) -> MemoryLevel:
+        """Return the smallest level that holds so many bytes. The memory's rate must be known."""
+        assert self.bytes_per_s
+        memory = MemoryLevel(name=MEMORY, size_bytes=None, bytes_per_s=self.bytes_per_s)
+        fitting = (each for each in self.caches if each.size_bytes and count <= each.size_bytes)
+        return next(fitting, memory)
 
 
 @dataclass(frozen=True, slots=True)

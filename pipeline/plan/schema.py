@@ -143,6 +143,14 @@ class Plan(Frozen):
             " profile costs. This adds up to two builds and two benchmarks."
         ),
     )
+    advise: bool = Field(
+        default=False,
+        description=(
+            "Try changes that may make the fastest accurate candidate faster, and report what each"
+            " gains, as `crucible advise` does. Each change that fits adds a build; all are"
+            " measured together, and the batches once more."
+        ),
+    )
     fallback: Fallback = True
     keep_fp32_builds: Annotated[
         int,

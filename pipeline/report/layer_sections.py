@@ -28,6 +28,13 @@ from pipeline.results.precision_audit import (
     time_by_precision,
 )
 from pipeline.results.report import Candidate, Report
+from pipeline.results.time_shares import (
+    OperatorClass,
+    Overhead,
+    overhead,
+    scaled,
+    time_by_class,
+)
 
 MAX_LAYERS = 15  # of one engine in Markdown
 MAX_NODE_NAMES = 4  # of one layer
@@ -45,6 +52,7 @@ class EngineLayers:
     works: tuple[LayerWork, ...]  # of each layer
     errors: Mapping[str, float]  # own errors of the nodes that are low, as far as they are known
     peaks: Peaks | None  # of the device on which it ran, if they are known
+    overhead: Overhead | None  # None: it was not measured at the sizes of its layers
 
     @property
     def label(self) -> str:
@@ -70,7 +78,10 @@ def layers_of_engines(report: Report) -> tuple[EngineLayers, ...]:
             continue
         errors = _own_errors(report, candidate)
         peaks = _peaks_of(report, candidate)
-        for table in (candidate.layers, *candidate.other_layers):
+        rows_of_engine = candidate.benchmark.rows if candidate.benchmark else ()
+        for timed in (candidate.layers, *candidate.other_layers):
+            around = overhead(timed, rows_of_engine)
+            table = scaled(timed, around.factor) if around else timed
             works = work_of_layers(report.graph, report.graph_sizes, table, candidate.recipe, peaks)
             rows = sorted(zip(table.layers, works, strict=True), key=lambda row: _slowness(row[0]))
             key = f"layers-{len(found) + 1}"
@@ -83,6 +94,7 @@ def layers_of_engines(report: Report) -> tuple[EngineLayers, ...]:
                     tuple(work for _, work in rows),
                     errors,
                     peaks,
+                    around,
                 )
             )
     return tuple(found)
@@ -131,6 +143,7 @@ def layer_section(report: Report) -> Section:
     )
     tables = (
         _precision_table(engines),
+        _class_table(engines),
         Table(left("#", "engine", "fusions"), fused),
         *(_layer_table(engine) for engine in engines),
     )
@@ -146,6 +159,13 @@ def _paragraphs(report: Report, engines: Sequence[EngineLayers]) -> tuple[str, .
         " writes. Reformats are all layers that only move or convert data."
         for sizes in dict.fromkeys(shape_text(engine.table.sizes) for engine in engines)
     ]
+    if any(engine.overhead for engine in engines):
+        text.append(
+            "Wall, compute and kernels of the table by class of operator: the median end to end,"
+            " that of the device (on a CPU: of the call), and the sum of all layers. The host's"
+            " part is wall without compute, the gaps are compute without kernels. If timing made"
+            ' the layers slower than the whole, their times are multiplied by "layers times".'
+        )
     with_layers = {engine.entry.number for engine in engines}
     without = [
         entry.label
@@ -179,10 +199,11 @@ def _roofline_paragraphs(report: Report, engines: Sequence[EngineLayers]) -> lis
     text = [
         "FLOPs and bytes of a layer are those of its nodes. What fused nodes pass to each other"
         ' does not count as moved. "Of roofline" is the share of the measured time that the layer'
-        ' needs at the device\'s peak of arithmetic or memory, whichever takes longer. "Limit" is'
-        " that one, or why the share is not known. More than 100 % means that data stayed in"
-        " caches, that the kernel saves multiplications, or that the peaks were measured on a busy"
-        " host."
+        " needs at the device's peak of arithmetic, or of the level of memory that holds its"
+        " bytes, whichever takes longer. Weights are held where all weights of the engine fit."
+        ' "Limit" is that peak, or why the share is not known. A share above 100 % is an error of'
+        " this model: the kernel saves multiplications, data stayed in caches whose speed is not"
+        " known, or the peaks were measured on a busy host."
     ]
     text += [
         gaps for engine in engines if engine.entry.state == "winner" if (gaps := _gaps(engine))
@@ -206,12 +227,12 @@ def _gaps(engine: EngineLayers) -> str:
     known = [
         (layer, work.least_s, layer.seconds)
         for layer, work in zip(engine.layers, engine.works, strict=True)
-        if work.least_s is not None and layer.seconds is not None
+        if work.least_s is not None and layer.seconds is not None and not work.is_above_peak
     ]
     if not known:
         return ""
     total_s = sum(seconds for _, _, seconds in known)
-    least_s = sum(min(least_s, seconds) for _, least_s, seconds in known)
+    least_s = sum(least_s for _, least_s, _ in known)
     by_gap = sorted(known, key=lambda each: each[1] - each[2])
     gaps = [
         f"{layer.name} ({time_text(seconds - least_s)})"
@@ -222,6 +243,9 @@ def _gaps(engine: EngineLayers) -> str:
         f"The layers of {engine.label} whose roofline is known take {time_text(total_s)}; at their"
         f" rooflines they would take {time_text(least_s)}."
     )
+    if above := sum(work.is_above_peak for work in engine.works):
+        layers = "1 layer is" if above == 1 else f"{above} layers are"
+        text += f" {layers} left out: a share above 100 % is an error of the model."
     return f"{text} Furthest above it: {', '.join(gaps)}." if gaps else text
 
 
@@ -242,6 +266,31 @@ def _precision_table(engines: Sequence[EngineLayers]) -> Table:
         row = (str(engine.entry.number), engine.label, *_share_cells(engine.table, names))
         rows.append((*row, _kept_cell(engine)) if has_kept_nodes else row)
     return Table(columns, tuple(rows), emphasised=winner_row(engine.entry for engine in engines))
+
+
+def _class_table(engines: Sequence[EngineLayers]) -> Table:
+    """Return the share of the time per class of operator, and the overhead of each engine."""
+    columns = (
+        *left("#", "engine"),
+        *right(*OperatorClass, "wall", "compute", "kernels", "host", "gaps", "layers times"),
+    )
+    rows = tuple(
+        (str(engine.entry.number), engine.label, *_class_cells(engine)) for engine in engines
+    )
+    return Table(columns, rows, emphasised=winner_row(engine.entry for engine in engines))
+
+
+def _class_cells(engine: EngineLayers) -> tuple[str, ...]:
+    shares = time_by_class(engine.table.layers)
+    classes = tuple(percent_text(shares[each]) if each in shares else "-" for each in OperatorClass)
+    if (around := engine.overhead) is None:
+        return (*classes, *["-"] * 6)
+    times = (around.wall_s, around.compute_s, around.kernels_s, around.host_s, around.gaps_s)
+    return (*classes, *map(_signed_text, times), f"{around.factor:.3f}")
+
+
+def _signed_text(seconds: float) -> str:
+    return f"-{time_text(-seconds)}" if seconds < 0 else time_text(seconds)
 
 
 def _share_cells(table: LayerTable, names: list[str]) -> tuple[str, ...]:
@@ -268,7 +317,11 @@ def _kept_cell(engine: EngineLayers) -> str:
 def _layer_table(engine: EngineLayers) -> Table:
     columns = (*left("layer", "operator"), *right("time", "share"))
     if engine.has_work:
-        columns += (*right("of roofline"), *left("limit"), *right("FLOPs", "bytes moved"))
+        columns += (
+            *right("of roofline", "above it"),
+            *left("limit"),
+            *right("FLOPs", "bytes moved"),
+        )
     columns += left("precision", "known by")
     if engine.errors:
         columns += right("own error")
@@ -298,7 +351,7 @@ def _layer_cells(
         operator_text(layer),
         "-" if layer.seconds is None else time_text(layer.seconds),
         "-" if layer.seconds is None else percent_text(layer.seconds / total_s),
-        *(_work_cells(work) if engine.has_work else ()),
+        *(_work_cells(layer, work) if engine.has_work else ()),
         str(layer.precision),
         layer.evidence if layer.evidence != "none" else "-",
         *own_error,
@@ -307,9 +360,13 @@ def _layer_cells(
     )
 
 
-def _work_cells(work: LayerWork) -> tuple[str, ...]:
+def _work_cells(layer: Layer, work: LayerWork) -> tuple[str, ...]:
+    gap_s = None
+    if work.share is not None and work.least_s is not None and layer.seconds is not None:
+        gap_s = layer.seconds - work.least_s
     return (
         "-" if work.share is None else percent_text(work.share),
+        "-" if gap_s is None else _signed_text(gap_s),
         limit_text(work),
         "-" if work.flops is None else flops_text(work.flops),
         "-" if work.moved_bytes is None else bytes_text(round(work.moved_bytes)),
@@ -318,7 +375,10 @@ def _work_cells(work: LayerWork) -> tuple[str, ...]:
 
 def limit_text(work: LayerWork) -> str:
     """Return which peak limits a layer, or why that is not known."""
-    return str(work.unknown or work.limit)
+    if work.unknown or work.limit is None:
+        return str(work.unknown)
+    limit = work.level or str(work.limit)
+    return f"{limit}, error of the model" if work.is_above_peak else limit
 
 
 def operator_text(layer: Layer) -> str:

@@ -109,7 +109,9 @@ def peaks_text(peaks: Peaks) -> str:
         rates = [f"{name} {number_text(rate / 1e9)}" for name, rate in peaks.flops_per_s.items()]
         arithmetic = f"{', '.join(rates)} GFLOP/s"
     if peaks.bytes_per_s:
-        memory = f"memory {number_text(peaks.bytes_per_s / 1e9)} GB/s"
+        caches = [f"{each.name} {number_text(each.bytes_per_s / 1e9)}" for each in peaks.caches]
+        rates = [*caches, f"memory {number_text(peaks.bytes_per_s / 1e9)}"]
+        memory = f"{', '.join(rates)} GB/s"
     return f"{peaks.device}: {arithmetic}; {memory} ({peaks.source})"
 
 

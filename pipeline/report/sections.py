@@ -19,6 +19,7 @@ from pipeline.report.accuracy_sections import (
 from pipeline.report.entries import Entry, entries, percentile_cells, ratio_cell, shapes, winner_row
 from pipeline.report.latency_sections import (
     GPU_COLUMNS,
+    advice_section,
     gpu_cells,
     latency_section,
     limit_section,
@@ -61,6 +62,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         throughput_section(report),
         latency_section(report),
         width_section(report),
+        advice_section(report),
         limit_section(report),
         layer_section(report),
         module_section(report),

@@ -5,8 +5,11 @@ of the same layer reads stays in registers or caches, so it does not count as mo
 width of the types that the layer reads and writes.
 
 The roofline is the longer of two times: the layer's FLOPs at the peak of its precision, and its
-bytes at the peak of the memory. A share over 1 means that its data stayed in caches, that its
-kernel saves multiplications (Winograd), or that the peaks were measured on a busy host.
+bytes at the peak of the level of memory that holds them. Activations come from the smallest level
+that holds all of the layer's bytes. Weights are read once per run, so they come from the smallest
+level that holds the weights of the whole engine. A share over 1 is an error of this model: the
+kernel saves multiplications (Winograd), data stayed in caches whose speed is not known, or the
+peaks were measured on a busy host.
 All functions are pure.
 """
 
@@ -62,10 +65,17 @@ class LayerWork:
 
     flops: float | None = None
     moved_bytes: float | None = None
+    weight_bytes: float = 0.0  # of them constants
     least_s: float | None = None  # the roofline
     limit: Limit | None = None
+    level: str = ""  # of memory, if that is the limit: the one that takes longest
     share: float | None = None  # the roofline of the measured time
     unknown: Unknown | None = None  # why there is no share
+
+    @property
+    def is_above_peak(self) -> bool:
+        """True for a share above 100 %, which no device can reach: an error of the model."""
+        return self.share is not None and self.share > 1.0
 
 
 def work_of_layers(
@@ -85,8 +95,10 @@ def work_of_layers(
     if any(table.sizes.get(symbol, size) != size for symbol, size in sizes.items()):
         return (LayerWork(unknown=Unknown.OTHER_SIZES),) * len(table.layers)
     works = _Graph(graph).works(table.layers, recipe)
+    weights = sum(work.weight_bytes for work in works)
     return tuple(
-        _with_roofline(work, layer, peaks) for work, layer in zip(works, table.layers, strict=True)
+        _with_roofline(work, layer, peaks, weights)
+        for work, layer in zip(works, table.layers, strict=True)
     )
 
 
@@ -154,27 +166,33 @@ class _Graph:
         known = {index: work for index, work in works.items() if work is not None}
         if len(known) < len(works):
             return LayerWork(unknown=Unknown.SHAPES)
-        moved_bytes = 0.0
+        moved_bytes = weight_bytes = 0.0
         if any(work.moved_bytes for work in known.values()):  # else they are all views
-            moved_bytes = self._moved_bytes(known, _Widths.of(layer, recipe))
+            widths = _Widths.of(layer, recipe)
+            weight_bytes = sum(
+                _scaled(work.weight_bytes, work.weight_dtype, widths.weights)
+                for work in known.values()
+            )
+            moved_bytes = weight_bytes + self._activation_bytes(known, widths)
         flops = [work.flops for work in known.values() if work.flops is not None]
         if len(flops) < len(known):
-            return LayerWork(moved_bytes=moved_bytes, unknown=Unknown.OPERATORS)
-        return LayerWork(flops=sum(flops), moved_bytes=moved_bytes)
+            return LayerWork(
+                moved_bytes=moved_bytes, weight_bytes=weight_bytes, unknown=Unknown.OPERATORS
+            )
+        return LayerWork(flops=sum(flops), moved_bytes=moved_bytes, weight_bytes=weight_bytes)
 
-    def _moved_bytes(self, works: Mapping[int, NodeWork], widths: _Widths) -> float:
-        """Return what nodes in one layer read from others, their constants, and what they write."""
+    def _activation_bytes(self, works: Mapping[int, NodeWork], widths: _Widths) -> float:
+        """Return what nodes in one layer read from others, and what they write for others."""
         read: dict[int, float] = {}
-        weights = written = 0.0
+        written = 0.0
         for index, work in works.items():
             for source, count in zip(self.nodes[index].reads, work.read_bytes, strict=True):
                 if source not in works:
                     scaled = _scaled(count, self._dtype_of(source), widths.read)
                     read[source] = max(read.get(source, 0.0), scaled)
-            weights += _scaled(work.weight_bytes, work.weight_dtype, widths.weights)
             if not self.readers[index] <= works.keys():
                 written += _scaled(work.written_bytes, work.dtype, widths.written)
-        return sum(read.values()) + weights + written
+        return sum(read.values()) + written
 
     def _dtype_of(self, index: int) -> str:
         work = self.nodes[index].work
@@ -230,23 +248,37 @@ def _scaled(count: float, dtype: str, width: float | None) -> float:
 # -- the roofline ------------------------------------------------------------
 
 
-def _with_roofline(work: LayerWork, layer: Layer, peaks: Peaks | None) -> LayerWork:
-    """Add the roofline of a layer, or why it is not known."""
+def _with_roofline(work: LayerWork, layer: Layer, peaks: Peaks | None, weights: float) -> LayerWork:
+    """Add the roofline of a layer, or why it is not known. `weights`: bytes of all layers'."""
     if work.unknown or work.moved_bytes is None:
         return work
     if not (work.flops or work.moved_bytes):
         return replace(work, unknown=Unknown.NO_WORK)
     if peaks is None or not peaks.bytes_per_s:
         return replace(work, unknown=Unknown.PEAKS)
-    memory_s = work.moved_bytes / peaks.bytes_per_s
+    memory_s, level = _memory_s(work, peaks, weights)
     arithmetic_s = _arithmetic_s(work, layer, peaks)
     if arithmetic_s is None:
         return replace(work, unknown=Unknown.PRECISION)
     least_s = max(arithmetic_s, memory_s)
     limit = Limit.ARITHMETIC if arithmetic_s > memory_s else Limit.MEMORY
+    bounded = replace(
+        work, least_s=least_s, limit=limit, level=level if limit is Limit.MEMORY else ""
+    )
     if not layer.seconds:
-        return replace(work, least_s=least_s, limit=limit, unknown=Unknown.TIME)
-    return replace(work, least_s=least_s, limit=limit, share=least_s / layer.seconds)
+        return replace(bounded, unknown=Unknown.TIME)
+    return replace(bounded, share=least_s / layer.seconds)
+
+
+def _memory_s(work: LayerWork, peaks: Peaks, weights: float) -> tuple[float, str]:
+    """Return the least time to move a layer's bytes, and the level that takes longest."""
+    moved_bytes = work.moved_bytes or 0.0
+    parts = [
+        (moved_bytes - work.weight_bytes, peaks.level_of(moved_bytes)),
+        (work.weight_bytes, peaks.level_of(max(moved_bytes, weights))),
+    ]
+    times = [(count / level.bytes_per_s, level.name) for count, level in parts]
+    return sum(seconds for seconds, _ in times), max(times)[1]
 
 
 def _arithmetic_s(work: LayerWork, layer: Layer, peaks: Peaks) -> float | None:

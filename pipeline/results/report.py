@@ -28,6 +28,7 @@ from pipeline.measurement.clock import Samples, latency_figures
 from pipeline.measurement.comparison import MAX_WAITING
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import Plan
+from pipeline.results.advice import Advice
 from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.graph_node import GraphNode
 from pipeline.results.layer_table import LayerTable
@@ -595,6 +596,10 @@ class Report(Frozen):
             "What a run of the user's PyTorch module showed about its code. null: the model is no"
             " PyTorch code, or an older report."
         ),
+    )
+    advice: Advice | None = Field(
+        default=None,
+        description="What would make the winner faster. null: the plan did not ask for it.",
     )
     winner: str | None = Field(
         default=None, description="Label of the winner; with `keep` that of the baseline."

@@ -99,6 +99,7 @@ class SubmittedPlan(Frozen):
     accuracy: AccuracyConfig = AccuracyConfig()
     candidates: tuple[CandidateConfig, ...] = Field(default=(), max_length=64)
     measure_profile_width: bool = False
+    advise: bool = False
     fallback: Fallback = True
     export: ExportConfig = ExportConfig()
     simplify: SimplifyConfig = SimplifyConfig()
@@ -142,7 +143,7 @@ ALLOWED: dict[type[BaseModel], str] = {
         "conv matmul_weight matmul_activations residual_add first_layer last_layer per_channel"
     ),
     ExportConfig: "opset exporter",
-    SimplifyConfig: "enabled rewrite_attention",
+    SimplifyConfig: "enabled rewrite_attention rewrites",
     CalibrationConfig: "samples batch percentile language_model",
     TensorRTOptions: "workspace_mib optimization_level timing_iterations",
     BenchmarkConfig: "sizes duration_s budget_s warmup_s warmup_runs threads baselines",

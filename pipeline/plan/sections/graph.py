@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from pipeline.core import Frozen
+from pipeline.onnx_graph.rewrites import Rewrite
 from pipeline.plan.sections.written import renamed
 
 
@@ -54,6 +55,16 @@ class SimplifyConfig(Frozen):
             " as they are.",
         ),
     ] = True
+    rewrites: tuple[Rewrite, ...] = Field(
+        default=(),
+        description=(
+            "Rewrites to apply after simplification, in this order: `early_rows` takes rows before"
+            " the products that compute all of them, `merged_products` merges adapters into their"
+            " layers, `aligned_products` pads widths that matrix units do not fit,"
+            " `folded_strides` folds the stride of convolutions of few channels. `crucible advise`"
+            " measures what each gains. One that would change a result is left out."
+        ),
+    )
 
     @model_validator(mode="after")
     def _function(self) -> SimplifyConfig:

@@ -43,6 +43,7 @@ class _Roofline(NamedTuple):
     dots: tuple[_Dot, ...]  # the slowest first
     roofs: tuple[tuple[str, float], ...]  # precision and its peak, GFLOP/s
     gb_per_s: float
+    caches: tuple[tuple[str, float], ...]  # name and GB/s, the smallest cache first
 
 
 def rooflines(report: Report) -> tuple[Plot, ...]:
@@ -69,14 +70,16 @@ def _roofline(number: int, engine: EngineLayers) -> Plot | None:
     )
     if not dots:
         return None
-    data = _Roofline(dots, _roofs(dots, peaks), peaks.bytes_per_s / 1e9)
+    caches = tuple((level.name, level.bytes_per_s / 1e9) for level in peaks.caches)
+    data = _Roofline(dots, _roofs(dots, peaks), peaks.bytes_per_s / 1e9, caches)
     timed = sum(layer.seconds or 0.0 for layer in engine.layers)
     share = sum(dot.seconds for dot in dots) / timed
     caption = (
         f"The roofline of {engine.label}: one dot for each layer that computes, as large as its"
         f" time; together they take {share:.0%} of the time of all layers, and {dots[0].name} the"
         " most. On a line a layer is as fast as the device allows: on the slope by its memory, on"
-        " the flat part by its arithmetic. Above it, its data stayed in caches. Peaks:"
+        " the flat part by its arithmetic. Above it, its data stayed in caches, whose slopes are"
+        " dotted where they are known. Peaks:"
         f" {peaks.source}."
     )
     return Plot("layers", f"roofline-{number}", caption, partial(_draw, data))
@@ -104,6 +107,11 @@ def _draw(data: _Roofline) -> Figure:
         )
     if not data.roofs:
         axes.plot(x, x * data.gb_per_s, color=MUTED)
+    for name, gb_per_s in data.caches:
+        highest = max((peak for _, peak in data.roofs), default=np.inf)
+        axes.plot(x, np.minimum(highest, x * gb_per_s), ":", color=MUTED, linewidth=1)
+        label, start = f"{name}: {number_text(gb_per_s)} GB/s", (x[0], x[0] * gb_per_s)
+        axes.annotate(label, start, xytext=(4, 12), textcoords="offset points", color=MUTED)
     _draw_dots(axes, data.dots)
     for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
         scale("log")

@@ -1,6 +1,6 @@
 """Simplify a graph: fewer nodes, the same function.
 
-Three steps, each in a child process, and each compared with its input:
+Four steps, each in a child process, and each compared with its input:
 
 1. `surgery.py`: the user's own surgery, if the plan names one. Changed outputs are an error.
 2. `attention_rewrite.py`: attention is rewritten plainly, or kept if that fails. The step is
@@ -8,6 +8,7 @@ Three steps, each in a child process, and each compared with its input:
    before.
 3. `simplifier.py`: onnxsim and GraphSurgeon. A simplifier may crash, hang, fix the batch size of
    its example, or remove nodes that a backend needs (Q/DQ). Then its result is discarded.
+4. `named_rewrites.py`: the rewrites that the plan names.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from pipeline.stages.simplify.checks import (
     retry_clause,
     tolerance_of,
 )
+from pipeline.stages.simplify.named_rewrites import with_rewrites
 from pipeline.stages.simplify.simplifier import Simplifier, run_onnxsim, simplify_file
 from pipeline.stages.simplify.surgery import operate
 
@@ -77,6 +79,7 @@ def simplify(
         result = _last_or_before(last, result, out)
     for folder in (out / OPERATED, out / ATTENDED, out / AT_LAST):
         shutil.rmtree(folder, ignore_errors=True)
+    result = with_rewrites(result, request, out)
     return result.model_copy(
         update={
             "notes": (*notes, *result.notes),

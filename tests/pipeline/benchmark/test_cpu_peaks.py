@@ -10,6 +10,7 @@ from pipeline.benchmark.cpu_peaks import _product as product
 from pipeline.benchmark.cpu_peaks import (
     busy_text,
     load_peaks,
+    measure_caches,
     measure_copy,
     measure_if_quiet,
     measure_once,
@@ -22,7 +23,8 @@ from pipeline.core import CandidateFigures, Precision, Recipe, Target
 from pipeline.errors import ChildDied, ChildStopped
 from pipeline.execution.stage_runner import Runner as StageRunner
 from pipeline.execution.stage_runner import Stage
-from pipeline.host.gpu import Peaks
+from pipeline.host.caches import Cache
+from pipeline.host.gpu import MemoryLevel, Peaks
 from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from tests.builders.layers import real_table
 from tests.builders.report import benchmark, engine
@@ -169,3 +171,18 @@ def test_rows_are_seen_against_the_peaks_and_the_precision_that_really_ran(tmp_p
     )
     unseen = with_limits(benchmarks, engines, {}, 0).results[1]
     assert unseen.rows[0].bound.precision is Precision.INT8  # type: ignore[union-attr]
+
+
+def test_every_cache_has_a_speed_and_the_one_before_sets_its_size() -> None:
+    caches = (Cache(name="L2", size_bytes=2**16), Cache(name="L3", size_bytes=2**20))
+    found = measure_caches(1, caches, 0.001)
+    assert [(each.name, each.size_bytes) for each in found] == [("L2", 2**16), ("L3", 2**20)]
+    assert all(each.bytes_per_s > 1e6 for each in found)
+    assert measure_caches(1, (), 0.001) == ()
+
+
+def test_data_larger_than_all_caches_come_from_memory() -> None:
+    level = MemoryLevel(name="L2", size_bytes=100, bytes_per_s=1e11)
+    peaks = PEAKS.model_copy(update={"caches": (level,)})
+    assert peaks.level_of(100) == level
+    assert (peaks.level_of(101).name, peaks.level_of(101).bytes_per_s) == ("memory", 2e10)

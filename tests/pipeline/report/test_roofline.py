@@ -4,9 +4,10 @@ from itertools import pairwise
 
 import pytest
 
+from pipeline.host.gpu import MemoryLevel
 from pipeline.report.figures import plots
 from pipeline.report.figures.roofline import rooflines
-from tests.builders.report import proven_report, worked_report
+from tests.builders.report import PEAKS_OF_H200, proven_report, worked_report
 
 
 def test_each_layer_that_computes_is_a_dot_below_the_peaks_that_it_ran_in() -> None:
@@ -23,6 +24,14 @@ def test_each_layer_that_computes_is_a_dot_below_the_peaks_that_it_ran_in() -> N
     drawing = plot.draw()
     assert all(f"{name}: " in drawing for name, _ in data.roofs)
     assert plot.key in {each.key for each in plots(report)}
+
+
+def test_caches_of_known_speed_have_a_slope_of_their_own() -> None:
+    level = MemoryLevel(name="L2", size_bytes=2**20, bytes_per_s=1e13)
+    (plot,) = rooflines(worked_report(PEAKS_OF_H200.model_copy(update={"caches": (level,)})))
+    (data,) = plot.figure.args
+    assert data.caches == (("L2", 1e4),)
+    assert "L2: 10,000 GB/s" in plot.draw()
 
 
 def test_without_peaks_or_work_there_is_no_figure() -> None:

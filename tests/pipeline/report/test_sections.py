@@ -107,7 +107,7 @@ def test_a_report_by_latency_has_no_throughput(report: Report) -> None:
 
 def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:
     section = next(section for section in sections(proven_report()) if section.key == "layers")
-    shares, fused, *layers = section.tables
+    shares, classes, fused, *layers = section.tables
     assert shares.columns == (
         *left("#", "engine"),
         *right("fp32", "fp16", "int8", "reformats", "not known", "layers", "of them reformats"),
@@ -118,6 +118,13 @@ def test_every_proven_engine_is_told_with_its_shares_and_fusions() -> None:
         ("5", "tensorrt rescued fp16 flags", "99.9 %", "-", "-", "0.1 %", "-", "24", "1"),
     )
     assert shares.emphasised == 0
+    assert classes.headings[2:] == (
+        *("matrix products", "normalisation", "element-wise", "layout", "other"),
+        *("wall", "compute", "kernels", "host", "gaps", "layers times"),
+    )
+    assert classes.rows[0][:7] == (
+        *("1", "tensorrt int8 implicit entropy", "92 %", "0 %", "0 %", "6.1 %", "2.4 %"),
+    )
     assert fused.rows[1][2] == "Conv + Relu in one kernel: 9; Conv + Add + Relu in one kernel: 8"
     assert [(table.title, len(table.rows), table.folded) for table in layers] == [
         ("The layers of tensorrt int8 implicit entropy, slowest first", 24, False),
@@ -150,11 +157,12 @@ def layer_section(report: Report) -> Section:
 
 def test_layers_have_their_share_of_the_roofline() -> None:
     section = layer_section(worked_report())
-    table = section.tables[2]
-    assert table.headings[2:8] == (
+    table = section.tables[3]
+    assert table.headings[2:9] == (
         "time",
         "share",
         "of roofline",
+        "above it",
         "limit",
         "FLOPs",
         "bytes moved",
@@ -163,9 +171,9 @@ def test_layers_have_their_share_of_the_roofline() -> None:
     first = next(row for name, row in cells.items() if "layer1.0/conv1/Conv" in name)
     # Conv and Relu in int8: 25 kB in and 25 kB out, which takes 10.4 ns at 4.8 TB/s.
     assert first[2] == "7.17 us"
-    assert first[4:8] == ("0.1 %", "memory", "1.00 MFLOP", "50.0 kB")
+    assert first[4:9] == ("0.1 %", "7.16 us", "memory", "1.00 MFLOP", "50.0 kB")
     reformat = next(row for name, row in cells.items() if "Reformatting" in name)
-    assert reformat[4:8] == ("-", "no node of the graph", "-", "-")
+    assert reformat[4:9] == ("-", "-", "no node of the graph", "-", "-")
     text = " ".join(section.paragraphs)
     assert "What fused nodes pass to each other does not count as moved" in text
     assert "The layers of tensorrt int8 implicit entropy whose roofline is known take" in text
@@ -177,8 +185,8 @@ def test_without_peaks_layers_have_their_work_only() -> None:
     other = PEAKS_OF_H200.model_copy(update={"device": "NVIDIA H200 NVL"})
     for peaks in (None, other):
         section = layer_section(worked_report(peaks))
-        row = next(row for row in section.tables[2].rows if "layer1.0/conv1/Conv" in row[0])
-        assert row[4:7] == ("-", "peaks not known", "1.00 MFLOP")
+        row = next(row for row in section.tables[3].rows if "layer1.0/conv1/Conv" in row[0])
+        assert row[4:8] == ("-", "-", "peaks not known", "1.00 MFLOP")
         text = " ".join(section.paragraphs)
         assert "The peaks of this device are not known" in text
         assert "`crucible doctor --measure`" in text
@@ -195,7 +203,7 @@ def test_a_report_without_a_graph_says_that_rooflines_are_missing() -> None:
     report = worked_report().model_copy(update={"graph": (), "graph_sizes": None})
     section = layer_section(report)
     assert "rooflines of layers are not in this report: it has no graph." in section.paragraphs[2]
-    assert "of roofline" not in section.tables[2].headings
+    assert "of roofline" not in section.tables[3].headings
 
 
 def test_markdown_has_the_slowest_layers_of_the_winner_and_of_a_wrong_precision() -> None:
@@ -229,9 +237,9 @@ def test_a_layer_has_the_largest_own_error_of_its_nodes_that_are_low() -> None:
         for section in sections(report.model_copy(update={"rescues": (rescue,)}))
         if section.key == "layers"
     )
-    rows = [row for row in of_layers.tables[3].rows if conv in row[7]]
+    rows = [row for row in of_layers.tables[4].rows if conv in row[7]]
     assert [row[6] for row in rows] == ["0.5 (6 dB)"]
-    assert of_layers.tables[3].headings[6] == "own error"
+    assert of_layers.tables[4].headings[6] == "own error"
     assert 'as under "Which layers hurt"' in of_layers.paragraphs[-1]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import Precision, Recipe
-from pipeline.host.gpu import Peaks
-from pipeline.results.graph_node import GraphNode
+from pipeline.host.gpu import MemoryLevel, Peaks
+from pipeline.results.graph_node import GraphNode, NodeWork
 from pipeline.results.layer_table import Layer
 from pipeline.results.layer_work import LayerWork, Limit, Unknown, work_of_layers
 from pipeline.results.model_graph import model_graph
@@ -121,7 +121,9 @@ def test_work_is_known_without_peaks(graph: tuple[GraphNode, ...]) -> None:
     no_memory = PEAKS.model_copy(update={"bytes_per_s": None})
     for peaks in (None, no_memory):
         (found,) = work(graph, layer("fp32", nodes=("m",)), peaks=peaks)
-        assert found == LayerWork(flops=256, moved_bytes=320, unknown=Unknown.PEAKS)
+        assert found == LayerWork(
+            flops=256, moved_bytes=320, weight_bytes=64, unknown=Unknown.PEAKS
+        )
 
 
 def test_flops_of_an_unknown_operator_leave_its_bytes(graph: tuple[GraphNode, ...]) -> None:
@@ -130,7 +132,7 @@ def test_flops_of_an_unknown_operator_leave_its_bytes(graph: tuple[GraphNode, ..
     unknown = matmul.model_copy(update={"work": matmul.work.model_copy(update={"flops": None})})
     graph = (*graph[:2], unknown, *graph[3:])
     (found,) = work(graph, layer("fp32", nodes=("m",)))
-    assert found == LayerWork(moved_bytes=320, unknown=Unknown.OPERATORS)
+    assert found == LayerWork(moved_bytes=320, weight_bytes=64, unknown=Unknown.OPERATORS)
 
 
 def test_a_heavy_layer_named_after_its_bias_computes_the_product_before_it(
@@ -168,3 +170,46 @@ def test_other_sizes_and_older_reports_have_no_work(graph: tuple[GraphNode, ...]
     assert other.unknown is Unknown.OTHER_SIZES
     (older,) = work_of_layers(graph, None, layers, FP32, PEAKS)
     assert older.unknown is Unknown.NO_GRAPH
+
+
+def test_data_come_from_the_smallest_level_that_holds_them(graph: tuple[GraphNode, ...]) -> None:
+    def level(name: str, size: int, rate: float) -> MemoryLevel:
+        return MemoryLevel(name=name, size_bytes=size, bytes_per_s=rate)
+
+    product = layer("fp32", 1.0, nodes=("m",))
+    fast = PEAKS.model_copy(update={"flops_per_s": {Precision.FP32: 1e9}})
+    large = fast.model_copy(update={"caches": (level("L2", 64, 1e5), level("L3", 320, 1e4))})
+    (found,) = work(graph, product, peaks=large)
+    assert found.level == "L3"
+    assert found.least_s == pytest.approx(320 / 1e4)
+    small = fast.model_copy(update={"caches": (level("L2", 319, 1e5),)})
+    (found,) = work(graph, product, peaks=small)
+    assert found.level == "memory"
+    assert found.least_s == pytest.approx(320 / 1e3)
+
+
+def test_weights_come_from_the_level_that_holds_those_of_all_layers() -> None:
+    def node(weights: int) -> GraphNode:
+        work = NodeWork(flops=1.0, moved_bytes=weights, weight_bytes=weights)
+        return GraphNode(name=f"n{weights}", operator="MatMul", work=work)
+
+    level = MemoryLevel(name="L2", size_bytes=200, bytes_per_s=1e5)
+    peaks = PEAKS.model_copy(update={"flops_per_s": {Precision.FP32: 1e9}, "caches": (level,)})
+    layers = table(layer("fp32", 1.0, nodes=("n100",)), layer("fp32", 1.0, nodes=("n150",)))
+    graph = (node(100), node(150))
+    works = work_of_layers(graph, {}, layers, FP32, peaks)
+    assert [each.least_s for each in works] == [
+        pytest.approx(100 / 1e3),
+        pytest.approx(150 / 1e3),
+    ]
+    (alone,) = work_of_layers(graph[:1], {}, table(layers.layers[0]), FP32, peaks)
+    assert alone.least_s == pytest.approx(100 / 1e5)
+
+
+def test_a_share_above_the_peak_is_an_error_of_the_model_and_is_not_clipped(
+    graph: tuple[GraphNode, ...],
+) -> None:
+    (found,) = work(graph, layer("fp32", 0.1, nodes=("m",)))
+    assert found.share == pytest.approx(3.2)
+    assert found.is_above_peak
+    assert not work(graph, layer("fp32", 1.0, nodes=("m",)))[0].is_above_peak

@@ -37,8 +37,8 @@ from service.submission.uploads import Part
 
 KEYS = (
     "name architecture classes inputs outputs profiles preprocess postprocess data accuracy"
-    " candidates measure_profile_width fallback export simplify calibration tensorrt benchmark"
-    " objective serving stage_timeout_s targets wait_for_node_s"
+    " candidates measure_profile_width advise fallback export simplify calibration tensorrt"
+    " benchmark objective serving stage_timeout_s targets wait_for_node_s"
 )
 WORDS = b"""metric: wer
   decode: ctc_greedy
@@ -110,9 +110,10 @@ candidates:
     mode: max-autotune
     provider: cpu
 measure_profile_width: true
+advise: true
 fallback: true
 export: {opset: 20, exporter: auto}
-simplify: {enabled: true, rewrite_attention: true}
+simplify: {enabled: true, rewrite_attention: true, rewrites: [early_rows]}
 calibration: {samples: 1, batch: 1, percentile: 99, language_model: true}
 tensorrt: {workspace_mib: 1, optimization_level: 1, timing_iterations: 1}
 benchmark:
