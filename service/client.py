@@ -54,6 +54,7 @@ from service.registry.models import (
 from service.registry.traffic import ShapesView
 from service.storage.key import FORM
 from service.submission.tar import tar, untar
+from service.submission.uploads import PARTS
 
 if TYPE_CHECKING:
     from pipeline.llm.results import AnyReport
@@ -121,11 +122,12 @@ class Upload:
     calibration: Path | str | None = None  # .npz, or .jsonl for a language model
     selection: Path | str | None = None
     validation: Path | str | None = None
+    tokenizer: Path | str | None = None  # tokenizer.json, with `serving.text` in the plan
 
     def parts(self, files: contextlib.ExitStack) -> dict[str, tuple[str, IO[bytes] | str]]:
         """Return the parts of the upload by name: each with its file's name and content."""
         parts: dict[str, tuple[str, IO[bytes] | str]] = {}
-        for name in ("model", "plan", "calibration", "selection", "validation"):
+        for name in PARTS:
             part: Path | str | None = getattr(self, name)
             if isinstance(part, str):
                 parts[name] = ("plan.yaml" if name == "plan" else f"{name}.jsonl", part)

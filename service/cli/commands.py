@@ -193,6 +193,12 @@ def submit(
             help="Samples for the final check of the winner: .npz, or .jsonl of texts.",
         ),
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="tokenizer.json of an encoder, with `serving.text` in the plan."
+        ),
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(help="Compile one of the server's own plans instead of a model."),
@@ -220,7 +226,7 @@ def submit(
     from service.client import Upload
     from service.http.schemas import JobView
 
-    data = (calibration, selection, validation)
+    data = (calibration, selection, validation, tokenizer)
     extras = any((plan, profiles, *data))
     if (model is None) == (config is None) or (config is not None and extras):
         raise PlanError(

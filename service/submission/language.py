@@ -44,7 +44,7 @@ from service.submission.plan import (
     UNPACKED,
     name_of,
 )
-from service.submission.uploads import Limits, Part, extract, is_archive
+from service.submission.uploads import TOKENIZER, Limits, Part, extract, is_archive
 
 GGUF = ".gguf"
 MAGIC = b"GGUF"  # at the start of such a file
@@ -108,6 +108,10 @@ def language_plan_from(
                 f"no part `{role}`: a language model is judged on your texts",
                 'send a .jsonl file with {"text": ...} a line, of texts that are in no other part',
             )
+    if TOKENIZER in parts:
+        raise Unprocessable(
+            "a part `tokenizer`: that of a language model is in its file or folder", "leave it out"
+        )
     texts = {role: _renamed(parts[role], ".jsonl") for role in ROLES if role in parts}
     model = LanguageModelConfig(path=str(_model(parts["model"], settings)))
     written = {

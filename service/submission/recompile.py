@@ -133,10 +133,12 @@ def _plan_of(version: Version, suggestion: Suggestion | None, folders: Folders) 
 
 
 def _files_of(plan: Plan) -> list[Path]:
-    """Return the files of the model and the data."""
+    """Return the files of the model, its tokenizer and the data."""
     roles = (plan.data.calibration, plan.data.selection, plan.data.validation)
     data = [file for role in roles if isinstance(role, tuple) for file in role]
-    return [file for file in (plan.model.path, plan.model.weights, *data) if file is not None]
+    tokenizer = plan.serving.text.tokenizer if plan.serving.text else None
+    files = (plan.model.path, plan.model.weights, tokenizer, *data)
+    return [file for file in files if file is not None]
 
 
 def _copy_upload(old: str, new: str, suggestion: Suggestion | None, folders: Folders) -> None:

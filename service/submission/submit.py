@@ -504,6 +504,8 @@ def _content_of(plan: Plan) -> list[str]:
     content = [plan.model_dump_json(), source_from_config(plan.model, plan.profiles).digest]
     for role in (plan.data.calibration, plan.data.selection, plan.data.validation):
         content += [_digest(file) for file in role] if isinstance(role, tuple) else []
+    if plan.serving.text is not None:
+        content.append(_digest(plan.serving.text.file))
     if ":" in plan.accuracy.metric:
         content.append(
             code_digest(plan.accuracy.metric, plan.accuracy.python_path, "accuracy.metric")
@@ -521,6 +523,6 @@ def _digest(file: Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise PlanError(
-            f"the plan's data cannot be read: {error}",
+            f"a file of the plan cannot be read: {error}",
             "ask the operator of this service to correct the plan",
         ) from error

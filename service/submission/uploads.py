@@ -29,7 +29,8 @@ from python_multipart.multipart import parse_options_header
 
 from service.errors import TooLarge, Unprocessable
 
-PARTS = ("model", "plan", "calibration", "selection", "validation")
+TOKENIZER = "tokenizer"  # of an encoder of texts
+PARTS = ("model", "plan", "calibration", "selection", "validation", TOKENIZER)
 MAX_MEMBERS = 10_000  # of an archive; each costs a file
 MAX_DIRECTORY_BYTES = 4 * 2**20  # of a .zip: about 400 bytes for each of MAX_MEMBERS
 # of a .tar between two files: names of up to 4096 bytes, and read-ahead

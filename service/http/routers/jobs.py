@@ -20,7 +20,7 @@ from service.storage.layout import MAX_LOG_BYTES
 from service.storage.running_logs import RunningLogs
 from service.submission.plan import NamedConfig, SubmittedPlan
 from service.submission.submit import Body, submit
-from service.submission.uploads import PARTS
+from service.submission.uploads import PARTS, TOKENIZER
 
 router = APIRouter(tags=["jobs"], responses=REFUSALS)
 MAX_SEQ = 2**63 - 1  # of SQLite
@@ -33,7 +33,8 @@ _EXAMPLE = {
         "{name: resnet50, profiles: [{batch: [1, 8, 64]}], accuracy: {metric: top1, max_drop:"
         " 0.01}}"
     ),
-    **{role: f"(content of {role}.npz)" for role in PARTS[2:]},
+    **{role: f"(content of {role}.npz)" for role in PARTS[2:-1]},
+    TOKENIZER: "(content of tokenizer.json, with `serving.text` in the plan)",
 }
 COMPILE_BODY: dict[str, Any] = {
     "description": "A model with its plan and data, or the name of one of the server's own plans",
