@@ -18,7 +18,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
@@ -54,6 +54,7 @@ from service.registry.models import (
 from service.registry.traffic import ShapesView
 from service.storage.key import FORM
 from service.submission.tar import tar, untar
+from service.submission.uploads import PARTS
 
 if TYPE_CHECKING:
     from pipeline.llm.results import AnyReport
@@ -123,11 +124,12 @@ class Upload:
     validation: Path | str | None = None
     selection_labels: Path | str | None = None  # .json (boxes in the format of COCO) or .jsonl
     validation_labels: Path | str | None = None
+    tokenizer: Path | str | None = None  # tokenizer.json, with `serving.text` in the plan
 
     def parts(self, files: contextlib.ExitStack) -> dict[str, tuple[str, IO[bytes] | str]]:
         """Return the parts of the upload by name: each with its file's name and content."""
         parts: dict[str, tuple[str, IO[bytes] | str]] = {}
-        for name in (field.name for field in fields(self)):
+        for name in PARTS:
             part: Path | str | None = getattr(self, name)
             if isinstance(part, str):
                 parts[name] = ("plan.yaml" if name == "plan" else f"{name}.jsonl", part)
