@@ -154,13 +154,13 @@ def report_page() -> str:
 
 def language_report_page() -> str:
     titles = titles_in(LanguagePlan.model_json_schema(), by_path=True)
-    link = "[the plan](language-plan.md)"
+    of_plan = {"LanguagePlan": "[the plan](language-plan.md)"}
     return _page_of_report(
         LanguageReport,
         "Report of a language model",
         ABOUT_LANGUAGE_REPORT,
         "pipeline/llm/results.py",
-        {"LanguagePlan": link} | linked(titles, "language-plan.md"),
+        of_plan | dict(linked(titles, "language-plan.md")),
     )
 
 
