@@ -470,17 +470,17 @@ class Deployment:
         except Exception as error:  # noqa: BLE001  the edge of a batch
             self._fail_batch(batch, error)
             return
-        began = monotonic()
-        filled = began
+        filling_s = 0.0
 
         def fill(targets: Sequence[Array]) -> None:
-            nonlocal filled
+            nonlocal filling_s
+            began = monotonic()
             self._rows.fill(joined, targets)
-            filled = monotonic()
+            filling_s = monotonic() - began
 
         def then(result: BatchResult | CrucibleError) -> None:
             if isinstance(result, BatchResult):
-                self._answer(batch, requests, joined, result, filled - began)
+                self._answer(batch, requests, joined, result, filling_s)
             elif isinstance(result, Unprocessable) and len(batch.requests) > 1:
                 # One of the requests has bad inputs.
                 self._put_back(replace(each, alone=True) for each in batch.requests)

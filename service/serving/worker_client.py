@@ -8,7 +8,8 @@
     await worker.end()                      kills the process
 
 The server trusts no reply of a worker. A slot is used again only after the worker has answered for
-it: a request that has timed out keeps its slot until then.
+it: a request that has timed out keeps its slot until then. A thread that writes large inputs keeps
+the slot and the inputs until it has written them, whatever becomes of the request or the worker.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -34,12 +36,13 @@ from numpy.typing import NDArray
 from pipeline.core import CODE_BACKENDS, Engine, dtype_of
 from pipeline.errors import CrucibleError, DamagedError, HostError
 from pipeline.execution.exit_causes import crucible_error
+from pipeline.host.environment import usable_cores
 from service import logs
 from service.errors import TimedOut, Unavailable, Unprocessable
 from service.jobs.worker_client import GuardedProcess
 from service.sandbox.framing import MAX_HEAD_BYTES, BadMessage, Failed, decode
 from service.sandbox.layers import Sandbox
-from service.serving.shared_memory import MAX_BYTES, Buffer, Slot, in_place, layout
+from service.serving.shared_memory import MAX_BYTES, Buffer, InPlace, Slot, in_place, layout
 from service.serving.worker_messages import (
     FROM_SERVER,
     FROM_WORKER,
@@ -47,6 +50,7 @@ from service.serving.worker_messages import (
     FromWorker,
     Load,
     Part,
+    Placed,
     Ready,
     Refused,
     Run,
@@ -59,6 +63,13 @@ TORCH_WORKER = (sys.executable, "-m", "service.serving.torch_worker")
 FILE_BYTES = 1 << 30  # limit for a file that a worker writes: its log
 NOTHING_NEW: Mapping[Part, Buffer] = {}
 LAYOUTS = 256  # input layouts that are remembered
+# Measured with first-pixel models on two cores and 8 clients: a thread loses at 1.2 MB (a third of
+# the rate), gains at 2.4 MB (a tenth) and at 10 MB (a third).
+LARGE_BYTES = 2 << 20
+# numpy and the kernel copy without the interpreter's lock. A few threads use up a host's memory
+# bandwidth.
+COPY_THREADS = ThreadPoolExecutor(max(2, min(4, usable_cores())), "crucible-copies")
+LOST = ("the worker of this request was lost", "send the request again", 1)
 
 log = logs.get("service.worker")
 Array = NDArray[np.generic]
@@ -111,9 +122,21 @@ class Task:
 
     shapes: tuple[tuple[int, ...], ...]  # of the inputs
     output_bytes: int  # of the outputs of known size
-    fill: Callable[[Sequence[Array]], None]  # writes the inputs
+    fill: Callable[[Sequence[Array]], None]  # writes the inputs; in a thread, if they are large
     then: Callable[[BatchResult | CrucibleError], None]
     inputs: Sequence[object] = ()  # of its only request, if `fill` would write them unchanged
+
+
+@dataclass(slots=True)
+class _PreparedBatch:
+    """A batch whose inputs are about to be written."""
+
+    task: Task
+    slot: Slot
+    placed: tuple[Placed, ...] = ()  # the inputs
+    input_bytes: int = 0  # to write into the slot
+    body: InPlace | None = None  # which holds the inputs instead
+    new: dict[Part, Buffer] = field(default_factory=dict)  # unknown to the worker
 
 
 @dataclass(slots=True)
@@ -218,6 +241,7 @@ class Worker(WorkerProcess):
         # A batch runs in each session, and one is ready to run.
         self._free = [Slot(number) for number in range(order.sessions + 1)]
         self._sent: dict[int, _PendingBatch] = {}  # in the order in which the worker takes them
+        self._copies: dict[asyncio.Future[None], _PreparedBatch] = {}  # that threads write now
         self._mapped: set[int] = set()  # buffers of bodies that the worker has mapped
         self._freed: deque[int] = deque()  # those of them that are gone here
         self._numbers = itertools.count()
@@ -269,47 +293,81 @@ class Worker(WorkerProcess):
     @property
     def load(self) -> int:
         """The number of its batches."""
-        return len(self._sent)
+        return len(self._sent) + len(self._copies)
 
     @property
     def is_idle(self) -> bool:
         """True if a further batch would run at once."""
-        return len(self._sent) < self._order.sessions
+        return self.load < self._order.sessions
 
     @property
     def has_room(self) -> bool:
         return bool(self._free)  # a broken worker has no free slot
 
     def run(self, task: Task) -> None:
-        """Send a batch to the worker, which must have room."""
-        slot = self._free.pop()
-        new: dict[Part, Buffer] = {}
+        """Send a batch to the worker, which must have room. A thread writes large inputs."""
+        batch = _PreparedBatch(task, self._free.pop())
         try:
-            body = in_place(task.inputs, self._dtypes) if task.inputs else None
-            placed, size = (body.placed, 0) if body else self._layout(task.shapes)
-            if size > MAX_BYTES:
-                raise Unprocessable(
-                    f"the inputs of the batch have {size} bytes, expected at most {MAX_BYTES}",
-                    "send smaller inputs",
-                )
-            new = slot.reserve(size, task.output_bytes)
-            if body is None:
-                assert slot.inputs is not None
-                targets = [
-                    slot.inputs.array(dtype, tensor)
-                    for dtype, tensor in zip(self._dtypes, placed, strict=True)
-                ]
+            targets = self._prepare(batch)
+            if batch.input_bytes >= LARGE_BYTES:
+                copy = self._loop.run_in_executor(COPY_THREADS, task.fill, targets)
+                self._copies[copy] = batch
+                copy.add_done_callback(self._written)
+                return
+            if batch.body is None:
                 task.fill(targets)
-        except Exception as error:  # the edge of a batch: its error costs no slot
-            # A CrucibleError is no bug: there is no memory, or the inputs are too large.
-            if not isinstance(error, CrucibleError):
-                name = self._order.name
-                log.error("worker.batch_not_written", worker=name, exc_info=error)
-            # The worker does not know the new buffers: the next batch gets an empty slot.
-            self._free.append(Slot(slot.number) if new else slot)
-            task.then(crucible_error(error))
+        except Exception as error:  # noqa: BLE001  the edge of a batch: its error costs no slot
+            self._give_up(batch, error)
+        else:
+            self._start_batch(batch)
+
+    def _prepare(self, batch: _PreparedBatch) -> Sequence[Array]:
+        """Make room in the slot. Return the arrays to write; none if the inputs stay in a body."""
+        task = batch.task
+        if task.inputs:
+            batch.body = in_place(task.inputs, self._dtypes)
+        if batch.body is not None:
+            batch.placed = batch.body.placed
+        else:
+            batch.placed, batch.input_bytes = self._layout(task.shapes)
+        if batch.input_bytes > MAX_BYTES:
+            raise Unprocessable(
+                f"the inputs of the batch have {batch.input_bytes} bytes, expected at most"
+                f" {MAX_BYTES}",
+                "send smaller inputs",
+            )
+        batch.new = batch.slot.reserve(batch.input_bytes, task.output_bytes)
+        if batch.body is not None:
+            return ()
+        inputs = batch.slot.inputs
+        assert inputs is not None
+        return [
+            inputs.array(dtype, tensor)
+            for dtype, tensor in zip(self._dtypes, batch.placed, strict=True)
+        ]
+
+    def _written(self, copy: asyncio.Future[None]) -> None:
+        """Send a batch that a thread has written. If the worker broke meanwhile, it has failed."""
+        batch, error = self._copies.pop(copy), copy.exception()
+        if self.is_broken:
             return
-        number = None
+        if error is not None:
+            self._give_up(batch, error)
+        else:
+            self._start_batch(batch)
+
+    def _give_up(self, batch: _PreparedBatch, error: BaseException) -> None:
+        """Fail a batch that was not written."""
+        # A CrucibleError is no bug: there is no memory, or the inputs are too large.
+        if not isinstance(error, CrucibleError):
+            log.error("worker.batch_not_written", worker=self._order.name, exc_info=error)
+        # The worker does not know the new buffers: the next batch gets an empty slot.
+        self._free.append(Slot(batch.slot.number) if batch.new else batch.slot)
+        batch.task.then(crucible_error(error))
+
+    def _start_batch(self, batch: _PreparedBatch) -> None:
+        """Send a batch whose inputs are in their place."""
+        new, body, number = batch.new, batch.body, None
         if body is not None:
             number = body.buffer.number
             if number not in self._mapped:
@@ -318,17 +376,20 @@ class Worker(WorkerProcess):
                 new["body"] = body.buffer
         freed = tuple(self._freed.popleft() for _ in range(len(self._freed)))
         self._mapped.difference_update(freed)
-        message = Run(next(self._numbers), slot.number, placed, tuple(new), number, freed)
+        slot = batch.slot
+        message = Run(next(self._numbers), slot.number, batch.placed, tuple(new), number, freed)
         stuck = self._loop.call_later(
             self._order.stuck_s, self._break, "did not answer any more and was stopped"
         )
-        self._sent[message.number] = _PendingBatch(task, slot, message, stuck)
+        self._sent[message.number] = _PendingBatch(batch.task, slot, message, stuck)
         self._send(message, new)
 
     async def end(self) -> None:
-        """End the processes of the worker. Their memory is free on return."""
+        """End the processes of the worker and the copies to it. Their memory is free on return."""
         self._break("was stopped")
         await self._process.end()
+        if self._copies:
+            await asyncio.wait(tuple(self._copies))
 
     # -- messages --------------------------------------------------------
 
@@ -454,7 +515,10 @@ class Worker(WorkerProcess):
             self._process.terminate()
         self._free.clear()
         lost, self._sent = tuple(self._sent.values()), {}
+        unsent = tuple(self._copies.values())  # their threads go on in memory that nobody reads
         for place, sent in enumerate(lost):
             sent.stuck.cancel()
             kind = Unavailable if place < self._order.sessions else NotStarted
-            sent.task.then(kind("the worker of this request was lost", "send the request again", 1))
+            sent.task.then(kind(*LOST))
+        for batch in unsent:
+            batch.task.then(NotStarted(*LOST))
