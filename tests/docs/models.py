@@ -173,7 +173,7 @@ def _page_of_report(
         for name, title in titles_in(schema, by_path=False).items()
         if name not in of_plan
     }
-    links = linked(titles) | of_plan
+    links = {**linked(titles), **of_plan}
     return page(
         title,
         f"`{source}`",
