@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from pipeline.errors import InternalError
 from service.errors import TimedOut, Unavailable, Unprocessable
 from service.inference import InferAnswer
 from service.regions import Region, RegionTensor
-from service.serving.worker_client import LARGE_BYTES
+from service.serving.worker_client import LARGE_BYTES, NotStarted, Task, Worker
+from service.storage.layout import Work
 from tests.service.serving.engines import (
     MODEL,
     Bench,
@@ -29,6 +30,7 @@ from tests.service.serving.engines import (
     marked,
     play,
 )
+from tests.service.serving.test_worker_client import order_of
 
 WIDE = LARGE_BYTES // 4  # float32 values: one row is large
 WAIT_S = 60.0
@@ -194,6 +196,30 @@ def test_an_error_costs_its_own_request_and_no_slot(tmp_path: Path, wide: Engine
     play(story)
 
 
+@pytest.mark.parametrize("error", [None, ValueError("could not broadcast")])
+def test_a_copy_that_ends_after_its_worker_changes_nothing(
+    tmp_path: Path, wide: Engine, error: Exception | None
+) -> None:
+    async def story() -> None:
+        worker = await Worker.start(order_of(Work(tmp_path / "work"), wide, "echo"))
+        tensor = held(error=error)
+        outcomes: list[object] = []
+
+        def fill(targets: Sequence[Any]) -> None:
+            tensor.read_into(targets[0])
+
+        worker.run(Task(((1, WIDE),), LARGE_BYTES, fill, outcomes.append))
+        await until(tensor.began.is_set)
+        worker._break("was broken by a test")
+        assert [type(outcome) for outcome in outcomes] == [NotStarted]
+        tensor.go.set()
+        await worker.end()
+        assert len(outcomes) == 1
+        assert (worker.load, worker.has_room) == (0, False)
+
+    play(story)
+
+
 def test_close_answers_the_request_and_waits_for_the_thread(tmp_path: Path, wide: Engine) -> None:
     async def story() -> None:
         async with deployed(tmp_path, wide) as bench:
@@ -202,8 +228,8 @@ def test_close_answers_the_request_and_waits_for_the_thread(tmp_path: Path, wide
             closing = asyncio.ensure_future(bench.deployment.close())
             with pytest.raises(Unavailable):
                 await request
-            await until(lambda: not bench.deployment.pids)
-            assert not closing.done()
+            done, _ = await asyncio.wait([closing], timeout=1.0)
+            assert not done
             tensor.go.set()
             await closing
 
