@@ -14,6 +14,7 @@ from pydantic import Field
 from pipeline.core import Frozen, TensorSpec, dtype_of
 from pipeline.errors import PlanError
 from pipeline.preprocess import Steps
+from pipeline.text_inputs import TextConfig, check_text
 
 
 class Padding(Frozen):
@@ -123,6 +124,10 @@ class ServingConfig(Frozen):
             " to `preprocess` instead if that names the input."
         ),
     )
+    text: TextConfig | None = Field(
+        default=None,
+        description="How a text becomes inputs, and the output one vector: for `/v1/embeddings`.",
+    )
     labels: dict[str, tuple[str, ...]] = Field(
         default_factory=dict, description="Names of the classes, by output: `{logits: [cat, dog]}`."
     )
@@ -190,6 +195,8 @@ def check_serving(
             )
     if serving.packing:
         _check_packing(serving, serving.packing, inputs, outputs)
+    if serving.text:
+        check_text(serving.text, client_inputs(inputs, serving.packing), outputs)
     known = [spec.name for spec in outputs]
     if unknown := [name for name in serving.labels if name not in known]:
         raise PlanError(

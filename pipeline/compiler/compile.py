@@ -103,6 +103,7 @@ from pipeline.stages.postprocess import postprocess
 from pipeline.stages.preprocess import preprocess
 from pipeline.stages.simplify import simplify
 from pipeline.stages.validate import ReferenceOutputs, check_outputs
+from pipeline.text_inputs import TOKENIZER_FILE
 
 EXPORT = Stage("export", 3, ("torch", "onnx", "onnxscript", "onnxruntime"))
 PREPROCESS = Stage("preprocess", 1, ("onnx", "onnx-ir", "onnxruntime"))
@@ -851,7 +852,9 @@ def publish_report(report: Report, folder: Path) -> ReportFiles:
     Without a delivered engine, the engine of an earlier compile is removed from there.
     """
     if report.delivered:
-        deliver_engine(report.delivered, folder / "engine")
+        text = report.plan.serving.text
+        beside = {TOKENIZER_FILE: text.file} if text else {}
+        deliver_engine(report.delivered, folder / "engine", beside=beside)
     else:
         withdraw_engine(folder / "engine")
     return write_report(report, folder)

@@ -39,6 +39,7 @@ from pipeline.preprocess import raw_specs
 from pipeline.quantization.existing_qdq import given_precision
 from pipeline.serving_inputs import with_raw_image
 from pipeline.stages.benchmark import check_sizes
+from pipeline.text_inputs import check_tokenizer
 
 GENERATED_SAMPLES = 32  # random inputs on which tensor errors are taken where there is no data
 FEEDS_FOR_CHECKS = 4  # real samples on which export and simplify are checked
@@ -151,6 +152,8 @@ def open_context(plan: Plan, runner: Runner) -> CompileContext:
     check_sizes(plan.benchmark.sizes, inputs, complete.profiles)
     check_code(plan)
     check_host(plan.accuracy, inputs)
+    if plan.serving.text is not None:
+        check_tokenizer(plan.serving.text.file)
     given = (
         given_precision(read_proto(source.path, weights=False).graph)
         if source.kind == "onnx" and source.path

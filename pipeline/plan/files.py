@@ -237,6 +237,10 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
     simplify = plan.simplify.model_copy(
         update={"python_path": absolute(plan.simplify.python_path)} if plan.simplify.surgery else {}
     )
+    serving = plan.serving
+    if serving.text is not None:
+        text = serving.text.model_copy(update={"tokenizer": absolute(serving.text.tokenizer)})
+        serving = serving.model_copy(update={"text": text})
     tensorrt = plan.tensorrt.model_copy(update={"plugins": source(plan.tensorrt.plugins)})
     for plugin in tensorrt.plugins:
         if not plugin.is_file():
@@ -251,6 +255,7 @@ def _with_absolute_paths(plan: Plan, base: Path) -> Plan:
             "accuracy": accuracy,
             "simplify": simplify,
             "tensorrt": tensorrt,
+            "serving": serving,
         }
     )
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -83,8 +84,16 @@ def deliver_model(model: OnnxModel, file: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def deliver_engine(engine: Artifact, folder: Path, exchange: Exchange = exchange_names) -> None:
+def deliver_engine(
+    engine: Artifact,
+    folder: Path,
+    exchange: Exchange = exchange_names,
+    beside: Mapping[str, Path] | None = None,
+) -> None:
     """Put an engine into `folder`, and replace an earlier one. DamagedError if a copy fails.
+
+    `beside`: further files by their name there, which the manifest then lists too. An engine that
+    was delivered with such a file keeps its own.
 
     If this process is killed, `load_engine` finds the old engine or the new one, and the next
     delivery removes the leftovers.
@@ -100,11 +109,23 @@ def deliver_engine(engine: Artifact, folder: Path, exchange: Exchange = exchange
             (work / ENGINE_FILE).write_text(engine.model_dump_json(indent=1), encoding="utf-8")
             if isinstance(engine, Engine) and not (work / MANIFEST).is_file():
                 seal(work, engine)  # it does not come from a store
+            _add_files(work, engine, beside or {})
             load_delivered(work, type(engine))  # checks the copy against the manifest
             replace_folder(work, folder, exchange)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
+
+
+def _add_files(work: Path, engine: Artifact, beside: Mapping[str, Path]) -> None:
+    new = {name: file for name, file in beside.items() if not (work / name).is_file()}
+    if not new:
+        return
+    check_engine(engine.model_copy(update={"root": work}))
+    provenance = read_manifest(work).provenance
+    for name, file in new.items():
+        shutil.copyfile(file, work / name)
+    write_manifest(work, engine, provenance, besides=(ENGINE_FILE,))
 
 
 def withdraw_engine(folder: Path) -> None:
