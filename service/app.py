@@ -25,7 +25,9 @@ from service.errors import Answer, MethodNotAllowed
 from service.http.access_log import AccessLog
 from service.http.error_responses import answer_error
 from service.http.guard import Guard, is_page, json_response
+from service.http.openai import embeddings as openai_embeddings
 from service.http.openai import errors as openai
+from service.http.openai import models as openai_models
 from service.http.openai import routes as openai_routes
 from service.http.routers import (
     docs,
@@ -61,7 +63,9 @@ ROUTERS = (
     oip.infer_router,
     shared_memory.router,
     infer.router,
+    openai_models.router,
     openai_routes.router,
+    openai_embeddings.router,
     jobs.router,
     limits.router,
     nodes.router,

@@ -123,6 +123,7 @@ class Upload:
     validation: Path | str | None = None
     selection_labels: Path | str | None = None  # .json (boxes in the format of COCO) or .jsonl
     validation_labels: Path | str | None = None
+    tokenizer: Path | str | None = None  # tokenizer.json, with `serving.text` in the plan
 
     def parts(self, files: contextlib.ExitStack) -> dict[str, tuple[str, IO[bytes] | str]]:
         """Return the parts of the upload by name: each with its file's name and content."""

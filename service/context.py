@@ -47,6 +47,7 @@ from service.observability.deployed_models import Models
 from service.observability.prometheus import Metrics
 from service.offload.chat_templates import ChatTemplates
 from service.offload.pool import Helpers
+from service.offload.text_tokens import TextTokens
 from service.refusals import Refusals
 from service.regions import Regions
 from service.registry.model_states import ModelStates
@@ -161,6 +162,7 @@ class Service:
         uploads = self.folders.home / "uploads"
         self.upload_readers = Helpers(1, sandbox=self.sandbox, read=(uploads,))
         self.chat_templates = ChatTemplates(self.sandbox)
+        self.text_tokens = TextTokens(self.sandbox)
         self.regions = Regions(settings)
         self.limits = limits_from(settings, self.database, self.runner.all_nodes.id, LEASE_S)
         self._host: HostIdentity | None = None
@@ -318,6 +320,7 @@ class Service:
         await self.helpers.close()
         await self.upload_readers.close()
         await self.chat_templates.close()
+        await self.text_tokens.close()
         await self.refusals.close()
         await self.limits.close()
         if self._builds is not None:

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from pipeline.core import Frozen, Tensors, TensorSpec
 from pipeline.serving_inputs import BatchSpec, InputRecipe
+from pipeline.text_inputs import TextRecipe
 from service.auth import Caller
 from service.regions import Inputs
 
@@ -70,6 +71,13 @@ class ServedDevice(Frozen):
     memory_bytes: int = Field(default=0, description="Memory of the device that its instances hold")
 
 
+class ServedText(Frozen):
+    """How an encoder serves texts."""
+
+    recipe: TextRecipe
+    tokenizer_sha256: str = Field(description="Of the tokenizer.json beside the engine")
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """One deployed version, as clients see it."""
@@ -89,6 +97,9 @@ class Served:
     image: InputRecipe | None = None
     # class names by output, in the order of the class indices
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    text: ServedText | None = None  # None: it takes tensors only
+    lengths: tuple[tuple[int, int], ...] = ()  # ranges of tokens of a text; empty: any
+    created_s: int = 0  # of the version; UTC, since 1970
 
     @property
     def device(self) -> str:

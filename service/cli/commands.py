@@ -205,6 +205,12 @@ def submit(
             metavar="FILE", help="Labels of the validation samples: .json of boxes, or .jsonl."
         ),
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="tokenizer.json of an encoder, with `serving.text` in the plan."
+        ),
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(help="Compile one of the server's own plans instead of a model."),
@@ -232,7 +238,7 @@ def submit(
     from service.client import Upload
     from service.http.schemas import JobView
 
-    data = (calibration, selection, validation, selection_labels, validation_labels)
+    data = (calibration, selection, validation, selection_labels, validation_labels, tokenizer)
     extras = any((plan, profiles, *data))
     if (model is None) == (config is None) or (config is not None and extras):
         raise PlanError(

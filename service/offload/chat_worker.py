@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import resource
 import signal
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 import orjson
@@ -27,9 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from service.errors import TooLarge, Unprocessable
-from service.offload.worker import serve
+from service.offload.worker import limit_memory, serve
 from service.sandbox.framing import Parts
-from service.sandbox.launch import limit
 
 RENDER_S = 1.0  # of CPU time, so that a busy host refuses no template
 OUT_OF_TIME = signal.SIGPROF
@@ -166,13 +163,6 @@ def _reason(error: Exception) -> str:
     return str(error)[:MAX_REASON] or type(error).__name__
 
 
-def limit_memory() -> None:
-    """Limit the memory of this process to what it has and MEMORY_BYTES more."""
-    status = Path("/proc/self/status").read_text("ascii")
-    used = next(int(line.split()[1]) for line in status.splitlines() if line[:7] == "VmData:")
-    limit(resource.RLIMIT_DATA, used * 1024 + MEMORY_BYTES)
-
-
 if __name__ == "__main__":
-    limit_memory()
+    limit_memory(MEMORY_BYTES)
     serve({"render": render})

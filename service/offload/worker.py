@@ -9,9 +9,11 @@ the server. The bodies are untrusted: if a decoder crashes, it ends only this pr
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -27,6 +29,7 @@ from service.errors import ServiceError
 from service.inference import InferAnswer, Timing
 from service.offload.model_files import check_language_model, check_model, read_interface
 from service.sandbox.framing import Failed, Parts, failed_from_error, frame, read_frame
+from service.sandbox.launch import limit
 
 Fields = dict[str, Any]
 Work = Callable[..., tuple[int, Parts]]
@@ -132,6 +135,13 @@ def serve(works: Mapping[str, Work]) -> None:
         sys.stdout.buffer.writelines(frame(FROM_HELPER.dump_json(message), parts))
         sys.stdout.buffer.flush()
         del body, parts  # they may be large, and the next request may be far away
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Limit the memory of this process to what it has and `more_bytes`."""
+    status = Path("/proc/self/status").read_text("ascii")
+    used = next(int(line.split()[1]) for line in status.splitlines() if line[:7] == "VmData:")
+    limit(resource.RLIMIT_DATA, used * 1024 + more_bytes)
 
 
 if __name__ == "__main__":

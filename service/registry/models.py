@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from pipeline.core import Frozen, Precision, Profile, TensorSpec
 from pipeline.results.report import LoadPoint, Verdict
 from pipeline.serving_inputs import BatchSpec, InputRecipe
-from service.inference import ModelState, ServedDevice
+from service.inference import ModelState, ServedDevice, ServedText
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$"
 RESERVED = frozenset({"stats"})
@@ -232,6 +232,9 @@ class Version(Frozen):
     )
     image: InputRecipe | None = None
     labels: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    text: ServedText | None = Field(
+        default=None, description="How it makes embeddings of texts; null: it takes tensors only"
+    )
     language: LanguageSize | None = Field(
         default=None, description="Of a language model, which has no inputs; null: it is none"
     )

@@ -12,14 +12,16 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.core import CODE_BACKENDS, Engine
-from pipeline.errors import CrucibleError
+from pipeline.errors import CrucibleError, DamagedError
 from pipeline.execution.child_process import Child, TimeLimit
 from pipeline.execution.store import Manifest, read_manifest
 from pipeline.llm.engine import LanguageEngine, read_settings
 from pipeline.llm.results import AnyReport, LanguageReport
 from pipeline.results.report import PackingProof, Report
-from pipeline.serving_inputs import BatchSpec, Packing, Padding, client_inputs
+from pipeline.serving_inputs import BatchSpec, Packing, Padding, ServingConfig, client_inputs
+from pipeline.text_inputs import TOKENIZER_FILE, vector_output
 from service.errors import Conflict, NotFound
+from service.inference import ServedText
 from service.jobs.publish import (
     AnyEngine,
     published_any_report,
@@ -149,7 +151,22 @@ def version_of(
         best_point=report.best_point,
         image=serving.image,
         labels=serving.labels,
+        text=_served_text(serving, engine),
     )
+
+
+def _served_text(serving: ServingConfig, engine: Engine) -> ServedText | None:
+    """Return how the engine serves texts; None if its plan does not say. DamagedError without the
+    tokenizer.
+    """
+    if serving.text is None:
+        return None
+    digest = read_manifest(engine.root).files.get(TOKENIZER_FILE)
+    if digest is None:
+        raise DamagedError(f"the engine has no '{TOKENIZER_FILE}'", "compile the model again")
+    output = vector_output(serving.text, engine.outputs).name
+    recipe = serving.text.recipe.model_copy(update={"output": output})
+    return ServedText(recipe=recipe, tokenizer_sha256=digest)
 
 
 def _language_version(

@@ -11,6 +11,7 @@ await deployment.close()                                     end the workers; wa
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import itertools
 import math
 import shutil
@@ -26,6 +27,7 @@ from pipeline.errors import CrucibleError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.environment import usable_cores
 from pipeline.serving_inputs import with_made_inputs
+from pipeline.text_inputs import lengths_of
 from service import logs
 from service.errors import ServiceError, TimedOut, TooMany, Unavailable, Unprocessable
 from service.inference import (
@@ -604,4 +606,16 @@ def served_version(
         reason=reason,
         image=version.image,
         labels=version.labels,
+        text=version.text,
+        lengths=_lengths(version),
+        created_s=int(dt.datetime.fromisoformat(version.created).timestamp()),
     )
+
+
+def _lengths(version: Version) -> tuple[tuple[int, int], ...]:
+    """The lengths of texts that a version takes."""
+    if version.text is None:
+        return ()
+    name = version.text.recipe.input
+    spec = next(spec for spec in version.inputs if spec.name == name)
+    return lengths_of(spec, version.profiles)

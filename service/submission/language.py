@@ -45,7 +45,7 @@ from service.submission.plan import (
     UNPACKED,
     name_of,
 )
-from service.submission.uploads import Limits, Part, extract, is_archive
+from service.submission.uploads import TOKENIZER, Limits, Part, extract, is_archive
 
 GGUF = ".gguf"
 MAGIC = b"GGUF"  # at the start of such a file
@@ -114,6 +114,10 @@ def language_plan_from(
             raise Unprocessable(
                 f"a part `{name}`: a language model is judged without labels", "leave the part out"
             )
+    if TOKENIZER in parts:
+        raise Unprocessable(
+            "a part `tokenizer`: that of a language model is in its file or folder", "leave it out"
+        )
     texts = {role: _renamed(parts[role], ".jsonl") for role in ROLES if role in parts}
     model = LanguageModelConfig(path=str(_model(parts["model"], settings)))
     written = {

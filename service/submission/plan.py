@@ -55,10 +55,11 @@ from pipeline.plan.schema import (
     WaitForNode,
 )
 from pipeline.serving_inputs import InputRecipe, Packing, Padding, ServingConfig
+from pipeline.text_inputs import TextConfig
 from service.architectures import check_functions, entrypoint_of
 from service.errors import Unprocessable
 from service.settings import Settings
-from service.submission.uploads import Limits, Part, is_archive, unpack
+from service.submission.uploads import TOKENIZER, Limits, Part, is_archive, unpack
 
 MAX_DEPTH = 12  # levels of a plan; our schema needs 6
 MAX_ITEMS = 10_000  # scalars, lists and mappings of a plan together
@@ -147,7 +148,8 @@ ALLOWED: dict[type[BaseModel], str] = {
     CalibrationConfig: "samples batch percentile language_model",
     TensorRTOptions: "workspace_mib optimization_level timing_iterations",
     BenchmarkConfig: "sizes duration_s budget_s warmup_s warmup_runs threads baselines",
-    ServingConfig: "padding packing image labels",
+    ServingConfig: "padding packing image text labels",
+    TextConfig: "input mask types output pooling normalize tokenizer",
     Padding: "input axis value",
     Packing: "axis mask positions",
     LatencyLimit: "max_latency_ms",
@@ -258,6 +260,7 @@ def plan_from(submitted: SubmittedPlan, parts: Mapping[str, Part], settings: Set
             **{role: _data(role, submitted, parts) for role in ROLES},
             "labels": _labels(parts),
         },
+        "serving": _serving(submitted.serving, parts.get(TOKENIZER)),
     }
     try:
         return Plan.model_validate(sections)
@@ -301,6 +304,21 @@ def _labels(parts: Mapping[str, Part]) -> dict[str, str]:
             )
         labels[role] = str(_named(part, suffix))
     return labels
+
+
+def _serving(serving: ServingConfig, tokenizer: Part | None) -> ServingConfig:
+    """Return the section with the uploaded tokenizer. Unprocessable if only one of the two came."""
+    if (serving.text is None) != (tokenizer is None):
+        raise Unprocessable(
+            "expected both the part `tokenizer` and `serving.text` in the plan, got"
+            f" {'the section' if serving.text else 'the part'} alone",
+            "send both for an encoder of texts, or none; `serving: {text: {}}` has the defaults",
+        )
+    if serving.text is None or tokenizer is None:
+        return serving
+    file = tokenizer.path  # its form is checked by the job, which runs it in the sandbox
+    text = serving.text.model_copy(update={"tokenizer": file})
+    return serving.model_copy(update={"text": text})
 
 
 def _model(submitted: SubmittedPlan, part: Part, settings: Settings) -> dict[str, Any]:

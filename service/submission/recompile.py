@@ -133,10 +133,12 @@ def _plan_of(version: Version, suggestion: Suggestion | None, folders: Folders) 
 
 
 def _files_of(plan: Plan) -> list[Path]:
-    """Return the files of the model and the data."""
+    """Return the files of the model, its tokenizer and the data."""
     roles = (plan.data.calibration, plan.data.selection, plan.data.validation)
     data = [file for role in roles if isinstance(role, tuple) for file in role]
-    files = (plan.model.path, plan.model.weights, *data, *dict(plan.data.labels).values())
+    tokenizer = plan.serving.text.tokenizer if plan.serving.text else None
+    labels = dict(plan.data.labels).values()
+    files = (plan.model.path, plan.model.weights, tokenizer, *data, *labels)
     return [file for file in files if file is not None]
 
 

@@ -506,6 +506,8 @@ def _content_of(plan: Plan) -> list[str]:
         content += [_digest(file) for file in role] if isinstance(role, tuple) else []
     content += [_digest(file) for _, file in plan.data.labels if file is not None]
     content += accuracy_code(plan.accuracy)
+    if plan.serving.text is not None:
+        content.append(_digest(plan.serving.text.file))
     if plan.simplify.surgery is not None:
         content.append(
             code_digest(plan.simplify.surgery, plan.simplify.python_path, "simplify.surgery")
@@ -519,6 +521,6 @@ def _digest(file: Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise PlanError(
-            f"the plan's data cannot be read: {error}",
+            f"a file of the plan cannot be read: {error}",
             "ask the operator of this service to correct the plan",
         ) from error

@@ -29,6 +29,7 @@ from python_multipart.multipart import parse_options_header
 
 from service.errors import TooLarge, Unprocessable
 
+TOKENIZER = "tokenizer"  # of an encoder of texts
 PARTS = (
     "model",
     "plan",
@@ -37,6 +38,7 @@ PARTS = (
     "validation",
     "selection_labels",
     "validation_labels",
+    TOKENIZER,
 )
 MAX_MEMBERS = 10_000  # of an archive; each costs a file
 MAX_DIRECTORY_BYTES = 4 * 2**20  # of a .zip: about 400 bytes for each of MAX_MEMBERS

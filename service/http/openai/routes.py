@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi import Path as InPath
 
-from service.auth import Caller
 from service.context import Service
 from service.errors import Unprocessable
 from service.http.error_responses import answer_error
 from service.http.openai.answers import (
     ChatCompletion,
     Completion,
-    ModelList,
-    ModelObject,
-    OpenAIRefusal,
     usage_of,
 )
 from service.http.openai.errors import ROOT, BadParameter
 from service.http.openai.forms import ChatForm, CompletionForm, Form, Head
+from service.http.openai.models import REFUSALS, find
 from service.http.openai.requests import ChatRequest, CompletionRequest
 from service.http.openai.running import joined, running
 from service.http.openai.sse import AnswerStream
@@ -32,11 +27,6 @@ from service.http.routers.dependencies import CurrentCaller, CurrentService
 from service.http.routers.inference_io import while_connected
 from service.language.generation import GenerateRequest, Part, ServedLanguage
 
-VERSIONED = re.compile(r"(.*)@([1-9][0-9]{0,14})")
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": OpenAIRefusal, "description": "Refused, in OpenAI's form"},
-    "5XX": {"model": OpenAIRefusal, "description": "Not possible now, or an error of the service"},
-}
 EVENT = {
     "type": "object",
     "required": ["data"],
@@ -46,7 +36,6 @@ EVENT = {
     },
 }
 router = APIRouter(prefix=ROOT, tags=["language models"], responses=REFUSALS)
-ModelId = Annotated[str, InPath(description="NAME, or NAME@VERSION")]
 
 
 def _streams(whole: type[Completion | ChatCompletion]) -> dict[int | str, Any]:
@@ -57,21 +46,6 @@ def _streams(whole: type[Completion | ChatCompletion]) -> dict[int | str, Any]:
             "description": "The answer; with `stream`, an event for each part, and then `[DONE]`",
         }
     }
-
-
-@router.get("/models")
-async def list_models(caller: CurrentCaller, service: CurrentService) -> ModelList:
-    """List the language models that are deployed."""
-    caller.require("infer")
-    by_name = {each.model: each for each in service.generating.languages(caller)}
-    return ModelList(data=tuple(_object(name, each) for name, each in by_name.items()))
-
-
-@router.get("/models/{model}")
-async def get_model(model: ModelId, caller: CurrentCaller, service: CurrentService) -> ModelObject:
-    """Return one language model that is deployed."""
-    caller.require("infer")
-    return _object(model, find(service, caller, model))
 
 
 @router.post("/completions", response_model=Completion, responses=_streams(Completion))
@@ -156,23 +130,6 @@ async def _answer(
         return Response(complete.model_dump_json(), media_type="application/json")
 
     return await while_connected(whole(), request.receive)
-
-
-def find(service: Service, caller: Caller, model: str) -> ServedLanguage:
-    """Return the language model with an id of this API: NAME or NAME@VERSION.
-
-    NotFound if it is not deployed; BadParameter if it is no language model.
-    """
-    match = VERSIONED.fullmatch(model)
-    name, version = (match[1], int(match[2])) if match else (model, None)
-    try:
-        return service.generating.find_language(caller, name, version)
-    except Unprocessable as error:
-        raise BadParameter(error.message, error.next_step, "model") from error
-
-
-def _object(name: str, served: ServedLanguage) -> ModelObject:
-    return ModelObject(id=name, created=served.created_s, owned_by=served.owner)
 
 
 def _head(request: Request, served: ServedLanguage) -> Head:

@@ -21,7 +21,7 @@ from service.storage.layout import MAX_LOG_BYTES
 from service.storage.running_logs import RunningLogs
 from service.submission.plan import LABELS_SUFFIX, NamedConfig, SubmittedPlan
 from service.submission.submit import Body, submit
-from service.submission.uploads import PARTS
+from service.submission.uploads import PARTS, TOKENIZER
 
 router = APIRouter(tags=["jobs"], responses=REFUSALS)
 MAX_SEQ = 2**63 - 1  # of SQLite
@@ -36,6 +36,7 @@ _EXAMPLE = {
     ),
     **{role: f"(content of {role}.npz)" for role in ROLES},
     **{f"{role}{LABELS_SUFFIX}": f"(content of {role}.jsonl)" for role in LabelFiles.model_fields},
+    TOKENIZER: "(content of tokenizer.json, with `serving.text` in the plan)",
 }
 COMPILE_BODY: dict[str, Any] = {
     "description": "A model with its plan and data, or the name of one of the server's own plans",
