@@ -22,7 +22,7 @@ from service.sandbox.framing import Parts
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-WORK_S = 20.0  # of CPU time: a million tokens take about 2 s
+WORK_S = 10.0  # of CPU time: a million tokens take about 2 s
 OUT_OF_TIME = signal.SIGPROF
 MEMORY_BYTES = 2**30  # beyond what the process has at its start
 MAX_OUTPUT_BYTES = 64 * 2**20
