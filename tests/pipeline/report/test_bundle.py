@@ -154,3 +154,28 @@ def test_an_engine_that_cannot_be_checked_is_said_to_be(tmp_path: Path) -> None:
     result = crucible_here("export", "--triton", "net/1", "models", "--from", "out", cwd=tmp_path)
     assert "changes of its files cannot be detected" in result.err
     assert result.code == 1  # it is no engine at all
+
+
+def test_a_file_beside_an_engine_is_sealed_with_it(tmp_path: Path, engine: Engine) -> None:
+    (tmp_path / "words.json").write_text("{}")
+    beside = {"tokenizer.json": tmp_path / "words.json"}
+    folder = tmp_path / "engine"
+    deliver_engine(engine, folder, beside=beside)
+    delivered = load_engine(folder)
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    (tmp_path / "words.json").unlink()  # what is delivered again brings its own
+    deliver_engine(delivered, tmp_path / "again", beside=beside)
+    assert load_engine(tmp_path / "again").model_dump() == delivered.model_dump()
+    (folder / "tokenizer.json").write_text("{ }")
+    with pytest.raises(DamagedError, match=r"'tokenizer\.json' has another digest"):
+        load_engine(folder)
+
+
+def test_a_damaged_engine_is_not_sealed_with_a_file(tmp_path: Path, engine: Engine) -> None:
+    deliver_engine(engine, tmp_path / "engine")
+    flip(tmp_path / "engine" / "weights.bin")
+    damaged = read_engine(tmp_path / "engine")
+    (tmp_path / "words.json").write_text("{}")
+    with pytest.raises(DamagedError, match=r"weights\.bin"):
+        deliver_engine(damaged, tmp_path / "out", beside={"t.json": tmp_path / "words.json"})
+    assert not (tmp_path / "out").exists()
