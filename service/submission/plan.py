@@ -149,7 +149,7 @@ ALLOWED: dict[type[BaseModel], str] = {
     TensorRTOptions: "workspace_mib optimization_level timing_iterations",
     BenchmarkConfig: "sizes duration_s budget_s warmup_s warmup_runs threads baselines",
     ServingConfig: "padding packing image text labels",
-    TextConfig: "input mask types output pooling normalize tokenizer",
+    TextConfig: "input mask types output pooling normalize",
     Padding: "input axis value",
     Packing: "axis mask positions",
     LatencyLimit: "max_latency_ms",

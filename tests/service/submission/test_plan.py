@@ -22,6 +22,7 @@ from pipeline.plan.schema import (
     SimplifyConfig,
 )
 from pipeline.plan.source import source_from_config
+from pipeline.text_inputs import TextConfig
 from service.errors import Unprocessable
 from service.settings import Settings
 from service.submission.plan import (
@@ -56,6 +57,7 @@ REFUSED: dict[type[BaseModel], str] = {
     AccuracyConfig: "python_path",
     SimplifyConfig: "timeout_s surgery python_path",
     TensorRTOptions: "plugins",
+    TextConfig: "tokenizer",
 }
 COMPLETE = b"""
 name: n
@@ -141,6 +143,7 @@ serving:
     std: [1, 1, 1]
   labels: {y: [cat]}
   packing: {axis: tokens, mask: mask, positions: positions}
+  text: {input: x, mask: m, types: t, output: y, pooling: mean, normalize: true}
 """
 
 
@@ -214,6 +217,7 @@ def test_a_field_that_the_list_lacks_is_refused(
         {"simplify": {"surgery": None}},
         {"simplify": {"python_path": "."}},
         {"tensorrt": {"plugins": []}},
+        {"serving": {"text": {"tokenizer": None}}},
         *({"model": {key: None}} for key in REFUSED[ModelConfig].split()),
     ],
 )
@@ -255,6 +259,7 @@ def test_only_sets_of_samples_could_be_paths() -> None:
         (b"accuracy: {python_path: /tmp}", "unknown key 'accuracy.python_path'"),
         (b"simplify: {surgery: 'os:system'}", "unknown key 'simplify.surgery'"),
         (b"tensorrt: {plugins: [/tmp/x.so]}", "unknown key 'tensorrt.plugins'"),
+        (b"serving: {text: {tokenizer: /etc}}", "unknown key 'serving.text.tokenizer'"),
         (b"name: ../../etc", "name: String should match pattern"),
         (b"name: /etc/passwd", "name: String should match pattern"),
         (b"a: &x [1]\nb: *x", "anchors and aliases (line 1)"),
@@ -326,6 +331,21 @@ def test_an_onnx_with_its_data_becomes_a_plan_over_the_files(
     assert plan.candidates[0].backend == "onnxruntime"
     assert plan.simplify.rewrite_attention
     assert plan_from(submitted, parts, settings) == plan  # again, as a retry does
+
+
+def test_a_tokenizer_comes_with_its_section(tmp_path: Path, settings: Settings) -> None:
+    model = upload(tmp_path, "model", "m.onnx")
+    tokenizer = upload(tmp_path, "tokenizer", "tokenizer.json")
+    submitted = parse(b"serving: {text: {pooling: cls}}")
+    text = plan_from(submitted, {"model": model, "tokenizer": tokenizer}, settings).serving.text
+    assert text is not None
+    assert (text.file, text.pooling) == (tmp_path / "tokenizer", "cls")
+    for plan, parts, alone in (
+        (submitted, {"model": model}, "the section"),
+        (SubmittedPlan(), {"model": model, "tokenizer": tokenizer}, "the part"),
+    ):
+        with pytest.raises(Unprocessable, match=f"got {alone} alone"):
+            plan_from(plan, parts, settings)
 
 
 def test_weights_become_an_architecture_of_the_list(tmp_path: Path, settings: Settings) -> None:
