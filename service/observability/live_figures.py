@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
+
+from service.observability.histograms import Buckets, Percentiles, percentiles_between
+from service.observability.language_figures import (
+    LanguageCounts,
+    LiveLanguageFigures,
+    language_counts_of,
+    language_figures_between,
+)
 
 REQUESTS = "crucible_inference_requests_total"
 SECONDS = "crucible_inference_stage_seconds_bucket"
@@ -22,16 +29,9 @@ class Counts:
     at_s: float  # of a monotonic clock
     requests: Mapping[str, float] = field(default_factory=dict)  # by their result
     # by stage: the number of values up to each bound in seconds
-    seconds: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    seconds: Mapping[str, Buckets] = field(default_factory=dict)
     waiting: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """In seconds, as exact as the bounds of the metric; None without a value."""
-
-    p50_s: float | None
-    p99_s: float | None
+    language: LanguageCounts | None = None  # None: it is no language model
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class LiveFigures:
     waiting: int  # now
     queue: Percentiles  # of requests
     compute: Percentiles  # of batches
+    language: LiveLanguageFigures | None = None  # of a language model, in place of the others
 
 
 def counts_of(registry: CollectorRegistry, model: str, now_s: float) -> Counts:
@@ -61,7 +62,7 @@ def counts_of(registry: CollectorRegistry, model: str, now_s: float) -> Counts:
                 seconds[sample.labels["stage"]][float(sample.labels["le"])] += sample.value
             else:
                 waiting += int(sample.value)
-    return Counts(now_s, requests, seconds, waiting)
+    return Counts(now_s, requests, seconds, waiting, language_counts_of(registry, model))
 
 
 def figures_between(before: Counts, after: Counts) -> LiveFigures:
@@ -72,36 +73,15 @@ def figures_between(before: Counts, after: Counts) -> LiveFigures:
         added = sum(after.requests.get(each, 0) - before.requests.get(each, 0) for each in results)
         return added / window_s if window_s > 0 else 0.0
 
+    def times(stage: str) -> Percentiles:
+        return percentiles_between(before.seconds.get(stage, {}), after.seconds.get(stage, {}))
+
     return LiveFigures(
         window_s,
         per_s("executed"),
         per_s(*ERRORS),
         after.waiting,
-        _percentiles(before, after, "queue"),
-        _percentiles(before, after, "compute"),
+        times("queue"),
+        times("compute"),
+        language_figures_between(before.language, after.language, window_s),
     )
-
-
-def _percentiles(before: Counts, after: Counts, stage: str) -> Percentiles:
-    older = before.seconds.get(stage, {})
-    added = {
-        bound: count - older.get(bound, 0) for bound, count in after.seconds.get(stage, {}).items()
-    }
-    return Percentiles(_percentile(added, 0.5), _percentile(added, 0.99))
-
-
-def _percentile(added: Mapping[float, float], share: float) -> float | None:
-    """Interpolate between the bounds of a histogram, as Prometheus' `histogram_quantile` does."""
-    bounds = sorted(added)
-    if not bounds or not added[bounds[-1]]:
-        return None
-    rank = share * added[bounds[-1]]
-    low, below = 0.0, 0.0
-    for bound in bounds:
-        count = added[bound]
-        if count >= rank and count > below:
-            if math.isinf(bound):
-                return low
-            return low + (bound - low) * (rank - below) / (count - below)
-        low, below = bound, count
-    raise AssertionError("unreachable: the last bound holds all values")
