@@ -59,10 +59,12 @@ class ExportedModel(Artifact):
 class LanguageEngine(Artifact):
     """A folder that a library opens. `recipe` says how it was made."""
 
-    library: Literal["openvino_genai", "transformers"]
-    recipe: LanguageCandidate | None  # None: the model in transformers, as its source has it
+    library: Literal["openvino_genai", "transformers"] = Field(description="What opens it.")
+    recipe: LanguageCandidate | None = Field(
+        description="How it was made. null: the model in transformers, as its source has it."
+    )
     target: Target
-    weight_bytes: int
+    weight_bytes: int = Field(description="Size of its weights.")
 
     @property
     def label(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from pydantic import Field
 
 from pipeline.core import MAX_DROP, PERPLEXITY, AccuracyFigures, Frozen
 from pipeline.llm.plan import LanguageAccuracy
@@ -16,15 +17,25 @@ from pipeline.measurement.statistics import Interval, bootstrap
 class Judged(Frozen):
     """What the scores of an engine come to."""
 
-    perplexity_increase: Interval  # of texts that are read at once: 0.02 is 2 %
-    cached_perplexity_increase: Interval  # of their last tokens, read one by one
-    divergence: Interval  # nats per token
-    agreement: Interval  # share of tokens
-    greedy_equal: float  # share of the greedy tokens before the first difference
-    path_difference: float  # nats
-    tokens: int
-    ways: tuple[WayScore, ...] = ()
-    failures: tuple[str, ...]  # empty: within all limits
+    perplexity_increase: Interval = Field(
+        description="Of texts that are read at once: 0.02 is 2 %."
+    )
+    cached_perplexity_increase: Interval = Field(
+        description="Of their last tokens, read one by one."
+    )
+    divergence: Interval = Field(description="From the model in fp32, nats per token.")
+    agreement: Interval = Field(description="Share of tokens that both find likeliest.")
+    greedy_equal: float = Field(
+        description="Share of the greedy tokens before the first difference."
+    )
+    path_difference: float = Field(
+        description="Of log-probabilities read at once and one by one, nats."
+    )
+    tokens: int = Field(description="Scored tokens.")
+    ways: tuple[WayScore, ...] = Field(
+        default=(), description="Greedy answers as they are served, beside the same ones alone."
+    )
+    failures: tuple[str, ...] = Field(description="The limits that it exceeds. Empty: none.")
 
     @property
     def passed(self) -> bool:

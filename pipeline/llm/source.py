@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from pipeline.core import Frozen, Progress, silent
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, ModelError, PlanError
@@ -50,16 +52,16 @@ class Source(Frozen):
 class Description(Frozen):
     """What the files say of the model."""
 
-    architecture: str  # GGUF's name
-    parameters: int
-    layers: int
-    hidden: int
-    cache_values_per_token: int  # of keys and values, in all layers
-    vocabulary: int
-    context: int  # the longest text for which it was trained
-    window: int | None  # tokens that attention looks back; None: all
-    stored_as: str  # the format of most weights
-    stored_bits: int
+    architecture: str = Field(description="GGUF's name.")
+    parameters: int = Field(description="Number of parameters.")
+    layers: int = Field(description="Number of layers.")
+    hidden: int = Field(description="Size of the hidden states.")
+    cache_values_per_token: int = Field(description="Of keys and values, in all layers.")
+    vocabulary: int = Field(description="Number of tokens.")
+    context: int = Field(description="The longest text for which it was trained.")
+    window: int | None = Field(description="Tokens that attention looks back. null: all.")
+    stored_as: str = Field(description="The format of most weights.")
+    stored_bits: int = Field(description="Its bits.")
 
     @property
     def is_quantised(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from pydantic import Field
 
 from pipeline.core import Frozen
 from pipeline.llm.engine import LanguageEngine
@@ -23,11 +24,13 @@ STEP_TOKENS = 24
 class WayScore(Frozen):
     """Greedy answers served in one way, beside the same ones alone."""
 
-    way: str
-    difference: float  # mean of the absolute differences of log-probabilities, nats
-    largest_difference: float
-    answers: int
-    changed: int  # answers of which a token differs
+    way: str = Field(description="How the answers were served.")
+    difference: float = Field(
+        description="Mean of the absolute differences of log-probabilities, nats."
+    )
+    largest_difference: float = Field(description="The largest one, nats.")
+    answers: int = Field(description="How many were compared.")
+    changed: int = Field(description="Answers of which a token differs.")
 
     @property
     def changed_share(self) -> float:

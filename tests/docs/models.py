@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import BaseModel
 
 from pipeline.llm.plan import LanguagePlan
+from pipeline.llm.results import LanguageReport
 from pipeline.plan.files import models_in, old_names
 from pipeline.plan.schema import Plan
 from pipeline.results.report import Report
@@ -45,6 +46,9 @@ ABOUT_REPORT = """`report.json` holds everything that a compile found.
 [Read the report](../howto/read-the-report.md) explains `report.md` and `report.html`, which show
 the same. [report.schema.json](report.schema.json) is the JSON schema. `schema_version` rises when a
 field is removed or changes its meaning; new fields do not raise it."""
+ABOUT_LANGUAGE_REPORT = """`report.json` of a language model, which `kind` tells from
+[that of engines](report.md). [language-report.schema.json](language-report.schema.json) is the JSON
+schema. [Compile a language model](../howto/language-models.md) explains what is checked."""
 
 
 def plan_page() -> str:
@@ -144,8 +148,26 @@ def _setting_default(name: str, schema: Schema) -> str:
 
 
 def report_page() -> str:
-    schema = Report.model_json_schema(mode="serialization")
     of_plan = {"Plan": "[the plan](plan.md)"} | linked(_titles_of_plan(), "plan.md")
+    return _page_of_report(Report, "Report", ABOUT_REPORT, "pipeline/results/report.py", of_plan)
+
+
+def language_report_page() -> str:
+    titles = titles_in(LanguagePlan.model_json_schema(), by_path=True)
+    link = "[the plan](language-plan.md)"
+    return _page_of_report(
+        LanguageReport,
+        "Report of a language model",
+        ABOUT_LANGUAGE_REPORT,
+        "pipeline/llm/results.py",
+        {"LanguagePlan": link} | linked(titles, "language-plan.md"),
+    )
+
+
+def _page_of_report(
+    report: type[BaseModel], title: str, about: str, source: str, of_plan: Mapping[str, str]
+) -> str:
+    schema = report.model_json_schema(mode="serialization")
     titles = {
         name: title
         for name, title in titles_in(schema, by_path=False).items()
@@ -153,9 +175,9 @@ def report_page() -> str:
     }
     links = linked(titles) | of_plan
     return page(
-        "Report",
-        "`pipeline/results/report.py`",
-        ABOUT_REPORT,
+        title,
+        f"`{source}`",
+        about,
         "## All keys",
         key_table(schema, schema, links),
         *sections(schema, titles, links),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pipeline.llm.results import language_schema
 from pipeline.plan.schema import Plan
 from pipeline.report import files
 from tests.docs import command_line, models, operations, programs
@@ -21,6 +22,8 @@ def pages() -> dict[str, str]:
         "plan.schema.json": json.dumps(Plan.model_json_schema(), indent=1) + "\n",
         "report.md": models.report_page(),
         "report.schema.json": files.schema(),
+        "language-report.md": models.language_report_page(),
+        "language-report.schema.json": language_schema(),
         "settings.md": models.settings_page(),
         "errors.md": operations.errors_page(),
         "metrics.md": operations.metrics_page(),

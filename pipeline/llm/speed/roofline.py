@@ -12,6 +12,8 @@ import statistics
 from collections import Counter
 from typing import Any
 
+from pydantic import Field
+
 from pipeline.core import Frozen, Progress, silent
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.plan import LanguageBenchmark
@@ -30,13 +32,19 @@ REPEATS = 3
 class Roofline(Frozen):
     """What one token must read, how long that takes, and how near an engine comes to it."""
 
-    weight_bytes: int  # with scales and zero points, as they are stored
-    cache_bytes: int  # keys and values of half an answer, of all requests of the first level
-    memory_bytes_per_s: float  # of a buffer that no cache holds, in the same run
-    resident_bytes_per_s: float  # of a buffer as large as the weights: caches may hold part of it
-    floor_s: float  # reading all of it from memory
-    share: float  # floor_s / time to the next token
-    resident_share: float  # the same with resident_bytes_per_s
+    weight_bytes: int = Field(description="With scales and zero points, as they are stored.")
+    cache_bytes: int = Field(
+        description="Keys and values of half an answer, of all requests of the first level."
+    )
+    memory_bytes_per_s: float = Field(
+        description="Of a buffer that no cache holds, in the same run."
+    )
+    resident_bytes_per_s: float = Field(
+        description="Of a buffer as large as the weights: caches may hold part of it."
+    )
+    floor_s: float = Field(description="Time to read all of it from memory.")
+    share: float = Field(description="`floor_s` of the time to the next token.")
+    resident_share: float = Field(description="The same with `resident_bytes_per_s`.")
 
 
 class StepParts(Frozen):
@@ -46,11 +54,11 @@ class StepParts(Frozen):
     their time was measured on the graph that was scored, whose attention is not paged.
     """
 
-    products_s: float  # matrix products, which read the weights
-    attention_s: float
-    other_operators_s: float
-    sampling_s: float
-    scheduling_s: float  # what is left: scheduler, blocks, copies, Python
+    products_s: float = Field(description="Matrix products, which read the weights.")
+    attention_s: float = Field(description="Attention.")
+    other_operators_s: float = Field(description="All other operators.")
+    sampling_s: float = Field(description="The choice of the token.")
+    scheduling_s: float = Field(description="What is left: scheduler, blocks, copies, Python.")
 
     @property
     def total_s(self) -> float:

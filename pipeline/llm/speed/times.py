@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from pipeline.benchmark.interleaved import Block, Contestant, R
 from pipeline.core import Frozen
@@ -45,35 +46,54 @@ class AnswerBlock(Block):
 class LevelTimes(Frozen):
     """The answers of one engine at one number of requests at once. Times in seconds."""
 
-    concurrency: int
-    round: Samples
-    first_token_s: float  # median over answers
-    next_token_s: float  # median over tokens
-    next_token_p95_s: float | None = None  # None: too few tokens
-    next_token_p99_s: float | None = None
-    tokens_per_s: float  # of all requests together
-    user_tokens_per_s: float  # of one answer, its first token included; median
-    good_share: float | None = None  # of the answers, within the limits; None: there are none
-    goodput_per_s: float | None = None  # answers within the limits
-    ratio: Interval | None = None  # how many times as fast as the baseline a round is
-    ratio_missing: str = ""
+    concurrency: int = Field(description="Requests at once.")
+    round: Samples = Field(description="Times until the last token of all of them.")
+    first_token_s: float = Field(description="Median over answers.")
+    next_token_s: float = Field(description="Median over tokens.")
+    next_token_p95_s: float | None = Field(
+        default=None, description="95th percentile. null: too few tokens."
+    )
+    next_token_p99_s: float | None = Field(
+        default=None, description="99th percentile. null: too few tokens."
+    )
+    tokens_per_s: float = Field(description="Of all requests together.")
+    user_tokens_per_s: float = Field(description="Of one answer, its first token included; median.")
+    good_share: float | None = Field(
+        default=None, description="Share of the answers within the limits. null: there are none."
+    )
+    goodput_per_s: float | None = Field(default=None, description="Answers within the limits.")
+    ratio: Interval | None = Field(
+        default=None, description="How many times as fast as the baseline a round is."
+    )
+    ratio_missing: str = Field(default="", description="Why there is no ratio.")
 
 
 class AnswerTimes(Frozen):
     """How fast one engine answers. Times in seconds."""
 
-    label: str
-    failure: str = ""  # then there are no figures
-    levels: tuple[LevelTimes, ...] = ()  # in the order of the plan
-    memory_bytes: int = 0  # the largest of its processes
-    cache_bytes_per_token: float = 0.0  # of keys and values, with scales; 0: not known
-    # how many times as good as the baseline, by the objective; None: it is the baseline, or unknown
-    ratio: Interval | None = None
-    ratio_missing: str = ""
-    stopped: str = ""
-    roofline: Roofline | None = None
-    parts: StepParts | None = None
-    parts_missing: str = ""
+    label: str = Field(description="Label of the candidate.")
+    failure: str = Field(default="", description="Why there are no figures.")
+    levels: tuple[LevelTimes, ...] = Field(
+        default=(), description="By the number of requests at once, in the order of the plan."
+    )
+    memory_bytes: int = Field(default=0, description="The largest of its processes.")
+    cache_bytes_per_token: float = Field(
+        default=0.0, description="Of keys and values, with scales. 0: not known."
+    )
+    ratio: Interval | None = Field(
+        default=None,
+        description=(
+            "How many times as good as the baseline, by the objective. null: it is the baseline, or"
+            " unknown."
+        ),
+    )
+    ratio_missing: str = Field(default="", description="Why there is no ratio.")
+    stopped: str = Field(default="", description="Why it was measured no further.")
+    roofline: Roofline | None = Field(
+        default=None, description="How near a token comes to reading its weights once."
+    )
+    parts: StepParts | None = Field(default=None, description="Where the time of a token goes.")
+    parts_missing: str = Field(default="", description="Why that is not known.")
 
     @property
     def answer(self) -> Samples | None:

@@ -77,8 +77,8 @@ async def get_report(
     service: CurrentService,
     accept: Annotated[str, Header()] = "*/*",
 ) -> FileResponse:
-    """Return the report as `application/json` (schema: docs/reference/report.schema.json),
-    `text/markdown` or `text/html`, by Accept.
+    """Return the report as `application/json` (schema: docs/reference/report.schema.json or, of a
+    language model, language-report.schema.json), `text/markdown` or `text/html`, by Accept.
     """
     form = preferred(accept, tuple(FORMS))
     folder = await report_folder(job_id, caller, service, (FORMS[form], DIGESTS))

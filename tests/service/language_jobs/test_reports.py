@@ -6,11 +6,12 @@ import gzip
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from pipeline.errors import ModelError, StoreError, UserError
 from pipeline.llm.engine import LanguageEngine
-from pipeline.llm.results import LanguageReport
+from pipeline.llm.results import LanguageReport, language_schema
 from pipeline.report.bundle import load_delivered, load_engine
 from pipeline.report.files import load_report
 from service.client import Client
@@ -29,6 +30,8 @@ from tests.service.language_jobs.reports import (
     sample_language_report,
     write_language_out,
 )
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_language_report_is_published_with_its_engine(tmp_path: Path) -> None:
@@ -210,3 +213,13 @@ def test_reading_a_report_of_engines_refuses_one_of_a_language_model(tmp_path: P
     (tmp_path / "report.json").write_text(report.model_dump_json())
     with pytest.raises(UserError, match="is the report of a language model, expected one of"):
         load_report(tmp_path)
+
+
+def test_the_published_schema_is_in_step_and_a_report_fits_it(tmp_path: Path) -> None:
+    published = (ROOT / "docs" / "reference" / "language-report.schema.json").read_text()
+    assert published == language_schema(), "write it again: make reference"
+    document = json.loads(sample_language_report(tmp_path).model_dump_json())
+    jsonschema.validate(document, json.loads(published))
+    del document["verdict"]
+    with pytest.raises(jsonschema.ValidationError, match="'verdict' is a required property"):
+        jsonschema.validate(document, json.loads(published))
