@@ -71,13 +71,18 @@ class Completion(Frozen):
     usage: Usage | None = None
 
 
-class TokenLogprob(Frozen):
-    """The log-probability of one token."""
+class TopLogprob(Frozen):
+    """The log-probability of one of the likeliest tokens."""
 
     token: str
     logprob: float
     bytes: tuple[int, ...] | None
-    top_logprobs: tuple[()]
+
+
+class TokenLogprob(TopLogprob):
+    """The log-probability of one token, and of the likeliest ones in its place."""
+
+    top_logprobs: tuple[TopLogprob, ...]
 
 
 class ChatLogprobs(Frozen):
@@ -195,19 +200,23 @@ def completion_logprobs(
     )
 
 
-def chat_logprobs(tokens: Iterable[ScoredToken]) -> ChatLogprobs:
-    """Return the log-probabilities of tokens. A part of a character has no bytes."""
+def chat_logprobs(tokens: Iterable[ScoredToken], with_likeliest: bool) -> ChatLogprobs:
+    """Return the log-probabilities of tokens. `with_likeliest`: each is the likeliest one, and is
+    listed as such, too.
+    """
+    chosen = [
+        _top_logprob(token.text, token.log_prob) for token in tokens if token.log_prob is not None
+    ]
     return ChatLogprobs(
         content=tuple(
-            TokenLogprob(
-                token=token.text,
-                logprob=token.log_prob,
-                bytes=None
-                if UNKNOWN_CHARACTER in token.text
-                else tuple(token.text.encode("utf-8", "replace")),
-                top_logprobs=(),
-            )
-            for token in tokens
-            if token.log_prob is not None
+            TokenLogprob(**dict(each), top_logprobs=(each,) if with_likeliest else ())
+            for each in chosen
         )
     )
+
+
+def _top_logprob(text: str, log_prob: float) -> TopLogprob:
+    """A part of a character has no bytes."""
+    is_whole = UNKNOWN_CHARACTER not in text
+    content = tuple(text.encode("utf-8", "replace")) if is_whole else None
+    return TopLogprob(token=text, logprob=log_prob, bytes=content)

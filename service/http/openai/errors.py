@@ -34,7 +34,6 @@ NOT_SERVED = frozenset(
         "functions",
         "function_call",
         "response_format",
-        "top_logprobs",
         "modalities",
         "audio",
         "prediction",
@@ -61,7 +60,12 @@ class BadParameter(Unprocessable):
         self.param = param
 
 
+class NotServed(BadParameter):
+    """A value that OpenAI's API has, and the engine cannot serve."""
+
+
 CODES = {
+    NotServed: "unsupported_parameter",
     BadParameter: "invalid_value",
     NotFound: "model_not_found",
     Unauthorized: "invalid_api_key",

@@ -14,6 +14,7 @@ from service.http.openai.answers import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
+    ChatLogprobs,
     ChunkChoice,
     Completion,
     CompletionChoice,
@@ -99,8 +100,9 @@ class CompletionForm:
 class ChatForm:
     """Of /v1/chat/completions."""
 
-    def __init__(self, head: Head, logprobs: bool) -> None:
-        self._head, self._logprobs = head, logprobs
+    def __init__(self, head: Head, logprobs: bool, with_likeliest: bool = False) -> None:
+        """`with_likeliest`: each token is the likeliest one, and the answer says so."""
+        self._head, self._logprobs, self._with_likeliest = head, logprobs, with_likeliest
 
     def begin(self, count: int) -> Sequence[BaseModel]:
         first = Delta(role="assistant", content="")
@@ -116,7 +118,7 @@ class ChatForm:
             ChunkChoice(
                 index=index,
                 delta=Delta(content=part.text) if part.text else Delta(),
-                logprobs=chat_logprobs(part.tokens) if self._logprobs else None,
+                logprobs=self._logprobs_of(part),
                 finish_reason=part.finish,
             )
         )
@@ -129,7 +131,7 @@ class ChatForm:
             ChatChoice(
                 index=index,
                 message=AssistantMessage(content=part.text),
-                logprobs=chat_logprobs(part.tokens) if self._logprobs else None,
+                logprobs=self._logprobs_of(part),
                 finish_reason=part.finish or "stop",
             )
             for index, part in enumerate(parts)
@@ -142,6 +144,9 @@ class ChatForm:
             choices=choices,
             usage=usage,
         )
+
+    def _logprobs_of(self, part: Part) -> ChatLogprobs | None:
+        return chat_logprobs(part.tokens, self._with_likeliest) if self._logprobs else None
 
     def _chunk(self, *choices: ChunkChoice) -> ChatChunk:
         head = self._head

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from pipeline.core import Frozen
-from service.http.openai.errors import BadParameter, shown_value
+from service.http.openai.errors import BadParameter, NotServed, shown_value
 from service.language.generation import Sampling
 
 MAX_PROMPTS = 64
@@ -140,6 +140,11 @@ class _Request(Frozen):
         )
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether each token that is generated is the likeliest one."""
+        return self.temperature == 0 and not (self.presence_penalty or self.frequency_penalty)
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -182,8 +187,7 @@ class CompletionRequest(_Request):
     @property
     def takes_likeliest(self) -> bool:
         """Whether each token that comes is the likeliest one, without any of the prompt."""
-        is_penalized = self.presence_penalty or self.frequency_penalty
-        return self.temperature == 0 and not is_penalized and not self.echo
+        return self.is_greedy and not self.echo
 
     @property
     def token_limit(self) -> int:
@@ -241,7 +245,10 @@ class ChatRequest(_Request):
     parallel_tool_calls: bool | None = Field(default=None, description="Ignored")
     safety_identifier: str | None = Field(default=None, description="Ignored")
     prompt_cache_key: str | None = Field(default=None, description="Ignored")
-    top_logprobs: Literal[0] | None = Field(default=None, description="Not served")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None,
+        description="1 with `logprobs`, where temperature 0 takes the likeliest token; others not",
+    )
     tools: Empty | None = Field(default=None, strict=False, description="Not served")
     tool_choice: Literal["none", "auto"] | None = Field(default=None, description="Not served")
     functions: Empty | None = Field(default=None, strict=False, description="Not served")
@@ -264,6 +271,20 @@ class ChatRequest(_Request):
                 "expected one of `max_tokens` and `max_completion_tokens`, got both",
                 "leave out `max_tokens`, the older name",
                 "max_tokens",
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise BadParameter(
+                "expected `top_logprobs` only with `logprobs`, got it without",
+                "set `logprobs` to true, or leave it out",
+                "top_logprobs",
+            )
+        if self.top_logprobs and not (self.top_logprobs == 1 and self.is_greedy):
+            raise NotServed(
+                f"the engine tells the log-probability of no token but the one it took, got"
+                f" `top_logprobs` of {self.top_logprobs}",
+                "ask for 1 with `temperature` 0 and without penalties, which take the likeliest"
+                " token; or leave it out",
+                "top_logprobs",
             )
 
     @property

@@ -100,7 +100,7 @@ async def chat(
         log_probs=bool(body.logprobs),
         id=request.state.request_id,
     )
-    form = ChatForm(_head(request, served), bool(body.logprobs))
+    form = ChatForm(_head(request, served), bool(body.logprobs), bool(body.top_logprobs))
     return await _answer(service, request, served, [generate], body, form, "messages")
 
 

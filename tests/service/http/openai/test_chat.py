@@ -83,6 +83,22 @@ def test_log_probabilities_have_the_bytes_of_each_token(server: Server) -> None:
     assert streamed == tokens
 
 
+def test_the_likeliest_token_is_told_where_it_is_the_one_that_comes(server: Server) -> None:
+    more: dict[str, Any] = {"messages": [HELLO], "logprobs": True, "top_logprobs": 1}
+    (choice,) = post(server, PATH, temperature=0, **more).json()["choices"]
+    (*_, token) = choice["logprobs"]["content"]
+    assert token["top_logprobs"] == [{key: token[key] for key in ("token", "logprob", "bytes")}]
+    for changes, code, message in (
+        ({"temperature": 0, "top_logprobs": 2}, "unsupported_parameter", "`top_logprobs` of 2"),
+        ({}, "unsupported_parameter", "`temperature` 0"),
+        ({"temperature": 0, "presence_penalty": 1}, "unsupported_parameter", "without penalties"),
+        ({"temperature": 0, "logprobs": False}, "invalid_value", "only with `logprobs`"),
+    ):
+        status, fault = fault_of(post(server, PATH, **(more | changes)))
+        assert (status, fault["param"], fault["code"]) == (400, "top_logprobs", code)
+        assert message in fault["message"]
+
+
 @pytest.mark.parametrize(
     ("parameter", "value"),
     [
@@ -93,7 +109,7 @@ def test_log_probabilities_have_the_bytes_of_each_token(server: Server) -> None:
         ("function_call", {"name": "f"}),
         ("response_format", {"type": "json_object"}),
         ("logit_bias", {"1": 1}),
-        ("top_logprobs", 1),
+        ("top_logprobs", 21),
         ("audio", {"voice": "a"}),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content"}),
