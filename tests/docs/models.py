@@ -154,13 +154,13 @@ def report_page() -> str:
 
 def language_report_page() -> str:
     titles = titles_in(LanguagePlan.model_json_schema(), by_path=True)
-    link = "[the plan](language-plan.md)"
+    of_plan = {"LanguagePlan": "[the plan](language-plan.md)"}
     return _page_of_report(
         LanguageReport,
         "Report of a language model",
         ABOUT_LANGUAGE_REPORT,
         "pipeline/llm/results.py",
-        {"LanguagePlan": link} | linked(titles, "language-plan.md"),
+        of_plan | linked(titles, "language-plan.md"),
     )
 
 
@@ -173,7 +173,7 @@ def _page_of_report(
         for name, title in titles_in(schema, by_path=False).items()
         if name not in of_plan
     }
-    links = linked(titles) | of_plan
+    links = {**linked(titles), **of_plan}
     return page(
         title,
         f"`{source}`",

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from service.jobs.queue import WORKER
+from service.sandbox.process_tree import of_jobs
 from tests.pipeline.llm.models import write_model
 from tests.service.builders.app import Desk, opened_desk
-from tests.service.jobs.test_queue import of_jobs
 from tests.service.language_jobs.test_compile import upload
 
 LONG_S = 600.0  # for stages of the real worker on a busy host

@@ -226,6 +226,7 @@ PARTS: list[tuple[dict[str, tuple[str, bytes] | None], str]] = [
     ({"selection": ("s.jsonl", b'{"texts": "a"}\n')}, "line 1: expected"),
     ({"selection": ("s.jsonl", b"[" * 100_000)}, "line 1: expected"),
     ({"selection": ("s.npz", b"PK\x03\x04\xff")}, "is not UTF-8"),
+    ({"tokenizer": ("tokenizer.json", b"{}")}, "is in its file or folder"),
     ({"model": ("m.gguf", b"GGUF")}, "is damaged"),
     ({"model": ("m.gguf", b"no model")}, "does not begin with GGUF"),
     ({"model": ("m.onnx", b"no model")}, "does not begin with GGUF"),

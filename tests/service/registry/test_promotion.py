@@ -13,6 +13,7 @@ from pipeline.core import Engine
 from pipeline.errors import DamagedError
 from pipeline.results.report import Verdict
 from pipeline.serving_inputs import InputRecipe, Padding, ServingConfig
+from pipeline.text_inputs import TextConfig
 from service.auth import LOCAL
 from service.errors import Conflict, NotFound
 from service.registry.models import PromoteRequest
@@ -63,6 +64,18 @@ def test_a_version_tells_what_its_report_says(tmp_path: Path) -> None:
             again = await here.deployments.promote(LOCAL, "m", PromoteRequest(report=job))
             assert again == view  # nothing is made twice
             assert here.leases.devices.held == ()
+
+    play(story)
+
+
+def test_an_encoder_without_its_tokenizer_is_not_promoted(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            job = here.report(serving=ServingConfig(text=TextConfig()))
+            with pytest.raises(DamagedError, match=r"no 'tokenizer\.json'"):
+                await here.deployments.promote(LOCAL, "m", PromoteRequest(report=job))
+            with pytest.raises(NotFound):
+                await here.deployments.view(LOCAL, "m")
 
     play(story)
 
