@@ -1,4 +1,4 @@
-"""The task metric where its scores say nothing; `stages/validate/test_validate.py` holds the rest."""
+"""The task metric where its scores say nothing; `stages/validate/test_validate.py` has the rest."""
 
 import numpy as np
 import pytest
