@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from pipeline.core import Frozen, Profile, Tensors, TensorSpec, dtype_of
+from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, PlanError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -80,7 +81,7 @@ def check_tokenizer(file: Path) -> None:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise BackendUnavailable(
-            f"{KEY} needs the library tokenizers", "pip install 'crucible-compiler[embeddings]'"
+            f"{KEY} needs the library tokenizers", install_command("embeddings")
         ) from error
     if not file.is_file():
         raise PlanError(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from pipeline.distribution import install_command
 from service.errors import TooLarge, Unprocessable
 from service.offload.worker import limit_memory, serve
 from service.sandbox.framing import Parts
@@ -40,7 +41,7 @@ class Vocabulary:
         except ImportError:
             raise Unprocessable(
                 "the server lacks the library tokenizers",
-                "ask the operator for `pip install 'crucible-compiler[embeddings]'`",
+                f"ask the operator for `{install_command('embeddings')}`",
             ) from None
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_str(content.decode())
