@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
+if TYPE_CHECKING:
+    import torch
 
 INPUT, OUTPUT = "x", "y"
 OPSET = 17
@@ -60,20 +63,7 @@ def write_cnn(path: Path, name: str, side: int, enlarged: int = 1) -> Path:
         model = torch.nn.Sequential(
             torch.nn.Upsample(scale_factor=enlarged), model
         )  # the nearest pixel
-    model.eval()
-    batch = torch.export.Dim("batch", min=1, max=1024)
-    program = torch.onnx.export(
-        model,
-        (torch.zeros(2, 3, side, side),),
-        dynamic_shapes=({0: batch},),
-        input_names=[INPUT],
-        output_names=[OUTPUT],
-        dynamo=True,
-        verbose=False,
-    )
-    assert program is not None
-    program.save(str(path), external_data=False)
-    return path
+    return _export(path, model, torch.zeros(2, 3, side, side))
 
 
 def write_text_encoder(path: Path, layers: int = 12) -> Path:
@@ -95,9 +85,16 @@ def write_text_encoder(path: Path, layers: int = 12) -> Path:
             return cast(torch.Tensor, hidden.mean(1))
 
     torch.manual_seed(0)
+    return _export(path, Averaged(), torch.zeros(2, TOKENS, dtype=torch.int64))
+
+
+def _export(path: Path, module: torch.nn.Module, example: torch.Tensor) -> Path:
+    """A module of one input, with a batch of 1 to 1024."""
+    import torch
+
     program = torch.onnx.export(
-        Averaged().eval(),
-        (torch.zeros(2, TOKENS, dtype=torch.int64),),
+        module.eval(),
+        (example,),
         dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=1024)},),
         input_names=[INPUT],
         output_names=[OUTPUT],

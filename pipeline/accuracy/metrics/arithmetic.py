@@ -182,6 +182,12 @@ def scores_by_label(outputs: Array, labels: Array) -> Floats:
     return outputs.astype(np.float64).reshape(-1, classes)
 
 
+def mean_of_known(scores: Floats) -> float:
+    """Return the mean of those scores that are numbers; NaN if none is."""
+    known = scores[np.isfinite(scores)]
+    return float(known.mean()) if known.size else float("nan")
+
+
 def _long_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape without its axes of 1."""
     return tuple(size for size in shape if size != 1)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.accuracy.metrics.arithmetic import Array, Floats
+from pipeline.accuracy.metrics.arithmetic import Array, Floats, mean_of_known
 from pipeline.accuracy.metrics.decoders import BOX
 from pipeline.accuracy.metrics.metric import Batches, Decode, Metric, Picks
 from pipeline.data.label_file import Boxes
@@ -123,9 +123,7 @@ class _Detections:
 
     def score(self, picks: Picks) -> float:
         """Return the mean over the classes that have true boxes on these images."""
-        scores = self.class_scores(sorted(self.classes), picks)
-        counted = scores[np.isfinite(scores)]
-        return float(counted.mean()) if counted.size else float("nan")
+        return mean_of_known(self.class_scores(sorted(self.classes), picks))
 
     def class_scores(self, numbers: Sequence[int], picks: Picks) -> Floats:
         drawn = np.bincount(picks, minlength=self.units)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.accuracy.metrics.arithmetic import Array, Floats
+from pipeline.accuracy.metrics.arithmetic import Array, Floats, mean_of_known
 from pipeline.accuracy.metrics.metric import Batches, Decode, Metric, Picks, accept_all, counts_of
 from pipeline.errors import DataError
 
@@ -48,9 +48,7 @@ class _Classes:
 
     def score(self, picks: Picks) -> float:
         """Return the mean over those of the classes that are true or predicted somewhere."""
-        scores = self.class_scores(sorted(self.classes), picks)
-        counted = scores[np.isfinite(scores)]
-        return float(counted.mean()) if counted.size else float("nan")
+        return mean_of_known(self.class_scores(sorted(self.classes), picks))
 
     def class_scores(self, numbers: Sequence[int], picks: Picks) -> Floats:
         from sklearn.metrics import f1_score
