@@ -12,10 +12,17 @@ from pipeline.core import CandidateFigures, Target
 from pipeline.errors import BackendUnavailable, ChildDied, ChildStopped, UserError
 from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.host.environment import environment
-from pipeline.llm.engine import MODEL_FILE, ExportedModel, LanguageEngine
-from pipeline.llm.export import export
+from pipeline.llm.engine import ExportedModel, LanguageEngine
 from pipeline.llm.gate import Judged, judge, percent_text
-from pipeline.llm.plan import Goodput, LanguageCandidate, LanguageObjective, LanguagePlan
+from pipeline.llm.libraries.registry import library_of
+from pipeline.llm.plan import (
+    LIBRARIES_ON,
+    Goodput,
+    LanguageCandidate,
+    LanguageObjective,
+    LanguagePlan,
+    LibraryName,
+)
 from pipeline.llm.reference import Reference, refer
 from pipeline.llm.results import LanguageReport, LanguageResult
 from pipeline.llm.scoring import Scores, score
@@ -24,11 +31,10 @@ from pipeline.llm.source import INSTALL, Description, Source, describe, find_sou
 from pipeline.llm.speed.race import Race, measure, prompts_from
 from pipeline.llm.speed.times import AnswerTimes
 from pipeline.llm.texts import Documents, read_texts
-from pipeline.llm.weights import build, target
 from pipeline.measurement.comparison import processes_from_samples
 from pipeline.results.report import Verdict
 
-PACKAGES = ("torch", "transformers", "gguf", "nncf", "openvino_genai", "openvino_tokenizers")
+PACKAGES = ("torch", "transformers")
 TOOLS = (
     "torch",
     "transformers",
@@ -38,16 +44,16 @@ TOOLS = (
     "openvino-genai",
     "openvino-tokenizers",
     "nncf",
+    "safetensors",
+    "triton",
 )
 DESCRIBE = Stage("describe", 1, ("gguf",), writes_files=False)
-EXPORT = Stage("export_language_model", 2, TOOLS)
+EXPORT = Stage("export_language_model", 3, TOOLS)
 REFER = Stage("reference", 1, ("torch", "transformers", "tokenizers", "gguf"))
-BUILD = Stage("weights", 2, TOOLS)
-SCORE = Stage("score", 2, ("openvino", "openvino-genai"), writes_files=False)
+BUILD = Stage("weights", 3, TOOLS)
+SCORE = Stage("score", 3, ("openvino", "openvino-genai", "torch", "triton"), writes_files=False)
 RACE = Stage("race", 1, writes_files=False, needs_quiet_device=True)
 STAGES = (DESCRIBE, EXPORT, REFER, BUILD, SCORE, RACE)
-
-GROUPS = (32, 64)  # of int4 weights, where they divide a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,9 @@ class Compile:
     runner: Runner
     source: Source
     about: Description
-    exported: ExportedModel
+    exported: dict[LibraryName, ExportedModel]
+    targets: dict[LibraryName, Target]
     calibration: Documents | None
-    target: Target
     room: Room
 
     def refer(self, documents: Documents) -> Reference:
@@ -73,15 +79,17 @@ class Compile:
 
     def build(self, recipe: LanguageCandidate) -> LanguageEngine:
         data = self.calibration if recipe.awq or recipe.scale_estimation else None
-        work = partial(build, self.exported, recipe, self.source, data)
-        call = StageCall(BUILD, LanguageEngine, work, subject=recipe.label, target=self.target)
+        name = recipe.library
+        work = partial(library_of(name).build, self.exported[name], recipe, self.source, data)
+        target = self.targets[name]
+        call = StageCall(BUILD, LanguageEngine, work, subject=recipe.label, target=target)
         return self.runner.stage(call)
 
     def score(self, engine: LanguageEngine, reference: Reference) -> Scores:
         work = partial(score, engine, reference, self.plan.texts.cached_tokens, self.room)
         subject = f"{engine.label}, {reference.name}"
         return self.runner.stage(
-            StageCall(SCORE, Scores, work, subject=subject, target=self.target)
+            StageCall(SCORE, Scores, work, subject=subject, target=engine.target)
         )
 
     def race(self, engines: Sequence[LanguageEngine], reference: Reference) -> Race:
@@ -97,25 +105,29 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
     PlanError, ModelError, DataError and HostError for what makes all of it impossible. A candidate
     that fails is in the report with its reason.
     """
-    check_packages()
+    names = libraries_of(plan)
+    check_packages(names)
+    targets = {name: library_of(name).target(plan.device) for name in names}
     source = find_source(plan.language_model.path)
     calibration, selection, validation = read_texts(plan.texts)
-    here = target()
     about = runner.stage(StageCall(DESCRIBE, Description, partial(describe, source, plan.context)))
-    exported = runner.stage(
-        StageCall(EXPORT, ExportedModel, partial(export, source, about), target=here)
-    )
+    exported = {}
+    for name in names:
+        work = partial(library_of(name).export, source, about, plan.device)
+        call = StageCall(EXPORT, ExportedModel, work, subject=name, target=targets[name])
+        exported[name] = runner.stage(call)
     room = Room(
         context=plan.context,
         cache_values_per_token=about.cache_values_per_token,
         threads=plan.benchmark.threads,
         requests=max(plan.benchmark.concurrency),
     )
-    run = Compile(plan, runner, source, about, exported, calibration, here, room)
+    run = Compile(plan, runner, source, about, exported, targets, calibration, room)
     reference = run.refer(selection)
     prompts_from(reference, plan.benchmark.prompt_tokens)
     results, engines = list[LanguageResult](), dict[str, LanguageEngine]()
-    for recipe in plan.candidates or default_candidates(about, source, plan):
+    candidates = plan.candidates or library_of(names[0]).default_candidates(about, source, plan)
+    for recipe in candidates:
         result, engine = _prepared(run, recipe, reference)
         results.append(result)
         if engine is not None:
@@ -123,7 +135,7 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
     passing = [each for each in results if each.judged and each.judged.passed]
     baseline, rows, load = None, tuple[AnswerTimes, ...](), 0.0
     if passing:
-        entrants = [_in_transformers(source, exported, here)]
+        entrants = [_in_transformers(exported[names[0]], targets[names[0]])]
         for each in entrants:
             figures = CandidateFigures(each.label, each.precision, is_baseline=True)
             runner.report(RACE, figures)
@@ -161,34 +173,20 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
     )
 
 
-def check_packages() -> None:
-    """BackendUnavailable if a package is missing that every language model needs."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+def libraries_of(plan: LanguagePlan) -> tuple[LibraryName, ...]:
+    """Return the libraries of the candidates, or the one that has the default ones."""
+    names = dict.fromkeys(candidate.library for candidate in plan.candidates)
+    return tuple(names) or LIBRARIES_ON[plan.device][:1]
+
+
+def check_packages(names: Sequence[LibraryName] = ("openvino_genai",)) -> None:
+    """BackendUnavailable if a package is missing that these libraries need."""
+    needed = [*PACKAGES, *(package for name in names for package in library_of(name).PACKAGES)]
+    missing = [package for package in needed if importlib.util.find_spec(package) is None]
     if missing:
         raise BackendUnavailable(
             f"a language model needs packages that are not installed: {', '.join(missing)}", INSTALL
         )
-
-
-def default_candidates(
-    about: Description, source: Source, plan: LanguagePlan
-) -> tuple[LanguageCandidate, ...]:
-    """Return what is tried unless the plan says so."""
-    found = [
-        LanguageCandidate(weights="fp16", kv_cache="f16"),
-        LanguageCandidate(weights="int8", kv_cache="f16"),
-        LanguageCandidate(weights="int8"),
-    ]
-    groups = [size for size in GROUPS if about.hidden % size == 0]
-    found += [LanguageCandidate(weights="int4_asym", group_size=size) for size in groups]
-    if source.kind == "gguf" and about.is_quantised:
-        found.append(LanguageCandidate(weights="stored"))
-    if plan.effort == "high":
-        found += [
-            LanguageCandidate(weights="int4_asym", group_size=size, awq=True, scale_estimation=True)
-            for size in groups
-        ]
-    return tuple(found)
 
 
 def _prepared(
@@ -213,11 +211,11 @@ def _prepared(
     return result, engine
 
 
-def _in_transformers(source: Source, exported: ExportedModel, here: Target) -> LanguageEngine:
+def _in_transformers(exported: ExportedModel, here: Target) -> LanguageEngine:
     """Return the baseline: its folder is only that of the export."""
     return LanguageEngine(
         root=exported.root,
-        file=MODEL_FILE,
+        file=exported.file,
         library="transformers",
         recipe=None,
         target=here,

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from pipeline.core import Artifact, Frozen, Precision, Target
 from pipeline.errors import DamagedError
-from pipeline.llm.plan import LanguageCandidate
+from pipeline.llm.plan import Device, LanguageCandidate, LibraryName
 
 MODEL_FILE = "openvino_model.xml"  # the name that GenAI looks for
 PROPERTIES_FILE = "openvino_properties.json"  # with which it is to be opened
@@ -17,6 +17,7 @@ TOKENIZER_FILE, DETOKENIZER_FILE = "openvino_tokenizer.xml", "openvino_detokeniz
 SETTINGS_FILE = "language.json"  # what a server needs besides the graphs
 MAX_SETTINGS_BYTES = 2**20
 BASELINE = "transformers fp32"
+GPU_BASELINE = "transformers bf16"  # as its users open it on a GPU
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 SpecialText = Annotated[str, Field(max_length=200)]
@@ -51,15 +52,18 @@ def read_settings(folder: Path) -> LanguageSettings:
 
 
 class ExportedModel(Artifact):
-    """The model as OpenVINO's IR in fp16, beside its tokenizer."""
+    """What the candidates of a library share: of OpenVINO the IR in fp16, and always the tokenizer
+    and the settings.
+    """
 
     largest_weight: float  # the largest absolute value
+    device: Device = "cpu"
 
 
 class LanguageEngine(Artifact):
     """A folder that a library opens. `recipe` says how it was made."""
 
-    library: Literal["openvino_genai", "transformers"] = Field(description="What opens it.")
+    library: LibraryName | Literal["transformers"] = Field(description="What opens it.")
     recipe: LanguageCandidate | None = Field(
         description="How it was made. null: the model in transformers, as its source has it."
     )
@@ -68,18 +72,25 @@ class LanguageEngine(Artifact):
 
     @property
     def label(self) -> str:
-        return self.recipe.label if self.recipe else BASELINE
+        if self.recipe:
+            return self.recipe.label
+        return GPU_BASELINE if self.is_on_gpu else BASELINE
 
     @property
     def precision(self) -> Precision:
         """Return the precision of most weights, for the live display."""
-        weights = self.recipe.weights if self.recipe else "fp32"
-        known = {"fp16": Precision.FP16, "int8": Precision.INT8, "fp32": Precision.FP32}
+        weights = self.recipe.weights if self.recipe else self.label.split()[-1]
+        known = {
+            "fp32": Precision.FP32,
+            "fp16": Precision.FP16,
+            "bf16": Precision.BF16,
+            "int8": Precision.INT8,
+        }
         return known.get(weights, Precision.INT4)
 
     @property
     def is_on_gpu(self) -> bool:
-        return False
+        return self.target.compute_capability is not None
 
     @property
     def cache_value_bytes(self) -> float:
@@ -91,7 +102,7 @@ class LanguageEngine(Artifact):
 
     def properties(self, threads: int = 0) -> dict[str, str]:
         """Return OpenVINO's properties, the same for scoring, measuring and serving."""
-        if self.recipe is None:
+        if self.recipe is None or self.library != "openvino_genai":
             return {}
         chosen: dict[str, str] = {"KV_CACHE_PRECISION": self.recipe.kv_cache}
         if self.recipe.arithmetic != "auto":

@@ -33,11 +33,25 @@ KEY = "language_model"
 KEYS = "docs/reference/language-plan.md"
 
 Effort = Literal["normal", "high"]
-WeightFormat = Literal["fp16", "int8", "int4_sym", "int4_asym", "stored"]
+Device = Literal["cpu", "gpu"]
+LibraryName = Literal["openvino_genai", "torch"]
+WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4_sym", "int4_asym", "stored"]
 CacheFormat = Literal["f32", "f16", "bf16", "u8"]
 Arithmetic = Literal["auto", "f32", "bf16", "f16"]
 
 MAX_CONCURRENCY = 64
+
+WEIGHTS: dict[LibraryName, tuple[WeightFormat, ...]] = {
+    "openvino_genai": ("fp16", "int8", "int4_sym", "int4_asym", "stored"),
+    "torch": ("fp32", "fp16", "bf16", "int8"),
+}
+"""The formats that each library has."""
+
+LIBRARIES_ON: dict[Device, tuple[LibraryName, ...]] = {
+    "cpu": ("openvino_genai", "torch"),
+    "gpu": ("torch",),
+}
+"""The libraries that run on a device. The first one has the candidates of a plan without any."""
 
 PACKAGE = "package:"
 
@@ -125,13 +139,30 @@ class LanguageAccuracy(Frozen):
     )
 
 
-class LanguageCandidate(Frozen):
-    """One form of the model on OpenVINO GenAI."""
+ACTIVATIONS: dict[str, CacheFormat] = {
+    "fp32": "f32",
+    "fp16": "f16",
+    "bf16": "bf16",
+    "int8": "bf16",
+}
+"""The format of activations, keys and values of our decoder, by that of its weights."""
 
+
+class LanguageCandidate(Frozen):
+    """One form of the model on one library."""
+
+    library: LibraryName = Field(
+        default="openvino_genai",
+        description=(
+            "`openvino_genai`, on CPUs; `torch`: Crucible's own decoder, with `device: gpu` on a"
+            " GPU."
+        ),
+    )
     weights: WeightFormat = Field(
         description=(
             "`fp16`; `int8`; `int4_sym` and `int4_asym`: without and with a zero point;"
-            " `stored`: the file as GenAI itself reads it."
+            " `stored`: the file as GenAI itself reads it. `torch`: `fp32`, `fp16`, `bf16`, and"
+            " `int8` with one scale per output channel."
         )
     )
     group_size: int = Field(
@@ -139,7 +170,10 @@ class LanguageCandidate(Frozen):
         ge=0,
         description="int4: weights that share a scale. 0: all of one output channel.",
     )
-    kv_cache: CacheFormat = Field(default="u8", description="Format of keys and values.")
+    kv_cache: CacheFormat = Field(
+        default="u8",
+        description="Format of keys and values. `torch`: that of the activations, always.",
+    )
     arithmetic: Arithmetic = Field(
         default="auto",
         description="Precision of the products. `auto`: what OpenVINO chooses for this CPU.",
@@ -148,6 +182,29 @@ class LanguageCandidate(Frozen):
     scale_estimation: bool = Field(
         default=False, description="int4: choose scales by the error of the layer's output."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cache_of_activations(cls, written: object) -> object:
+        """Our decoder's cache has one format: a plan need not name it."""
+        if not isinstance(written, Mapping) or written.get("library") != "torch":
+            return written
+        return {"kv_cache": ACTIVATIONS.get(str(written.get("weights")), "bf16"), **written}
+
+    @model_validator(mode="after")
+    def _library_has_the_format(self) -> LanguageCandidate:
+        known = WEIGHTS[self.library]
+        if self.weights not in known:
+            raise ValueError(
+                f"weights of {self.library}: expected {', '.join(known)}, got {self.weights}"
+            )
+        if self.library == "torch":
+            wanted = ACTIVATIONS[self.weights]
+            if self.kv_cache != wanted or self.arithmetic != "auto":
+                raise ValueError(
+                    f"torch {self.weights}: leave out arithmetic and kv_cache, which is {wanted}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _only_int4_has_groups(self) -> LanguageCandidate:
@@ -159,7 +216,9 @@ class LanguageCandidate(Frozen):
 
     @property
     def label(self) -> str:
-        """The unique short name for tables: `int4_asym g64 kv-u8`."""
+        """The unique short name for tables: `int4_asym g64 kv-u8`, `torch bf16`."""
+        if self.library == "torch":
+            return f"torch {self.weights}"
         parts: list[str] = [self.weights]
         if self.weights.startswith("int4"):
             parts.append(f"g{self.group_size}" if self.group_size else "per channel")
@@ -256,6 +315,10 @@ class LanguagePlan(Frozen):
         description="Names the report and its folder. Default: the plan's file name.",
     )
     language_model: LanguageModelConfig = Field(description="The trained model.")
+    device: Device = Field(
+        default="cpu",
+        description="Where it is to run: `cpu`, or `gpu`, the first GPU of this host.",
+    )
     texts: Texts = Field(description="Your texts, on which the answers must stay right.")
     accuracy: LanguageAccuracy = Field(
         default=LanguageAccuracy(), description="The limits of the gate."
@@ -338,6 +401,14 @@ def _check_lengths(plan: LanguagePlan) -> None:
             f" {plan.texts.cached_tokens}",
             "lower it",
         )
+    known = LIBRARIES_ON[plan.device]
+    for candidate in plan.candidates:
+        if candidate.library not in known:
+            raise PlanError(
+                f"candidates: '{candidate.label}' is of {candidate.library}, expected"
+                f" {' or '.join(known)} with `device: {plan.device}`",
+                f"write `library: {known[0]}`, or set another `device`",
+            )
     labels = [candidate.label for candidate in plan.candidates]
     if twice := next((label for label in labels if labels.count(label) > 1), ""):
         raise PlanError(f"candidates: '{twice}' is listed twice", "remove one")

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.core import Frozen, Progress, silent
-from pipeline.errors import UnsupportedError
+from pipeline.errors import InternalError, UnsupportedError
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.export import last_line
+from pipeline.llm.libraries.registry import library_of
 from pipeline.llm.reference import (
     Ids,
     Reference,
@@ -25,8 +26,8 @@ from pipeline.llm.reference import (
     documents_of,
     greedy_of,
 )
-from pipeline.llm.served import Generation, Room, Served
-from pipeline.llm.ways import WayScore, compare_ways
+from pipeline.llm.served import Generation, Room
+from pipeline.llm.ways import WayScore
 
 FACTS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 
@@ -64,7 +65,7 @@ class Scores(Frozen):
     # of the log-probabilities of greedy tokens: as served, against the graph that is scored
     path_difference: float  # mean of the absolute differences, nats
     largest_path_difference: float
-    facts: dict[str, str]  # properties that OpenVINO reports, which change answers
+    facts: dict[str, str]  # what the library reports that it runs, which changes answers
     ways: tuple[WayScore, ...] = ()  # greedy answers served otherwise than alone
 
 
@@ -77,7 +78,11 @@ def score(
 ) -> Scores:
     """Score an engine on the texts of a reference."""
     progress(None, "opening the engine")
-    served, graph = Served(engine, room), Graph(engine, room.threads)
+    if engine.recipe is None:
+        raise InternalError("the baseline is the reference: it has no scores")
+    library = library_of(engine.recipe.library)
+    served = library.open_served(engine, room)
+    graph = library.open_graph(engine, room, served)
     scores = []
     for number, document in enumerate(documents_of(reference)):
         progress(number / reference.documents, f"text {number + 1} of {reference.documents}")
@@ -106,7 +111,7 @@ def score(
         path_difference=float(all_differences.mean()),
         largest_path_difference=float(all_differences.max()),
         facts=graph.facts,
-        ways=compare_ways(engine, room, served, prompts, alone),
+        ways=library.compare_ways(engine, room, served, prompts, alone),
     )
 
 

@@ -56,10 +56,12 @@ class Generator(Protocol):
 
 
 def open_generator(engine: LanguageEngine, source: Source, room: Room) -> Generator:
-    """Open an engine."""
-    if engine.library == "openvino_genai":
-        return Served(engine, room)
-    return InTransformers(source, room.threads)
+    """Open an engine, or the model in transformers."""
+    from pipeline.llm.libraries.registry import library_of
+
+    if engine.library != "transformers":
+        return library_of(engine.library).open_served(engine, room)
+    return InTransformers(source, room.threads, on_gpu=engine.is_on_gpu)
 
 
 @dataclass(slots=True)
@@ -193,14 +195,18 @@ class Served:
 
 
 class InTransformers:
-    """The model in PyTorch, in fp32, with its cache: what a user has without Crucible."""
+    """The model in PyTorch, in fp32 or on a GPU in bf16, with its cache: what a user has without
+    Crucible.
+    """
 
-    def __init__(self, source: Source, threads: int = 0) -> None:
+    def __init__(self, source: Source, threads: int = 0, *, on_gpu: bool = False) -> None:
         import torch
 
         if threads:
             torch.set_num_threads(threads)
         self._model = load_model(source)
+        if on_gpu:
+            self._model = self._model.to("cuda", torch.bfloat16)
 
     def generate_together(self, prompts: Sequence[Ids], tokens: int) -> tuple[Generation, ...]:
         """Continue prompts of equal length as one batch."""
@@ -210,10 +216,11 @@ class InTransformers:
         begin = monotonic()
         with torch.inference_mode():
             given, cache = torch.tensor(np.stack(prompts)), None  # [requests, n]
+            given = given.to(self._model.device)
             for _ in range(tokens):
                 out = self._model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 given, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
-                answers.append(given[:, 0].numpy())
+                answers.append(given[:, 0].cpu().numpy())
                 times_s.append(monotonic() - begin)
         columns = np.stack(answers, 1)  # [requests, tokens]
         return tuple(Generation(row, np.empty(0), tuple(times_s)) for row in columns)

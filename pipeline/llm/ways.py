@@ -13,9 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from pipeline.core import Frozen
-from pipeline.llm.engine import LanguageEngine
-from pipeline.llm.reference import Ids
-from pipeline.llm.served import Generation, Room, Served
+from pipeline.llm.served import Generation
 
 STEP_TOKENS = 24
 """Of a chunk: no multiple of a block of the cache, and less than half of a prompt."""
@@ -35,26 +33,6 @@ class WayScore(Frozen):
     @property
     def changed_share(self) -> float:
         return self.changed / self.answers
-
-
-def compare_ways(
-    engine: LanguageEngine,
-    room: Room,
-    served: Served,
-    prompts: Sequence[Ids],
-    alone: Sequence[Generation],
-) -> tuple[WayScore, ...]:
-    """Serve prompts in each way. `served` is the open engine that gave the answers `alone`."""
-    tokens = alone[0].tokens.size
-    batch = served.generate_together(prompts, tokens)
-    other = Served(engine, room, prefix_caching=True, step_tokens=STEP_TOKENS)
-    chunked = [other.generate(prompt, tokens) for prompt in prompts]
-    cached = [other.generate(prompt, tokens) for prompt in prompts]  # their blocks are there now
-    return (
-        way_score(f"in a batch of {len(prompts)}", alone, batch),
-        way_score(f"prompt in chunks of {STEP_TOKENS}", alone, chunked),
-        way_score("with a prefix from the cache", alone, cached),
-    )
 
 
 def way_score(way: str, alone: Sequence[Generation], others: Sequence[Generation]) -> WayScore:

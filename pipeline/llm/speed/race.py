@@ -33,11 +33,12 @@ from pipeline.execution.child_process import Channel, Child, call_in_child
 from pipeline.host.contention import cpu_clock
 from pipeline.host.environment import peak_memory_bytes, usable_cores
 from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.libraries.registry import library_of
 from pipeline.llm.plan import Goodput, LanguageBenchmark, LanguageObjective
 from pipeline.llm.reference import Ids, Reference, documents_of
 from pipeline.llm.served import Generation, Generator, Room, open_generator
 from pipeline.llm.source import Source
-from pipeline.llm.speed.roofline import measure_parts, roofline, weight_bytes_read
+from pipeline.llm.speed.roofline import roofline
 from pipeline.llm.speed.times import AnswerBlock, AnswerTimes, answer_times
 from pipeline.measurement.clock import monotonic
 from pipeline.plan.schema import BenchmarkConfig
@@ -69,6 +70,7 @@ class Reads:
 
     sizes: tuple[int, ...]  # bytes
     threads: int
+    on_gpu: bool = False  # of its memory
 
     def rates(self, buffer: Buffer) -> tuple[float, ...]:
         """Return bytes per second: of the whole buffer, and of each size."""
@@ -107,7 +109,11 @@ def measure(
     """
     prompts = prompts_from(reference, options.prompt_tokens)
     limits = objective if isinstance(objective, Goodput) else None
-    sizes = {engine.label: weight_bytes_read(engine) for engine in engines[1:]}
+    sizes = {
+        engine.label: library_of(engine.recipe.library).weight_bytes_read(engine)
+        for engine in engines[1:]
+        if engine.recipe
+    }
 
     def start(entrant: Entrant) -> Peer:
         engine = entrant.recipe
@@ -182,6 +188,8 @@ def with_parts(
 ) -> AnswerTimes:
     """Add where the time between tokens goes, or why that is not known."""
     arguments = (engine, room, prompt, tokens)
+    assert engine.recipe
+    measure_parts = library_of(engine.recipe.library).measure_parts
     try:
         parts = call_in_child(measure_parts, *arguments, name=engine.label, progress=progress)
     except ChildStopped:
@@ -217,7 +225,11 @@ def contend(
     """Open an engine, and answer prompts at each request of the parent."""
     threads = room.threads or usable_cores()
     answer_prompts(
-        channel, open_generator(engine, source, room), prompts, options, Reads(reads, threads)
+        channel,
+        open_generator(engine, source, room),
+        prompts,
+        options,
+        Reads(reads, threads, engine.is_on_gpu),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from pipeline.errors import InternalError
+from pipeline.errors import InternalError, UnsupportedError
 from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation
 from pipeline.llm.torch_engine.network import (
@@ -39,6 +39,21 @@ PROMPT_MULTIPLE = 64
 
 RECOMPILES = 64
 """Shapes that torch.compile may meet before it gives up: one for each number of requests."""
+
+
+OVERLAP_CAPABILITY = (9, 0)
+"""From this compute capability on, a kernel can begin before the one in front of it has ended."""
+
+
+def way_for(network: Network, requests: int) -> Way:
+    """Return the fastest way that this device and this number of requests have."""
+    device, head = network.embedding.device, network.shape.head
+    if device.type != "cuda":
+        return "eager"
+    if requests > 1 or head & (head - 1):
+        return "compiled"
+    has_overlap = torch.cuda.get_device_capability(device) >= OVERLAP_CAPABILITY
+    return "overlapped" if has_overlap else "fused"
 
 
 class Functions(NamedTuple):
@@ -191,6 +206,19 @@ class Batch:
             self._prompts[length] = given, work
         return self._prompts[length]
 
+    def read_whole(self, prompt: Ids) -> torch.Tensor:
+        """Read a prompt as `start` does, of a batch of one, and return the scores of all
+        successors, [tokens, vocabulary] fp32.
+        """
+        with torch.no_grad():
+            given = torch.from_numpy(prompt)[None].to(self.device)
+            places = torch.arange(prompt.size, device=self.device)[None]
+            place = self.place_of(places, is_start=True)
+            x = self._through(self.network.embedding[given], place, EAGER)
+            self.positions.fill_(prompt.size)
+            network = self.network
+            return EAGER.logits(x[0], network.norm, network.logits, network.shape.epsilon)
+
     def read_next(self, tokens: Sequence[int]) -> torch.Tensor:
         """Read these tokens instead of the ones that were chosen, by the step that answers. Return
         the scores of their successors, [requests, vocabulary] fp32.
@@ -202,15 +230,26 @@ class Batch:
 
 
 class Decoder:
-    """An opened network. Batches are made when they are first needed."""
+    """An opened network. Batches are made when they are first needed.
 
-    def __init__(self, network: Network, context: int, way: Way) -> None:
-        self.network, self.context, self.way = network, context, way
+    Without `way`, each batch gets the fastest one for its device and size. UnsupportedError for
+    texts longer than the network's window: attention here always looks back on all tokens.
+    """
+
+    def __init__(self, network: Network, context: int, way: Way | None = None) -> None:
+        if network.window is not None and context > network.window:
+            raise UnsupportedError(
+                f"this model looks back {network.window} tokens, and {context} are asked: our"
+                " decoder has no sliding window",
+                f"set `context: {network.window}`, or less",
+            )
+        self.network, self.context, self._way = network, context, way
         self._batches = dict[int, Batch]()
 
     def batch(self, requests: int) -> Batch:
         if requests not in self._batches:
-            self._batches[requests] = Batch(self.network, requests, self.context, self.way)
+            way = self._way or way_for(self.network, requests)
+            self._batches[requests] = Batch(self.network, requests, self.context, way)
         return self._batches[requests]
 
     def generate_together(self, prompts: Sequence[Ids], tokens: int) -> tuple[Generation, ...]:

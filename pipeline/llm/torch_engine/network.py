@@ -52,6 +52,7 @@ class Network(NamedTuple):
     logits: Matrix
     frequencies: torch.Tensor  # [head / 2] fp32, radians per position
     rotation_scale: float
+    window: int | None = None  # tokens that attention was made to look back; None: all
 
     @property
     def weight_bytes(self) -> int:

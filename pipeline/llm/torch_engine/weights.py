@@ -10,6 +10,9 @@ import torch
 from pipeline.errors import ModelError, UnsupportedError
 from pipeline.llm.torch_engine.network import LayerWeights, Matrix, Network, Shape
 
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+"""Of activations, by the format of the cache in a plan."""
+
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 LARGEST = 127
 MOVING = ("dynamic", "longrope")
@@ -46,7 +49,16 @@ def network_of(module: Any) -> Network:
             logits=Matrix(module.lm_head.weight.detach()),
             frequencies=rotary.inv_freq.detach().float(),
             rotation_scale=float(getattr(rotary, "attention_scaling", 1.0)),
+            window=window_of(config),
         )
+
+
+def window_of(config: Any) -> int | None:
+    """Return how many tokens attention looks back; None: all."""
+    if not getattr(config, "use_sliding_window", True):
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None else int(window)
 
 
 def layer_weights(layer: Any) -> LayerWeights:

@@ -1,0 +1,69 @@
+"""An opened engine of our decoder as the gate scores it and as the race times it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.reference import Ids
+from pipeline.llm.served import Generation, Room
+from pipeline.llm.torch_engine.decoder import Decoder
+from pipeline.llm.torch_engine.files import read_network
+
+Logs = NDArray[np.float64]
+
+
+class ScoredDecoder:
+    """Answers by the steps that serve, and scores texts that are read at once."""
+
+    def __init__(self, engine: LanguageEngine, room: Room) -> None:
+        if room.threads:
+            torch.set_num_threads(room.threads)
+        network = read_network(engine.root, "cuda" if engine.is_on_gpu else "cpu")
+        self._decoder = Decoder(network, room.context)
+        self.graph = SteppedDecoder(self._decoder, engine)
+
+    def log_probs(self, ids: Ids) -> Logs:
+        """Return the log-probability of each token after the first: [n - 1]."""
+        scores = self._decoder.batch(1).read_whole(ids[:-1]).double().log_softmax(-1)
+        own = scores.gather(-1, torch.from_numpy(ids[1:])[:, None].to(scores.device))
+        found: Logs = own[:, 0].cpu().numpy()
+        return found
+
+    def generate(self, prompt: Ids, tokens: int) -> Generation:
+        (answer,) = self._decoder.generate_together([prompt], tokens)
+        return answer
+
+    def generate_together(self, prompts: Sequence[Ids], tokens: int) -> tuple[Generation, ...]:
+        """Continue prompts that start together."""
+        return self._decoder.generate_together(prompts, tokens)
+
+    def cache_bytes_per_token(self) -> float:
+        return self._decoder.cache_bytes_per_token()
+
+
+class SteppedDecoder:
+    """Whole distributions: texts are read at once, and their last tokens by the recorded step."""
+
+    def __init__(self, decoder: Decoder, engine: LanguageEngine) -> None:
+        self._decoder = decoder
+        weights = "" if engine.recipe is None else engine.recipe.weights
+        self.facts = {
+            "device": engine.target.device,
+            "step": decoder.batch(1).way,
+            "weights": weights,
+            "activations": str(decoder.network.embedding.dtype).removeprefix("torch."),
+        }
+
+    def log_probs(self, ids: Ids, one_by_one: int) -> Logs:
+        """Return the log-probabilities of all successors, [n, vocabulary]."""
+        batch = self._decoder.batch(1)
+        first = ids.size - one_by_one
+        parts = [batch.read_whole(ids[:first])]
+        parts += [batch.read_next([int(token)]) for token in ids[first:]]
+        found: Logs = torch.cat(parts).double().log_softmax(-1).cpu().numpy()
+        return found
