@@ -45,6 +45,7 @@ from benchmarks.language.gpu_ways import (
 from benchmarks.language.random_llama import SHAPE
 from benchmarks.limits.part_results import LimitReached, ended_after, measure_parts
 from pipeline.llm.reference import Ids
+from pipeline.llm.torch_engine.memory import BUFFER_BYTES, read_rate
 from pipeline.measurement.clock import monotonic
 
 NAME = "language_gpu"
@@ -84,7 +85,6 @@ OPEN_LIMIT_S = 90.0
 RESERVE_S = 15.0
 """Kept of the time for the rounds."""
 
-BUFFER_BYTES = 4 << 30  # no cache of a GPU holds it
 TINY_BYTES = 64 << 20
 
 
@@ -303,30 +303,6 @@ def race(
 
 
 # -- the device --------------------------------------------------------------
-
-
-def read_rate(buffer: torch.Tensor) -> float:
-    """Return the fastest rate of reading a buffer, by a sum and by a maximum, bytes per second."""
-    found = list[float]()
-    for reduce in (torch.sum, torch.amax):
-        reduce(buffer)
-        for _ in range(3):
-            found.append(buffer.numel() * buffer.element_size() / seconds_of(reduce, buffer))
-    return max(found)
-
-
-def seconds_of(work: object, buffer: torch.Tensor) -> float:
-    assert callable(work)
-    if buffer.device.type != "cuda":
-        begin = monotonic()
-        work(buffer)
-        return monotonic() - begin
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work(buffer)
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) / 1e3
 
 
 def allocated(device: str) -> int:

@@ -282,7 +282,7 @@ def sections(report: LanguageReport) -> tuple[Section, ...]:
         "arithmetic",
         "What really ran",
         paragraphs=(
-            "Properties that OpenVINO reports for the graph that was scored, opened as the pipeline"
+            "What the library reports of the graph that was scored, opened as the pipeline"
             " that serves. They change answers.",
         ),
         items=tuple(f"{label}: {', '.join(values)}" for label, *values in facts),

@@ -20,6 +20,7 @@ from pipeline.errors import PlanError
 from pipeline.llm.plan import (
     KEY,
     KEYS,
+    LIBRARIES_ON,
     Goodput,
     LanguageAccuracy,
     LanguageBenchmark,
@@ -55,14 +56,14 @@ ROLES = ("calibration", "selection", "validation")
 MAX_CANDIDATES = 64
 ALLOWED: dict[type[BaseModel], str] = {
     LanguagePlan: (
-        "name language_model texts accuracy candidates effort benchmark objective context"
+        "name language_model device texts accuracy candidates effort benchmark objective context"
     ),
     LanguageModelConfig: "",
     Texts: "max_tokens cached_tokens",
     LanguageAccuracy: (
         "max_perplexity_increase max_kl min_agreement max_path_difference max_serving_difference"
     ),
-    LanguageCandidate: "weights group_size kv_cache arithmetic awq scale_estimation",
+    LanguageCandidate: "library weights group_size kv_cache arithmetic awq scale_estimation",
     LanguageBenchmark: "prompt_tokens output_tokens budget_s threads concurrency",
     Goodput: "max_first_token_s max_next_token_s",
 }
@@ -129,8 +130,19 @@ def language_plan_from(
         plan = language_plan_from_document(written, Path(), name_of(parts["model"].filename))
     except PlanError as error:
         raise Unprocessable(error.message, f"correct the plan; {KEYS} lists every key") from error
+    _check_served(plan)
     # without following links: these paths begin as the folder of the upload does
     return plan.model_copy(update={KEY: model, "texts": plan.texts.model_copy(update=texts)})
+
+
+def _check_served(plan: LanguagePlan) -> None:
+    """Raise Unprocessable for an engine that no worker of the service can open."""
+    for name in (*LIBRARIES_ON[plan.device][:1], *(each.library for each in plan.candidates)):
+        if name == "torch":
+            raise Unprocessable(
+                "the service serves no engine of the library torch, which `device: gpu` needs, too",
+                "compile it with `crucible compile`, or leave out `device` and `library`",
+            )
 
 
 def _check_keys(document: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ def export(
             "add the tokenizer.json of this model to its folder",
         )
     model = load_model(source)
-    largest = max(float(each.abs().max()) for each in model.parameters())
+    largest = max(float(each.detach().abs().max()) for each in model.parameters())
     tokenizer.save_pretrained(out)
     settings = settings_of(source, about, model, tokenizer)
     (out / SETTINGS_FILE).write_text(settings.model_dump_json(indent=1), encoding="utf-8")

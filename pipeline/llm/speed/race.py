@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -72,8 +73,19 @@ class Reads:
     threads: int
     on_gpu: bool = False  # of its memory
 
-    def rates(self, buffer: Buffer) -> tuple[float, ...]:
-        """Return bytes per second: of the whole buffer, and of each size."""
+    def opened(self) -> Callable[[], tuple[float, ...]]:
+        """Make a buffer. Return what reads it, and gives bytes per second: of the whole buffer, and
+        of each size.
+        """
+        if not self.sizes:
+            return tuple
+        if self.on_gpu:
+            from pipeline.llm.torch_engine.memory import gpu_buffer, read_rates
+
+            return partial(read_rates, gpu_buffer(), self.sizes)
+        return partial(self._rates, buffer_beyond_caches())
+
+    def _rates(self, buffer: Buffer) -> tuple[float, ...]:
         parts = [buffer, *(part_of(buffer, size) for size in self.sizes)]
         return tuple(read_rate(part, self.threads, READ_S) for part in parts)
 
@@ -261,11 +273,10 @@ def answer_prompts(
             waiting = cpu_clock().held_up_since(before, len(rounds))
             channel.send(_block(rounds, waiting, generator.cache_bytes_per_token()))
     channel.receive()
-    buffer = buffer_beyond_caches() if reads.sizes else None
+    read = reads.opened()
     channel.send(())
     while not isinstance(channel.receive(), NextShape):
-        rates = () if buffer is None else reads.rates(buffer)
-        channel.send(ReadBlock(**usual_fields((), 0.0), rates=rates))
+        channel.send(ReadBlock(**usual_fields((), 0.0), rates=read()))
 
 
 def _seconds(answers: Sequence[Generation]) -> float:

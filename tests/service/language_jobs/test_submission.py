@@ -247,6 +247,8 @@ PLANS: list[tuple[dict[str, Any], str]] = [
     ({"candidates": [{"weights": "fp16"}] * 65}, "candidates: 65, expected at most 64"),
     ({"name": "x" * 101}, "name: 101 characters"),
     ({"context": 20}, "context: 20 tokens"),
+    ({"device": "gpu"}, "the service serves no engine of the library torch"),
+    ({"candidates": [{"library": "torch", "weights": "bf16"}]}, "serves no engine of the library"),
 ]
 
 
