@@ -34,7 +34,7 @@ def test_a_random_llama_is_compiled_for_a_gpu_and_answers(tmp_path: Path) -> Non
     done = crucible("compile", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out"))
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     rows = {each["label"]: each for each in report["candidates"]}
-    assert set(rows) == {"torch fp32", "torch bf16", "torch int8"}, done.stderr
+    assert set(rows) == {"torch fp32", "torch bf16", "torch int8"}, done.err
     assert [each["failure"] for each in rows.values()] == ["", "", ""]
     for label, row in rows.items():
         assert row["judged"]["failures"] == [], label
