@@ -40,9 +40,12 @@ def dominated(wide: int = WIDE, rows: int = ROWS) -> Case:
     ]
     interface = [("x", "float32", ("batch", wide))], [("y", "float32", ("batch", wide))]
     proto = model(nodes, *interface, {"w": weights})
-    feeds = {"x": np.ones((ROWS, WIDE), np.float32)}
+    feeds = {"x": np.ones((rows, wide), np.float32)}
     return Case(
-        "dominated", proto, (Profile.model_validate({"dims": {"batch": [1, ROWS, 80]}}),), (feeds,)
+        "dominated",
+        proto,
+        (Profile.model_validate({"dims": {"batch": [1, rows, rows + 16]}}),),
+        (feeds,),
     )
 
 
