@@ -52,7 +52,10 @@ def builder_options(recipe: LanguageCandidate) -> list[str]:
             f"block_size={recipe.group_size}",
             f"is_symmetric={'true' if zero_point == 'sym' else 'false'}",
             f"accuracy_level={level}",
-            "op_types_to_quantize=MatMul",  # embeddings cost accuracy, and no time
+            # as NNCF does: few bits in the embeddings and in the last product cost much accuracy
+            "shared_embeddings=false",
+            "op_types_to_quantize=MatMul",
+            "matmul_mixed_precision=last_matmul:int8",
         ]
     return ["-e", "cpu", "-p", bits, "--extra_options", *options]
 
