@@ -36,6 +36,7 @@ def library() -> Any:
         import onnxruntime_genai
     except ImportError as error:
         raise BackendUnavailable(f"the package `{EXTRA}` is not installed", INSTALL) from error
+    onnxruntime_genai.disable_telemetry_events()
     return onnxruntime_genai
 
 

@@ -87,9 +87,11 @@ def open_engine(engine: LanguageEngine, load: Load, ends: frozenset[int]) -> Ste
 
         return OpenvinoEngine(engine, load, ends)
     if engine.library == "onnxruntime_genai":
-        from service.serving.language.onnxruntime_engine import OnnxruntimeEngine
+        from pipeline.llm.ort_genai.opened import OpenModel
+        from service.serving.language.onnxruntime_engine import FastTokenizer, OnnxruntimeEngine
 
-        return OnnxruntimeEngine(engine, load, ends)
+        model, tokenizer = OpenModel(engine), FastTokenizer(engine)
+        return OnnxruntimeEngine(model, tokenizer, load.cache_tokens, ends)
     raise UnsupportedError(
         f"{load.name} is an engine of {engine.library}, which this server does not serve",
         "compile the model with candidates of openvino_genai or onnxruntime_genai",

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import DamagedError
 from pipeline.llm.engine import LanguageEngine
-from pipeline.llm.ort_genai.opened import OpenModel, Text
+from pipeline.llm.ort_genai.opened import Text
 from pipeline.llm.scoring import log_softmax
 from service.language.generation import Finish
-from service.serving.language.engines import News
-from service.serving.language.messages import Generate, Load
+from service.serving.language.engines import News, Tokenizer
+from service.serving.language.messages import Generate
 from service.serving.language.sampling import Sampler, check_sampling
 
 CHUNK = 256  # tokens of a prompt: about a second of SmolLM2 on two cores
 TOKENIZER_FILE = "tokenizer.json"
+
+
+class Model(Protocol):
+    """What begins texts, as OpenModel does."""
+
+    def text(self, tokens: int) -> Text: ...
 
 
 class OnnxruntimeEngine:
@@ -30,10 +37,11 @@ class OnnxruntimeEngine:
 
     keeps_prefixes = scores_prompts_alone = False
 
-    def __init__(self, engine: LanguageEngine, load: Load, ends: frozenset[int]) -> None:
-        self._ends, self._room = ends, load.cache_tokens
-        self.tokenizer = FastTokenizer(engine)
-        self._model = OpenModel(engine)
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, cache_tokens: int, ends: frozenset[int]
+    ) -> None:
+        self._model, self._room, self._ends = model, cache_tokens, ends
+        self.tokenizer = tokenizer
         self._waiting = deque[OnnxruntimeAnswer]()
         self._running = list[OnnxruntimeAnswer]()
 
@@ -82,11 +90,10 @@ class OnnxruntimeAnswer:
         self._text: Text | None = None
         self._unread = self._prompt  # tokens that the model has not read
         self._ids, self._log_probs = list[int](), list[float]()  # what nobody has read
-        self._count, self._finish, self._has_no_room = 0, None, False
+        self._count, self._has_no_room = 0, False
+        self._finish: Finish | None = None
         self._log_before: NDArray[np.float64] | None = None  # of the token at the next chunk
         self.has_ended = False
-
-    _finish: Finish | None
 
     @property
     def size(self) -> int:
@@ -105,7 +112,7 @@ class OnnxruntimeAnswer:
         self._ids, self._log_probs = [], []
         return News(ids, log_probs, self._finish, self._has_no_room)
 
-    def step(self, model: OpenModel) -> None:
+    def step(self, model: Model) -> None:
         """Read a chunk; after the last one, choose the next token."""
         if self._text is None:
             self._text = model.text(self.size)
