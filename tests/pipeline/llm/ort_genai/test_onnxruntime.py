@@ -20,6 +20,14 @@ from pipeline.llm.source import describe, find_source
 from pipeline.llm.texts import read_documents
 from tests.pipeline.llm.models import language_plan, texts, write_model, write_texts
 
+SCALED: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 IS_INSTALLED = importlib.util.find_spec("onnxruntime_genai") is not None
 
 
@@ -73,7 +81,7 @@ def test_where_it_is_missing_the_command_that_installs_it_is_named() -> None:
     ("kind", "options"),
     [
         ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+        ("llama", {"rope_parameters": SCALED}),
         ("mistral", {"sliding_window": None}),
         ("qwen2", {}),
         ("qwen3", {"head_dim": 32}),
