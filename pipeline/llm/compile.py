@@ -17,6 +17,7 @@ from pipeline.llm.gate import Judged, judge, percent_text
 from pipeline.llm.libraries.registry import library_of
 from pipeline.llm.plan import (
     LIBRARIES_ON,
+    Device,
     Goodput,
     LanguageCandidate,
     LanguageObjective,
@@ -27,7 +28,7 @@ from pipeline.llm.reference import Reference, refer
 from pipeline.llm.results import LanguageReport, LanguageResult
 from pipeline.llm.scoring import Scores, score
 from pipeline.llm.served import Room
-from pipeline.llm.source import INSTALL, Description, Source, describe, find_source
+from pipeline.llm.source import Description, Source, describe, find_source
 from pipeline.llm.speed.race import Race, measure, prompts_from
 from pipeline.llm.speed.times import AnswerTimes
 from pipeline.llm.texts import Documents, read_texts
@@ -35,6 +36,7 @@ from pipeline.measurement.comparison import processes_from_samples
 from pipeline.results.report import Verdict
 
 PACKAGES = ("torch", "transformers")
+OPTIONAL: tuple[LibraryName, ...] = ("onnxruntime_genai",)  # of plans without candidates
 TOOLS = (
     "torch",
     "transformers",
@@ -46,6 +48,9 @@ TOOLS = (
     "nncf",
     "safetensors",
     "triton",
+    "onnxruntime",
+    "onnxruntime-genai",
+    "onnx-ir",
 )
 DESCRIBE = Stage("describe", 1, ("gguf",), writes_files=False)
 EXPORT = Stage("export_language_model", 3, TOOLS)
@@ -66,6 +71,7 @@ class Compile:
     about: Description
     exported: dict[LibraryName, ExportedModel]
     targets: dict[LibraryName, Target]
+    missing: dict[LibraryName, str]  # why a library is not here
     calibration: Documents | None
     room: Room
 
@@ -105,9 +111,8 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
     PlanError, ModelError, DataError and HostError for what makes all of it impossible. A candidate
     that fails is in the report with its reason.
     """
-    names = libraries_of(plan)
-    check_packages(names)
-    targets = {name: library_of(name).target(plan.device) for name in names}
+    targets, missing = available(libraries_of(plan), plan.device)
+    names = tuple(targets)
     source = find_source(plan.language_model.path)
     calibration, selection, validation = read_texts(plan.texts)
     about = runner.stage(StageCall(DESCRIBE, Description, partial(describe, source, plan.context)))
@@ -122,11 +127,15 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
         threads=plan.benchmark.threads,
         requests=max(plan.benchmark.concurrency),
     )
-    run = Compile(plan, runner, source, about, exported, targets, calibration, room)
+    run = Compile(plan, runner, source, about, exported, targets, missing, calibration, room)
     reference = run.refer(selection)
     prompts_from(reference, plan.benchmark.prompt_tokens)
     results, engines = list[LanguageResult](), dict[str, LanguageEngine]()
-    candidates = plan.candidates or library_of(names[0]).default_candidates(about, source, plan)
+    candidates = plan.candidates or tuple(
+        recipe
+        for name in names
+        for recipe in library_of(name).default_candidates(about, source, plan)
+    )
     for recipe in candidates:
         result, engine = _prepared(run, recipe, reference)
         results.append(result)
@@ -174,24 +183,55 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
 
 
 def libraries_of(plan: LanguagePlan) -> tuple[LibraryName, ...]:
-    """Return the libraries of the candidates, or the one that has the default ones."""
+    """Return the libraries of the candidates; of a plan without any, the first one of the device,
+    and those beside it that are installed.
+    """
     names = dict.fromkeys(candidate.library for candidate in plan.candidates)
-    return tuple(names) or LIBRARIES_ON[plan.device][:1]
+    first, *others = LIBRARIES_ON[plan.device]
+    beside = [name for name in others if name in OPTIONAL and not missing_packages(name)]
+    return tuple(names) or (first, *beside)
+
+
+def available(
+    names: Sequence[LibraryName], device: Device
+) -> tuple[dict[LibraryName, Target], dict[LibraryName, str]]:
+    """Return the targets of the libraries that are here, and why others are not.
+
+    BackendUnavailable if none is.
+    """
+    targets, missing = dict[LibraryName, Target](), dict[LibraryName, BackendUnavailable]()
+    for name in names:
+        try:
+            check_packages((name,))
+            targets[name] = library_of(name).target(device)
+        except BackendUnavailable as error:
+            missing[name] = error
+    if not targets:
+        raise next(iter(missing.values()))
+    reasons = {name: f"{error.message}: {error.next_step}" for name, error in missing.items()}
+    return targets, reasons
 
 
 def check_packages(names: Sequence[LibraryName] = ("openvino_genai",)) -> None:
     """BackendUnavailable if a package is missing that these libraries need."""
-    needed = [*PACKAGES, *(package for name in names for package in library_of(name).PACKAGES)]
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
-    if missing:
-        raise BackendUnavailable(
-            f"a language model needs packages that are not installed: {', '.join(missing)}", INSTALL
-        )
+    for name in names:
+        if missing := missing_packages(name):
+            raise BackendUnavailable(
+                f"a language model needs packages that are not installed: {', '.join(missing)}",
+                library_of(name).INSTALL,
+            )
+
+
+def missing_packages(name: LibraryName) -> list[str]:
+    needed = (*PACKAGES, *library_of(name).PACKAGES)
+    return [package for package in needed if importlib.util.find_spec(package) is None]
 
 
 def _prepared(
     run: Compile, recipe: LanguageCandidate, reference: Reference
 ) -> tuple[LanguageResult, LanguageEngine | None]:
+    if reason := run.missing.get(recipe.library):
+        return LanguageResult(label=recipe.label, failure=reason), None
     try:
         engine = run.build(recipe)
         scores = run.score(engine, reference)

@@ -34,7 +34,7 @@ KEYS = "docs/reference/language-plan.md"
 
 Effort = Literal["normal", "high"]
 Device = Literal["cpu", "gpu"]
-LibraryName = Literal["openvino_genai", "torch"]
+LibraryName = Literal["openvino_genai", "onnxruntime_genai", "torch"]
 WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4_sym", "int4_asym", "stored"]
 CacheFormat = Literal["f32", "f16", "bf16", "u8"]
 Arithmetic = Literal["auto", "f32", "bf16", "f16"]
@@ -43,12 +43,13 @@ MAX_CONCURRENCY = 64
 
 WEIGHTS: dict[LibraryName, tuple[WeightFormat, ...]] = {
     "openvino_genai": ("fp16", "int8", "int4_sym", "int4_asym", "stored"),
+    "onnxruntime_genai": ("fp32", "int8", "int4_sym", "int4_asym"),
     "torch": ("fp32", "fp16", "bf16", "int8"),
 }
 """The formats that each library has."""
 
 LIBRARIES_ON: dict[Device, tuple[LibraryName, ...]] = {
-    "cpu": ("openvino_genai", "torch"),
+    "cpu": ("openvino_genai", "onnxruntime_genai", "torch"),
     "gpu": ("torch",),
 }
 """The libraries that run on a device. The first one has the candidates of a plan without any."""
@@ -148,35 +149,55 @@ ACTIVATIONS: dict[str, CacheFormat] = {
 """The format of activations, keys and values of our decoder, by that of its weights."""
 
 
+ORT_GROUPS = (16, 32, 64, 128, 256)
+"""Sizes of groups that the builder of ONNX Runtime GenAI has."""
+
+DEFAULT_ORT_GROUP = 32
+
+
+def _default_group(written: Mapping[object, object]) -> int:
+    return 0 if written.get("weights") == "fp32" else DEFAULT_ORT_GROUP
+
+
 class LanguageCandidate(Frozen):
     """One form of the model on one library."""
 
     library: LibraryName = Field(
         default="openvino_genai",
         description=(
-            "`openvino_genai`, on CPUs; `torch`: Crucible's own decoder, with `device: gpu` on a"
-            " GPU."
+            "`openvino_genai` and `onnxruntime_genai`, on CPUs; `torch`: Crucible's own decoder,"
+            " with `device: gpu` on a GPU."
         ),
     )
     weights: WeightFormat = Field(
         description=(
             "`fp16`; `int8`; `int4_sym` and `int4_asym`: without and with a zero point;"
             " `stored`: the file as GenAI itself reads it. `torch`: `fp32`, `fp16`, `bf16`, and"
-            " `int8` with one scale per output channel."
+            " `int8` with one scale per output channel. `onnxruntime_genai`: `fp32`, and `int8`"
+            " or int4 in groups."
         )
     )
     group_size: int = Field(
         default=0,
         ge=0,
-        description="int4: weights that share a scale. 0: all of one output channel.",
+        description=(
+            "int4, and int8 of `onnxruntime_genai`: weights that share a scale. 0: all of one"
+            " output channel; with `onnxruntime_genai` 32."
+        ),
     )
     kv_cache: CacheFormat = Field(
         default="u8",
-        description="Format of keys and values. `torch`: that of the activations, always.",
+        description=(
+            "Format of keys and values. `torch`: that of the activations, always."
+            " `onnxruntime_genai`: `f32`, always."
+        ),
     )
     arithmetic: Arithmetic = Field(
         default="auto",
-        description="Precision of the products. `auto`: what OpenVINO chooses for this CPU.",
+        description=(
+            "Precision of the products. `auto`: what OpenVINO chooses for this CPU; with"
+            " `onnxruntime_genai` int8, where weights have few bits."
+        ),
     )
     awq: bool = Field(default=False, description="int4: scale salient channels by activations.")
     scale_estimation: bool = Field(
@@ -186,8 +207,12 @@ class LanguageCandidate(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _cache_of_activations(cls, written: object) -> object:
-        """Our decoder's cache has one format: a plan need not name it."""
-        if not isinstance(written, Mapping) or written.get("library") != "torch":
+        """Two libraries have one format of the cache: a plan need not name it."""
+        if not isinstance(written, Mapping):
+            return written
+        if written.get("library") == "onnxruntime_genai":
+            return {"kv_cache": "f32", "group_size": _default_group(written), **written}
+        if written.get("library") != "torch":
             return written
         return {"kv_cache": ACTIVATIONS.get(str(written.get("weights")), "bf16"), **written}
 
@@ -204,26 +229,51 @@ class LanguageCandidate(Frozen):
                 raise ValueError(
                     f"torch {self.weights}: leave out arithmetic and kv_cache, which is {wanted}"
                 )
+        if self.library == "onnxruntime_genai":
+            self._check_onnxruntime()
         return self
+
+    def _check_onnxruntime(self) -> None:
+        if self.kv_cache != "f32":
+            raise ValueError("onnxruntime_genai: leave out kv_cache, which is f32")
+        if self.arithmetic not in ("auto", "f32"):
+            raise ValueError(
+                f"arithmetic of onnxruntime_genai: expected auto or f32, got {self.arithmetic}"
+            )
+        groups = ORT_GROUPS if self.weights != "fp32" else (0,)
+        if self.group_size not in groups:
+            known = ", ".join(map(str, groups))
+            raise ValueError(
+                f"group_size of onnxruntime_genai {self.weights}: expected {known}, got"
+                f" {self.group_size}"
+            )
+        if self.awq or self.scale_estimation:
+            raise ValueError("awq and scale_estimation are for int4 weights of openvino_genai")
 
     @model_validator(mode="after")
     def _only_int4_has_groups(self) -> LanguageCandidate:
+        has_groups = self.group_size and self.library != "onnxruntime_genai"
         if not self.weights.startswith("int4") and (
-            self.group_size or self.awq or self.scale_estimation
+            has_groups or self.awq or self.scale_estimation
         ):
             raise ValueError("group_size, awq and scale_estimation are for int4 weights")
         return self
 
     @property
     def label(self) -> str:
-        """The unique short name for tables: `int4_asym g64 kv-u8`, `torch bf16`."""
+        """The unique short name for tables: `int4_asym g64 kv-u8`, `torch bf16`,
+        `ort-genai int8 g32`."""
         if self.library == "torch":
             return f"torch {self.weights}"
-        parts: list[str] = [self.weights]
-        if self.weights.startswith("int4"):
-            parts.append(f"g{self.group_size}" if self.group_size else "per channel")
+        is_ort = self.library == "onnxruntime_genai"
+        parts: list[str] = ["ort-genai"] * is_ort + [self.weights]
+        if self.group_size:
+            parts.append(f"g{self.group_size}")
+        elif self.weights.startswith("int4"):
+            parts.append("per channel")
         parts += ["awq"] * self.awq + ["scales"] * self.scale_estimation
-        parts.append(f"kv-{self.kv_cache}")
+        if not is_ort:
+            parts.append(f"kv-{self.kv_cache}")
         if self.arithmetic != "auto":
             parts.append(self.arithmetic)
         return " ".join(parts)

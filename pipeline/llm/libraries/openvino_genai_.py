@@ -14,12 +14,13 @@ from pipeline.llm.plan import Device, LanguageCandidate, LanguagePlan
 from pipeline.llm.reference import Ids
 from pipeline.llm.scoring import Graph
 from pipeline.llm.served import Generation, Room, Served
-from pipeline.llm.source import Description, Source
+from pipeline.llm.source import INSTALL, Description, Source
 from pipeline.llm.speed.roofline import measure_parts, weight_bytes_read
 from pipeline.llm.ways import STEP_TOKENS, WayScore, way_score
 from pipeline.llm.weights import build
 
 __all__ = [
+    "INSTALL",
     "PACKAGES",
     "build",
     "compare_ways",

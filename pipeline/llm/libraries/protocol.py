@@ -55,6 +55,7 @@ class Library(Protocol):
     """
 
     PACKAGES: tuple[str, ...]  # modules that it imports
+    INSTALL: str  # the command that installs them
 
     def target(self, device: Device) -> Target:
         """Return the device and the library's version. HostError without such a device."""

@@ -15,6 +15,10 @@ def library_of(name: LibraryName) -> Library:
         from pipeline.llm.libraries import torch_
 
         return torch_
+    if name == "onnxruntime_genai":
+        from pipeline.llm.libraries import onnxruntime_genai_
+
+        return onnxruntime_genai_
     from pipeline.llm.libraries import openvino_genai_
 
     return openvino_genai_

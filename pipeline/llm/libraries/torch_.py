@@ -21,6 +21,7 @@ from pipeline.llm.libraries.protocol import ScoredGenerator, ScoredGraph
 from pipeline.llm.plan import Device, LanguageCandidate, LanguagePlan
 from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation, Room
+from pipeline.llm.source import INSTALL as INSTALL
 from pipeline.llm.source import Description, Source
 from pipeline.llm.speed.roofline import StepParts
 from pipeline.llm.texts import Documents
@@ -64,7 +65,7 @@ def export(
     check_tokenizer(tokenizer, about.vocabulary, source)
     if not tokenizer.is_fast:
         raise UnsupportedError(
-            "our decoder needs a fast tokenizer, which tokenizer.json describes",
+            "this library needs a fast tokenizer, which tokenizer.json describes",
             "add the tokenizer.json of this model to its folder",
         )
     model = load_model(source)

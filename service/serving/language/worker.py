@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import socket
 import sys
 import threading
@@ -19,16 +18,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
-import numpy as np
-
-from pipeline.errors import InternalError, UnsupportedError
+from pipeline.errors import InternalError
 from pipeline.llm.engine import LanguageEngine, read_settings
-from pipeline.llm.export import genai, last_line
+from pipeline.llm.export import last_line
 from pipeline.report.bundle import check_engine
 from service.language.generation import Finish
 from service.sandbox.framing import Failed, cut, decode, frame, read_frame
+from service.serving.language.engines import EngineAnswer, Tokenizer, open_engine
 from service.serving.language.messages import (
     FROM_SERVER,
     FROM_WORKER,
@@ -48,9 +46,7 @@ from service.serving.language.messages import (
 from service.serving.language.text import StopTexts, TextStream
 from service.serving.worker import held_bytes, until_the_end
 
-BLOCK = 32  # tokens in a block of the cache on a CPU
 REMEMBERED = 100_000  # texts of tokens
-MAX_SEED = 2**63 - 1
 
 
 class Sends(Protocol):
@@ -96,7 +92,7 @@ class Answer:
     """A running answer."""
 
     request: Request
-    handle: Any  # of GenAI
+    of_engine: EngineAnswer
     text: TextStream
     stops: StopTexts
     begun: bool = False  # its first token came
@@ -109,24 +105,23 @@ Command: TypeAlias = Request | Cancel
 class Tokens:
     """Text to tokens and back. Threads may share it."""
 
-    def __init__(self, tokenizer: Any, end_tokens: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, end_tokens: Sequence[int]) -> None:
         self._tokenizer, self.ends = tokenizer, frozenset(end_tokens)
         self.text = lru_cache(REMEMBERED)(self._text)
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
-        inputs = self._tokenizer.encode(text, add_special_tokens=special_tokens)
-        return [int(token) for token in inputs.input_ids.data.ravel()]
+        return self._tokenizer.encode(text, special_tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _text(self, token: int) -> str:
         """Return the text of one token. At the start of a text some tokenizers leave out its
         space, so this is its text after itself.
         """
         one, two = (self._tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
-        return str(two[len(one) :])[:MAX_TOKEN_TEXT]
+        return two[len(one) :][:MAX_TOKEN_TEXT]
 
 
 class Generator:
@@ -137,21 +132,9 @@ class Generator:
         engine = LanguageEngine.model_validate_json(load.engine.read_bytes())
         check_engine(engine, load.name)
         settings = read_settings(engine.root)
-        self._library = genai()
-        scheduler = self._library.SchedulerConfig()
-        scheduler.num_kv_blocks = -(-load.cache_tokens // BLOCK)
-        scheduler.enable_prefix_caching = load.prefix_caching
-        try:
-            self._pipeline = self._library.ContinuousBatchingPipeline(
-                str(engine.root), scheduler, "CPU", engine.properties()
-            )
-        except RuntimeError as error:
-            raise UnsupportedError(
-                f"OpenVINO GenAI cannot open {load.name}: {last_line(error)}",
-                "compile the model again with the libraries of this server",
-            ) from error
+        self._engine = open_engine(engine, load, frozenset(settings.end_tokens))
         self._vocabulary = settings.vocabulary
-        self._tokens = Tokens(self._pipeline.get_tokenizer(), settings.end_tokens)
+        self._tokens = Tokens(self._engine.tokenizer, settings.end_tokens)
         self._commands = queue.SimpleQueue[Command]()
         self._waiting = deque[Request]()
         self._running: dict[int, Answer] = {}
@@ -197,14 +180,14 @@ class Generator:
                 " prompt and answer together",
                 "send a shorter prompt",
             )
-        if message.log_probs and message.echo and self._load.prefix_caching:
+        if message.log_probs and message.echo and self._engine.keeps_prefixes:
             return Refused(
                 number,
                 "the log-probabilities of a prompt are not known where prompts are cached",
                 "load the model with `prefix_caching: false`, or leave out `echo`",
             )
         try:
-            self._options(message, 1).validate()
+            self._engine.check(message)
         except (RuntimeError, TypeError, ValueError) as error:
             return Refused(number, cut(last_line(error)), "correct this parameter")
         return None
@@ -215,23 +198,16 @@ class Generator:
         """Run the engine once with all that has been read; wait for a request if it is idle."""
         self._take_commands()
         began, pieces = self._begin()
-        if self._pipeline.has_non_finished_requests():
-            self._pipeline.step()
-            pieces += self._collect()
-        step = Step(self._cache_usage(), tuple(began))
+        if self._engine.is_busy:
+            self._engine.step()
+        pieces += self._collect()
+        step = Step(self._engine.cache_usage, tuple(began))
         self._server.send(step, PIECES.dump_json(tuple(pieces)))
 
     @property
     def is_idle(self) -> bool:
         """True if no request waits, and the engine has none."""
-        has_requests = self._waiting or self._running
-        return not (has_requests or self._pipeline.has_non_finished_requests())
-
-    def _cache_usage(self) -> float:
-        """Return the share of the cache that requests use which have not ended."""
-        if not self._pipeline.has_non_finished_requests():
-            return 0.0
-        return min(1.0, max(0.0, float(self._pipeline.get_metrics().cache_usage) / 100))
+        return not (self._waiting or self._running or self._engine.is_busy)
 
     def _take_commands(self) -> None:
         """Take what has been read. Wait for it if there is nothing else to do."""
@@ -246,18 +222,20 @@ class Generator:
             number = command.number
             self._waiting = deque(each for each in self._waiting if each.message.number != number)
             if (answer := self._running.pop(number, None)) is not None:
-                answer.handle.cancel()
+                answer.of_engine.leave()
 
     def _begin(self) -> tuple[list[int], list[Piece]]:
         """Start the requests whose turn it is. Return their numbers, and what they begin with."""
         began, pieces = list[int](), list[Piece]()
         while self._waiting and len(self._running) < self._load.together:
             request = self._waiting[0]
-            # GenAI mixes up the log-probabilities of prompts with other requests of a step
-            alone = request.scores_prompt or any(
-                each.request.scores_prompt and not each.begun for each in self._running.values()
+            alone = self._engine.scores_prompts_alone and (
+                request.scores_prompt
+                or any(
+                    each.request.scores_prompt and not each.begun for each in self._running.values()
+                )
             )
-            if alone and self._pipeline.has_non_finished_requests():
+            if alone and self._engine.is_busy:
                 break
             self._waiting.popleft()
             message = request.message
@@ -271,57 +249,23 @@ class Generator:
         return began, pieces
 
     def _started(self, request: Request) -> Answer:
-        import openvino as ov
-
-        message, prompt = request.message, np.array([request.prompt], dtype=np.int64)
-        options = self._options(message, max(request.most, 1))
-        handle = self._pipeline.add_request(message.number, ov.Tensor(prompt), options)
+        message = request.message
+        of_engine = self._engine.begin(message, request.prompt, max(request.most, 1))
         stops = StopTexts(message.sampling.stop)
-        return Answer(request, handle, TextStream(self._tokens.decode), stops)
-
-    def _options(self, message: Generate, most: int) -> Any:
-        sampling, options = message.sampling, self._library.GenerationConfig()
-        options.max_new_tokens = most
-        options.logprobs = int(message.log_probs)
-        options.echo = message.log_probs and message.echo
-        if self._tokens.ends:
-            options.eos_token_id = min(self._tokens.ends)
-            options.stop_token_ids = set(self._tokens.ends)
-        else:
-            options.ignore_eos = True
-        options.presence_penalty = sampling.presence_penalty
-        options.frequency_penalty = sampling.frequency_penalty
-        options.do_sample = sampling.temperature > 0
-        if options.do_sample:
-            options.temperature, options.top_p = sampling.temperature, sampling.top_p
-            if sampling.top_k:
-                options.top_k = sampling.top_k
-            seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-            options.rng_seed = seed & MAX_SEED
-        return options
+        return Answer(request, of_engine, TextStream(self._tokens.decode), stops)
 
     def _collect(self) -> list[Piece]:
         """Read what the last step has generated. Answers that have ended leave."""
         pieces = []
         for number, answer in tuple(self._running.items()):
-            ids, log_probs, reason = list[int](), list[float](), None
-            while answer.handle.can_read():
-                for part in answer.handle.read().values():
-                    ids += part.generated_ids
-                    log_probs += part.generated_log_probs
-                    reason = part.finish_reason
-            status = answer.handle.get_status()
-            if status == self._library.GenerationStatus.IGNORED:
+            news = answer.of_engine.read()
+            if news.has_no_room:
                 del self._running[number]
                 message = "the cache of this model has no room for the request"
                 self._server.send(Refused(number, message, "load it with more `cache_tokens`"))
                 continue
-            finish: Finish | None = None
-            if status == self._library.GenerationStatus.FINISHED:
-                is_stop = reason == self._library.GenerationFinishReason.STOP
-                finish = "stop" if is_stop else "length"
-            if ids or finish:
-                pieces += self._pieces(answer, ids, log_probs, finish)
+            if news.ids or news.finish:
+                pieces += self._pieces(answer, news.ids, news.log_probs, news.finish)
         return pieces
 
     def _pieces(
@@ -349,7 +293,7 @@ class Generator:
         if finish:
             del self._running[number]
         if answer.stops.found:
-            answer.handle.stop()
+            answer.of_engine.leave()
         scored = request.message.log_probs
         pieces.append(
             Piece(

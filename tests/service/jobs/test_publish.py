@@ -147,7 +147,7 @@ LANGUAGE_DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (edit(lambda report: report["delivered"].update(weight_bytes=2)), "not the one that it names"),
     (lambda out: (out / "engine" / SETTINGS_FILE).write_text("{}"), "another digest"),
     (lambda out: (out / "engine" / SETTINGS_FILE).unlink(), "is missing"),
-    (engine_of_transformers, "expected an engine of openvino_genai, got one of transformers"),
+    (engine_of_transformers, "expected an engine that was built, got one of transformers"),
     (engine_without_settings, "'language.json' of the language model cannot be read"),
 ]
 

@@ -18,11 +18,10 @@ from pipeline.core import Target
 from pipeline.execution.store import Key, Store
 from pipeline.host.environment import environment
 from pipeline.llm.engine import MODEL_FILE, SETTINGS_FILE, LanguageEngine, LanguageSettings
-from pipeline.llm.export import export
+from pipeline.llm.libraries.registry import library_of
 from pipeline.llm.plan import LanguageCandidate, LanguagePlan, language_plan_from_document
 from pipeline.llm.results import LanguageReport, LanguageResult
 from pipeline.llm.source import Description, describe, find_source
-from pipeline.llm.weights import build
 from pipeline.report.bundle import deliver_engine
 from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME
 from pipeline.results.report import Verdict
@@ -57,16 +56,17 @@ class Tiny:
     plan: LanguagePlan
 
 
-def tiny_model(folder: Path, scale: float = 0.2) -> Tiny:
+def tiny_model(folder: Path, scale: float = 0.2, recipe: LanguageCandidate = EXACT) -> Tiny:
     """Build the engine of a random Llama; it has a manifest, as it comes from a store."""
+    library = library_of(recipe.library)
     model = write_model(folder / "model", scale=scale)
     source = find_source(str(model))
     about = describe(source, CONTEXT)
     (folder / "exported").mkdir()
-    exported = export(source, about, folder / "exported")
+    exported = library.export(source, about, "cpu", folder / "exported")
 
     def make(out: Path) -> LanguageEngine:
-        return build(exported, EXACT, source, None, out)
+        return library.build(exported, recipe, source, None, out)
 
     key = Key("weights", 1, (source.digest,))
     engine = Store(folder / "store").get(key, LanguageEngine, make).value
