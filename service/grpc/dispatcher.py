@@ -34,10 +34,10 @@ from service.grpc.statuses import details_of, metadata_of, status_of
 from service.grpc.stream import answer_each
 from service.grpc.wire_scan import typed_bytes, without_tensors
 from service.http.access_log import NO_ROUTE
-from service.http.client_address import HEADER, TrustedProxies
 from service.http.error_responses import answer_error
 from service.http.guard import request_id_from
 from service.http.slow_bodies import FREE_S, SLACK_S
+from service.limits.client_address import HEADER, TrustedProxies
 from service.offload.pool import HELP_FROM_BYTES, Helpers
 
 Context = ServicerContext[bytes, bytes]

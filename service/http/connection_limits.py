@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from service.errors import Unavailable
-from service.http.client_address import TrustedProxies
+from service.limits.client_address import TrustedProxies
 from service.settings import Settings
 
 

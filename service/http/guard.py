@@ -36,7 +36,7 @@ from service.errors import (
     WrongHost,
     answer_to,
 )
-from service.http.client_address import HEADER, TrustedProxies
+from service.limits.client_address import HEADER, TrustedProxies
 from service.settings import Settings
 
 Message = MutableMapping[str, Any]

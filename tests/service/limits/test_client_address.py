@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from service.errors import Unavailable
-from service.http.client_address import MAX_PROXIES, TrustedProxies
 from service.http.connection_limits import ConnectionLimits
+from service.limits.client_address import MAX_PROXIES, TrustedProxies
 from service.limits.failures import MAX_FAILURES
 from service.settings import Settings
 from tests.service.builders.app import URL, Desk, at_desk
