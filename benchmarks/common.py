@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -77,6 +78,21 @@ def publish(
     console.print(table)
     for target, met in targets.items():
         console.print(f"{'met   ' if met else 'MISSED'}  {target}", highlight=False)
+    print(json.dumps(keep(name, rows, targets, into, run, details)))
+
+
+def keep(
+    name: str,
+    rows: Sequence[Row],
+    targets: Mapping[str, bool],
+    into: Path = RESULTS,
+    run: Row | None = None,
+    details: Mapping[str, Sequence[Row]] | None = None,
+) -> dict[str, Any]:
+    """Write a result with its environment, in place of the one before it, and return it.
+
+    A long run keeps what it has so far: one that is stopped leaves its last result.
+    """
     document = {
         "benchmark": name,
         "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -87,8 +103,10 @@ def publish(
         "environment": environment().model_dump(),
     }
     into.mkdir(parents=True, exist_ok=True)
-    (into / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document))
+    part = into / f"{name}.json.part"
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.replace(into / f"{name}.json")
+    return document
 
 
 def text_of(cell: Cell) -> str:

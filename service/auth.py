@@ -15,7 +15,7 @@ from service.storage.key import SCOPES, Key, Scope
 class Source:
     """Where a request comes from."""
 
-    address: str = ""  # IP address of the connection's other end
+    address: str = ""  # IP address of the client, which may be behind a trusted proxy
     request: str = ""  # id of the request
 
 

@@ -35,6 +35,21 @@ SandboxChoice = Annotated[
 ]
 
 
+def _networks(texts: tuple[str, ...]) -> tuple[str, ...]:
+    for text in texts:
+        try:
+            network = ipaddress.ip_network(text)
+        except ValueError as error:
+            raise ValueError(
+                f"expected an IP address or a network, got '{text}': {error}"
+            ) from None
+        if network.prefixlen == 0:
+            raise ValueError(
+                f"'{text}' trusts every address, so that clients choose theirs; name the proxies"
+            )
+    return texts
+
+
 class Settings(Frozen):
     """All settings of `crucible serve`. Sizes in bytes, times in seconds."""
 
@@ -114,6 +129,15 @@ class Settings(Frozen):
         description=(
             "Host names under which clients reach the service, besides `host` and those of"
             " loopback."
+        ),
+    )
+    trusted_proxies: Annotated[tuple[str, ...], AfterValidator(_networks)] = Field(
+        default=(),
+        description=(
+            "IP addresses and networks of proxies whose `X-Forwarded-For` is believed, over HTTP"
+            " and gRPC: `[10.0.0.9, 10.1.0.0/16]`. The audit and the limit of failed"
+            " authentications then have the client's address, and `max_connections_per_address`"
+            " does not hold for the proxies."
         ),
     )
     keys_required: bool | None = Field(

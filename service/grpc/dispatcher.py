@@ -37,6 +37,7 @@ from service.http.access_log import NO_ROUTE
 from service.http.error_responses import answer_error
 from service.http.guard import request_id_from
 from service.http.slow_bodies import FREE_S, SLACK_S
+from service.limits.client_address import HEADER, TrustedProxies
 from service.offload.pool import HELP_FROM_BYTES, Helpers
 
 Context = ServicerContext[bytes, bytes]
@@ -65,6 +66,7 @@ class Edge(grpc.GenericRpcHandler):
 
     def __init__(self, service: Service) -> None:
         self._service, self.stopping = service, asyncio.Event()
+        self._proxies = TrustedProxies(service.settings.trusted_proxies)
         self._helpers = Helpers(module="service.grpc.offload_worker", sandbox=service.sandbox)
 
     def service(
@@ -81,7 +83,9 @@ class Edge(grpc.GenericRpcHandler):
     ) -> None:
         headers = {name: value for name, value in metadata if isinstance(value, str)}
         request_id = request_id_from(headers.get("x-request-id", ""))
-        source = Source(address_of(context.peer()), request_id)
+        forwarded = [str(value) for name, value in metadata if name == HEADER]
+        client = self._proxies.client(address_of(context.peer()), forwarded)
+        source = Source(client, request_id)
         record = _CallRecord(time.perf_counter(), source, Caller("", (), source=source))
         context.set_trailing_metadata((("x-request-id", request_id),))
         try:

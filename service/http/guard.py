@@ -36,6 +36,7 @@ from service.errors import (
     WrongHost,
     answer_to,
 )
+from service.limits.client_address import HEADER, TrustedProxies
 from service.settings import Settings
 
 Message = MutableMapping[str, Any]
@@ -98,6 +99,7 @@ class Guard:
         self._application, self._settings, self._respond = app, settings, respond
         self._verify, self._session_key, self._hosts = verify, session_key, settings.hosts
         self._bytes_in_flight = bytes_in_flight
+        self._proxies = TrustedProxies(settings.trusted_proxies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,7 +110,7 @@ class Guard:
         state = scope.setdefault("state", {})
         # for the log, even of a refused request
         state["request_id"] = request_id
-        state["source"] = Source((scope.get("client") or ("",))[0], request_id)
+        state["source"] = Source(self._client_of(scope), request_id)
         with self._bytes_in_flight.share() as share:
             try:
                 _check_one_host(scope["headers"])
@@ -142,6 +144,11 @@ class Guard:
                 f"a body of {length[:MAX_DIGITS]} bytes, expected at most {limit}",
                 "send less, or ask the operator to raise the limit",
             )
+
+    def _client_of(self, scope: Scope) -> str:
+        peer = (scope.get("client") or ("",))[0]
+        values = (value for name, value in scope["headers"] if name.lower() == HEADER.encode())
+        return self._proxies.client(peer, (value.decode("latin-1") for value in values))
 
     def _check_host(self, host: str) -> None:
         name = re.sub(r":\d+$", "", host).lower()

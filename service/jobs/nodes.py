@@ -44,6 +44,7 @@ class RunningJob:
     id: str
     name: str
     node: str
+    device: str = ""  # of the node
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,9 @@ class Nodes:
         with self._database.read() as rows:
             found = rows.execute(sa.select(nodes, silent_s).order_by(silent_s)).all()
             running = [
-                RunningJob(row.id, str(json.loads(row.job).get("name")), row.server)
+                RunningJob(row.id, str(job.get("name")), row.server, str(job.get("device")))
                 for row in rows.execute(claimed)
+                for job in (json.loads(row.job),)
             ]
         return tuple(
             Node(

@@ -30,6 +30,7 @@ from service.pages.forms.compile import (
     needs_architecture,
     plan_text,
 )
+from service.pages.forms.targets import elsewhere, targets_of
 from service.pages.rendering import HEADERS, fragment, page
 from service.storage.drafts import Draft
 from service.submission.drafts import receive_draft, submit_draft
@@ -107,7 +108,7 @@ async def draft_page(
     request: Request, draft_id: str, caller: Visitor, service: CurrentService
 ) -> Response:
     draft = await _draft(service, draft_id, caller)
-    return _form_page(request, service, draft, first_form(draft))
+    return await _form_page(request, service, draft, first_form(draft))
 
 
 @router.post("/ui/drafts/{draft_id}")
@@ -120,7 +121,7 @@ async def compile_draft(
         job = await submit_draft(service, caller, draft, await _plan(service, draft, form))
     except (CrucibleError, OSError) as error:
         refusal = _refusal(request, service, error)
-        return _form_page(request, service, draft, form, refusal=refusal)
+        return await _form_page(request, service, draft, form, refusal=refusal)
     return RedirectResponse(f"/ui/jobs/{job.id}", 303)
 
 
@@ -156,7 +157,7 @@ async def draft_commands(
         return HTMLResponse(
             fragment("commands.html", commands=texts, refusal=refusal), status, HEADERS
         )
-    return _form_page(request, service, draft, form, texts, refusal)
+    return await _form_page(request, service, draft, form, texts, refusal)
 
 
 @router.post("/ui/drafts/{draft_id}/delete")
@@ -217,7 +218,7 @@ def _why_no_language_models(service: Service) -> str:
         return ""
 
 
-def _form_page(
+async def _form_page(
     request: Request,
     service: Service,
     draft: Draft,
@@ -226,6 +227,8 @@ def _form_page(
     refusal: Answer | None = None,
 ) -> Response:
     offered, refused = _candidates(service, draft)
+    nodes = await service.runner.nodes()
+    this = service.runner.all_nodes.id
     values: dict[str, Any] = {
         "draft": draft,
         "form": form,
@@ -237,6 +240,8 @@ def _form_page(
         "architectures": ARCHITECTURES if needs_architecture(draft) else (),
         "offered": offered,
         "refused": refused,
+        "targets": targets_of(nodes),
+        "elsewhere": elsewhere(service.host().candidates, nodes, this),
     }
     return page(request, "draft.html", refusal.status if refusal else 200, **values)
 

@@ -5,11 +5,11 @@ It names no server. All are added over the runtime socket, so there is one way t
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.errors import TimedOut, Unavailable
+from service.errors import Answer, TimedOut, Unavailable, answer_to
+from service.routing import grpc_refusals
 
 HTTP, GRPC = "http", "grpc"
 BACKENDS = (HTTP, GRPC)
@@ -19,6 +19,11 @@ DRAIN_S = 30
 CHECK = "check inter 1s fastinter 250ms downinter 500ms fall 2 rise 1"
 """A server that stops answers requests for 2 s more (LINGER_S in service/server.py). It is found
 within 1.25 s: one interval, and a second check after 250 ms.
+"""
+
+REFUSES = "observe layer4 error-limit 1 on-error mark-down"
+"""A server of gRPC that takes no connection is down at once: so the call that found it so gets our
+refusal if no other server is left.
 """
 
 BUFFER_BYTES = 64 * 1024
@@ -34,11 +39,12 @@ PURGE = "pool-purge-delay 2s"
 be on its way.
 """
 
-UNANSWERED = (
-    (502, Unavailable.code, "the server behind the proxy ended before it answered"),
-    (503, Unavailable.code, "no server behind the proxy is ready"),
-    (504, TimedOut.code, "the server behind the proxy did not answer in time"),
-)
+UNANSWERED = {
+    502: Unavailable("the server behind the proxy ended before it answered", "try again later"),
+    503: Unavailable("no server behind the proxy is ready", "try again later"),
+    504: TimedOut("the server behind the proxy did not answer in time", "try again later"),
+}
+"""What clients read if HAProxy answers by itself, by the status that it gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,14 @@ def configuration(options: ProxyOptions) -> str:
     chosen a server of its own. A request that found no connection is tried on another server, and
     so is one for inference whose server answers 503: it lacks the model, or stops. Such a request
     has no effect. No other request is sent twice: it may have had its effect.
+
+    Servers learn the client's address from `X-Forwarded-For`, if their `trusted_proxies` names the
+    proxy.
     """
+    folder = options.socket.parent
     return f"""\
 global
+    lua-load "{grpc_refusals.program_path(folder)}"
     stats socket "{options.socket}" mode 600 level admin
     hard-stop-after {DRAIN_S}s
     maxconn {options.max_connections}
@@ -72,13 +83,14 @@ defaults
     retries 3
     retry-on conn-failure
     option redispatch 1
+    option forwardfor
     timeout connect 2s
     # Streams of events and of gRPC are silent for as long as a job's stage takes.
     timeout client 6h
     timeout server 6h
     timeout http-request 30s
     timeout http-keep-alive 60s
-{_error_answers()}
+
 frontend {HTTP}-clients
     bind {_bind(options.host, options.port)}
     default_backend {HTTP}
@@ -92,9 +104,10 @@ backend {HTTP}
     http-request wait-for-body time {BODY_S}s if infers
     http-request disable-l7-retry unless infers
     retry-on conn-failure 503
-{_health_check()}
+{_error_answers()}{_health_check()}
 backend {GRPC}
-{_health_check()}"""
+{grpc_refusals.server_line(folder)}{_health_check()}
+{grpc_refusals.frontend(folder)}"""
 
 
 def server_options(backend: str, port: int) -> str:
@@ -103,7 +116,7 @@ def server_options(backend: str, port: int) -> str:
     """
     if backend == HTTP:
         return f"{CHECK} {PURGE}"
-    return f"proto h2 {CHECK} port {port} check-proto h1 {PURGE}"
+    return f"proto h2 {CHECK} {REFUSES} port {port} check-proto h1 {PURGE}"
 
 
 def _health_check() -> str:
@@ -116,14 +129,19 @@ def _health_check() -> str:
 
 
 def _error_answers() -> str:
-    """Answers in the form of the service's own errors."""
+    """Answers in the form of the service's own refusals."""
     lines = []
-    for status, code, message in UNANSWERED:
-        body = json.dumps({"error": message, "code": code, "next": "try again later"})
-        lines.append(
-            f"    http-error status {status} content-type application/json string '{body}'\n"
-        )
+    for status, error in UNANSWERED.items():
+        answer = answer_to(error)
+        headers = "".join(f' hdr {name} "{value}"' for name, value in answer.headers.items())
+        body = f"content-type application/json string '{answer.json.decode()}'"
+        lines.append(f"    http-error status {status} {body}{headers}\n")
     return "".join(lines)
+
+
+def grpc_refusal() -> Answer:
+    """Return what clients of gRPC read while no server is ready."""
+    return answer_to(UNANSWERED[503])
 
 
 def _bind(host: str, port: int) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pipeline.errors import HostError, PlanError
 from pipeline.execution.child_process import die_with_parent
-from service.routing.configuration import DRAIN_S, ProxyOptions, configuration
+from service.routing import grpc_refusals
+from service.routing.configuration import DRAIN_S, ProxyOptions, configuration, grpc_refusal
 from service.routing.runtime import Runtime
 
 START_S = 10.0
@@ -75,6 +76,8 @@ def _prepared(options: ProxyOptions, runtime: Runtime) -> Path:
         raise PlanError(
             f"a proxy runs already on '{options.socket}'", "stop it, or give another --home"
         )
+    refusals = grpc_refusals.program(grpc_refusal())
+    grpc_refusals.program_path(folder).write_text(refusals, encoding="utf-8")
     file = folder / "haproxy.cfg"
     file.write_text(configuration(options), encoding="utf-8")
     return file

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import HostError, InternalError, PlanError
+from service.routing import grpc_refusals
 from service.routing.addresses import Address
 from service.routing.configuration import BACKENDS, GRPC, server_options
 
@@ -51,7 +52,11 @@ def parse_statuses(text: str) -> tuple[ServerStatus, ...]:
     """
     rows = csv.DictReader(text.removeprefix("# ").strip().splitlines())
     try:
-        return tuple(_status(row) for row in rows if row["type"] == SERVER_ROW)
+        return tuple(
+            _status(row)
+            for row in rows
+            if row["type"] == SERVER_ROW and row["svname"] != grpc_refusals.SERVER
+        )
     except (KeyError, ValueError) as error:
         raise InternalError(f"HAProxy's statistics cannot be read: {error!r}") from error
 

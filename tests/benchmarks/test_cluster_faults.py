@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.faults.cluster.cluster_faults import (
+    Record,
     Result,
     chosen_faults,
     missing,
@@ -131,6 +132,21 @@ def test_targets_tell_what_was_violated() -> None:
     assert list(targets.values()) == [True, False, False, False]
     assert (row_of(held)["result"], row_of(late)["result"]) == ("held", "failed: it did not")
     assert chosen_faults(["SIGKILL", "proxy"]) == list(FAULTS[:3])
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has(tmp_path: Path) -> None:
+    record = Record(Load("http://127.0.0.1:1", 1), faults_asked=2, races_asked=50, repeats=1)
+    record.results.append(Result(FAULTS[0], recovery_s=3.0))
+    record.keep(tmp_path)
+    (file,) = tmp_path.iterdir()
+    document = json.loads(file.read_text(encoding="utf-8"))
+    assert [row["result"] for row in document["rows"]] == ["held"]
+    assert document["targets"]["the run came to its end (got 1 faults and 50 races left)"] is False
+    assert (document["run"]["faults"], document["run"]["races_asked"]) == (1, 50)
+    assert document["environment"]["cores"] > 0
+    record.results.append(Result(FAULTS[1], failures=["it did not"]))
+    record.keep(tmp_path)
+    assert len(json.loads(file.read_text(encoding="utf-8"))["rows"]) == 2
 
 
 @pytest.mark.slow

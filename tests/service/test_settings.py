@@ -10,7 +10,7 @@ from service.settings import GIB, MIB, Settings, is_loopback, settings_from
 
 SETTINGS = (
     "home database_url files_url files_cache_bytes executor host port http_processes grpc grpc_port"
-    " advertised_address tls_certificate tls_key allowed_hosts"
+    " advertised_address tls_certificate tls_key allowed_hosts trusted_proxies"
     " keys_required admin_key_file configs docs allow_code sandbox shared_memory max_upload_bytes"
     " max_unpacked_bytes max_plan_bytes max_infer_bytes max_body_bytes"
     " max_bytes_in_flight min_body_bytes_per_s max_connections max_connections_per_address"
@@ -53,6 +53,9 @@ def test_variables_are_yaml_and_flags_overrule_them() -> None:
         ("CRUCIBLE_SERVICE_EXECUTOR", "nobody", "executor: Input should be 'local', 'agent'"),
         ("CRUCIBLE_SERVICE_ADVERTISED_ADDRESS", "a b:1", "advertised_address: String should match"),
         ("CRUCIBLE_SERVICE_MAX_UPLOAD_BYTES", "0", "greater than 0"),
+        ("CRUCIBLE_SERVICE_TRUSTED_PROXIES", "[proxy.example]", "expected an IP address or a netw"),
+        ("CRUCIBLE_SERVICE_TRUSTED_PROXIES", "[10.0.0.1/8]", "10.0.0.1/8 has host bits set"),
+        ("CRUCIBLE_SERVICE_TRUSTED_PROXIES", "['::/0']", "'::/0' trusts every address"),
         (
             "CRUCIBLE_SERVICE_MAX_BYTES_IN_FLIGHT",
             "2000000",

@@ -13,6 +13,9 @@ The processes of jobs are doubles that take a second, but for one real compile. 
 recovery is from the fault's end until all hosts are back, all jobs that were open then have ended,
 and so has a job submitted after it.
 
+The result is written after each fault and every 50 races, with what is left: a run that is stopped
+leaves its last one.
+
 PostgreSQL crashes without losing its memory to the disk's: what a host's power failure does to
 PostgreSQL is not tested. S3 is moto's, whose conditional writes are not used: locks are the
 database's.
@@ -36,7 +39,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from benchmarks.common import RESULTS, Row, argument_parser, publish
+from benchmarks.common import RESULTS, Row, argument_parser, keep, publish
 from benchmarks.faults.cluster import truth
 from benchmarks.faults.cluster.cluster import (
     BUCKET,
@@ -49,13 +52,14 @@ from benchmarks.faults.cluster.cluster import (
 from benchmarks.faults.cluster.fault_list import FAULTS, NUMBERS, Fault, NotHeld
 from benchmarks.faults.cluster.job_worker import COMPILE
 from benchmarks.faults.cluster.load import Load, NoAnswer
-from benchmarks.faults.cluster.races import racing, run_races
+from benchmarks.faults.cluster.races import Races, racing, run_races
 from benchmarks.serving.crucible import plan_of
 from benchmarks.serving.models import write_small
 from pipeline.errors import HostError
 from service.routing.haproxy import program
 from tests.service.builders.postgresql import missing as no_postgresql
 
+NAME = "cluster_faults"
 CLIENTS = 3
 MAX_RECOVERY_S = 30.0
 RECOVERY_S = 180.0  # after which it counts as none
@@ -78,47 +82,87 @@ def main(words: Sequence[str]) -> None:
     arguments = parse_arguments(words)
     if reason := missing():
         sys.exit(f"the cluster cannot run on this host: {reason}")
-    begun = time.monotonic()
     with folder_of(arguments.folder) as folder, progress() as status:
         status.update("the cluster starts")
         with running_cluster(folder) as cluster:
             load = Load(cluster.proxy_url, CLIENTS)
+            faults = chosen_faults(arguments.faults) * arguments.repeats
+            record = Record(load, len(faults), arguments.races, arguments.repeats)
             with load.running(), compiling(load, cluster.folder):
-                results = [
-                    inject(cluster, load, fault, status)
-                    for _ in range(arguments.repeats)
-                    for fault in chosen_faults(arguments.faults)
-                ]
+                for fault in faults:
+                    record.results.append(inject(cluster, load, fault, status))
+                    record.keep(arguments.into)
             status.update("the database, S3 and the runs are compared")
-            violations = {**checks(cluster, load), "no client saw a wrong answer": load.faults}
+            record.violations = {
+                **checks(cluster, load),
+                "no client saw a wrong answer": load.faults,
+            }
             cluster.end_hosts()
             with racing(cluster, arguments.seed) as races:
-                run_races(races, arguments.races, status.update)
-            violations["every race has one winner"] = races.faults
-    minutes = (time.monotonic() - begun) / 60
-    publish(
-        "cluster_faults",
-        [row_of(result) for result in results],
-        targets_of(results, violations),
-        arguments.into,
-        run={
+                record.races = races
+                record.violations["every race has one winner"] = races.faults
+
+                def told(text: str) -> None:
+                    status.update(text)
+                    record.keep(arguments.into)
+
+                run_races(races, arguments.races, told)
+    publish(NAME, record.rows(), record.targets(), arguments.into, run=record.run())
+    if problems := [each for found in record.violations.values() for each in found]:
+        sys.exit("\n".join(problems[:20]))
+
+
+@dataclass(slots=True)
+class Record:
+    """What a run has found so far. It is kept after each fault and every 50 races, so that a run
+    that is stopped leaves its last result.
+    """
+
+    load: Load
+    faults_asked: int
+    races_asked: int
+    repeats: int
+    begun_s: float = field(default_factory=time.monotonic)
+    results: list[Result] = field(default_factory=list)
+    violations: dict[str, list[str]] = field(default_factory=dict)
+    races: Races | None = None  # None: they have not begun
+
+    def keep(self, into: Path) -> None:
+        """Write the result so far."""
+        keep(NAME, self.rows(), self.targets(), into, self.run())
+
+    def rows(self) -> list[Row]:
+        return [row_of(result) for result in self.results]
+
+    def targets(self) -> dict[str, bool]:
+        """Those of the results, and whether the run came to its end."""
+        faults = self.faults_asked - len(self.results)
+        races = self.races_asked - (self.races.run.total() if self.races else 0)
+        ended = f"the run came to its end (got {faults} faults and {races} races left)"
+        return {**targets_of(self.results, self.violations), ended: not faults and not races}
+
+    def run(self) -> Row:
+        """What was asked for, and what was done."""
+        load, races = self.load, self.races
+        won = [f"{races.won[name]} by {name}" for name in RACERS] if races else []
+        return {
             "jobs": len(load.ended),
             "promotions": sum(map(len, load.promoted.values())),
             "answered": load.outcomes["answered"],
             "refused": load.outcomes["refused"],
             "broken": load.outcomes["broken"],
-            "races": races.run.total(),
-            "races_won": ", ".join(f"{races.won[name]} by {name}" for name in RACERS),
-            "repeats": arguments.repeats,
-            "minutes": minutes,
-        },
-    )
-    if problems := [each for found in violations.values() for each in found]:
-        sys.exit("\n".join(problems[:20]))
+            "faults": len(self.results),
+            "faults_asked": self.faults_asked,
+            "races": races.run.total() if races else 0,
+            "races_asked": self.races_asked,
+            "races_won": ", ".join(won),
+            "repeats": self.repeats,
+            "minutes": (time.monotonic() - self.begun_s) / 60,
+        }
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser("cluster_faults", __doc__)
+    parser = argument_parser(NAME, __doc__)
     parser.add_argument(
         "--faults",
         nargs="*",

@@ -6,6 +6,7 @@ import asyncio
 import re
 import ssl
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +34,8 @@ from service.grpc.server import RpcServer, rpc_server
 from service.grpc.statuses import STATUSES, details_of, metadata_of, status_of
 from service.limits.key_limits import KeyLimits
 from service.settings import MIB, Settings
+from service.storage.audit import Audit
+from service.storage.audit_entry import Filter
 from service.tls import tls_from
 from tests.service.builders.app import Desk, at_desk
 from tests.service.builders.jobs import WITHIN_S
@@ -85,6 +88,33 @@ def test_the_methods_are_the_services() -> None:
     assert set(HEALTH.methods_by_name) < set(METHODS) < set(known)
     for name, method in METHODS.items():
         assert method.takes.DESCRIPTOR.full_name == known[name].input_type.full_name
+
+
+@pytest.mark.parametrize(
+    ("trusted", "client"), [("127.0.0.1", "192.0.2.7"), ("10.0.0.9", "127.0.0.1")]
+)
+def test_failed_calls_count_for_the_client_of_a_trusted_proxy(
+    tmp_path: Path, trusted: str, client: str
+) -> None:
+    """A forged header from elsewhere is ignored; what stands before the last address is, too."""
+
+    async def story(desk: Desk) -> None:
+        async with rpc_server(desk.service, None) as rpc:
+            assert rpc is not None
+            async with grpc.aio.insecure_channel(rpc.address) as channel:
+                metadata = (("x-forwarded-for", "127.0.0.1"), ("x-forwarded-for", "192.0.2.7"))
+                call: Any = channel.unary_unary(f"/{SERVICE.full_name}/ServerMetadata")
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call(b"", metadata=metadata)
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        audit = Audit(desk.service.database)
+        end = time.monotonic() + WITHIN_S
+        while not (entries := audit.entries(Filter(action="authentication.refused"), 10)):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.02)
+        assert {entry.address for entry in entries} == {client}
+
+    at_desk(tmp_path, story, keys_required=True, trusted_proxies=(trusted,))
 
 
 def test_health_is_told_without_a_key_and_watched_until_the_end(tmp_path: Path) -> None:

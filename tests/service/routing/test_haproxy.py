@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import grpc
 import httpx
@@ -23,6 +24,7 @@ import pytest
 
 from pipeline.errors import HostError, PlanError
 from service.jobs.nodes import Nodes
+from service.routing import grpc_refusals
 from service.routing.addresses import Address
 from service.routing.configuration import BUFFER_BYTES, ProxyOptions
 from service.routing.follow import Pool, wait_until_idle
@@ -200,9 +202,47 @@ def test_a_killed_server_gets_no_more_requests(
     proxy.until(other, ServerState.DOWN)
     answer = httpx.get(proxy.url)
     assert (answer.status_code, answer.json()["code"]) == (503, "service.unavailable")
-    with method(proxy, "do") as do, pytest.raises(grpc.RpcError) as refused:
-        do()
+    assert answer.headers["Retry-After"] == "5"
+    for size in (0, 10, 200_000, 20_000_000):
+        assert_refused(proxy, size)
+    with grpc.insecure_channel(proxy.rpc) as channel:
+        stream: Any = channel.stream_stream(grpc_refusals.STREAM)
+        with pytest.raises(grpc.RpcError) as refused:
+            next(stream(iter([b""]), timeout=WITHIN_S))
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def assert_refused(proxy: Proxy, size_bytes: int) -> None:
+    """A message of this size gets our sentence over gRPC, and so does a body over HTTP."""
+    with grpc.insecure_channel(proxy.rpc) as channel:
+        call: Any = channel.unary_unary(METHOD + "do")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"x" * size_bytes, timeout=WITHIN_S)
+    sentence = "no server behind the proxy is ready (try again later)"
+    error: Any = refused.value
+    assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, sentence)
+    metadata = dict(error.trailing_metadata())
+    assert (metadata["crucible-code"], metadata["retry-after"]) == ("service.unavailable", "5")
+    for path in ("/compile", "/models/m/infer"):
+        answer = httpx.post(proxy.url + path, content=b"x" * size_bytes, timeout=WITHIN_S)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+        assert answer.json()["error"] == "no server behind the proxy is ready"
+
+
+def test_the_first_call_after_the_last_server_is_killed_is_refused_as_all(
+    proxy: Proxy, servers: tuple[Server, Server]
+) -> None:
+    """No health check has failed yet: the call finds that nobody takes the connection."""
+    with method(proxy, "do") as do:
+        assert do() in {server.pid for server in servers}
+    for server in servers:
+        server.kill()
+    assert_refused(proxy, 3_000_000)
+    assert "refusals" not in proxy.command("list")
+    servers[0].start()
+    proxy.until(servers[0], ServerState.UP)
+    with method(proxy, "do") as do:
+        assert do() == servers[0].pid
 
 
 @pytest.mark.parametrize("path", ["/models", "/v2/models"])
