@@ -102,15 +102,18 @@ def promise(ratio: Interval) -> Interval:
     return Interval(value=ratio.value, low=math.exp(low), high=math.exp(high))
 
 
-def judged(attempt: Attempt, ratio: Interval) -> Attempt:
-    """Add a measured ratio to an attempt, and the outcome that follows from it."""
+def judged(attempt: Attempt, ratio: Interval, why_wide: str) -> Attempt:
+    """Add a measured ratio to an attempt, and the outcome that follows from it.
+
+    `why_wide`: why the interval of the ratio is no narrower.
+    """
     found = attempt.model_copy(update={"ratio": promise(ratio)})
     gain = found.gain
     assert gain is not None
     outcome, detail = Outcome.ADVISED, ""
     if gain.high - gain.low > MAX_WIDTH:
         outcome = Outcome.TOO_WIDE
-        detail = "the interval is wider than 10 % of the latency: measure on a quiet host"
+        detail = f"the interval is wider than 10 % of the latency: {why_wide}"
     elif gain.low <= MIN_GAIN:
         outcome = Outcome.TOO_SMALL
     return found.model_copy(update={"outcome": outcome, "detail": detail})

@@ -76,7 +76,7 @@ def test_a_plan_with_advise_gets_the_gain_of_each_change(tmp_path: Path) -> None
     alone, race = races[-2:]
     assert [role for _, role in alone] == [Role.BASELINE], "the batches"
     assert race[0] == ("onnxruntime fp32", Role.BASELINE)
-    assert {role for _, role in race[1:]} == {Role.COMPARED}
+    assert {role for _, role in race[1:]} == {Role.CHANGE}
     (section,) = (section for section in sections(report) if section.key == "advice")
     assert 'simplify.rewrites=["merged_products"]' in {row[-1] for row in section.tables[0].rows}
     assert section.paragraphs[1] == advice.conclusion
