@@ -129,9 +129,9 @@ def test_disturbed_pairs_are_repeated_before_a_race_ends() -> None:
     ("level_s", "spread", "decided"),
     [
         (0.9, 0.005, True),
-        (0.9, 0.02, False),  # narrow enough for a verdict, too wide for a promise
-        (0.5, 0.02, True),  # of a large gain the same error is a small share
-        (2.0, 0.02, True),  # nothing is promised
+        (0.9, 0.013, False),  # narrow enough for a verdict, too wide for a promise
+        (0.5, 0.013, True),  # of a large gain the same error is a small share
+        (2.0, 0.013, True),  # nothing is promised
     ],
 )
 def test_a_change_needs_an_interval_that_a_promise_can_rest_on(

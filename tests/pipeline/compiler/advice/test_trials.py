@@ -78,7 +78,9 @@ def test_a_plan_with_advise_gets_the_gain_of_each_change(tmp_path: Path) -> None
     assert race[0] == ("onnxruntime fp32", Role.BASELINE)
     assert {role for _, role in race[1:]} == {Role.CHANGE}
     (section,) = (section for section in sections(report) if section.key == "advice")
-    assert 'simplify.rewrites=["merged_products"]' in {row[-1] for row in section.tables[0].rows}
+    assert 'simplify.rewrites=["early_rows", "merged_products"]' in {
+        row[-1] for row in section.tables[0].rows
+    }
     assert section.paragraphs[1] == advice.conclusion
 
 
