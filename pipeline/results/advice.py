@@ -66,6 +66,9 @@ class Advice(Frozen):
     sizes: dict[str, int] = Field(description="The sizes at which all was measured.")
     latency_s: float | None = Field(description="Its median end to end in the same run.")
     attempts: tuple[Attempt, ...] = ()
+    note: str = Field(
+        default="", description="Which engine is delivered instead, if that is another one."
+    )
 
     @property
     def advised(self) -> tuple[Attempt, ...]:
