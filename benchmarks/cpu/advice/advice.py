@@ -124,7 +124,7 @@ def plan_of(case: Case, folder: Path, measuring: Row) -> Plan:
     selection: Any = {"generate": "random", "samples": 4, "seed": 2, "because": WHY_RANDOM}
     if case.is_text:
         ids = np.random.default_rng(0).integers(1000, TOKENS, (4, *case.shape))
-        np.savez(folder / "texts.npz", **{name: ids})
+        np.savez(folder / "texts.npz", input_ids=ids)
         selection = [str(folder / "texts.npz")]
     document = {
         "name": case.name,
@@ -163,7 +163,7 @@ def rows_of(
     case: Case, plan: Plan, runner: Runner, advice: Advice, engines: Sequence[Engine]
 ) -> list[Row]:
     """Measure the engine and those that follow the advices, and compare with the promises."""
-    before_ms = advice.latency_s and 1e3 * advice.latency_s
+    before_ms = None if advice.latency_s is None else 1e3 * advice.latency_s
     if not advice.advised:
         nothing = row_of(case, "none", None, None)
         return [{**nothing, "before_ms": before_ms}]
@@ -174,10 +174,11 @@ def rows_of(
     if len(results) < len(engines):
         raise SystemExit(f"{case.name}: an engine failed: {json.dumps(str(run.results))[:600]}")
     now_ms = 1e3 * results[0].rows[0].end_to_end.median_s
-    rows = []
+    rows: list[Row] = []
     for attempt, result in zip(advice.advised, results[1:], strict=True):
         first = result.rows[0]
-        row = row_of(case, attempt.rule, attempt.gain, first.ratio and gain_of(first.ratio))
+        gained = gain_of(first.ratio) if first.ratio else None
+        row = row_of(case, attempt.rule, attempt.gain, gained)
         after_ms = 1e3 * first.end_to_end.median_s
         rows.append({**row, "before_ms": now_ms, "after_ms": after_ms})
     return rows
@@ -190,9 +191,9 @@ def row_of(case: Case, rule: str, promise: Interval | None, gain: Interval | Non
     return {
         "model": case.about,
         "advice": rule,
-        "promised_low_%": promise and 100 * promise.low,
-        "promised_high_%": promise and 100 * promise.high,
-        "gain_%": gain and 100 * gain.value,
+        "promised_low_%": 100 * promise.low if promise else None,
+        "promised_high_%": 100 * promise.high if promise else None,
+        "gain_%": 100 * gain.value if gain else None,
         "in_promise": held,
         "before_ms": None,
         "after_ms": None,
@@ -206,8 +207,8 @@ def attempt_row(case: Case, attempt: Attempt) -> Row:
         "model": case.about,
         "rule": attempt.rule,
         "outcome": str(attempt.outcome),
-        "gain_low_%": gain and 100 * gain.low,
-        "gain_high_%": gain and 100 * gain.high,
+        "gain_low_%": 100 * gain.low if gain else None,
+        "gain_high_%": 100 * gain.high if gain else None,
         "detail": attempt.detail,
         "how": attempt.how if attempt.outcome is Outcome.ADVISED else "",
     }
