@@ -23,6 +23,7 @@ BENCHMARKS = {
     "calibration": "benchmarks.cpu.calibration",
     "few_bits": "benchmarks.cpu.few_bits",
     "plain_attention": "benchmarks.cpu.plain_attention",
+    "advice": "benchmarks.cpu.advice.advice",
     "language_models": "benchmarks.language.language_models",
     "revisions": "benchmarks.cpu.revisions",
     # of the service
@@ -64,6 +65,7 @@ QUESTIONS = {
     "calibration": "How does int8 accuracy depend on samples and calibration method?",
     "few_bits": "What do weights in 4 or 8 bits and SmoothQuant save and cost?",
     "plain_attention": "Is attention that is written plainly faster on the CPU?",
+    "advice": "Does an engine gain what an advice promises?",
     "language_models": "How fast do language models answer, beside transformers and llama.cpp?",
     "revisions": "Is this checkout slower than another one?",
     "service_memory": "How much memory do the server and a job take?",

@@ -34,6 +34,11 @@ NARROW = math.log(1.05)
 NARROW_FAR = math.log(1.15)
 """Half the width of the widest interval that is narrow enough for a ratio far from 1."""
 
+NARROW_PROMISE = math.log(1.02)
+"""Half the width for a change that may be advised. A new measurement has the same error, so that a
+promise is wider by sqrt(2): then a gain of 5 % is certainly above 2 %.
+"""
+
 SHARE_OF_DISTANCE = 1 / 3
 """Between the two: largest half width as a share of the ratio's distance from 1."""
 
@@ -44,6 +49,7 @@ class Role(StrEnum):
     BASELINE = "baseline"  # the user's current engine
     CANDIDATE = "candidate"  # may win
     COMPARED = "compared"  # runs to the end, because the report needs its ratio
+    CHANGE = "change"  # the baseline with one change, whose gain is promised
     SHOWN = "shown"  # cannot win: one process shows its speed
 
 
@@ -130,11 +136,14 @@ def is_decided(runners: Sequence[Runner]) -> bool:
     """Return True if the intervals that decide the verdict are narrow.
 
     These are the ratios of the best candidate to the best baseline, and to every other engine that
-    is still in the race.
+    is still in the race. Where changes of the baseline race, they are those of each change to it.
     """
+    baseline = _best_of_role(runners, Role.BASELINE)
+    changes = [runner for runner in runners if runner.role is Role.CHANGE]
+    if baseline is not None and changes:
+        return all(_is_narrow(baseline, change) for change in changes)
     rivals = [runner for runner in runners if runner.role in (Role.CANDIDATE, Role.COMPARED)]
     best = _best_of_role(rivals, Role.CANDIDATE) or _best(rivals)
-    baseline = _best_of_role(runners, Role.BASELINE)
     if best is None or (baseline is None and len(rivals) == 1):  # there is nothing to compare
         return all(runner.processes.medians_s.size >= MIN_NARROW_PAIRS for runner in runners)
     opponents = [rival for rival in rivals if rival is not best]
@@ -151,8 +160,15 @@ def _is_narrow(one: Runner, other: Runner) -> bool:
     if ratio is None:
         return False
     half = math.log(ratio.high / ratio.low) / 2
-    distance = abs(math.log(ratio.value)) * SHARE_OF_DISTANCE
-    return half <= min(max(distance, NARROW), NARROW_FAR) or pairs.undisturbed >= MAX_PAIRS
+    return half <= _widest(ratio.value, other.role) or pairs.undisturbed >= MAX_PAIRS
+
+
+def _widest(ratio: float, role: Role) -> float:
+    """Return half the width, in logarithms, of the widest interval that is narrow enough."""
+    if role is Role.CHANGE and ratio >= 1:
+        return NARROW_PROMISE * ratio  # a gain is a share of the baseline's time
+    narrow = NARROW_PROMISE if role is Role.CHANGE else NARROW
+    return min(max(abs(math.log(ratio)) * SHARE_OF_DISTANCE, narrow), NARROW_FAR)
 
 
 def _interval(one: Runner, other: Runner) -> Interval | None:

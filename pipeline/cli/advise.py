@@ -12,6 +12,8 @@ from pipeline.results.advice import Advice
 def advice_lines(advice: Advice) -> Iterator[str]:
     """Yield the advice, the conclusion, and every other attempt with its reason."""
     measured = f", {time_text(advice.latency_s)} end to end" if advice.latency_s else ""
+    if advice.note:
+        yield advice.note
     yield f"{advice.label} at {shape_text(advice.sizes)}{measured}"
     for attempt in advice.advised:
         yield f"advice {attempt.rule}: {attempt.reason}; {gain_text(attempt, advice)}"

@@ -110,7 +110,7 @@ PREPROCESS = Stage("preprocess", 1, ("onnx", "onnx-ir", "onnxruntime"))
 POSTPROCESS = Stage("postprocess", 1, ("onnx", "onnx-ir", "onnxruntime"))
 SIMPLIFY = Stage(
     "simplify",
-    7,
+    8,
     ("onnx", "onnx-ir", "onnxsim", "onnx-graphsurgeon", "onnxruntime"),
     is_cacheable=lambda model: not model.provisional,
 )

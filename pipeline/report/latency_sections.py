@@ -140,6 +140,7 @@ def advice_section(report: Report) -> Section:
     if advice is None:
         return Section(key, title)
     text = (
+        *filter(None, (advice.note,)),
         f"{report.title_of(advice.label)} at {shape_text(advice.sizes)} beside engines with one"
         " change each, in one interleaved run. A change is advised if it certainly saves more than"
         " 2 % end to end. The interval is that in which a new measurement falls with 95 %"

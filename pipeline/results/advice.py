@@ -56,10 +56,7 @@ class Attempt(Frozen):
     @property
     def gain(self) -> Interval | None:
         """The share of the latency, or of the time per sample, that the change saves."""
-        if self.ratio is None:
-            return None
-        ratio = self.ratio
-        return Interval(value=1 - 1 / ratio.value, low=1 - 1 / ratio.low, high=1 - 1 / ratio.high)
+        return None if self.ratio is None else gain_of(self.ratio)
 
 
 class Advice(Frozen):
@@ -69,6 +66,9 @@ class Advice(Frozen):
     sizes: dict[str, int] = Field(description="The sizes at which all was measured.")
     latency_s: float | None = Field(description="Its median end to end in the same run.")
     attempts: tuple[Attempt, ...] = ()
+    note: str = Field(
+        default="", description="Which engine is delivered instead, if that is another one."
+    )
 
     @property
     def advised(self) -> tuple[Attempt, ...]:
@@ -90,6 +90,11 @@ class Advice(Frozen):
         return f"Nothing above 2 %: {len(self.attempts)} changes were tried."
 
 
+def gain_of(ratio: Interval) -> Interval:
+    """Return the share of the latency that is saved, from latency now over latency after."""
+    return Interval(value=1 - 1 / ratio.value, low=1 - 1 / ratio.low, high=1 - 1 / ratio.high)
+
+
 def promise(ratio: Interval) -> Interval:
     """Return the interval of a ratio that is measured again, from that of the ratio itself.
 
@@ -102,15 +107,18 @@ def promise(ratio: Interval) -> Interval:
     return Interval(value=ratio.value, low=math.exp(low), high=math.exp(high))
 
 
-def judged(attempt: Attempt, ratio: Interval) -> Attempt:
-    """Add a measured ratio to an attempt, and the outcome that follows from it."""
+def judged(attempt: Attempt, ratio: Interval, why_wide: str) -> Attempt:
+    """Add a measured ratio to an attempt, and the outcome that follows from it.
+
+    `why_wide`: why the interval of the ratio is no narrower.
+    """
     found = attempt.model_copy(update={"ratio": promise(ratio)})
     gain = found.gain
     assert gain is not None
     outcome, detail = Outcome.ADVISED, ""
     if gain.high - gain.low > MAX_WIDTH:
         outcome = Outcome.TOO_WIDE
-        detail = "the interval is wider than 10 % of the latency: measure on a quiet host"
+        detail = f"the interval is wider than 10 % of the latency: {why_wide}"
     elif gain.low <= MIN_GAIN:
         outcome = Outcome.TOO_SMALL
     return found.model_copy(update={"outcome": outcome, "detail": detail})

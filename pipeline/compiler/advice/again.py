@@ -25,8 +25,8 @@ def advise_again(
 ) -> Advice:
     """Try changes on a delivered engine. Measurements are never reused.
 
-    ModelError if the source has changed since the engine was built, and for an engine that is not
-    made from the simplified ONNX graph.
+    ModelError if the source has changed since the engine was built, and if no candidate is made
+    from the simplified ONNX graph.
     """
     context = reopen_context(report, plan, runner)
     exported = export_model(context)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipeline.compiler.advice.trials import Delivered, Prepare, advise
+from pipeline.compiler.candidate_stages import build_engine, convert_model
 from pipeline.compiler.context import CompileContext
+from pipeline.compiler.decision import choose
 from pipeline.core import Engine
 from pipeline.errors import ModelError
 from pipeline.host.gpu import Peaks
@@ -25,36 +27,56 @@ def advise_on(
 ) -> Advice:
     """Try changes on the engine of a report.
 
-    ModelError for an engine that is not made from the simplified ONNX graph.
+    Where `engine` is the user's own model or one of PyTorch, which no rule changes, try them on the
+    best accurate candidate that is made from the ONNX graph. ModelError if there is none.
     """
-    winner = _candidate_of(report, engine)
+    subject = _subject_of(report, engine)
+    is_delivered = subject.label == engine.recipe.label
+    if not is_delivered:
+        converted = convert_model(context, prepare(context), subject.recipe)
+        engine = build_engine(context, converted, subject.recipe)
     delivered = Delivered(
         engine=engine,
-        table=winner.layers,
+        table=subject.layers,
         graph=report.graph,
         graph_sizes=report.graph_sizes,
         peaks=peaks_of_engine(report.peaks, engine),
-        sizes=winner.benchmark.rows[0].sizes if winner.benchmark else {},
+        sizes=subject.benchmark.rows[0].sizes if subject.benchmark else {},
         labels=frozenset(each.label for each in report.candidates),
         gpu_use=report.gpu_use,
     )
-    return advise(context, delivered, prepare, reference, only)
+    found = advise(context, delivered, prepare, reference, only)
+    return found if is_delivered else found.model_copy(update={"note": _note(report, subject)})
 
 
-def _candidate_of(report: Report, engine: Engine) -> Candidate:
-    made = (each for each in report.candidates if each.engine)
-    winner = next((each for each in made if each.label == engine.recipe.label), None)
-    if winner is None or winner.origin is Origin.BASELINE:
+def _subject_of(report: Report, engine: Engine) -> Candidate:
+    """Return the candidate to change: that of the engine, or else the best one that rules fit."""
+    fit = [
+        each
+        for each in report.candidates
+        if each.engine
+        and each.origin is not Origin.BASELINE
+        and each.recipe.backend in ONNX_BACKENDS
+    ]
+    own = next((each for each in fit if each.label == engine.recipe.label), None)
+    subject = own or choose(fit)
+    if subject is None:
         raise ModelError(
-            f"'{engine.recipe.label}' is your own model, which Crucible has not changed",
-            "compile it with other candidates or more time, until one of them is faster",
+            f"'{engine.recipe.label}' is delivered, and no accurate candidate is made from the"
+            " ONNX graph, which is what advice changes",
+            f"name one of {', '.join(ONNX_BACKENDS)} in the plan's candidates, and compile again",
         )
-    if engine.recipe.backend not in ONNX_BACKENDS:
-        raise ModelError(
-            f"expected an engine of {', '.join(ONNX_BACKENDS)}, got '{engine.recipe.label}'",
-            "name one of these backends in the plan's candidates",
-        )
-    return winner
+    return subject
+
+
+def _note(report: Report, subject: Candidate) -> str:
+    """Say that another engine was delivered, and how far the changed one is behind."""
+    text = f"{report.winner} is delivered, which advice does not change."
+    kept = report.benchmark_delivered or report.baseline
+    if kept is None or subject.benchmark is None:
+        return text
+    times = subject.benchmark.rows[0].end_to_end.median_s / kept.rows[0].end_to_end.median_s
+    return f"{text} {subject.label} took {times:.2f} times as long as {kept.label}."
 
 
 def peaks_of_engine(peaks: Iterable[Peaks], engine: Engine) -> Peaks | None:

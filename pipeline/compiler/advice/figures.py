@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 
 from pipeline.benchmark.batch_sweep import batch_symbol, sweep_sizes
+from pipeline.benchmark.elimination import MIN_NARROW_PAIRS
+from pipeline.compiler.advice.width import why_wide
 from pipeline.core import Engine, Profile
 from pipeline.errors import PlanError
 from pipeline.host.gpu_monitor import GpuUse
@@ -42,10 +44,13 @@ def _batches(first: int, symbol: str, profiles: Sequence[Profile]) -> tuple[int,
     return (first, *above[-(MAX_BATCHES - 1) :])
 
 
-def batch_attempt(rows: Sequence[LatencyRow], first: dict[str, int], symbol: str) -> Attempt:
+def batch_attempt(
+    rows: Sequence[LatencyRow], first: dict[str, int], symbol: str, budget_s: float
+) -> Attempt:
     """Judge the smallest batch at which the throughput saturates, against the first one.
 
-    The ratio is that of the times per sample. All rows are of one engine in one race.
+    The ratio is that of the times per sample. All rows are of one engine in one race, whose time
+    was `budget_s`.
     """
     here = next(row for row in rows if row.sizes == first)
     best = max(row.throughput_per_s for row in rows)
@@ -71,7 +76,8 @@ def batch_attempt(rows: Sequence[LatencyRow], first: dict[str, int], symbol: str
     scaled = Interval(
         value=ratio.value * rows_ratio, low=ratio.low * rows_ratio, high=ratio.high * rows_ratio
     )
-    return judged(attempt, scaled)
+    reason = why_wide(here.end_to_end, chosen.end_to_end, MIN_NARROW_PAIRS, budget_s)
+    return judged(attempt, scaled, reason)
 
 
 def clock_attempt(use: GpuUse | None) -> Attempt | None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.benchmark.batch_sweep import batch_symbol
-from pipeline.benchmark.elimination import Role
+from pipeline.benchmark.elimination import MAX_PAIRS, Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.advice.figures import batch_attempt, clock_attempt, sizes_of_sweep
 from pipeline.compiler.advice.rules import Change, Subject, changes_for, share_of
+from pipeline.compiler.advice.width import why_wide
 from pipeline.compiler.candidate_stages import (
     build_engine,
     check_engine,
@@ -24,6 +25,7 @@ from pipeline.errors import InternalError
 from pipeline.execution.stage_runner import Stage
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse
+from pipeline.measurement.clock import Samples
 from pipeline.onnx_graph.files import read_proto
 from pipeline.onnx_graph.rewrites import Rewrite, rewrite_function
 from pipeline.plan.files import override_plan
@@ -31,7 +33,7 @@ from pipeline.results.advice import MIN_GAIN, Advice, Attempt, Outcome, judged, 
 from pipeline.results.graph_node import GraphNode
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.layer_work import LayerWork, work_of_layers
-from pipeline.results.report import BenchmarkFailure, Benchmarks
+from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
 
 ADVISE = Stage("advise", 1, writes_files=False, needs_quiet_device=True)
@@ -175,7 +177,7 @@ def _measured(
     """Measure the engine and all alternatives in one race, and judge each."""
     engine = delivered.engine
     entries = [RaceEntry(engine, Role.BASELINE)]
-    entries += [RaceEntry(each.engine, Role.COMPARED) for each in built]
+    entries += [RaceEntry(each.engine, Role.CHANGE) for each in built]
     options = context.plan.benchmark.model_copy(
         update={"sizes": (delivered.sizes,) if delivered.sizes else ()}
     )
@@ -186,18 +188,26 @@ def _measured(
     if isinstance(first, BenchmarkFailure):
         failed = {"outcome": Outcome.UNMEASURED, "detail": first.reason}
         return None, [each.attempt.model_copy(update=failed) for each in built]
-    attempts = []
-    for each, result in zip(built, others, strict=True):
-        reason = result.reason if isinstance(result, BenchmarkFailure) else ""
-        ratio = None if isinstance(result, BenchmarkFailure) else result.rows[0].ratio
-        if ratio is None:
-            if not isinstance(result, BenchmarkFailure):
-                reason = result.rows[0].ratio_missing
-            failed = {"outcome": Outcome.UNMEASURED, "detail": reason}
-            attempts.append(each.attempt.model_copy(update=failed))
-        else:
-            attempts.append(judged(each.attempt, ratio))
-    return first.rows[0].end_to_end.median_s, attempts
+    now = first.rows[0].end_to_end
+    attempts = [
+        _judged(each.attempt, now, result, options.budget_s)
+        for each, result in zip(built, others, strict=True)
+    ]
+    return now.median_s, attempts
+
+
+def _judged(
+    attempt: Attempt, now: Samples, result: BenchmarkReport | BenchmarkFailure, budget_s: float
+) -> Attempt:
+    """Judge a change by its result in the race; `now`: the times of the engine without it."""
+    if isinstance(result, BenchmarkFailure):
+        failed = {"outcome": Outcome.UNMEASURED, "detail": result.reason}
+        return attempt.model_copy(update=failed)
+    row = result.rows[0]
+    if row.ratio is None:
+        failed = {"outcome": Outcome.UNMEASURED, "detail": row.ratio_missing}
+        return attempt.model_copy(update=failed)
+    return judged(attempt, row.ratio, why_wide(now, row.end_to_end, MAX_PAIRS, budget_s))
 
 
 def _batch(context: CompileContext, delivered: Delivered, model: OnnxModel) -> list[Attempt]:
@@ -214,4 +224,5 @@ def _batch(context: CompileContext, delivered: Delivered, model: OnnxModel) -> l
     (result,) = run.results
     if isinstance(result, BenchmarkFailure):
         return []
-    return [batch_attempt(result.rows, delivered.sizes, batch_symbol(engine.inputs))]
+    symbol = batch_symbol(engine.inputs)
+    return [batch_attempt(result.rows, delivered.sizes, symbol, options.budget_s)]

@@ -7,6 +7,9 @@ computes each row by itself. The values of the rows stay the same.
 1. Backwards through the graph: a value is *taken* if each of its readers reads these rows only.
 2. A node whose output is taken, and whose rows depend on the same rows of its inputs, shrinks.
 3. The selection moves to the inputs of shrunk nodes that others need as a whole.
+
+A selection of most rows, such as all tokens but the first, stays: copies of the inputs could cost
+more than the few rows save.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import onnx_ir as ir
 
 from pipeline.onnx_graph.inspect import opset_of
 from pipeline.onnx_graph.rewriting import constant_of, exported, imported, operands
+
+MOST_ROWS = 1 / 2  # of an axis of known size; of any other axis one row is taken
 
 Axes = tuple[int | None, ...]
 """Of each input the axis on which it is taken; None: all of it is read."""
@@ -86,7 +91,7 @@ def selection_of(node: ir.Node) -> Selection | None:
     if node.op_type == "Gather":
         rows = arrays[0]
         axis = node.attributes.get_int("axis", 0) % len(shape)
-        if rows.ndim > 1:
+        if rows.ndim > 1 or not _is_worth_moving(rows.size, shape[axis]):
             return None
         return Selection(node, axis, rows.reshape(-1), None, rows.ndim == 0, rows.size)
     starts, ends, *rest = arrays
@@ -96,7 +101,23 @@ def selection_of(node: ir.Node) -> Selection | None:
     axis, start, end = int(rest[0][0]) % len(shape), int(starts[0]), int(ends[0])
     size = shape[axis]
     count = len(range(*slice(start, end).indices(size))) if isinstance(size, int) else None
+    if not _is_worth_moving(_most_rows(start, end) if count is None else count, size):
+        return None
     return Selection(node, axis, None, (start, end), False, count)
+
+
+def _most_rows(start: int, end: int) -> int | None:
+    """Return the largest number of rows of a slice of any axis; None if there is no limit."""
+    if (start < 0) == (end < 0):
+        return max(end - start, 0)
+    return -start if start < 0 else None
+
+
+def _is_worth_moving(most: int | None, size: int | ir.SymbolicDim) -> bool:
+    """Return True if the rows are certainly few, of an axis of this size."""
+    if most is None:
+        return False
+    return most <= MOST_ROWS * size if isinstance(size, int) else most == 1
 
 
 class _Move:

@@ -11,6 +11,9 @@ from pipeline.core import Frozen
 from pipeline.onnx_graph.rewrites import Rewrite
 from pipeline.plan.sections.written import renamed
 
+DEFAULT_REWRITES = (Rewrite.EARLY_ROWS,)
+"""Those that compute the same rows with less work, whatever the device."""
+
 
 class ExportConfig(Frozen):
     """Export of a PyTorch model to ONNX."""
@@ -56,13 +59,14 @@ class SimplifyConfig(Frozen):
         ),
     ] = True
     rewrites: tuple[Rewrite, ...] = Field(
-        default=(),
+        default=DEFAULT_REWRITES,
         description=(
-            "Rewrites to apply after simplification, in this order: `early_rows` takes rows before"
-            " the products that compute all of them, `merged_products` merges adapters into their"
-            " layers, `aligned_products` pads widths that matrix units do not fit,"
-            " `folded_strides` folds the stride of convolutions of few channels. `crucible advise`"
-            " measures what each gains. One that would change a result is left out."
+            "Rewrites to apply after simplification, in this order, whether `enabled` or not:"
+            " `early_rows` takes rows before the products that compute all of them,"
+            " `merged_products` merges adapters into their layers, `aligned_products` pads widths"
+            " that matrix units do not fit, `folded_strides` folds the stride of convolutions of"
+            " few channels. `crucible advise` measures what each gains. One that would change a"
+            " result is left out. An empty list: none."
         ),
     )
 

@@ -21,6 +21,7 @@ from pipeline.onnx_graph.files import (
 from pipeline.onnx_graph.inspect import changed_interface
 from pipeline.onnx_graph.interface import restore_interface
 from pipeline.onnx_graph.rewrites import Rewrite, rewrite_function
+from pipeline.plan.sections.graph import DEFAULT_REWRITES
 from pipeline.stages.simplify.attention_rewrite import rewrite_tolerance
 from pipeline.stages.simplify.checks import FILE, STAGE, SimplifyRequest, retry_clause
 
@@ -30,7 +31,8 @@ FOLDER = "rewritten"
 def with_rewrites(model: OnnxModel, request: SimplifyRequest, out: Path) -> OnnxModel:
     """Apply the plan's rewrites to the model under `out`. Notes say what each has changed.
 
-    A rewrite that fails or changes the outputs is left out, with a warning.
+    A rewrite that fails or changes the outputs is left out, with a warning. One of the defaults
+    that fits nothing leaves no note.
     """
     for rewrite in request.options.rewrites:
         model = _with_rewrite(model, request, rewrite, out)
@@ -76,7 +78,9 @@ def _with_rewrite(
     else:
         note = Note(stage=STAGE, text=f"the rewrite {rewrite} fits no node", level="info")
     shutil.rmtree(folder)
-    result = onnx_model(out, FILE, model.precision, (*model.notes, note))
+    is_silent = not fault and not nodes and rewrite in DEFAULT_REWRITES
+    notes = model.notes if is_silent else (*model.notes, note)
+    result = onnx_model(out, FILE, model.precision, notes)
     return result.model_copy(update={"provisional": model.provisional or retryable})
 
 

@@ -123,3 +123,32 @@ def test_disturbed_pairs_are_repeated_before_a_race_ends() -> None:
             runner("baseline", [2.0, 2.0, 80.0, 2.0, 2.0, 2.0, 2.0], Role.BASELINE),
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("level_s", "spread", "decided"),
+    [
+        (0.9, 0.005, True),
+        (0.9, 0.013, False),  # narrow enough for a verdict, too wide for a promise
+        (0.5, 0.013, True),  # of a large gain the same error is a small share
+        (2.0, 0.013, True),  # nothing is promised
+    ],
+)
+def test_a_change_needs_an_interval_that_a_promise_can_rest_on(
+    level_s: float, spread: float, decided: bool
+) -> None:
+    baseline = noisy("baseline", 1.0, spread, 6, Role.BASELINE)
+    change = noisy("change", level_s, spread, 6, Role.CHANGE)
+    assert is_decided([baseline, change]) == decided
+    usual = noisy("change", level_s, spread, 6, Role.COMPARED)
+    assert is_decided([baseline, usual])
+
+
+def test_every_change_is_compared_with_the_baseline() -> None:
+    baseline = noisy("baseline", 1.0, 0.005, 6, Role.BASELINE)
+    narrow, wide = (
+        noisy(name, 0.8, spread, 6, Role.CHANGE) for name, spread in (("a", 0.005), ("wide", 0.1))
+    )
+    assert is_decided([baseline, narrow])
+    assert not is_decided([baseline, narrow, wide])
+    assert not any(elimination.stops([baseline, narrow, wide])), "all run to the end"

@@ -38,8 +38,9 @@ def test_a_promise_is_wider_than_the_interval_by_the_error_of_the_second_measure
     ],
 )
 def test_only_a_certain_gain_is_advised(low: float, high: float, outcome: Outcome) -> None:
-    found = judged(ATTEMPT, Interval(value=math.sqrt(low * high), low=low, high=high))
+    found = judged(ATTEMPT, Interval(value=math.sqrt(low * high), low=low, high=high), "too short")
     assert found.outcome is outcome
+    assert found.detail.endswith("too short") == (outcome is Outcome.TOO_WIDE)
 
 
 def test_a_gain_is_a_share_of_the_latency() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,28 @@ def test_a_rewrite_that_fits_nothing_is_told(tmp_path: Path, out: Path) -> None:
     result = simplify(source, PROFILES, options, (), out, silent)
     assert ("info", "the rewrite folded_strides fits no node") in texts(result)
     assert operator_histogram(result.path) == operator_histogram(source.path)
+
+
+def test_rows_are_taken_early_by_default(tmp_path: Path, out: Path) -> None:
+    source = adapter(tmp_path / "in")
+    result = simplify(source, PROFILES, SimplifyConfig(), (), out, silent)
+    text = "the rewrite early_rows changed 4 nodes, and the model computes the same"
+    assert texts(result)[-1] == ("info", text)
+    shutil.rmtree(out)
+    out.mkdir()
+    kept = simplify(source, PROFILES, SimplifyConfig(rewrites=()), (), out, silent)
+    first, *_ = onnx.load(kept.path, load_external_data=False).graph.node
+    assert first.op_type == "MatMul"
+
+
+def test_a_default_rewrite_that_fits_nothing_leaves_no_note(tmp_path: Path, out: Path) -> None:
+    write_proto(
+        model("g (float[batch, 4] x) => (float[batch, 2] y) { y = MatMul(x, w) }", {"w": (4, 2)}),
+        tmp_path / "source.onnx",
+    )
+    source = onnx_model(tmp_path, "source.onnx")
+    options = SimplifyConfig(enabled=False)
+    assert texts(simplify(source, PROFILES, options, (), out, silent)) == []
 
 
 def test_a_rewrite_that_changes_an_output_is_left_out(tmp_path: Path, out: Path) -> None:

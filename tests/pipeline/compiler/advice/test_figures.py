@@ -29,7 +29,7 @@ def row(batch: int, seconds: float, spread: float = 0.001) -> LatencyRow:
 
 def test_the_smallest_batch_within_two_percent_of_the_highest_throughput_is_advised() -> None:
     rows = (row(1, 1e-3), row(2, 1.2e-3), row(4, 2e-3), row(8, 3.99e-3))
-    found = batch_attempt(rows, {"batch": 1}, "batch")
+    found = batch_attempt(rows, {"batch": 1}, "batch", 60.0)
     assert found.outcome is Outcome.ADVISED
     assert found.ratio is not None
     assert found.ratio.value == pytest.approx(2.0, rel=0.01)
@@ -37,9 +37,15 @@ def test_the_smallest_batch_within_two_percent_of_the_highest_throughput_is_advi
     assert found.per == "sample"
 
 
+def test_a_batch_of_unsteady_processes_promises_nothing() -> None:
+    found = batch_attempt((row(1, 1e-3, 0.2), row(4, 2e-3, 0.3)), {"batch": 1}, "batch", 60.0)
+    assert found.outcome is Outcome.TOO_WIDE
+    assert "processes of each engine differ by up to 1.86 times" in found.detail
+
+
 def test_a_batch_that_saturates_is_kept() -> None:
     rows = (row(2, 1e-3), row(4, 2e-3), row(8, 4e-3))
-    found = batch_attempt(rows, {"batch": 2}, "batch")
+    found = batch_attempt(rows, {"batch": 2}, "batch", 60.0)
     assert (found.outcome, found.ratio) == (Outcome.TOO_SMALL, None)
     assert "batch 2 has 100% of the highest throughput" in found.detail
 
@@ -50,7 +56,7 @@ def test_batches_without_enough_processes_are_not_compared() -> None:
         row(batch, 1e-3).model_copy(update={"end_to_end": one, "throughput_per_s": batch * 1e3})
         for batch in (1, 2)
     )
-    found = batch_attempt(rows, {"batch": 1}, "batch")
+    found = batch_attempt(rows, {"batch": 1}, "batch", 60.0)
     assert found.outcome is Outcome.UNMEASURED
     assert "expected at least" in found.detail
 

@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from pipeline.benchmark.elimination import Role
+from pipeline.cli.advise import advice_lines
 from pipeline.compiler.advice.again import advise_again
 from pipeline.compiler.compile import compile_plan
 from pipeline.errors import ModelError
@@ -76,9 +77,11 @@ def test_a_plan_with_advise_gets_the_gain_of_each_change(tmp_path: Path) -> None
     alone, race = races[-2:]
     assert [role for _, role in alone] == [Role.BASELINE], "the batches"
     assert race[0] == ("onnxruntime fp32", Role.BASELINE)
-    assert {role for _, role in race[1:]} == {Role.COMPARED}
+    assert {role for _, role in race[1:]} == {Role.CHANGE}
     (section,) = (section for section in sections(report) if section.key == "advice")
-    assert 'simplify.rewrites=["merged_products"]' in {row[-1] for row in section.tables[0].rows}
+    assert 'simplify.rewrites=["early_rows", "merged_products"]' in {
+        row[-1] for row in section.tables[0].rows
+    }
     assert section.paragraphs[1] == advice.conclusion
 
 
@@ -116,7 +119,8 @@ def test_an_alternative_that_cannot_be_built_or_measured_is_listed(tmp_path: Pat
     assert attempts["merged_products"].detail == "its process ended"
 
 
-def test_advice_needs_an_engine_of_ours(tmp_path: Path) -> None:
+def test_beside_an_own_model_the_best_candidate_is_changed(tmp_path: Path) -> None:
+    """With the verdict `keep` the delivered engine is the user's own."""
     report = compiled(tmp_path)
     engine = report.engine_delivered
     assert engine is not None
@@ -124,10 +128,32 @@ def test_advice_needs_an_engine_of_ours(tmp_path: Path) -> None:
         update={"recipe": engine.recipe.model_copy(update={"variant": "as given"})}
     )
     runner = Runner(Store(tmp_path / "home"), run=run_here)
-    with pytest.raises(ModelError, match="is your own model"):
-        advise_again(report, report.plan, own, runner)
-    only = advise_again(report, report.plan, engine, runner, ["merged_products"])
-    assert [attempt.rule for attempt in only.attempts] == ["merged_products"]
+    only = ["merged_products"]
+    kept = report.model_copy(update={"winner": own.recipe.label})
+    found = advise_again(kept, report.plan, own, runner, only)
+    assert found.label == engine.recipe.label
+    assert found.note.startswith("onnxruntime as given fp32 is delivered, which advice does not")
+    assert "onnxruntime fp32 took " in found.note
+    assert next(iter(advice_lines(found))) == found.note
+    first = advise_again(report, report.plan, engine, runner, only)
+    assert [attempt.rule for attempt in first.attempts] == only
+    assert first.note == ""
+
+
+def test_without_a_candidate_of_the_graph_there_is_no_advice(tmp_path: Path) -> None:
+    report = compiled(tmp_path)
+    engine = report.engine_delivered
+    assert engine is not None
+    torch = engine.recipe.model_copy(update={"backend": "pytorch"})
+    candidates = tuple(
+        each.model_copy(update={"recipe": torch, "label": torch.label})
+        for each in report.candidates
+    )
+    others = report.model_copy(update={"candidates": candidates})
+    runner = Runner(Store(tmp_path / "home"), run=run_here)
+    delivered = engine.model_copy(update={"recipe": torch})
+    with pytest.raises(ModelError, match="no accurate candidate is made from the ONNX graph"):
+        advise_again(others, report.plan, delivered, runner)
 
 
 def test_a_report_without_an_engine_says_why_it_has_no_advice(tmp_path: Path) -> None:

@@ -111,6 +111,36 @@ def test_a_selection_by_an_input_stays() -> None:
     assert take_rows_early(model(graph, {"w": (8, 8)}))[1] == ()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "selection", "constants", "moves"),
+    [
+        ("6", "Slice(m, s, e, a)", {"s": [1], "e": [2**62]}, False),
+        ("6", "Gather<axis=1>(m, i)", {"i": [0, 1, 0, 1]}, False),
+        ("6", "Slice(m, s, e, a)", {"s": [0], "e": [3]}, True),
+        ("tokens", "Slice(m, s, e, a)", {"s": [1], "e": [2**62]}, False),
+        ("tokens", "Slice(m, s, e, a)", {"s": [1], "e": [-1]}, False),
+        ("tokens", "Slice(m, s, e, a)", {"s": [-3], "e": [-1]}, False),
+        ("tokens", "Slice(m, s, e, a)", {"s": [-3], "e": [-2]}, True),
+        ("tokens", "Slice(m, s, e, a)", {"s": [-1], "e": [2**62]}, True),
+        ("tokens", "Slice(m, s, e, a)", {"s": [0], "e": [1]}, True),
+        ("tokens", "Gather<axis=1>(m, i)", {"i": [2]}, True),
+        ("tokens", "Gather<axis=1>(m, i)", {"i": [0, 2]}, False),
+    ],
+)
+def test_only_few_rows_move(
+    tokens: str, selection: str, constants: dict[str, list[int]], moves: bool
+) -> None:
+    """A model that drops its first token reads all others: its products stay."""
+    graph = f"""g (float[batch, {tokens}, 8] x) => (float[batch, r, 8] y)
+      {{ m = MatMul(x, w)  y = {selection} }}"""
+    numbers = {name: np.array(value, np.int64) for name, value in {**constants, "a": [1]}.items()}
+    proto = model(graph, {"w": (8, 8)}, **numbers)
+    if moves:
+        assert rewritten(take_rows_early, proto, x=(2, 6, 8))[1] == {"m"}
+    else:
+        assert take_rows_early(proto) == (proto, ())
+
+
 def test_a_gemm_is_taken_on_its_rows() -> None:
     graph = """g (float[6, 8] x) => (float[4] y)
       { m = Gemm(x, v, c)  r = Tanh(m)  y = Gather<axis=0>(r, i) }"""

@@ -1,0 +1,1 @@
+"""Does an advice keep its promise?"""
