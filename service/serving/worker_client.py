@@ -396,8 +396,11 @@ class Worker(WorkerProcess):
     def _send(self, message: Load | Run, new: Mapping[Part, Buffer] = NOTHING_NEW) -> None:
         try:
             packet = FROM_SERVER.dump_json(message)
-            descriptors = [buffer.descriptor for buffer in new.values()]
-            socket.send_fds(self._socket, [packet], descriptors)
+            if new:
+                descriptors = [buffer.descriptor for buffer in new.values()]
+                socket.send_fds(self._socket, [packet], descriptors)
+            else:
+                self._socket.send(packet)
         except ConnectionError:
             pass  # The worker is gone: `_readable` takes its last answers and breaks it.
         except OSError as error:  # the worker does not read its messages

@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ SHORT_BYTES = 32 * 1024  # of a body within a packet
 ACKNOWLEDGED = 8  # events of an answer, at once
 PACKETS_PER_TURN = 64  # of the event loop
 MAX_DESCRIPTORS = 64  # of one packet
+DESCRIPTORS_BYTES = socket.CMSG_LEN(MAX_DESCRIPTORS * array("i").itemsize)
+# plain integers: the enum's own `&` runs in Python, for every packet
+CLOSE_ON_EXEC, CUT_OFF = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
 Head = dict[str, Any]
 Bytes = bytes | memoryview
@@ -115,7 +119,10 @@ class Packets:
     def _sent(self, data: bytes, descriptors: Sequence[int]) -> bool:
         """Send now; False if the kernel has no room."""
         try:
-            socket.send_fds(self._end, (data,), list(descriptors))
+            if descriptors:
+                socket.send_fds(self._end, (data,), list(descriptors))
+            else:
+                self._end.send(data)
         except OSError as error:
             # ETOOMANYREFS: too many descriptors are on their way
             if isinstance(error, BlockingIOError) or error.errno == errno.ETOOMANYREFS:
@@ -140,24 +147,34 @@ class Packets:
             if not self._is_open:
                 return
             try:
-                data, descriptors, flags, _ = socket.recv_fds(
-                    self._end, MAX_PACKET_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                data, ancillary, flags, _ = self._end.recvmsg(
+                    MAX_PACKET_BYTES, DESCRIPTORS_BYTES, CLOSE_ON_EXEC
                 )
             except BlockingIOError:
                 return
             except ConnectionError:
-                data, descriptors, flags = b"", [], 0
+                data, ancillary, flags = b"", [], 0
             if not data:
                 self.close()
                 return
+            descriptors = _descriptors_in(ancillary) if ancillary else ()
             try:
-                if flags & socket.MSG_CTRUNC:
+                if flags & CUT_OFF:
                     _close(descriptors)
                     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 self._received(_packet_from(data, descriptors))
             except Exception as error:  # noqa: BLE001  whatever it is, a packet is lost
                 self._fail(error)
                 return
+
+
+def _descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> Sequence[int]:
+    """Return the descriptors that came with a packet."""
+    descriptors = array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return list(descriptors)
 
 
 def _packet_from(data: bytes, descriptors: Sequence[int]) -> Packet:
