@@ -80,8 +80,8 @@ def compile_command(model: Path, folder: Path) -> list[str]:
     }
     file = folder / "beside.yaml"
     file.write_text(yaml.safe_dump(plan), encoding="utf-8")
-    words = [sys.executable, "-m", "pipeline.cli", "compile", str(file)]
-    return [*words, f"--home={folder / 'home'}", f"--out={folder / 'out'}"]
+    words = ["env", f"CRUCIBLE_HOME={folder / 'home'}", sys.executable, "-m", "pipeline.cli"]
+    return [*words, "compile", str(file), f"--out={folder / 'out'}"]
 
 
 def visible(gpu: str, variables: Mapping[str, str]) -> str:

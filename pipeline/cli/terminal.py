@@ -320,11 +320,9 @@ def _candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     selection, benchmark = candidate.selection, candidate.benchmark
     row = benchmark.rows[0] if benchmark and benchmark.rows else None
     state = state_label(candidate.state)
-    if state not in ("measured", "failed accuracy"):
-        reason = textwrap.shorten(
-            candidate.reason.splitlines()[0], REASON_WIDTH, placeholder=" ..."
-        )
-        state = f"{state}: {reason}"
+    if state not in ("measured", "failed accuracy") and candidate.reason:
+        first_line = candidate.reason.partition("\n")[0]
+        state += f": {textwrap.shorten(first_line, REASON_WIDTH, placeholder=' ...')}"
     return (
         candidate.title,
         state,

@@ -4,6 +4,7 @@ to host, on the doubles of TensorRT or on the CPU.
 
 import contextlib
 import json
+import subprocess
 import sys
 import time
 from functools import partial
@@ -20,7 +21,7 @@ from benchmarks.common import Row
 from benchmarks.gpu.contest import Entrant, contest
 from benchmarks.gpu.host import Watch
 from benchmarks.limits import host_to_host, resnet_throughput, serving_ceiling, two_gpus
-from benchmarks.limits.beside_build import rows_beside, visible
+from benchmarks.limits.beside_build import compile_command, rows_beside, visible
 from benchmarks.limits.from_host import Overlapped, channels_last, opened_from_host
 from benchmarks.limits.open_loop import run as ask_in_an_open_loop
 from benchmarks.limits.part_results import LimitReached, ended_after, measure_parts
@@ -237,6 +238,15 @@ def test_one_engine_is_asked_in_three_deployments(tmp_path: Path) -> None:
         rows_beside(engine, array, 0.05, failing, log, "gpu:0")
     assert visible("gpu:1", {"CUDA_VISIBLE_DEVICES": "3,5"}) == "5"
     assert visible("gpu:1", {}) == "1"
+
+
+def test_the_compile_beside_an_engine_is_a_compile(tmp_path: Path) -> None:
+    """It goes as far as its model, which is missing."""
+    command = compile_command(tmp_path / "missing.onnx", tmp_path)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode
+    assert "missing.onnx" in ended.stderr
+    assert (tmp_path / "home").is_dir()
 
 
 @pytest.mark.parametrize("part", two_gpus.LOADS)

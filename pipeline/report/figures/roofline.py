@@ -98,7 +98,7 @@ def _draw(data: _Roofline) -> Figure:
     figure, axes = new_figure(4.6)
     intensities = [dot.intensity for dot in data.dots]
     ridges = [peak / data.gb_per_s for _, peak in data.roofs]
-    x = np.geomspace(min(intensities) / MARGIN, max(*intensities, *ridges) * MARGIN, 400)
+    x = np.geomspace(min(intensities) / MARGIN, max((*intensities, *ridges)) * MARGIN, 400)
     for name, peak in data.roofs:
         axes.plot(x, np.minimum(peak, x * data.gb_per_s), color=PRECISION_COLOURS[Precision(name)])
         label = f"{name}: {number_text(peak)} GFLOP/s"

@@ -55,6 +55,17 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "metric:a:b\n"
 
 
+def test_a_baseline_that_was_built_to_be_delivered_is_a_line_of_its_own() -> None:
+    """It was neither timed as it is delivered, nor has it a reason."""
+    report = sample_report()
+    kept = report.candidates[0].model_copy(
+        update={"label": "kept", "state": "built", "reason": "", "benchmark": None}
+    )
+    table = candidate_table(report.model_copy(update={"candidates": (*report.candidates, kept)}))
+    states = dict(zip(*(map(str, column.cells) for column in table.columns[:2]), strict=True))
+    assert states[kept.title] == "built"
+
+
 def test_a_long_reason_ends_between_words() -> None:
     table = candidate_table(sample_report())
     states = [str(cell) for cell in table.columns[1].cells]
