@@ -24,12 +24,12 @@ from tests.pipeline.benchmark.timeline import micros_of_row, names_of_row, read_
 from tests.pipeline.conformance.models import Case, model
 from tests.pipeline.host.test_nvtx import nvtx_package
 
-WIDE, ROWS = 1024, 64
+WIDE, ROWS = 2048, 256  # milliseconds: a stall of a busy host is shorter
 CALLS = ["bind", "copy in", "execute", "copy out", "wait", "fetch"]
 
 
 def dominated(wide: int = WIDE, rows: int = ROWS) -> Case:
-    """A product between two operators that take a thousandth of its FLOPs: 134 MFLOP if it is not
+    """A product between two operators that take a thousandth of its FLOPs: 2.1 GFLOP if it is not
     said otherwise.
     """
     weights = np.random.default_rng(0).standard_normal((wide, wide), np.float32)
