@@ -193,6 +193,7 @@ def _ours(way: Way, weights: str) -> Opener:
 WAYS: dict[str, Opener] = {
     "transformers eager": lambda model, context: Transformers(model, static=False),
     "ours eager": _ours("eager", "bf16"),
+    "ours eager int8": _ours("eager", "int8"),
     "ours compiled": _ours("compiled", "bf16"),
     "ours fused": _ours("fused", "bf16"),
     "ours fused int8": _ours("fused", "int8"),
