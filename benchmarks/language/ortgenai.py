@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnx
 
 from pipeline.core import Precision
-from pipeline.llm.hf import load_model, load_tokenizer
+from pipeline.llm.ort_genai.files import BUILDER, GRAPH_FILE, constant_bytes_read, write_plain
 from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation, Room
 from pipeline.llm.source import Source
 from pipeline.measurement.clock import monotonic
 
 PACKAGE = "onnxruntime_genai"
-PARTLY_READ = {"Gather", "GroupQueryAttention"}  # one row of embeddings, and of positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class OrtGenai:
         return self
 
     def bytes_read(self) -> int:
-        return constant_bytes_read(self.folder / "model.onnx")
+        return constant_bytes_read(self.folder / GRAPH_FILE)
 
     def open(self, room: Room) -> InOrtGenai:
         return InOrtGenai(self.folder)
@@ -58,8 +56,8 @@ def build(source: Source, packages: Path | None, folder: Path) -> Path:
     try:
         if source.kind == "gguf":
             given = work / "given"
-            _write_plain(source, given)
-        command = [sys.executable, "-m", f"{PACKAGE}.models.builder", "-i", str(given)]
+            write_plain(source, given)
+        command = [sys.executable, "-m", BUILDER, "-i", str(given)]
         command += ["-o", str(work / "built"), "-c", str(work / "cache"), "-p", "int4", "-e", "cpu"]
         path = os.pathsep.join([*filter(None, sys.path), *([str(packages)] if packages else [])])
         environ = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
@@ -68,41 +66,6 @@ def build(source: Source, packages: Path | None, folder: Path) -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder
-
-
-def _write_plain(source: Source, folder: Path) -> None:
-    """Write the dequantised weights of a GGUF file in fp16. transformers still takes the module for
-    a quantised one, which it does not convert; so they go into a new module.
-    """
-    model = load_model(source)
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    plain = type(model)(config)
-    plain.load_state_dict(model.state_dict())
-    plain.half().save_pretrained(folder)
-    load_tokenizer(source).save_pretrained(folder)
-
-
-def constant_bytes_read(file: Path) -> int:
-    """Return the bytes of the constants of a graph that one token reads in full."""
-    graph = onnx.load(file, load_external_data=False).graph
-    users = dict[str, set[str]]()
-    for node in graph.node:
-        for name in node.input:
-            users.setdefault(name, set()).add(node.op_type)
-    return sum(
-        _bytes_of(constant)
-        for constant in graph.initializer
-        if not users.get(constant.name, set()) <= PARTLY_READ
-    )
-
-
-def _bytes_of(constant: onnx.TensorProto) -> int:
-    for entry in constant.external_data:
-        if entry.key == "length":
-            return int(entry.value)
-    return int(onnx.numpy_helper.to_array(constant).nbytes)
 
 
 class InOrtGenai:

@@ -6,8 +6,9 @@ import numpy as np
 import onnx
 import pytest
 
-from benchmarks.language import language_models, llamacpp, ortgenai
+from benchmarks.language import language_models, llamacpp
 from benchmarks.language.language_models import COLUMNS, row_of, targets
+from pipeline.llm.ort_genai.files import constant_bytes_read
 from pipeline.llm.plan import LanguageBenchmark
 from pipeline.llm.source import Source
 from pipeline.llm.speed.times import AnswerTimes
@@ -78,7 +79,7 @@ def test_constants_of_which_a_row_is_read_do_not_count(tmp_path: Path) -> None:
         constants,
     )
     onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
-    assert ortgenai.constant_bytes_read(tmp_path / "model.onnx") == 4 * 5 * 4
+    assert constant_bytes_read(tmp_path / "model.onnx") == 4 * 5 * 4
 
 
 @pytest.mark.parametrize("tied", [True, False])

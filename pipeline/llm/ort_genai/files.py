@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import onnx
+
 from pipeline.errors import UnsupportedError
 from pipeline.llm.export import last_line
 from pipeline.llm.hf import load_model, load_tokenizer
@@ -102,8 +104,6 @@ def _arguments(words: list[str]) -> Iterator[None]:
 
 def constant_bytes_read(file: Path) -> int:
     """Return the bytes of the constants of a graph that one token reads in full."""
-    import onnx
-
     graph = onnx.load(file, load_external_data=False).graph
     users = dict[str, set[str]]()
     for node in graph.node:
@@ -116,10 +116,7 @@ def constant_bytes_read(file: Path) -> int:
     )
 
 
-def _bytes_of(constant: object) -> int:
-    import onnx
-
-    assert isinstance(constant, onnx.TensorProto)
+def _bytes_of(constant: onnx.TensorProto) -> int:
     for entry in constant.external_data:
         if entry.key == "length":
             return int(entry.value)
