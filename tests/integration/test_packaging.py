@@ -15,6 +15,7 @@ import grpc
 import httpx
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.builders.cli import crucible, environment, write_task
 
@@ -32,6 +33,30 @@ def test_every_library_of_the_base_install_has_a_lower_bound() -> None:
     too_old = {"fastapi": "0.142.0", "typer": "0.27.0", "httptools": "0.7.1", "onnx": "1.18.0"}
     assert not [name for name, version in too_old.items() if version in bounds[name]]
     assert all(metadata.version(name) in bound for name, bound in bounds.items())
+
+
+def test_every_pinned_version_takes_the_oldest_python() -> None:
+    """Without uv, `make demo` ended with a conflict on Debian's 3.11.2: a pin needed 3.11.5."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==", 1) for line in lines if "==" in line)
+    installed = {name: metadata.metadata(name) for name in pins if is_installed(name)}
+    assert len(installed) > len(pins) / 2
+    needs = {
+        name: each["Requires-Python"]
+        for name, each in installed.items()
+        if each["Version"] == pins[name] and each["Requires-Python"]
+    }
+    assert [name for name, need in needs.items() if oldest not in SpecifierSet(need)] == []
+
+
+def is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="module")
