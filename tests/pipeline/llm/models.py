@@ -18,6 +18,22 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 VOCABULARY = 384
+SCALED: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "llama with scaled positions": ("llama", {"rope_parameters": SCALED}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+}
+"""What differs between architectures, as options of `write_model`."""
 
 
 def texts(count: int, name: str = "selection") -> list[str]:

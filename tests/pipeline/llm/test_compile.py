@@ -21,33 +21,15 @@ from pipeline.llm.texts import read_documents
 from pipeline.llm.weights import build
 from pipeline.report.bundle import load_delivered
 from tests.builders.cli import crucible
-from tests.pipeline.llm.models import language_plan, texts, write_model, write_texts
+from tests.pipeline.llm.models import KINDS, language_plan, texts, write_model, write_texts
 
 for package in ("openvino_genai", "openvino_tokenizers", "gguf", "accelerate", "nncf"):
     pytest.importorskip(package, reason=f"language models: no {package}")
 
 EXACT = LanguageCandidate(weights="fp16", kv_cache="f32", arithmetic="f32")
-SCALED: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"rope_parameters": SCALED}),
-        ("mistral", {"sliding_window": None}),
-        ("qwen2", {}),
-        ("qwen3", {"head_dim": 32}),
-    ],
-    ids=["llama", "llama with scaled positions", "mistral", "qwen2", "qwen3"],
-)
+@pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
 def test_the_engine_says_what_the_model_says(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:

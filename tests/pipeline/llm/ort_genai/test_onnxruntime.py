@@ -18,16 +18,8 @@ from pipeline.llm.scoring import score
 from pipeline.llm.served import Room
 from pipeline.llm.source import describe, find_source
 from pipeline.llm.texts import read_documents
-from tests.pipeline.llm.models import language_plan, texts, write_model, write_texts
+from tests.pipeline.llm.models import KINDS, language_plan, texts, write_model, write_texts
 
-SCALED: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 IS_INSTALLED = importlib.util.find_spec("onnxruntime_genai") is not None
 
 
@@ -77,17 +69,7 @@ def test_where_it_is_missing_the_command_that_installs_it_is_named() -> None:
     assert "onnxruntime-genai" in error.value.next_step
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"rope_parameters": SCALED}),
-        ("mistral", {"sliding_window": None}),
-        ("qwen2", {}),
-        ("qwen3", {"head_dim": 32}),
-    ],
-    ids=["llama", "llama with scaled positions", "mistral", "qwen2", "qwen3"],
-)
+@pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
 def test_the_engine_says_what_the_model_says(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
