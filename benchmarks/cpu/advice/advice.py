@@ -12,6 +12,7 @@ On a host that others use, too, engines of one thread wait less for a CPU.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import tempfile
@@ -65,10 +66,16 @@ CASES = (
 )
 
 
+def _known(name: str) -> str:
+    names = [case.name for case in CASES]
+    if name not in names:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(names)}, got '{name}'")
+    return name
+
+
 def main(words: Sequence[str]) -> None:
     parser = argument_parser("advice", __doc__)
-    names = [case.name for case in CASES]
-    parser.add_argument("names", nargs="*", choices=[*names, []], metavar="NAME")
+    parser.add_argument("names", nargs="*", type=_known, metavar="NAME")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S", help="of a race")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="0: all cores")
     arguments = parser.parse_args(words)
