@@ -287,7 +287,7 @@ def check_tutorial(outputs: dict[str, str]) -> None:
     assert "version 1 answers on cpu" in find(outputs, "crucible load")[0]
     assert "demo version 1 on cpu" in find(outputs, "crucible infer")[0]
     (answer,) = find(outputs, "/models/demo/infer")
-    assert np.shape(json.loads(answer)["outputs"]["y"]) == (2, 4)
+    assert np.shape(json.loads(answer)["outputs"]["y"]) == (2, 8)
     assert find(outputs, "8000/metrics")[0].strip().endswith(" 2.0")
 
 
