@@ -336,7 +336,7 @@ class Service:
             await self.read(self._sweep)
         self._leases.devices = Devices(tuple(host.devices))
         await self.models.start()  # before the jobs, whose measurements it would disturb
-        await self.runner.start(host.labels)
+        await self.runner.start(host.labels, host.possible_candidates)
         self._host = host
         self._tidying = tuple(map(asyncio.create_task, (self._tidy(), self._end_drafts())))
         log.info("service.ready", devices=host.devices)

@@ -81,7 +81,8 @@ async def _run(
         loop.add_signal_handler(number, stopped.set)
     with contextlib.suppress(PermissionError):  # a volume that belongs to another user
         secure_home(settings.home)
-    known = labels_of_devices(await probe(), devices, labels)
+    host = await probe()
+    known = labels_of_devices(host, devices, labels)
     database = await asyncio.to_thread(database_from, settings)
     builds = builds_from(settings, database)
     try:
@@ -102,7 +103,7 @@ async def _run(
         )
         if record is not None:
             write_record(record, NodeRecord.of_this_process(runner.all_nodes.id))
-        await runner.start(known)
+        await runner.start(known, host.possible_candidates)
         print(f"node {runner.all_nodes.id} runs jobs on {', '.join(known)}", flush=True)
         await _until(stopped, record, runner.all_nodes.id)
         log.info("node.stopping", node=runner.all_nodes.id)

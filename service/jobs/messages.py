@@ -45,6 +45,11 @@ class HostIdentity(Frozen):
     labels: dict[str, dict[str, str]] = Field(default_factory=dict)
     language_models: str = ""  # why this host compiles none; empty if it does
 
+    @property
+    def possible_candidates(self) -> tuple[str, ...]:
+        """Return every `backend precision` that this host does not refuse."""
+        return tuple(name for name, refusal in self.candidates.items() if not refusal)
+
 
 class Start(Frozen):
     """The plan to compile, or the engine to measure again, and the folders to use."""

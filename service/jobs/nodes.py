@@ -59,6 +59,7 @@ class Node:
     silent_s: float = 0.0  # since its last heartbeat
     jobs: tuple[RunningJob, ...] = ()
     address: str = ""  # of its HTTP; empty: it has none, or has left
+    candidates: tuple[str, ...] = ()  # every `backend precision` that its host runs
 
     @property
     def is_live(self) -> bool:
@@ -73,11 +74,19 @@ class Nodes:
 
     def __init__(self, database: Database, node_id: str, kind: Kind, address: str = "") -> None:
         self._database, self.id, self._kind, self._address = database, node_id, kind, address
+        self.candidates: tuple[str, ...] = ()
 
     def this(self, labels: Mapping[str, Labels]) -> Node:
         """Return this node with these labels of its devices."""
-        version, address = distribution.version(), self._address
-        return Node(self.id, platform.node(), self._kind, version, labels, address=address)
+        return Node(
+            self.id,
+            platform.node(),
+            self._kind,
+            distribution.version(),
+            labels,
+            address=self._address,
+            candidates=self.candidates,
+        )
 
     def send_heartbeat(self, labels: Mapping[str, Labels]) -> None:
         """Write this node's row, and delete those of nodes that have gone long ago."""
@@ -92,6 +101,7 @@ class Nodes:
             "labels": json.dumps(dict(node.labels)),
             "heartbeat_at": database_clock_s(),
             "address": node.address,
+            "candidates": json.dumps(node.candidates),
         }
         old = delete_unlocked(nodes, nodes.c.heartbeat_at < database_clock_s() - FORGET_S)
         row = insert(nodes).values(values | {"id": node.id})
@@ -127,6 +137,7 @@ class Nodes:
                 row.silent_s,
                 tuple(job for job in running if job.node == row.id),
                 row.address,
+                tuple(json.loads(row.candidates)),
             )
             for row in found
         )

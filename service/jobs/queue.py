@@ -146,11 +146,15 @@ class JobRunner:
         self._thread = ThreadPoolExecutor(1, "crucible-jobs")
         self._stopping = False
 
-    async def start(self, labels: Mapping[str, Labels] | None = None) -> None:
+    async def start(
+        self, labels: Mapping[str, Labels] | None = None, candidates: Sequence[str] = ()
+    ) -> None:
         """Take over the jobs of an earlier server, and start the queues. A server that shares its
-        database takes over only the jobs of servers that have died. `labels`: of the devices. A
-        server whose `executor` are nodes claims no job.
+        database takes over only the jobs of servers that have died. `labels`: of the devices.
+        `candidates`: every `backend precision` that this host runs. A server whose `executor` are
+        nodes claims no job.
         """
+        self.all_nodes.candidates = tuple(candidates)
         devices = self._leases.devices.names if self._runs_jobs else ()
         self._labels = {name: (labels or {}).get(name, {}) for name in devices}
         if not self._shared:

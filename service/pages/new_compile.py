@@ -228,7 +228,6 @@ async def _form_page(
 ) -> Response:
     offered, refused = _candidates(service, draft)
     nodes = await service.runner.nodes()
-    this = service.runner.all_nodes.id
     values: dict[str, Any] = {
         "draft": draft,
         "form": form,
@@ -241,7 +240,7 @@ async def _form_page(
         "offered": offered,
         "refused": refused,
         "targets": targets_of(nodes),
-        "elsewhere": elsewhere(service.host().candidates, nodes, this),
+        "elsewhere": elsewhere(service.host().candidates, nodes),
     }
     return page(request, "draft.html", refusal.status if refusal else 200, **values)
 

@@ -136,6 +136,8 @@ nodes = sa.Table(
     sa.Column("heartbeat_at", SECONDS, nullable=False),
     # of its HTTP, for a proxy; empty: it has none, or has left
     sa.Column("address", Text, nullable=False, server_default=""),
+    # JSON: every `backend precision` that its host runs
+    sa.Column("candidates", Text, nullable=False, server_default="[]"),
 )
 
 compile_targets = sa.Table(

@@ -33,33 +33,38 @@ def targets_of(nodes: Iterable[Node]) -> tuple[Target, ...]:
     return tuple(sorted(targets, key=lambda each: (not each.is_free, each.device, each.labels)))
 
 
-def elsewhere(candidates: Mapping[str, str], nodes: Iterable[Node], this: str) -> list[str]:
-    """Return a sentence for each backend that this host refuses and whose label a device of another
-    live node has.
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What only other nodes run of a backend."""
 
-    `candidates`: every `backend precision` with this host's reason against it. `this`: the id of
-    this node.
+    backend: str
+    devices: str  # of these nodes, for people
+    precisions: tuple[str, ...]
+
+
+def elsewhere(candidates: Mapping[str, str], nodes: Iterable[Node]) -> list[Elsewhere]:
+    """Return what this host refuses and live nodes run on a device that has the backend's label.
+
+    `candidates`: every `backend precision` with this host's reason against it.
     """
-    others = [
-        (device, labels)
-        for node in nodes
-        if node.is_live and node.id != this
-        for device, labels in node.labels.items()
-    ]
-    sentences = []
+    found = []
+    live = [node for node in nodes if node.is_live]
     for backend in BACKENDS:
-        precisions = [
-            name.partition(" ")[2]
-            for name, reason in candidates.items()
-            if reason and name.startswith(f"{backend} ")
+        refused = [
+            name for name, why in candidates.items() if why and name.startswith(f"{backend} ")
         ]
-        devices = sorted(
-            {
-                f"{device} ({labels.get('name', '')})"
-                for device, labels in others
-                if backend in labels
-            }
+        precisions = tuple(
+            name.partition(" ")[2]
+            for name in refused
+            if any(name in node.candidates for node in live)
         )
-        if precisions and devices:
-            sentences.append(f"{backend} {', '.join(precisions)}: on {'; '.join(devices)}")
-    return sentences
+        devices = {
+            f"{device} ({labels.get('name', '')})"
+            for node in live
+            if not set(refused).isdisjoint(node.candidates)
+            for device, labels in node.labels.items()
+            if backend in labels
+        }
+        if precisions:
+            found.append(Elsewhere(backend, "; ".join(sorted(devices)), precisions))
+    return found

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from pipeline.errors import StoreError
 
 FOLDER = Path(__file__).parent
-HEAD = "0012"
+HEAD = "0013"
 
 
 @dataclass(frozen=True, slots=True)
