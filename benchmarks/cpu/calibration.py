@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.common import ROOT, Row, argument_parser, publish
 from pipeline.backends.onnxruntime import backend as onnxruntime_
-from pipeline.compiler.candidate_stages import (
+from pipeline.compiler.candidates.stages import (
     build_engine,
     check_engine,
     convert_model,

@@ -17,7 +17,7 @@ from benchmarks.gpu.rows import row_named
 from pipeline.backends import backend
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidate_stages import build_engine, convert_model
+from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.compile import export_model, simplify_model
 from pipeline.compiler.context import open_context
 from pipeline.core import Engine, OnnxModel

@@ -20,10 +20,13 @@ from pipeline.benchmark.cpu_peaks import measure_once, with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.benchmark.packing import SAMPLES, prove_packing
-from pipeline.compiler.ablation import ablation_from
 from pipeline.compiler.advice.delivered import advise_on
-from pipeline.compiler.candidate_stages import build_engine, check_engine, reference_outputs
-from pipeline.compiler.candidates import CANNOT_BUILD
+from pipeline.compiler.candidates.ablation import ablation_from
+from pipeline.compiler.candidates.further import Prepared, ablate, rescue
+from pipeline.compiler.candidates.host_recipes import check_candidates, recipes_of
+from pipeline.compiler.candidates.prepare import CANNOT_BUILD
+from pipeline.compiler.candidates.side_by_side import candidates_of, prepare_all
+from pipeline.compiler.candidates.stages import build_engine, check_engine, reference_outputs
 from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, open_context
 from pipeline.compiler.decision import (
     Baseline,
@@ -33,8 +36,6 @@ from pipeline.compiler.decision import (
     only_baseline_is_within,
     why_undelivered,
 )
-from pipeline.compiler.further_candidates import Prepared, ablate, rescue
-from pipeline.compiler.host_recipes import check_candidates, recipes_of
 from pipeline.compiler.objective import (
     THROUGHPUT,
     after_load,
@@ -43,7 +44,6 @@ from pipeline.compiler.objective import (
     with_curves,
 )
 from pipeline.compiler.profile_width import WIDTH, measure_width
-from pipeline.compiler.side_by_side import candidates_of, prepare_all
 from pipeline.compiler.speed import is_slower_or_equal, ratio_missing, ratio_of
 from pipeline.core import (
     CandidateFigures,

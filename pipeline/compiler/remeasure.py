@@ -16,7 +16,7 @@ from pipeline.benchmark.cpu_peaks import measure_once, with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.benchmark.trace import trace_engine
-from pipeline.compiler.candidate_stages import (
+from pipeline.compiler.candidates.stages import (
     VALIDATE,
     build_engine,
     prove_engine,

@@ -19,7 +19,7 @@ from pipeline.backends.pytorch import programs as torch_programs
 from pipeline.backends.pytorch.module import load_module, run_module
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidate_stages import reference_outputs
+from pipeline.compiler.candidates.stages import reference_outputs
 from pipeline.compiler.compile import (
     build_baselines,
     build_reference,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipeline.compiler.advice.trials import Delivered, Prepare, advise
-from pipeline.compiler.candidate_stages import build_engine, convert_model
+from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.context import CompileContext
 from pipeline.compiler.decision import choose
 from pipeline.core import Engine

@@ -12,13 +12,13 @@ from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.advice.figures import batch_attempt, clock_attempt, sizes_of_sweep
 from pipeline.compiler.advice.rules import Change, Subject, changes_for, share_of
 from pipeline.compiler.advice.width import why_wide
-from pipeline.compiler.candidate_stages import (
+from pipeline.compiler.candidates.prepare import CANNOT_BUILD
+from pipeline.compiler.candidates.stages import (
     build_engine,
     check_engine,
     convert_model,
     reference_outputs,
 )
-from pipeline.compiler.candidates import CANNOT_BUILD
 from pipeline.compiler.context import CompileContext
 from pipeline.core import Engine, OnnxModel, Progress
 from pipeline.errors import InternalError

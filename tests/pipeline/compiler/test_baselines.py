@@ -12,7 +12,8 @@ import pytest
 from pipeline.backends import BACKENDS
 from pipeline.backends.pytorch.findings import examine_module
 from pipeline.benchmark.elimination import Role
-from pipeline.compiler.candidate_stages import reference_outputs
+from pipeline.compiler.candidates.host_recipes import check_candidates
+from pipeline.compiler.candidates.stages import reference_outputs
 from pipeline.compiler.compile import (
     build_baselines,
     build_reference,
@@ -25,7 +26,6 @@ from pipeline.compiler.compile import (
     publish_report,
 )
 from pipeline.compiler.context import CompileContext, open_context
-from pipeline.compiler.host_recipes import check_candidates
 from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import ChildDied, ChildStopped, PlanError
 from pipeline.execution.child_process import TimeLimit, call_in_child

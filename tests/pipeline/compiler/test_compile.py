@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.compiler.candidate_stages import QUANTIZERS, WEIGHT_QUANTIZERS
+from pipeline.compiler.candidates.host_recipes import check_candidates
+from pipeline.compiler.candidates.stages import QUANTIZERS, WEIGHT_QUANTIZERS
 from pipeline.compiler.compile import compile_plan, graph_with_work
 from pipeline.compiler.context import CompileContext, open_context
-from pipeline.compiler.host_recipes import check_candidates
 from pipeline.core import OnnxModel, Progress, silent
 from pipeline.data.samples import SampleSet
 from pipeline.errors import ChildDied, ChildStopped, CrucibleError, InternalError

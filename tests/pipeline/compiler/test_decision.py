@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from pipeline.compiler.candidates.fallback import keeping
 from pipeline.compiler.decision import (
     DELIVER_BASELINE,
     FIX_CALIBRATION,
@@ -21,7 +22,6 @@ from pipeline.compiler.decision import (
     decide,
     next_steps,
 )
-from pipeline.compiler.fallback import keeping
 from pipeline.compiler.speed import ratio_missing, speed_ratio
 from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe
 from pipeline.measurement.clock import Samples

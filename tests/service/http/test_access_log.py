@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.compiler import candidate_stages, compile
+from pipeline.compiler import compile
+from pipeline.compiler.candidates import stages as candidate_stages
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Stage
 from service.auth import Caller

@@ -16,8 +16,8 @@ from pipeline.backends.openvino.nncf import compress_with_nncf, quantize_with_nn
 from pipeline.backends.tensorrt.calibrator import calibrate_with_tensorrt
 from pipeline.backends.tensorrt.library import BINDINGS
 from pipeline.backends.tensorrt.modelopt import quantize_with_modelopt
+from pipeline.compiler.candidates.fallback import ANY_SHAPE
 from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, batch_rows
-from pipeline.compiler.fallback import ANY_SHAPE
 from pipeline.core import (
     CalibrationMethod,
     CalibrationTable,

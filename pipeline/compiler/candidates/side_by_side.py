@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import repeat
 
-from pipeline.compiler.candidates import Outcome, prepare
+from pipeline.compiler.candidates.prepare import Outcome, prepare
 from pipeline.compiler.context import CompileContext
 from pipeline.core import OnnxModel, Recipe
 from pipeline.execution.child_process import stop_children

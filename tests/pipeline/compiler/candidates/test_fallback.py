@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.compiler.compile import compile_plan
-from pipeline.compiler.fallback import (
+from pipeline.compiler.candidates.fallback import (
     Attempt,
     Skipped,
     Tried,
@@ -25,6 +24,7 @@ from pipeline.compiler.fallback import (
     with_nodes_kept,
     with_opt_moved,
 )
+from pipeline.compiler.compile import compile_plan
 from pipeline.core import CalibrationMethod, DimRange, Precision, Profile, Recipe
 from pipeline.errors import InternalError, UnsupportedError
 from pipeline.execution.stage_runner import Runner

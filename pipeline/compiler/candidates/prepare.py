@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline import backends
 from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
-from pipeline.compiler.candidate_stages import (
+from pipeline.compiler.candidates.stages import (
     build_engine,
     check_engine,
     convert_model,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.terminal import ablation_table, console
-from pipeline.compiler.ablation import (
+from pipeline.compiler.candidates.ablation import (
     SWITCHES,
     Ablated,
     Reversal,
