@@ -611,7 +611,7 @@ def write_onnx(
     Example: crucible onnx plan.yaml --out model.onnx
     """
     from pipeline.cli.inspect import model_lines
-    from pipeline.compiler.compile import export_plan
+    from pipeline.compiler.graph import export_plan
 
     parsed = _plan(plan, overrides, profiles)
     deliver.check_model_file(out, parsed.model.path)

@@ -27,7 +27,8 @@ from benchmarks.common import Row, argument_parser, publish
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.advice.again import advise_again
-from pipeline.compiler.compile import compile_plan, export_plan
+from pipeline.compiler.compile import compile_plan
+from pipeline.compiler.graph import export_plan
 from pipeline.core import Engine
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

@@ -21,7 +21,7 @@ from pipeline.benchmark.interleaved import (
     race,
     take_block,
 )
-from pipeline.compiler.compile import BENCHMARK
+from pipeline.compiler.measure import BENCHMARK
 from pipeline.core import CandidateFigures, Engine, Target
 from pipeline.errors import ChildDied, ChildKilled
 from pipeline.host.contention import CpuClock

@@ -15,8 +15,9 @@ import pytest
 from pipeline.backends import BACKENDS
 from pipeline.compiler.candidates.host_recipes import check_candidates
 from pipeline.compiler.candidates.stages import QUANTIZERS, WEIGHT_QUANTIZERS
-from pipeline.compiler.compile import compile_plan, graph_with_work
+from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.context import CompileContext, open_context
+from pipeline.compiler.write_up import graph_with_work
 from pipeline.core import OnnxModel, Progress, silent
 from pipeline.data.samples import SampleSet
 from pipeline.errors import ChildDied, ChildStopped, CrucibleError, InternalError

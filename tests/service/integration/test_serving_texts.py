@@ -17,7 +17,7 @@ import pytest
 
 from pipeline import backends
 from pipeline.benchmark.batch_invariance import TOLERANCE
-from pipeline.compiler.compile import export_plan
+from pipeline.compiler.graph import export_plan
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors, silent
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

@@ -16,7 +16,7 @@ from pipeline.compiler.candidates.ablation import (
     base_of,
     reversals,
 )
-from pipeline.compiler.compile import worth_measuring
+from pipeline.compiler.measure import worth_measuring
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from pipeline.backends import BACKENDS
+from pipeline.compiler.baselines import build_reference
 from pipeline.compiler.candidates.host_recipes import recipes_of
 from pipeline.compiler.candidates.side_by_side import (
     MAX_SIDE_BY_SIDE_BYTES,
@@ -22,8 +23,8 @@ from pipeline.compiler.candidates.side_by_side import (
     prepare_all,
 )
 from pipeline.compiler.candidates.stages import reference_outputs
-from pipeline.compiler.compile import build_reference, export_model
 from pipeline.compiler.context import CompileContext, open_context
+from pipeline.compiler.graph import export_model
 from pipeline.core import OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import (
     ChildDied,
