@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.common import RESNET50, Row, publish, takes_no_arguments
 from pipeline.host.environment import cpu_flags
-from pipeline.plan.recipes import VNNI_FLAGS
+from pipeline.plan.precisions import VNNI_FLAGS
 from pipeline.report.files import load_report
 from pipeline.results.report import BenchmarkReport, Report
 

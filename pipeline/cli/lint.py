@@ -22,7 +22,8 @@ from pipeline.measurement.statistics import Interval
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.feeds import feeds_of
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
-from pipeline.plan.recipes import default_candidates, recipe_from_candidate
+from pipeline.plan.default_candidates import default_candidates
+from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import Plan
 from pipeline.plan.source import check_profiles
 from pipeline.quantization.existing_qdq import QUANTISED_TOLERANCE, given_precision

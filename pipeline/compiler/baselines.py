@@ -28,7 +28,7 @@ from pipeline.core import (
 from pipeline.errors import BackendUnavailable, ChildStopped, CrucibleError
 from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.execution.store import canonical
-from pipeline.plan.recipes import (
+from pipeline.plan.baselines import (
     AS_GIVEN,
     AS_WRITTEN,
     baseline_recipes,

@@ -15,7 +15,7 @@ from pipeline.compiler.context import CompileContext
 from pipeline.compiler.objective import after_load, measure_load, shorter, with_curves
 from pipeline.core import CandidateFigures, Engine, OnnxModel
 from pipeline.execution.stage_runner import Runner, Stage, StageCall
-from pipeline.plan.recipes import call_of
+from pipeline.plan.baselines import call_of
 from pipeline.results.report import (
     Ablation,
     BenchmarkFailure,

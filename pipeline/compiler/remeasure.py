@@ -39,7 +39,7 @@ from pipeline.data.input_checks import spec_text
 from pipeline.errors import ChildStopped, CrucibleError, ModelError
 from pipeline.execution.stage_runner import Runner, Stage
 from pipeline.host.environment import environment, usable_cores
-from pipeline.plan.recipes import deliverable_recipe, recipe_as_given
+from pipeline.plan.baselines import deliverable_recipe, recipe_as_given
 from pipeline.plan.schema import BenchmarkConfig, Plan
 from pipeline.report.bundle import check_if_sealed
 from pipeline.results.layer_table import LayerTable

@@ -27,7 +27,7 @@ from pipeline.errors import (
 )
 from pipeline.onnx_graph.files import operator_histogram, read_proto
 from pipeline.onnx_graph.inspect import attentions
-from pipeline.plan.recipes import weight_bits
+from pipeline.plan.precisions import weight_bits
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.lint.rules import finding_notes, lint, saturation_notes
 from pipeline.results.layer_table import LayerTable

@@ -26,7 +26,7 @@ from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
-from pipeline.plan.recipes import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
+from pipeline.plan.precisions import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
 from pipeline.results.report import Origin, Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import FEATURES, answers, write_task
