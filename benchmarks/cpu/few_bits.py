@@ -24,7 +24,7 @@ from pipeline.execution.store import Store
 from pipeline.plan.files import home, load_plan
 from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import CandidateConfig
-from pipeline.results.report import Candidate
+from pipeline.results.candidates import Candidate
 
 PLAN = ROOT / "configs" / "minilm.yaml"
 CANDIDATES = (

@@ -27,7 +27,7 @@ from pipeline.measurement.comparison import compare
 from pipeline.plan.files import home, load_plan
 from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, Plan
-from pipeline.results.report import BenchmarkReport
+from pipeline.results.benchmarks import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
 
 MINILM = ROOT / "configs" / "minilm.yaml"

@@ -43,7 +43,8 @@ from pipeline.host.environment import usable_cores
 from pipeline.plan import files as config
 from pipeline.plan.schema import ONNX_SUFFIXES, Plan, TargetConfig
 from pipeline.report import bundle as deliver
-from pipeline.results.report import Benchmarks, Report, ReportFiles, Verdict
+from pipeline.results.benchmarks import Benchmarks
+from pipeline.results.report import Report, ReportFiles, Verdict
 
 if TYPE_CHECKING:
     from pipeline.compiler.remeasure import RaceRecord
@@ -442,7 +443,7 @@ def advise(
 def _show(run: Benchmarks, profiles: tuple[Profile, ...], as_json: bool) -> dict[str, object]:
     """Print a run, whose last engine is the one that was asked for, and return it as JSON."""
     from pipeline.report.performance_summary import summary_of
-    from pipeline.results.report import BenchmarkReport
+    from pipeline.results.benchmarks import BenchmarkReport
 
     measured = [result for result in run.results if isinstance(result, BenchmarkReport)]
     summaries = [summary_of(measured[-1].label, row, profiles) for row in measured[-1].rows]

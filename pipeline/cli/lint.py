@@ -30,7 +30,7 @@ from pipeline.quantization.existing_qdq import QUANTISED_TOLERANCE, given_precis
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.lint.fixes import mend
 from pipeline.quantization.lint.rules import EVERYWHERE, Finding, lint
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
 
 ALL = "all fixes"

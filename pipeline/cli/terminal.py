@@ -35,17 +35,12 @@ from pipeline.report.performance_summary import (
 from pipeline.report.run_sections import module_lines
 from pipeline.report.sections import cosine_text
 from pipeline.report.tables import Column, Table, left, right
+from pipeline.results.accuracy import ValidationReport
+from pipeline.results.benchmarks import BenchmarkReport, Benchmarks, LatencyRow
+from pipeline.results.candidates import Ablation, Candidate
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import forced_share, percent_text, time_by_precision
-from pipeline.results.report import (
-    Ablation,
-    BenchmarkReport,
-    Benchmarks,
-    Candidate,
-    LatencyRow,
-    Report,
-    ValidationReport,
-)
+from pipeline.results.report import Report
 from pipeline.results.targets import TargetResult
 
 PLAIN_WIDTH = 130

@@ -36,8 +36,8 @@ from pipeline.plan.baselines import (
     deliverable_recipe,
     gpu_recipes_as_given,
 )
+from pipeline.results.candidates import Candidate, Origin
 from pipeline.results.module_findings import ModuleFindings
-from pipeline.results.report import Candidate, Origin
 from pipeline.stages.validate import ReferenceOutputs
 
 BASELINE = Stage("baseline", 4, pytorch_.DISTRIBUTIONS)

@@ -49,7 +49,9 @@ from pipeline.postprocess import check_steps
 from pipeline.quantization.existing_qdq import given_precision
 from pipeline.report.bundle import deliver_engine, withdraw_engine
 from pipeline.report.files import write_report
-from pipeline.results.report import Candidate, Report, ReportFiles, ValidationReport
+from pipeline.results.accuracy import ValidationReport
+from pipeline.results.candidates import Candidate
+from pipeline.results.report import Report, ReportFiles
 from pipeline.serving_inputs import check_serving
 from pipeline.stages.validate import check_outputs
 from pipeline.text_inputs import TOKENIZER_FILE

@@ -19,14 +19,10 @@ from pipeline.compiler.speed import (
 )
 from pipeline.core import CalibrationMethod, NoteCode, Precision, Recipe
 from pipeline.formatting import time_text
-from pipeline.results.report import (
-    Candidate,
-    DataFault,
-    LoadCurve,
-    Origin,
-    ValidationReport,
-    Verdict,
-)
+from pipeline.results.accuracy import DataFault, ValidationReport
+from pipeline.results.benchmarks import LoadCurve
+from pipeline.results.candidates import Candidate, Origin
+from pipeline.results.report import Verdict
 
 MIN_BLOCK = 32  # weights that share a scale
 NO_DATA = "no data: accuracy not proven"

@@ -16,17 +16,8 @@ from pipeline.compiler.objective import after_load, measure_load, shorter, with_
 from pipeline.core import CandidateFigures, Engine, OnnxModel
 from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.plan.baselines import call_of
-from pipeline.results.report import (
-    Ablation,
-    BenchmarkFailure,
-    BenchmarkReport,
-    Benchmarks,
-    Candidate,
-    LoadCurve,
-    Origin,
-    ProfileWidth,
-    Rescue,
-)
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks, LoadCurve
+from pipeline.results.candidates import Ablation, Candidate, Origin, ProfileWidth, Rescue
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark, figures_of
 
 BENCHMARK = Stage(

@@ -22,13 +22,8 @@ from pipeline.errors import InternalError
 from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.formatting import shape_text
 from pipeline.measurement.statistics import Interval
-from pipeline.results.report import (
-    BenchmarkFailure,
-    Benchmarks,
-    Candidate,
-    ProfileWidth,
-    WidthRow,
-)
+from pipeline.results.benchmarks import BenchmarkFailure, Benchmarks
+from pipeline.results.candidates import Candidate, ProfileWidth, WidthRow
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark, values_at
 
 MAX_COST = 1.02  # of a shape, as a ratio; less is not worth another profile

@@ -42,18 +42,11 @@ from pipeline.host.environment import environment, usable_cores
 from pipeline.plan.baselines import deliverable_recipe, recipe_as_given
 from pipeline.plan.schema import BenchmarkConfig, Plan
 from pipeline.report.bundle import check_if_sealed
+from pipeline.results.accuracy import ValidationReport
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
+from pipeline.results.candidates import Ablation, Candidate, Origin
 from pipeline.results.layer_table import LayerTable
-from pipeline.results.report import (
-    Ablation,
-    BenchmarkFailure,
-    BenchmarkReport,
-    Benchmarks,
-    Candidate,
-    Origin,
-    Report,
-    Step,
-    ValidationReport,
-)
+from pipeline.results.report import Report, Step
 from pipeline.results.timeline import EngineTrace, TraceFailure
 from pipeline.stages.benchmark import benchmark, check_sizes, with_threads, workloads_from_plan
 from pipeline.stages.validate import validate

@@ -19,15 +19,11 @@ from pipeline.execution.child_process import TimeLimit
 from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.onnx_graph.files import file_size, operator_histogram
 from pipeline.plan.schema import ROLES, GeneratedData, Plan
+from pipeline.results.accuracy import ValidationReport
+from pipeline.results.benchmarks import LoadPoint
+from pipeline.results.candidates import Candidate
 from pipeline.results.model_graph import ModelGraph, model_graph
-from pipeline.results.report import (
-    Candidate,
-    LoadPoint,
-    OperatorTable,
-    PackingProof,
-    Report,
-    ValidationReport,
-)
+from pipeline.results.report import OperatorTable, PackingProof, Report
 
 PACKING = Stage("packing", 1, writes_files=False)
 

@@ -48,7 +48,8 @@ from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.plan.files import load_plan
 from pipeline.plan.schema import BenchmarkConfig, ExportConfig
 from pipeline.report.bundle import seal
-from pipeline.results.report import BenchmarkReport, Report
+from pipeline.results.benchmarks import BenchmarkReport
+from pipeline.results.report import Report
 from pipeline.serving_inputs import BatchSpec
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.export import export

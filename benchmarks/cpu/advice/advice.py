@@ -36,7 +36,8 @@ from pipeline.measurement.statistics import Interval
 from pipeline.plan.files import home, override_plan, plan_from_document
 from pipeline.plan.schema import Plan
 from pipeline.results.advice import Advice, Attempt, Outcome, gain_of
-from pipeline.results.report import BenchmarkReport, Report
+from pipeline.results.benchmarks import BenchmarkReport
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
 
 HERE = Path(__file__).resolve().parent

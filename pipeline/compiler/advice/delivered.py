@@ -12,7 +12,8 @@ from pipeline.core import Engine
 from pipeline.errors import ModelError
 from pipeline.host.gpu import Peaks
 from pipeline.results.advice import Advice
-from pipeline.results.report import Candidate, Origin, Report
+from pipeline.results.candidates import Candidate, Origin
+from pipeline.results.report import Report
 
 ONNX_BACKENDS = ("onnxruntime", "openvino", "tensorrt")
 

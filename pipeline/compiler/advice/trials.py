@@ -30,10 +30,10 @@ from pipeline.onnx_graph.files import read_proto
 from pipeline.onnx_graph.rewrites import Rewrite, rewrite_function
 from pipeline.plan.files import override_plan
 from pipeline.results.advice import MIN_GAIN, Advice, Attempt, Outcome, judged, sort_key
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.results.graph_node import GraphNode
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.layer_work import LayerWork, work_of_layers
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
 
 ADVISE = Stage("advise", 1, writes_files=False, needs_quiet_device=True)

@@ -40,7 +40,7 @@ from pipeline.errors import (
     UnsupportedError,
 )
 from pipeline.execution.stage_runner import StageCall
-from pipeline.results.report import Candidate, NodeRanking, Origin, Rescue
+from pipeline.results.candidates import Candidate, NodeRanking, Origin, Rescue
 from pipeline.stages.sensitivity import rank_nodes
 from pipeline.stages.validate import ReferenceOutputs
 

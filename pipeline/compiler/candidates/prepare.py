@@ -30,6 +30,8 @@ from pipeline.onnx_graph.inspect import attentions
 from pipeline.plan.precisions import weight_bits
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.lint.rules import finding_notes, lint, saturation_notes
+from pipeline.results.accuracy import DataFault
+from pipeline.results.candidates import Candidate, Origin, State
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import (
     INTEGER_OPERATORS,
@@ -37,7 +39,6 @@ from pipeline.results.precision_audit import (
     mislabelled,
     precision_notes,
 )
-from pipeline.results.report import Candidate, DataFault, Origin, State
 from pipeline.stages.validate import ReferenceOutputs
 
 # precisions with one kernel for an attention; of fp8 that is not known

@@ -33,8 +33,8 @@ from pipeline.execution.stage_runner import Stage, StageCall, installed, no_figu
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.plan.schema import GeneratedData
 from pipeline.plan.source import accuracy_code
+from pipeline.results.accuracy import ValidationReport
 from pipeline.results.layer_table import LayerTable
-from pipeline.results.report import ValidationReport
 from pipeline.stages.build import build
 from pipeline.stages.calibrate import Coverage, calibrate, cover
 from pipeline.stages.convert import convert

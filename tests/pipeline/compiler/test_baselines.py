@@ -32,8 +32,10 @@ from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
 from pipeline.host.environment import cpu_flags
 from pipeline.plan.files import load_plan
+from pipeline.results.benchmarks import BenchmarkReport, Benchmarks
+from pipeline.results.candidates import Origin
 from pipeline.results.module_findings import ModuleFindings
-from pipeline.results.report import BenchmarkReport, Benchmarks, Origin, Report
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import write_task
 from tests.builders.halves import Halves, run_here

@@ -27,7 +27,8 @@ from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
 from pipeline.plan.precisions import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
-from pipeline.results.report import Origin, Report
+from pipeline.results.candidates import Origin
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import FEATURES, answers, write_task
 from tests.builders.halves import Halves, run_here

@@ -26,17 +26,9 @@ from pipeline.compiler.speed import ratio_missing, speed_ratio
 from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
-from pipeline.results.report import (
-    BenchmarkReport,
-    Candidate,
-    DataFault,
-    LatencyRow,
-    MetricResult,
-    Origin,
-    OutputError,
-    State,
-    ValidationReport,
-)
+from pipeline.results.accuracy import DataFault, MetricResult, OutputError, ValidationReport
+from pipeline.results.benchmarks import BenchmarkReport, LatencyRow
+from pipeline.results.candidates import Candidate, Origin, State
 
 ONE = Samples(values_s=(0.001,) * 10)
 BASELINE_S = 0.004

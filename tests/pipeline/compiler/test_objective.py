@@ -21,7 +21,8 @@ from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan
 from pipeline.plan.schema import BenchmarkConfig, LatencyLimit
 from pipeline.report.files import load_report
-from pipeline.results.report import BenchmarkFailure, Candidate, LoadCurve, LoadRun
+from pipeline.results.benchmarks import BenchmarkFailure, LoadCurve, LoadRun
+from pipeline.results.candidates import Candidate
 from tests.builders.cli import write_task
 from tests.builders.report import benchmark, load_curve, selection
 

@@ -26,7 +26,8 @@ from pipeline.execution.store import MANIFEST, Key, Store
 from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
 from pipeline.plan.source import source_from_config
 from pipeline.report.files import load_report
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
 from service.jobs.messages import (
     FROM_CHILD,

@@ -23,7 +23,7 @@ from pipeline.measurement.statistics import Interval
 from pipeline.report.files import load_report, write_report
 from pipeline.report.markdown import markdown
 from pipeline.report.sections import sections
-from pipeline.results.report import Ablation, AblationRow, Candidate, Origin, State
+from pipeline.results.candidates import Ablation, AblationRow, Candidate, Origin, State
 from tests.builders.report import (
     EVIL,
     benchmark,

@@ -30,15 +30,9 @@ from pipeline.errors import InternalError, UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan
-from pipeline.results.report import (
-    Candidate,
-    DataFault,
-    NodeHarm,
-    NodeRanking,
-    Origin,
-    Report,
-    State,
-)
+from pipeline.results.accuracy import DataFault
+from pipeline.results.candidates import Candidate, NodeHarm, NodeRanking, Origin, State
+from pipeline.results.report import Report
 from pipeline.stages.sensitivity import rank_nodes
 from tests.builders.cli import overflowing_task
 from tests.builders.halves import Halves, run_here

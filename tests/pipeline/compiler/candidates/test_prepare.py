@@ -23,7 +23,7 @@ from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
-from pipeline.results.report import Candidate
+from pipeline.results.candidates import Candidate
 from tests.builders.attention import written_out
 from tests.builders.cli import write_task
 from tests.builders.halves import Halves

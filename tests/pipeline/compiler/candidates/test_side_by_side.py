@@ -40,7 +40,7 @@ from pipeline.execution.stage_runner import Emit, Run, Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
-from pipeline.results.report import Candidate
+from pipeline.results.candidates import Candidate
 from pipeline.stages.build import build
 from pipeline.stages.validate import ReferenceOutputs
 from tests.builders.cli import write_model, write_task
