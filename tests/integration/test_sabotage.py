@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.cli.commands import exit_code
+from pipeline.cli.running import exit_code
 from pipeline.cli.terminal import ran_text
 from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.decision import FIX_CALIBRATION, FIX_LABELS
