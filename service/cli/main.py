@@ -110,7 +110,7 @@ def report(
     from pipeline.llm.results import load_any_report
     from pipeline.report.files import write_report
     from pipeline.results.report import Report
-    from service.client import is_remote
+    from service.client.address import is_remote
 
     folder = Path(result)
     if not folder.exists() and is_remote(result):

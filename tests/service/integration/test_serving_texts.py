@@ -23,7 +23,8 @@ from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan
 from pipeline.plan.schema import Plan
-from service.client import KINDS, Client, Inference
+from service.client import Client, Inference
+from service.client.client import KINDS
 from service.jobs.store import JobStore
 from service.registry.models import DeploymentOptions
 from service.storage.database import Database
