@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.compiler.decision import AFTER_INT8, TRAIN_IN_16_BITS, loss
+from pipeline.compiler.decision import loss
+from pipeline.compiler.next_steps import AFTER_INT8, TRAIN_IN_16_BITS
 from pipeline.core import CalibrationMethod, Point, Precision, Profile, Recipe
 from pipeline.plan.precisions import realised_in
 from pipeline.results.candidates import Candidate, NodeHarm, NodeRanking, Rescue, RescueStep

@@ -7,19 +7,21 @@ import pytest
 from pipeline.compiler.candidates.fallback import keeping
 from pipeline.compiler.decision import (
     DELIVER_BASELINE,
-    FIX_CALIBRATION,
-    FIX_LABELS,
-    KEEP_WORST,
     MEASURE_AGAIN,
     OTHER_CANDIDATES,
-    QUANTISE_MORE,
-    SEE_LAYERS,
-    SEVEN_BITS,
-    TRAIN_IN_16_BITS,
     Baseline,
     choose,
     contenders,
     decide,
+)
+from pipeline.compiler.next_steps import (
+    FIX_CALIBRATION,
+    FIX_LABELS,
+    KEEP_WORST,
+    QUANTISE_MORE,
+    SEE_LAYERS,
+    SEVEN_BITS,
+    TRAIN_IN_16_BITS,
     next_steps,
 )
 from pipeline.compiler.speed import ratio_missing, speed_ratio

@@ -5,14 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.compiler.compile import compile_plan, publish_report
-from pipeline.compiler.decision import (
-    MEASURE_LOAD_AGAIN,
-    RAISE_LIMIT,
-    Baseline,
-    Decision,
-    choose,
-    decide,
-)
+from pipeline.compiler.decision import MEASURE_LOAD_AGAIN, Baseline, Decision, choose, decide
+from pipeline.compiler.next_steps import RAISE_LIMIT
 from pipeline.compiler.objective import after_load, limit_of, shorter
 from pipeline.compiler.speed import speed_ratio
 from pipeline.core import Precision, Recipe
