@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.compiler.compile import export_model, simplify_model
 from pipeline.compiler.context import open_context
+from pipeline.compiler.graph import export_model, simplify_model
 from pipeline.core import OnnxModel
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

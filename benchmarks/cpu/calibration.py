@@ -24,14 +24,15 @@ import numpy as np
 
 from benchmarks.common import ROOT, Row, argument_parser, publish
 from pipeline.backends.onnxruntime import backend as onnxruntime_
-from pipeline.compiler.candidate_stages import (
+from pipeline.compiler.baselines import build_baselines
+from pipeline.compiler.candidates.stages import (
     build_engine,
     check_engine,
     convert_model,
     reference_outputs,
 )
-from pipeline.compiler.compile import build_baselines, export_model, simplify_model
 from pipeline.compiler.context import CompileContext, open_context
+from pipeline.compiler.graph import export_model, simplify_model
 from pipeline.core import CalibrationMethod, OnnxModel, Precision, Progress, silent
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.execution.child_process import TimeLimit

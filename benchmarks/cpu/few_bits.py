@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from benchmarks.common import ROOT, Row, publish, takes_no_arguments
 from benchmarks.cpu.calibration import here
 from pipeline.backends import backend
-from pipeline.compiler.candidate_stages import reference_outputs
-from pipeline.compiler.candidates import prepare
-from pipeline.compiler.compile import build_reference, export_model, simplify_model
+from pipeline.compiler.baselines import build_reference
+from pipeline.compiler.candidates.prepare import prepare
+from pipeline.compiler.candidates.side_by_side import candidates_of
+from pipeline.compiler.candidates.stages import reference_outputs
 from pipeline.compiler.context import open_context
-from pipeline.compiler.side_by_side import candidates_of
+from pipeline.compiler.graph import export_model, simplify_model
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import home, load_plan
 from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import CandidateConfig
-from pipeline.results.report import Candidate
+from pipeline.results.candidates import Candidate
 
 PLAN = ROOT / "configs" / "minilm.yaml"
 CANDIDATES = (

@@ -17,9 +17,9 @@ from benchmarks.gpu.rows import row_named
 from pipeline.backends import backend
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidate_stages import build_engine, convert_model
-from pipeline.compiler.compile import export_model, simplify_model
+from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.context import open_context
+from pipeline.compiler.graph import export_model, simplify_model
 from pipeline.core import Engine, OnnxModel
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
@@ -27,7 +27,7 @@ from pipeline.measurement.comparison import compare
 from pipeline.plan.files import home, load_plan
 from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, Plan
-from pipeline.results.report import BenchmarkReport
+from pipeline.results.benchmarks import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
 
 MINILM = ROOT / "configs" / "minilm.yaml"

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from benchmarks.common import RESNET50, Row, publish, takes_no_arguments
 from pipeline.host.environment import cpu_flags
-from pipeline.plan.recipes import VNNI_FLAGS
+from pipeline.plan.precisions import VNNI_FLAGS
 from pipeline.report.files import load_report
-from pipeline.results.report import BenchmarkReport, Report
+from pipeline.results.benchmarks import BenchmarkReport
+from pipeline.results.report import Report
 
 RATIO_WITH_VNNI, RATIO_WITHOUT = 5.0, 3.3  # what was reached by hand on two hosts, rounded down
 

@@ -18,7 +18,7 @@ from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.core import BuildOptions, Precision, Recipe
 from pipeline.plan.schema import BenchmarkConfig
-from pipeline.results.report import BenchmarkReport
+from pipeline.results.benchmarks import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
 
 REPEATS = {DIGITS: 6, RESNET50: 3}

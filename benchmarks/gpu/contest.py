@@ -44,7 +44,7 @@ from pipeline.execution.child_process import Channel, Child
 from pipeline.host.environment import peak_memory_bytes, usable_cores
 from pipeline.measurement.clock import WarmUpOptions, measure_block, monotonic, thinned, warm_up
 from pipeline.plan.schema import BenchmarkConfig
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport
 from pipeline.stages.benchmark import BusyHost, results
 
 ROUND_S, DEPTHS = (

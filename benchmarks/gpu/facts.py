@@ -15,6 +15,7 @@ from pipeline.core import Recipe
 from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.comparison import NotMeasurable, compare
+from pipeline.results.benchmarks import BenchmarkFailure, LatencyRow
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import (
     fusions,
@@ -24,7 +25,6 @@ from pipeline.results.precision_audit import (
     slowest,
     time_by_precision,
 )
-from pipeline.results.report import BenchmarkFailure, LatencyRow
 
 NAMED = 5  # slowest layers
 REFERENCES = ("torch eager fp32", "ours fp32", "torch eager fp16", "torch graph fp16", "ours fp16")

@@ -26,7 +26,7 @@ from pipeline.backends.pytorch import backend as pytorch_
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.benchmark.interleaved import Workload
-from pipeline.compiler.candidate_stages import build_engine, convert_model, prove_engine
+from pipeline.compiler.candidates.stages import build_engine, convert_model, prove_engine
 from pipeline.compiler.context import CompileContext
 from pipeline.core import Engine, OnnxModel, Profile, Recipe, Tensors
 from pipeline.errors import CrucibleError

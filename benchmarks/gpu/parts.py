@@ -26,7 +26,7 @@ from benchmarks.gpu.measure_row import (
 from benchmarks.gpu.plans import feeds_of, graph_of, plan_of
 from benchmarks.gpu.rows import H200, Row, image, target
 from pipeline.backends.tensorrt import backend as tensorrt_
-from pipeline.compiler.candidate_stages import convert_model
+from pipeline.compiler.candidates.stages import convert_model
 from pipeline.compiler.context import CompileContext
 from pipeline.core import OnnxModel
 from pipeline.plan.schema import BenchmarkConfig

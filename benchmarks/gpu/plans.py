@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.rows import Row
-from pipeline.compiler.compile import export_model, preprocess_model, simplify_model
 from pipeline.compiler.context import CompileContext, open_context
+from pipeline.compiler.graph import export_model, preprocess_model, simplify_model
 from pipeline.core import OnnxModel, Tensors, TensorSpec
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Runner

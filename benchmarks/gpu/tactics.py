@@ -22,7 +22,7 @@ from benchmarks.gpu.rows import row_named
 from pipeline.backends import timing_cache
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.messages import builders_logger_of, logger_of
-from pipeline.compiler.candidate_stages import convert_model
+from pipeline.compiler.candidates.stages import convert_model
 from pipeline.compiler.context import CompileContext
 from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, silent
 from pipeline.execution.stage_runner import Stage

@@ -36,8 +36,10 @@ from pipeline.plan.files import load_plan
 from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import CandidateConfig
 from pipeline.report.files import load_report
+from pipeline.results.benchmarks import BenchmarkReport
+from pipeline.results.candidates import Candidate
 from pipeline.results.precision_audit import reformats, time_by_precision
-from pipeline.results.report import BenchmarkReport, Candidate, Report
+from pipeline.results.report import Report
 
 Option = Mapping[str, str | bool]
 Row = Mapping[str, Any]

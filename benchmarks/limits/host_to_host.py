@@ -48,7 +48,7 @@ from pipeline.errors import CrucibleError
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.plan.files import home
 from pipeline.plan.schema import BenchmarkConfig
-from pipeline.results.report import BenchmarkFailure, LatencyRow
+from pipeline.results.benchmarks import BenchmarkFailure, LatencyRow
 
 NAME = "host_to_host"
 PEER = "PyTorch"

@@ -40,7 +40,7 @@ from benchmarks.gpu.parts import placed_engine
 from benchmarks.gpu.rows import Row as Model
 from benchmarks.limits.part_results import measure_parts, without
 from pipeline import backends
-from pipeline.compiler.candidate_stages import build_engine, prove_engine
+from pipeline.compiler.candidates.stages import build_engine, prove_engine
 from pipeline.core import Engine, OnnxModel, Progress, silent
 from pipeline.errors import CrucibleError, ModelError
 from pipeline.execution.child_process import TimeLimit, call_in_child

@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.accuracy.metrics.arithmetic import Floats, paired_interval
 from pipeline.accuracy.metrics.metric import Evaluation, Metric, Picks, SampleScores
 from pipeline.measurement.statistics import Interval, bootstrap, bootstrap_mean
-from pipeline.results.report import ClassDrop
+from pipeline.results.accuracy import ClassDrop
 
 MIN_CLASS_SAMPLES = 20
 """Samples that a class needs to be judged: with fewer, one wrong answer is over 5 points."""

@@ -25,7 +25,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.generated import GeneratedPart
 from pipeline.data.samples import SampleSet
 from pipeline.onnx_graph.feeds import draw_feeds
-from pipeline.results.report import InputSource
+from pipeline.results.accuracy import InputSource
 
 ROWS_PER_SIZE = 256  # rows of the selection set per size, which bounds the cost of each size
 POINTS: tuple[Point, ...] = ("min", "opt", "max")

@@ -33,7 +33,7 @@ from pipeline.data.samples import SampleSet
 from pipeline.host.environment import torch_hidden
 from pipeline.plan.schema import AccuracyConfig, Thresholds
 from pipeline.postprocess import IndexOutput
-from pipeline.results.report import (
+from pipeline.results.accuracy import (
     DataFault,
     MetricResult,
     OutputError,

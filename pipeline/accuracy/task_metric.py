@@ -15,7 +15,7 @@ from pipeline.accuracy.metrics.metric import ROUNDING, Metric, SampleScores
 from pipeline.accuracy.shuffle import Drawn, chance_failure
 from pipeline.errors import DataError
 from pipeline.measurement.statistics import Interval
-from pipeline.results.report import MetricResult
+from pipeline.results.accuracy import MetricResult
 
 Compared = tuple[MetricResult | None, list[str]]
 """The metric, None if a score is NaN, and the failures of its drop."""

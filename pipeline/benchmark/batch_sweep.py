@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.core import Frozen, Profile, TensorSpec
 from pipeline.errors import PlanError
 from pipeline.report.figures.drawing import COLOURS, WIDTH_INCHES, svg
-from pipeline.results.report import Bound, LatencyRow
+from pipeline.results.benchmarks import Bound, LatencyRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

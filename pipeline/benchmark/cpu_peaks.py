@@ -40,9 +40,9 @@ from pipeline.measurement.clock import measure_block, monotonic
 from pipeline.measurement.comparison import MAX_WAITING
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import home
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import ran_in
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 
 LIBRARIES = ("onnxruntime", "openvino")
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)

@@ -57,7 +57,7 @@ from pipeline.measurement.clock import (
     warm_up,
 )
 from pipeline.plan.schema import BenchmarkConfig
-from pipeline.results.report import LoadPoint
+from pipeline.results.benchmarks import LoadPoint
 
 SESSIONS = (1, 2, 4)
 """Numbers of sessions to try."""

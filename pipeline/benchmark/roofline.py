@@ -11,7 +11,7 @@ from __future__ import annotations
 from pipeline.core import ITEM_BYTES, Precision
 from pipeline.formatting import number_text, time_text
 from pipeline.host.gpu import Peaks
-from pipeline.results.report import BenchmarkReport, Bound, LatencyRow
+from pipeline.results.benchmarks import BenchmarkReport, Bound, LatencyRow
 
 DOMINANT = 0.5  # share of the time from which a part is the bottleneck
 ABOVE_PEAK = 1.1  # times the peak: more than the noise of its measurement

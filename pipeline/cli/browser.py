@@ -7,7 +7,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from pipeline.cli.terminal import console
+from pipeline.cli.terminal import console, print_text
 
 
 def open_page(file: Path) -> None:
@@ -16,12 +16,7 @@ def open_page(file: Path) -> None:
     if not reason and not webbrowser.open(file.absolute().as_uri()):
         reason = "this host has no browser"
     if reason:
-        console(stderr=True).print(
-            f"not opened, {reason}: {file.absolute()}",
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
+        print_text(console(stderr=True), f"not opened, {reason}: {file.absolute()}", markup=False)
 
 
 def _has_display() -> bool:

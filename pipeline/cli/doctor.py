@@ -18,7 +18,7 @@ from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.amx import tiles_described
 from pipeline.host.environment import Environment, environment
 from pipeline.host.gpu import Gpu, Gpus, Peaks, find_gpus, peaks, with_hardware
-from pipeline.plan.recipes import BF16_FLAGS, VNNI_FLAGS
+from pipeline.plan.precisions import BF16_FLAGS, VNNI_FLAGS
 from pipeline.report.performance_summary import peaks_text
 
 LOW_DISK_BYTES = 5 * 2**30

@@ -13,7 +13,7 @@ import onnx
 from pipeline import backends
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidate_stages import build_engine, convert_model
+from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import Engine, OnnxModel, Profile, Recipe
 from pipeline.errors import InternalError, ModelError, PlanError
@@ -22,14 +22,15 @@ from pipeline.measurement.statistics import Interval
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.feeds import feeds_of
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
-from pipeline.plan.recipes import default_candidates, recipe_from_candidate
+from pipeline.plan.default_candidates import default_candidates
+from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import Plan
 from pipeline.plan.source import check_profiles
 from pipeline.quantization.existing_qdq import QUANTISED_TOLERANCE, given_precision
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.lint.fixes import mend
 from pipeline.quantization.lint.rules import EVERYWHERE, Finding, lint
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
 
 ALL = "all fixes"

@@ -35,17 +35,12 @@ from pipeline.report.performance_summary import (
 from pipeline.report.run_sections import module_lines
 from pipeline.report.sections import cosine_text
 from pipeline.report.tables import Column, Table, left, right
+from pipeline.results.accuracy import ValidationReport
+from pipeline.results.benchmarks import BenchmarkReport, Benchmarks, LatencyRow
+from pipeline.results.candidates import Ablation, Candidate
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import forced_share, percent_text, time_by_precision
-from pipeline.results.report import (
-    Ablation,
-    BenchmarkReport,
-    Benchmarks,
-    Candidate,
-    LatencyRow,
-    Report,
-    ValidationReport,
-)
+from pipeline.results.report import Report
 from pipeline.results.targets import TargetResult
 
 PLAIN_WIDTH = 130
@@ -76,6 +71,11 @@ def console(stderr: bool = False) -> Console:
     return _Console(stderr=stderr, emoji=False, width=PLAIN_WIDTH)
 
 
+def print_text(console: Console, text: str, markup: bool = True) -> None:
+    """Print text as it is: no numbers are coloured, and lines are not broken."""
+    console.print(text, highlight=False, soft_wrap=True, markup=markup)
+
+
 # -- reports -----------------------------------------------------------------
 
 
@@ -86,7 +86,7 @@ def print_compiled(console: Console, report: Report, html_file: Path) -> None:
     """
     console.print(candidate_table(report))
     for line in stopped_lines(report):
-        console.print(line, highlight=False, soft_wrap=True)
+        print_text(console, line)
     best_points, *_ = throughput_section(report).tables or (None,)
     if best_points:
         console.print(rich_table(best_points))
@@ -94,8 +94,8 @@ def print_compiled(console: Console, report: Report, html_file: Path) -> None:
     if report.ablation and report.ablation.rows:
         console.print(ablation_table(report.ablation))
     for line in verdict_lines(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"report: {html_file}", highlight=False, soft_wrap=True, markup=False)
+        print_text(console, line)
+    print_text(console, f"report: {html_file}", markup=False)
 
 
 def print_language_model(
@@ -109,14 +109,14 @@ def print_language_model(
     for table in tables:
         console.print(rich_table(table))
     for text in failures if report.verdict != "rejected" else ():  # else they are the reasons
-        console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
+        print_text(console, f"  {escape(text)}")
     style = VERDICT_STYLE[report.verdict]
     console.print(f"[{style}]{report.verdict.upper()}[/]  {escape(report.headline)}")
     for text in report.reasons:
-        console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
+        print_text(console, f"  {escape(text)}")
     for text in report.next_steps:
-        console.print(f"  next: {escape(text)}", highlight=False, soft_wrap=True)
-    console.print(f"report: {place}", highlight=False, soft_wrap=True, markup=False)
+        print_text(console, f"  next: {escape(text)}")
+    print_text(console, f"report: {place}", markup=False)
 
 
 def verdict_lines(report: Report) -> list[str]:
@@ -171,10 +171,9 @@ def print_limits(console: Console, rows: Sequence[tuple[str, LatencyRow]]) -> No
     known = any(bound.kind != "unknown" for bound in bounds)
     console.print(limits_table(rows, known))
     if not known:
-        console.print(
+        print_text(
+            console,
             f"the bottlenecks are unknown: {escape(bounds[0].why)}; {escape(bounds[0].next_step)}",
-            highlight=False,
-            soft_wrap=True,
         )
 
 

@@ -11,13 +11,8 @@ from pipeline.compiler.context import CompileContext
 from pipeline.core import Engine, OnnxModel
 from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.plan.schema import BenchmarkConfig, LatencyLimit, Objective
-from pipeline.results.report import (
-    BenchmarkFailure,
-    BenchmarkReport,
-    Candidate,
-    LoadCurve,
-    LoadRun,
-)
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, LoadCurve, LoadRun
+from pipeline.results.candidates import Candidate
 from pipeline.stages.benchmark import benchmark_load
 
 THROUGHPUT = Stage(

@@ -13,22 +13,17 @@ from functools import partial
 
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidate_stages import build_engine, convert_model
-from pipeline.compiler.candidates import CANNOT_BUILD
+from pipeline.compiler.candidates.fallback import ANY_SHAPE
+from pipeline.compiler.candidates.prepare import CANNOT_BUILD
+from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.context import CompileContext
-from pipeline.compiler.fallback import ANY_SHAPE
 from pipeline.core import DimRange, Engine, OnnxModel, Profile, Recipe, ValueRange
 from pipeline.errors import InternalError
 from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.formatting import shape_text
 from pipeline.measurement.statistics import Interval
-from pipeline.results.report import (
-    BenchmarkFailure,
-    Benchmarks,
-    Candidate,
-    ProfileWidth,
-    WidthRow,
-)
+from pipeline.results.benchmarks import BenchmarkFailure, Benchmarks
+from pipeline.results.candidates import Candidate, ProfileWidth, WidthRow
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark, values_at
 
 MAX_COST = 1.02  # of a shape, as a ratio; less is not worth another profile

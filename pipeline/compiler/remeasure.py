@@ -16,47 +16,37 @@ from pipeline.benchmark.cpu_peaks import measure_once, with_limits
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.benchmark.trace import trace_engine
-from pipeline.compiler.candidate_stages import (
+from pipeline.compiler.baselines import (
+    build_baselines,
+    build_reference,
+    built_to_keep,
+    deliverable_candidate,
+)
+from pipeline.compiler.candidates.stages import (
     VALIDATE,
     build_engine,
     prove_engine,
     reference_outputs,
 )
-from pipeline.compiler.compile import (
-    BENCHMARK,
-    build_baselines,
-    build_reference,
-    built_to_keep,
-    call_of_fastest,
-    deliverable_candidate,
-    delivered_engine,
-    export_model,
-    raw_model,
-    report_baselines,
-)
 from pipeline.compiler.context import CompileContext, batch_rows, open_context
 from pipeline.compiler.decision import Baseline, decide, why_undelivered
+from pipeline.compiler.graph import export_model, raw_model
+from pipeline.compiler.measure import BENCHMARK, call_of_fastest, report_baselines
 from pipeline.compiler.speed import ratio_missing, ratio_of
+from pipeline.compiler.write_up import delivered_engine
 from pipeline.core import Engine, Note, NoteCode, OnnxModel, TensorSpec
 from pipeline.data.input_checks import spec_text
 from pipeline.errors import ChildStopped, CrucibleError, ModelError
 from pipeline.execution.stage_runner import Runner, Stage
 from pipeline.host.environment import environment, usable_cores
-from pipeline.plan.recipes import deliverable_recipe, recipe_as_given
+from pipeline.plan.baselines import deliverable_recipe, recipe_as_given
 from pipeline.plan.schema import BenchmarkConfig, Plan
 from pipeline.report.bundle import check_if_sealed
+from pipeline.results.accuracy import ValidationReport
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
+from pipeline.results.candidates import Ablation, Candidate, Origin
 from pipeline.results.layer_table import LayerTable
-from pipeline.results.report import (
-    Ablation,
-    BenchmarkFailure,
-    BenchmarkReport,
-    Benchmarks,
-    Candidate,
-    Origin,
-    Report,
-    Step,
-    ValidationReport,
-)
+from pipeline.results.report import Report, Step
 from pipeline.results.timeline import EngineTrace, TraceFailure
 from pipeline.stages.benchmark import benchmark, check_sizes, with_threads, workloads_from_plan
 from pipeline.stages.validate import validate

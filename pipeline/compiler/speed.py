@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.comparison import NotMeasurable, compare, processes_from_samples
 from pipeline.measurement.statistics import Interval
-from pipeline.results.report import Candidate, LoadCurve
+from pipeline.results.benchmarks import LoadCurve
+from pipeline.results.candidates import Candidate
 
 NO_BASELINE = "the baseline could not be measured"
 

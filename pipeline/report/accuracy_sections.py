@@ -8,14 +8,9 @@ from pipeline.formatting import interval, state_label
 from pipeline.measurement.statistics import Interval
 from pipeline.report.entries import entries
 from pipeline.report.tables import Section, Table, left, number_cell, right
-from pipeline.results.report import (
-    AblationRow,
-    MetricResult,
-    OutputError,
-    Report,
-    SizeCheck,
-    ValidationReport,
-)
+from pipeline.results.accuracy import MetricResult, OutputError, SizeCheck, ValidationReport
+from pipeline.results.candidates import AblationRow
+from pipeline.results.report import Report
 
 
 def metric_section(report: Report) -> Section:

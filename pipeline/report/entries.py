@@ -10,7 +10,9 @@ from typing import Literal
 from pipeline.formatting import interval, time_text
 from pipeline.measurement.clock import Samples
 from pipeline.report.performance_summary import ratio_text
-from pipeline.results.report import BenchmarkReport, Candidate, LatencyRow, Report
+from pipeline.results.benchmarks import BenchmarkReport, LatencyRow
+from pipeline.results.candidates import Candidate
+from pipeline.results.report import Report
 
 Part = Literal["winner", "baseline", "candidate"]
 

@@ -19,8 +19,9 @@ from pipeline.report.entries import (
 from pipeline.report.performance_summary import gpu_lines, limit_cells, peaks_text
 from pipeline.report.tables import Section, Table, left, right
 from pipeline.results.advice import Advice, Attempt
+from pipeline.results.benchmarks import LatencyRow, LoadCurve
 from pipeline.results.gpu_cost import GpuCost
-from pipeline.results.report import LatencyRow, LoadCurve, Report
+from pipeline.results.report import Report
 
 GPU_COLUMNS = ("GPU memory", "J per 1,000 requests")
 

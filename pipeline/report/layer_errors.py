@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator
 
 from pipeline.report.tables import Section, Table, left, right
-from pipeline.results.report import NodeHarm, NodeRanking, Report, Rescue
+from pipeline.results.candidates import NodeHarm, NodeRanking, Rescue
+from pipeline.results.report import Report
 
 MAX_NODES = 10  # in the table of layer errors; report.json holds all
 MAX_ERROR = 10.0  # an error of 1 leaves nothing of a tensor; after an overflow it has no limit

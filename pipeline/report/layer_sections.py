@@ -16,6 +16,7 @@ from pipeline.report.layer_errors import (
     ranked_rescues,
 )
 from pipeline.report.tables import Section, Table, left, right
+from pipeline.results.candidates import Candidate
 from pipeline.results.layer_table import Layer, LayerTable
 from pipeline.results.layer_work import LayerWork, Unknown, work_of_layers
 from pipeline.results.precision_audit import (
@@ -27,7 +28,7 @@ from pipeline.results.precision_audit import (
     reformats,
     time_by_precision,
 )
-from pipeline.results.report import Candidate, Report
+from pipeline.results.report import Report
 from pipeline.results.time_shares import (
     OperatorClass,
     Overhead,

@@ -15,9 +15,9 @@ from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
+from pipeline.results.benchmarks import Bound, LatencyRow
 from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.precision_audit import percent_text
-from pipeline.results.report import Bound, LatencyRow
 from pipeline.results.targets import TargetResult
 
 TAILS = (50, 90, 95, 99)

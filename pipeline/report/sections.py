@@ -39,7 +39,8 @@ from pipeline.report.run_sections import (
     stage_section,
 )
 from pipeline.report.tables import Section, Table, left, right
-from pipeline.results.report import Report, ValidationReport
+from pipeline.results.accuracy import ValidationReport
+from pipeline.results.report import Report
 
 
 def sections(report: Report) -> tuple[Section, ...]:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipeline.results.benchmarks import LatencyRow
 from pipeline.results.layer_table import Layer, LayerTable
 from pipeline.results.precision_audit import SHAPES, SILENT
-from pipeline.results.report import LatencyRow
 
 
 class OperatorClass(StrEnum):

@@ -58,7 +58,7 @@ from pipeline.measurement.clock import Samples, monotonic, samples_from_blocks
 from pipeline.measurement.comparison import NotMeasurable, Obstacle, compare
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import BenchmarkConfig
-from pipeline.results.report import (
+from pipeline.results.benchmarks import (
     BenchmarkFailure,
     BenchmarkReport,
     Benchmarks,

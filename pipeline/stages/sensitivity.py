@@ -39,7 +39,7 @@ from pipeline.quantization.sensitivity_graph import (
     source_as_converted,
     tensors_of_16_bits,
 )
-from pipeline.results.report import NodeHarm, NodeRanking
+from pipeline.results.candidates import NodeHarm, NodeRanking
 
 MAX_SAMPLES = 128
 """Number of samples, besides the worst ones: each run holds every activation three times."""

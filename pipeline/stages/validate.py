@@ -48,11 +48,7 @@ from pipeline.plan.schema import AccuracyConfig
 from pipeline.postprocess import IndexOutput, index_outputs, postprocessed, reduced_specs
 from pipeline.postprocess import Steps as Postprocessing
 from pipeline.preprocess import Steps, preprocessed
-from pipeline.results.report import (
-    SizeCheck,
-    ValidationReport,
-    size_text,
-)
+from pipeline.results.accuracy import SizeCheck, ValidationReport, size_text
 
 JOINED_SAMPLES = 64
 """Maximum number of samples in small batches that are compared together."""

@@ -276,7 +276,7 @@ def retry(
 
     Ends with one JSON document: the new job.
     """
-    from service.client import place_of
+    from service.client.address import place_of
 
     where, job_id = place_of(job, url)
     with connect(where) as client:
@@ -291,7 +291,7 @@ def wait(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -
     Ends with the table of candidates, the verdict and, as the last line, one JSON document: the
     job.
     """
-    from service.client import place_of
+    from service.client.address import place_of
 
     where, job_id = place_of(job, url)
     with connect(where) as client:
@@ -301,7 +301,7 @@ def wait(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -
 @app.command()
 def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Cancel a job. All its processes end within 5 s."""
-    from service.client import place_of
+    from service.client.address import place_of
 
     where, job_id = place_of(job, url)
     with connect(where) as client:
@@ -380,7 +380,7 @@ def download(
     import json
 
     from pipeline.report.bundle import check_folder
-    from service.client import place_of
+    from service.client.address import place_of
 
     where, job_id = place_of(job, url)
     with connect(where) as client:
@@ -463,7 +463,7 @@ def infer(
 def _body_of(file: Path) -> tuple[bytes, str]:
     """Read a file and derive its Content-Type."""
     from pipeline.errors import PlanError, UserError
-    from service.client import KINDS
+    from service.client.client import KINDS
 
     kind = KINDS.get(file.suffix.lower())
     if kind is None:
@@ -483,7 +483,7 @@ def print_report(target: str, url: str | None, as_json: bool) -> None:
     from rich.markdown import Markdown
 
     from pipeline.llm.render import any_markdown
-    from service.client import place_of
+    from service.client.address import place_of
 
     where, job_id = place_of(target, url)
     with connect(where) as client:

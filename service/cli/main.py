@@ -22,11 +22,13 @@ from rich.markup import escape
 from typer.exceptions import TyperException
 
 from pipeline import distribution
-from pipeline.cli import commands as pipeline_commands
 from pipeline.cli import terminal
+from pipeline.cli.app import app as pipeline_app
 from pipeline.cli.browser import open_page
-from pipeline.cli.commands import command_line, delivered_engine
+from pipeline.cli.commands import host
+from pipeline.cli.inputs import delivered_engine
 from pipeline.cli.options import JsonOption
+from pipeline.cli.running import command_line
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.plan import files as config
@@ -43,7 +45,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 results = typer.Typer()
-app.add_typer(pipeline_commands.app)
+app.add_typer(pipeline_app)
 app.add_typer(results)
 app.add_typer(service_commands.app)
 
@@ -62,7 +64,7 @@ def _sandbox_lines() -> tuple[str, ...]:
         return prove(sandbox, home / "crucible.db").lines
 
 
-pipeline_commands.sandbox_lines = _sandbox_lines
+host.sandbox_lines = _sandbox_lines
 
 
 def _print_version(requested: bool) -> None:
@@ -108,7 +110,7 @@ def report(
     from pipeline.llm.results import load_any_report
     from pipeline.report.files import write_report
     from pipeline.results.report import Report
-    from service.client import is_remote
+    from service.client.address import is_remote
 
     folder = Path(result)
     if not folder.exists() and is_remote(result):
@@ -130,7 +132,7 @@ def report(
     else:
         console = terminal.console()
         console.print(Markdown(any_markdown(loaded)))
-        console.print(f"report: {files.html_file}", highlight=False, soft_wrap=True, markup=False)
+        terminal.print_text(console, f"report: {files.html_file}", markup=False)
     if show:
         open_page(files.html_file)
 
@@ -176,8 +178,8 @@ def export(
     triton.check_target(engine, model, folder)  # before an engine is loaded
     batch = call_in_child(prove_batch, engine, (), name="batch proof")  # Triton pads nothing
     print(triton.export_triton(engine, batch, model, folder))
-    terminal.console(stderr=True).print(
-        "\n".join(triton.remarks(engine, batch)), highlight=False, soft_wrap=True, markup=False
+    terminal.print_text(
+        terminal.console(stderr=True), "\n".join(triton.remarks(engine, batch)), markup=False
     )
 
 
@@ -220,18 +222,12 @@ def main() -> NoReturn:
 
 def _fail(error: CrucibleError) -> int:
     console = terminal.console(stderr=True)
-    console.print(
-        f"[bold red]error[/] [dim]{error.code}[/] {escape(error.message)}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    terminal.print_text(console, f"[bold red]error[/] [dim]{error.code}[/] {escape(error.message)}")
     if error.next_step:
-        console.print(f"[bold]next[/] {escape(error.next_step)}", highlight=False, soft_wrap=True)
+        terminal.print_text(console, f"[bold]next[/] {escape(error.next_step)}")
     if error.exit_code == 3:
-        console.print(
-            f"This is a bug in Crucible. Please report it with {_write_log(error)}",
-            highlight=False,
-            soft_wrap=True,
+        terminal.print_text(
+            console, f"This is a bug in Crucible. Please report it with {_write_log(error)}"
         )
     return error.exit_code
 

@@ -47,7 +47,7 @@ def promote(
     """Make a report's engine the current version of a model. If the model is loaded, the new
     version answers when this ends.
     """
-    from service.client import place_of
+    from service.client.address import place_of
 
     where, job_id = place_of(report, url)
     with connect(where) as client:

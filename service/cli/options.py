@@ -53,6 +53,7 @@ def operator() -> Actor:
 
 def connect(url: str | None) -> Client:
     """Create a client of the service at this address."""
-    from service.client import DEFAULT_URL, Client
+    from service.client import Client
+    from service.client.address import DEFAULT_URL
 
     return Client(url or DEFAULT_URL, os.environ.get("CRUCIBLE_KEY") or None)

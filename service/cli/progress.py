@@ -153,10 +153,8 @@ def _print_verdict(client: Client, job: JobView) -> None:
     else:
         terminal.print_latency(console, report)
     for line in terminal.verdict_lines(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(
-        f"report: {client.url}{job.links.report}", highlight=False, soft_wrap=True, markup=False
-    )
+        terminal.print_text(console, line)
+    terminal.print_text(console, f"report: {client.url}{job.links.report}", markup=False)
     if job.recompiles is not None and report.has_engine:
         print(promote_text(job.recompiles.model, job))
 

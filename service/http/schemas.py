@@ -12,15 +12,11 @@ from pipeline.execution.stage_event import StageStatus
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.report.files import HTML_NAME, JSON_NAME, MARKDOWN_NAME
-from pipeline.results.report import (
-    BenchmarkReport,
-    Candidate,
-    LatencyRow,
-    Report,
-    ValidationReport,
-    Verdict,
-)
-from pipeline.results.report import State as CandidateState
+from pipeline.results.accuracy import ValidationReport
+from pipeline.results.benchmarks import BenchmarkReport, LatencyRow
+from pipeline.results.candidates import Candidate
+from pipeline.results.candidates import State as CandidateState
+from pipeline.results.report import Report, Verdict
 from pipeline.results.targets import Outcome, worst
 from service.jobs.nodes import NO_NODE
 from service.jobs.state import Failure, Job, ModelVersion, State

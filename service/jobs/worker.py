@@ -275,7 +275,8 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
     import json
 
     from pipeline.backends import BACKENDS, backend
-    from pipeline.compiler import candidate_stages, compile
+    from pipeline.compiler import compile
+    from pipeline.compiler.candidates import stages as candidate_stages
     from pipeline.host.labels import device_labels
     from pipeline.llm.compile import STAGES as LANGUAGE_STAGES
 

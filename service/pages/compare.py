@@ -14,8 +14,9 @@ from pipeline.llm.results import AnyReport, LanguageReport
 from pipeline.llm.speed.times import AnswerTimes
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.comparison import NotMeasurable, compare_apart
+from pipeline.results.benchmarks import BenchmarkReport, LatencyRow
 from pipeline.results.layer_table import LayerTable
-from pipeline.results.report import BenchmarkReport, LatencyRow, Report
+from pipeline.results.report import Report
 from service.errors import Unprocessable
 from service.http.routers.dependencies import CurrentService
 from service.http.routers.reports import report_of

@@ -21,7 +21,7 @@ from pipeline.core import Engine, Precision, Recipe, Target, TensorSpec
 from pipeline.errors import CrucibleError, StoreError
 from pipeline.execution.stage_runner import installed
 from pipeline.host.environment import cpu_flags, cpu_name, usable_cores
-from pipeline.plan.recipes import AS_WRITTEN
+from pipeline.plan.baselines import AS_WRITTEN
 from pipeline.plan.schema import Plan
 from pipeline.postprocess import names_of, postprocessed, sources_of
 from pipeline.preprocess import preprocessed

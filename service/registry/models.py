@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from pipeline.core import Frozen, Precision, Profile, TensorSpec
-from pipeline.results.report import LoadPoint, Verdict
+from pipeline.results.benchmarks import LoadPoint
+from pipeline.results.report import Verdict
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service.inference import ModelState, ServedDevice, ServedText
 

@@ -21,7 +21,8 @@ from benchmarks.pages.render import load_results, render
 from benchmarks.run_all import NAMES
 from benchmarks.serving import json_beside_binary
 from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe, Target
-from pipeline.results.report import Bound, Report
+from pipeline.results.benchmarks import Bound
+from pipeline.results.report import Report
 from tests.builders.report import proven_report
 
 ROOT = Path(__file__).parents[2]

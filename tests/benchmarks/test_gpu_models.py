@@ -23,8 +23,8 @@ from pipeline.execution.store import Store
 from pipeline.host.gpu import Peaks, find_gpus
 from pipeline.measurement.clock import samples_from_blocks
 from pipeline.plan.files import plan_from_document
+from pipeline.results.benchmarks import BenchmarkReport, LatencyRow
 from pipeline.results.layer_table import Layer, LayerTable
-from pipeline.results.report import BenchmarkReport, LatencyRow
 
 ROOT = Path(__file__).parents[2]
 H200 = Target(

@@ -21,7 +21,7 @@ from pipeline.measurement.clock import WarmUpOptions, samples_from_blocks
 from pipeline.measurement.comparison import MIN_PAIRS
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import BenchmarkConfig
-from pipeline.results.report import BenchmarkFailure
+from pipeline.results.benchmarks import BenchmarkFailure
 from tests.pipeline.backends.tensorrt.builders import Bench, doubled, feeds
 
 ROOT = Path(__file__).parents[2]

@@ -30,8 +30,8 @@ from pipeline.core import (
 )
 from pipeline.errors import UnsupportedError
 from pipeline.execution.child_process import TimeLimit
+from pipeline.results.benchmarks import BenchmarkReport, Benchmarks
 from pipeline.results.layer_table import LayerTable
-from pipeline.results.report import BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import benchmark
 from tests.builders.layers import layer, table
 from tests.builders.report import benchmark as made_up_benchmark

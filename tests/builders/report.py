@@ -28,24 +28,12 @@ from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.schema import AccuracyConfig, DataConfig, LatencyLimit, ModelConfig, Plan
 from pipeline.report.graph.view import graph_script
+from pipeline.results.accuracy import MetricResult, OutputError, ValidationReport
+from pipeline.results.benchmarks import BenchmarkReport, LatencyRow, LoadCurve, LoadPoint
+from pipeline.results.candidates import Candidate, Rescue, RescueStep, State
 from pipeline.results.graph_node import GraphNode, NodeWork
 from pipeline.results.precision_audit import mislabelled
-from pipeline.results.report import (
-    BenchmarkReport,
-    Candidate,
-    LatencyRow,
-    LoadCurve,
-    LoadPoint,
-    MetricResult,
-    OperatorTable,
-    OutputError,
-    Report,
-    Rescue,
-    RescueStep,
-    State,
-    Step,
-    ValidationReport,
-)
+from pipeline.results.report import OperatorTable, Report, Step
 from tests.builders.layers import real_table
 
 PROCESSES = 6

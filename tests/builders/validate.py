@@ -19,7 +19,7 @@ from pipeline.data.samples import SampleSet, SelectionSet, open_set
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import AccuracyConfig, Thresholds
 from pipeline.postprocess import Steps
-from pipeline.results.report import ValidationReport
+from pipeline.results.accuracy import ValidationReport
 from pipeline.stages.validate import run_reference, validate
 
 CLASSES = 4

@@ -46,7 +46,7 @@ def python_page() -> str:
     exported = [getattr(pipeline, name) for name in pipeline.__all__]
     return page(
         "Python",
-        "the docstrings of `pipeline/api.py` and `service/client.py`",
+        "the docstrings of `pipeline/api.py` and `service/client/`",
         ABOUT_PYTHON,
         *_documented("pipeline", exported),
         *_documented("service.client", [Client, Upload, Inference]),

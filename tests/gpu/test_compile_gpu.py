@@ -15,8 +15,9 @@ from pipeline.core import Precision
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan
+from pipeline.results.candidates import Candidate
 from pipeline.results.precision_audit import time_by_precision
-from pipeline.results.report import Candidate, Report
+from pipeline.results.report import Report
 from tests.builders.cli import crucible
 
 pytestmark = pytest.mark.gpu

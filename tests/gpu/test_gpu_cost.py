@@ -14,7 +14,7 @@ from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.core import BuildOptions, DimRange, OnnxModel, Precision, Profile, Recipe, silent
 from pipeline.host.gpu import find_gpus
 from pipeline.plan.schema import BenchmarkConfig
-from pipeline.results.report import BenchmarkReport
+from pipeline.results.benchmarks import BenchmarkReport
 from pipeline.stages.benchmark import benchmark
 from tests.gpu.fixtures.gpu import MIB, check_cost
 from tests.pipeline.conformance.models import Case, model

@@ -19,17 +19,16 @@ from pipeline.backends.pytorch import programs as torch_programs
 from pipeline.backends.pytorch.module import load_module, run_module
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.compiler.candidate_stages import reference_outputs
-from pipeline.compiler.compile import (
+from pipeline.compiler.baselines import (
     build_baselines,
     build_reference,
     check_baselines,
-    compile_plan,
     deliverable_candidate,
-    export_model,
-    publish_report,
 )
+from pipeline.compiler.candidates.stages import reference_outputs
+from pipeline.compiler.compile import compile_plan, publish_report
 from pipeline.compiler.context import open_context
+from pipeline.compiler.graph import export_model
 from pipeline.core import (
     BuildOptions,
     CompileMode,
@@ -49,7 +48,8 @@ from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.plan.files import load_plan
 from pipeline.plan.schema import BenchmarkConfig, ExportConfig
 from pipeline.report.bundle import seal
-from pipeline.results.report import BenchmarkReport, Report
+from pipeline.results.benchmarks import BenchmarkReport
+from pipeline.results.report import Report
 from pipeline.serving_inputs import BatchSpec
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.export import export

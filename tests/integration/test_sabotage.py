@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.cli.commands import exit_code
+from pipeline.cli.running import exit_code
 from pipeline.cli.terminal import ran_text
 from pipeline.compiler.compile import compile_plan
-from pipeline.compiler.decision import FIX_CALIBRATION, FIX_LABELS
+from pipeline.compiler.next_steps import FIX_CALIBRATION, FIX_LABELS
 from pipeline.errors import DataError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

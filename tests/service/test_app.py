@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from pipeline.errors import StoreError
 from service.app import create_app
-from service.client import JOB_ID
+from service.client.address import JOB_ID
 from service.devices.leases import utc_now
 from service.http.routers.docs import page
 from service.http.schemas import EXAMPLE_ID

@@ -11,19 +11,11 @@ import httpx
 import pytest
 
 from pipeline.errors import PlanError, UserError
-from service.client import (
-    PATIENCE_S,
-    Client,
-    Event,
-    RemoteError,
-    Unreachable,
-    Upload,
-    events_of_stream,
-    is_remote,
-    place_of,
-    refusal_of,
-    wait_times,
-)
+from service.client import Client, Event, RemoteError, Unreachable, Upload
+from service.client.address import is_remote, place_of
+from service.client.client import PATIENCE_S
+from service.client.errors import refusal_of
+from service.client.events import events_of_stream, wait_times
 from service.storage.database import Database
 from service.storage.keys import Keys
 from tests.service.builders.app import MODEL

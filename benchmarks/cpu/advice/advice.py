@@ -27,7 +27,8 @@ from benchmarks.common import Row, argument_parser, publish
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.advice.again import advise_again
-from pipeline.compiler.compile import compile_plan, export_plan
+from pipeline.compiler.compile import compile_plan
+from pipeline.compiler.graph import export_plan
 from pipeline.core import Engine
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
@@ -35,7 +36,8 @@ from pipeline.measurement.statistics import Interval
 from pipeline.plan.files import home, override_plan, plan_from_document
 from pipeline.plan.schema import Plan
 from pipeline.results.advice import Advice, Attempt, Outcome, gain_of
-from pipeline.results.report import BenchmarkReport, Report
+from pipeline.results.benchmarks import BenchmarkReport
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
 
 HERE = Path(__file__).resolve().parent

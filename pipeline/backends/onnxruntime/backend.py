@@ -53,7 +53,7 @@ from pipeline.errors import BackendUnavailable, DataError, ModelError, Unsupport
 from pipeline.host.environment import cpu_flags, cpu_name, usable_cores
 from pipeline.host.gpu import find_gpus
 from pipeline.onnx_graph.files import copy_model, file_size
-from pipeline.plan.recipes import AS_WRITTEN
+from pipeline.plan.baselines import AS_WRITTEN
 from pipeline.results.layer_table import LayerTable
 
 if TYPE_CHECKING:

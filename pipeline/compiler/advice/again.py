@@ -6,12 +6,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from pipeline.compiler.advice.delivered import advise_on
-from pipeline.compiler.compile import (
-    build_reference,
-    export_model,
-    prepared_model,
-    preprocess_model,
-)
+from pipeline.compiler.baselines import build_reference
+from pipeline.compiler.graph import export_model, prepared_model, preprocess_model
 from pipeline.compiler.remeasure import reopen_context
 from pipeline.core import Engine
 from pipeline.execution.stage_runner import Runner

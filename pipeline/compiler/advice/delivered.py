@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipeline.compiler.advice.trials import Delivered, Prepare, advise
-from pipeline.compiler.candidate_stages import build_engine, convert_model
+from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.context import CompileContext
 from pipeline.compiler.decision import choose
 from pipeline.core import Engine
 from pipeline.errors import ModelError
 from pipeline.host.gpu import Peaks
 from pipeline.results.advice import Advice
-from pipeline.results.report import Candidate, Origin, Report
+from pipeline.results.candidates import Candidate, Origin
+from pipeline.results.report import Report
 
 ONNX_BACKENDS = ("onnxruntime", "openvino", "tensorrt")
 

@@ -14,7 +14,7 @@ from pipeline.host.gpu_monitor import GpuUse
 from pipeline.measurement.comparison import NotMeasurable, compare
 from pipeline.measurement.statistics import Interval
 from pipeline.results.advice import MIN_GAIN, Attempt, Outcome, judged
-from pipeline.results.report import LatencyRow
+from pipeline.results.benchmarks import LatencyRow
 
 MAX_BATCHES = 6  # of a sweep, each measured for as long as the first
 SATURATED = 0.98  # of the highest throughput: a larger batch only makes requests wait

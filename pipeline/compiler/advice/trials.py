@@ -12,13 +12,13 @@ from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.advice.figures import batch_attempt, clock_attempt, sizes_of_sweep
 from pipeline.compiler.advice.rules import Change, Subject, changes_for, share_of
 from pipeline.compiler.advice.width import why_wide
-from pipeline.compiler.candidate_stages import (
+from pipeline.compiler.candidates.prepare import CANNOT_BUILD
+from pipeline.compiler.candidates.stages import (
     build_engine,
     check_engine,
     convert_model,
     reference_outputs,
 )
-from pipeline.compiler.candidates import CANNOT_BUILD
 from pipeline.compiler.context import CompileContext
 from pipeline.core import Engine, OnnxModel, Progress
 from pipeline.errors import InternalError
@@ -30,10 +30,10 @@ from pipeline.onnx_graph.files import read_proto
 from pipeline.onnx_graph.rewrites import Rewrite, rewrite_function
 from pipeline.plan.files import override_plan
 from pipeline.results.advice import MIN_GAIN, Advice, Attempt, Outcome, judged, sort_key
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.results.graph_node import GraphNode
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.layer_work import LayerWork, work_of_layers
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark
 
 ADVISE = Stage("advise", 1, writes_files=False, needs_quiet_device=True)

@@ -21,8 +21,9 @@ from pipeline.report.figures.drawing import (
 )
 from pipeline.report.layer_errors import LAYER_ERRORS, MAX_ERROR, is_kept
 from pipeline.report.run_sections import operator_names
+from pipeline.results.candidates import NodeRanking, Rescue
 from pipeline.results.precision_audit import time_by_precision
-from pipeline.results.report import NodeRanking, Report, Rescue
+from pipeline.results.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,9 @@ from pipeline.measurement.clock import thinned
 from pipeline.report.entries import Entry, shapes
 from pipeline.report.figures.drawing import COLOURS, INK, MUTED, Plot, axis_label, new_figure
 from pipeline.report.latency_sections import load_of
-from pipeline.results.report import LoadPoint, MetricResult, Report
+from pipeline.results.accuracy import MetricResult
+from pipeline.results.benchmarks import LoadPoint
+from pipeline.results.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

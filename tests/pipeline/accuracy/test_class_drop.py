@@ -11,7 +11,7 @@ from pipeline.accuracy.metrics.per_sample import cosine, top_k
 from pipeline.accuracy.metrics.user import metric_of_function
 from pipeline.accuracy.task_metric import Limits, TaskMetric
 from pipeline.errors import DataError
-from pipeline.results.report import MetricResult
+from pipeline.results.accuracy import MetricResult
 
 LABELS = np.repeat([0, 1, 2], [200, 100, 5])
 

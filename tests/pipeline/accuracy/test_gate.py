@@ -24,7 +24,7 @@ from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan
 from pipeline.plan.schema import AccuracyConfig, GeneratedData
-from pipeline.results.report import SizeCheck, ValidationReport
+from pipeline.results.accuracy import SizeCheck, ValidationReport
 from pipeline.stages.validate import run_reference, validate
 from tests.builders.cli import write_task
 from tests.builders.validate import LENIENT, SAME, Bench, labelled

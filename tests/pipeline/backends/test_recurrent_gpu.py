@@ -17,7 +17,7 @@ from onnx import numpy_helper
 
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.compiler.compile import export_plan
+from pipeline.compiler.graph import export_plan
 from pipeline.core import (
     BuildOptions,
     Engine,

@@ -9,7 +9,7 @@ import numpy as np
 import yaml
 
 from pipeline import backends
-from pipeline.compiler.compile import export_plan
+from pipeline.compiler.graph import export_plan
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, silent
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

@@ -25,7 +25,7 @@ from pipeline.execution.stage_runner import Runner as StageRunner
 from pipeline.execution.stage_runner import Stage
 from pipeline.host.caches import Cache
 from pipeline.host.gpu import MemoryLevel, Peaks
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
 from tests.builders.layers import real_table
 from tests.builders.report import benchmark, engine
 

@@ -21,14 +21,14 @@ from pipeline.benchmark.interleaved import (
     race,
     take_block,
 )
-from pipeline.compiler.compile import BENCHMARK
+from pipeline.compiler.measure import BENCHMARK
 from pipeline.core import CandidateFigures, Engine, Target
 from pipeline.errors import ChildDied, ChildKilled
 from pipeline.host.contention import CpuClock
 from pipeline.measurement.clock import WarmUpOptions
 from pipeline.plan.schema import BenchmarkConfig
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.results.gpu_cost import GpuCost
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks
 from pipeline.stages.benchmark import BusyHost, baseline_of, results
 from tests.builders.interleaved import (
     QUIET_HOST,

@@ -8,7 +8,7 @@ from pipeline.benchmark.roofline import bound_of, with_bounds
 from pipeline.core import Precision
 from pipeline.host.gpu import Peaks
 from pipeline.measurement.clock import Samples
-from pipeline.results.report import BenchmarkReport, LatencyRow
+from pipeline.results.benchmarks import BenchmarkReport, LatencyRow
 
 PEAKS = Peaks(
     device="cpu",

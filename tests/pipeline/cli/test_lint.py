@@ -18,7 +18,7 @@ from pipeline.cli.lint import (
     gain_lines,
     measure_fixes,
 )
-from pipeline.compiler.candidates import lint_notes
+from pipeline.compiler.candidates.prepare import lint_notes
 from pipeline.compiler.compile import compile_plan
 from pipeline.core import CalibrationMethod, NoteCode, Placement, Precision, Profile, Recipe, Target
 from pipeline.errors import ModelError, PlanError

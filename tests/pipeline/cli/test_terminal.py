@@ -11,7 +11,7 @@ from pipeline.cli.terminal import benchmark_table, candidate_table, console
 from pipeline.core import AccuracyFigures, CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from pipeline.measurement.clock import Samples
-from pipeline.results.report import BenchmarkReport, LatencyRow
+from pipeline.results.benchmarks import BenchmarkReport, LatencyRow
 from tests.builders.report import sample_report
 from tests.pipeline.execution.figures import accuracy, candidate, latency
 

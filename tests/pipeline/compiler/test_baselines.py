@@ -12,20 +12,19 @@ import pytest
 from pipeline.backends import BACKENDS
 from pipeline.backends.pytorch.findings import examine_module
 from pipeline.benchmark.elimination import Role
-from pipeline.compiler.candidate_stages import reference_outputs
-from pipeline.compiler.compile import (
+from pipeline.compiler.baselines import (
     build_baselines,
     build_reference,
-    call_of_fastest,
     check_baselines,
-    compile_plan,
     deliverable_candidate,
     examine_code,
-    export_model,
-    publish_report,
 )
+from pipeline.compiler.candidates.host_recipes import check_candidates
+from pipeline.compiler.candidates.stages import reference_outputs
+from pipeline.compiler.compile import compile_plan, publish_report
 from pipeline.compiler.context import CompileContext, open_context
-from pipeline.compiler.host_recipes import check_candidates
+from pipeline.compiler.graph import export_model
+from pipeline.compiler.measure import call_of_fastest
 from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import ChildDied, ChildStopped, PlanError
 from pipeline.execution.child_process import TimeLimit, call_in_child
@@ -33,8 +32,10 @@ from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
 from pipeline.host.environment import cpu_flags
 from pipeline.plan.files import load_plan
+from pipeline.results.benchmarks import BenchmarkReport, Benchmarks
+from pipeline.results.candidates import Origin
 from pipeline.results.module_findings import ModuleFindings
-from pipeline.results.report import BenchmarkReport, Benchmarks, Origin, Report
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import write_task
 from tests.builders.halves import Halves, run_here

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.compiler.candidate_stages import QUANTIZERS, WEIGHT_QUANTIZERS
-from pipeline.compiler.compile import compile_plan, graph_with_work
+from pipeline.compiler.candidates.host_recipes import check_candidates
+from pipeline.compiler.candidates.stages import QUANTIZERS, WEIGHT_QUANTIZERS
+from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.context import CompileContext, open_context
-from pipeline.compiler.host_recipes import check_candidates
+from pipeline.compiler.write_up import graph_with_work
 from pipeline.core import OnnxModel, Progress, silent
 from pipeline.data.samples import SampleSet
 from pipeline.errors import ChildDied, ChildStopped, CrucibleError, InternalError
@@ -25,8 +26,9 @@ from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
-from pipeline.plan.recipes import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
-from pipeline.results.report import Origin, Report
+from pipeline.plan.precisions import WEIGHT_QUANTIZERS as WEIGHTS_BY_BACKEND
+from pipeline.results.candidates import Origin
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
 from tests.builders.cli import FEATURES, answers, write_task
 from tests.builders.halves import Halves, run_here

@@ -4,39 +4,33 @@ import math
 
 import pytest
 
+from pipeline.compiler.candidates.fallback import keeping
 from pipeline.compiler.decision import (
     DELIVER_BASELINE,
-    FIX_CALIBRATION,
-    FIX_LABELS,
-    KEEP_WORST,
     MEASURE_AGAIN,
     OTHER_CANDIDATES,
-    QUANTISE_MORE,
-    SEE_LAYERS,
-    SEVEN_BITS,
-    TRAIN_IN_16_BITS,
     Baseline,
     choose,
     contenders,
     decide,
+)
+from pipeline.compiler.next_steps import (
+    FIX_CALIBRATION,
+    FIX_LABELS,
+    KEEP_WORST,
+    QUANTISE_MORE,
+    SEE_LAYERS,
+    SEVEN_BITS,
+    TRAIN_IN_16_BITS,
     next_steps,
 )
-from pipeline.compiler.fallback import keeping
 from pipeline.compiler.speed import ratio_missing, speed_ratio
 from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
-from pipeline.results.report import (
-    BenchmarkReport,
-    Candidate,
-    DataFault,
-    LatencyRow,
-    MetricResult,
-    Origin,
-    OutputError,
-    State,
-    ValidationReport,
-)
+from pipeline.results.accuracy import DataFault, MetricResult, OutputError, ValidationReport
+from pipeline.results.benchmarks import BenchmarkReport, LatencyRow
+from pipeline.results.candidates import Candidate, Origin, State
 
 ONE = Samples(values_s=(0.001,) * 10)
 BASELINE_S = 0.004

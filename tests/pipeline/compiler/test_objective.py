@@ -5,14 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.compiler.compile import compile_plan, publish_report
-from pipeline.compiler.decision import (
-    MEASURE_LOAD_AGAIN,
-    RAISE_LIMIT,
-    Baseline,
-    Decision,
-    choose,
-    decide,
-)
+from pipeline.compiler.decision import MEASURE_LOAD_AGAIN, Baseline, Decision, choose, decide
+from pipeline.compiler.next_steps import RAISE_LIMIT
 from pipeline.compiler.objective import after_load, limit_of, shorter
 from pipeline.compiler.speed import speed_ratio
 from pipeline.core import Precision, Recipe
@@ -21,7 +15,8 @@ from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan
 from pipeline.plan.schema import BenchmarkConfig, LatencyLimit
 from pipeline.report.files import load_report
-from pipeline.results.report import BenchmarkFailure, Candidate, LoadCurve, LoadRun
+from pipeline.results.benchmarks import BenchmarkFailure, LoadCurve, LoadRun
+from pipeline.results.candidates import Candidate
 from tests.builders.cli import write_task
 from tests.builders.report import benchmark, load_curve, selection
 

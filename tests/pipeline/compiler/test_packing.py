@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compiler.compile import check_packing, compile_plan
+from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.context import open_context
+from pipeline.compiler.write_up import check_packing
 from pipeline.errors import PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import yaml
 
-from pipeline.compiler.compile import build_reference, compile_plan, export_model
+from pipeline.compiler.baselines import build_reference
+from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.context import open_context
+from pipeline.compiler.graph import export_model
 from pipeline.core import Artifact
 from pipeline.errors import DataError
 from pipeline.execution.stage_runner import Runner

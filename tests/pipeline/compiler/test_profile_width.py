@@ -22,7 +22,9 @@ from pipeline.execution.store import Store
 from pipeline.measurement.statistics import Interval
 from pipeline.plan.files import load_plan
 from pipeline.report.sections import sections
-from pipeline.results.report import BenchmarkFailure, Benchmarks, Report, WidthRow
+from pipeline.results.benchmarks import BenchmarkFailure, Benchmarks
+from pipeline.results.candidates import WidthRow
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.build import build
 from tests.builders.cli import write_task

@@ -29,7 +29,9 @@ from pipeline.plan.files import load_plan
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.report.files import load_report, write_report
 from pipeline.report.sections import sections
-from pipeline.results.report import Ablation, AblationRow, Benchmarks, Candidate, Report, Step
+from pipeline.results.benchmarks import Benchmarks
+from pipeline.results.candidates import Ablation, AblationRow, Candidate
+from pipeline.results.report import Report, Step
 from pipeline.results.timeline import EngineTrace, TraceFailure
 from pipeline.stages.benchmark import ENOUGH_RUNS
 from pipeline.stages.benchmark import benchmark as measure

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from pipeline.cli.commands import store as show_store
+from pipeline.cli.commands.host import store as show_store
 from pipeline.core import Artifact, Progress
 from pipeline.errors import BackendUnavailable, ChildDied, PlanError, StoreError
 from pipeline.execution.child_process import call_in_child

@@ -7,15 +7,15 @@ import pytest
 
 from pipeline.core import OrtProvider, Precision, Recipe, Target
 from pipeline.errors import PlanError
-from pipeline.plan.files import plan_from_document
-from pipeline.plan.recipes import (
+from pipeline.plan.baselines import (
     baseline_recipes,
     call_of,
-    default_candidates,
     deliverable_recipe,
     gpu_recipes_as_given,
-    recipe_from_candidate,
 )
+from pipeline.plan.default_candidates import default_candidates
+from pipeline.plan.files import plan_from_document
+from pipeline.plan.recipes import recipe_from_candidate
 from pipeline.plan.schema import CandidateConfig, Plan
 from tests.pipeline.plan.test_recipes import VNNI, gpu, target
 

@@ -4,9 +4,9 @@ import pytest
 
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe, Target
 from pipeline.errors import PlanError
+from pipeline.plan.default_candidates import default_candidates
 from pipeline.plan.recipes import (
     MAX_RECIPES,
-    default_candidates,
     distinct,
     recipe_from_candidate,
     recipes_from_candidate,

@@ -14,7 +14,8 @@ from pipeline.report.layer_errors import (
     layer_error_table,
 )
 from pipeline.report.markdown import markdown
-from pipeline.results.report import NodeHarm, NodeRanking, Report, RescueStep
+from pipeline.results.candidates import NodeHarm, NodeRanking, RescueStep
+from pipeline.results.report import Report
 from pipeline.stages.sensitivity import MAX_ERROR
 from tests.builders.report import EVIL, proven_report, without_graph
 from tests.builders.sensitivity import write_broken_task

@@ -8,7 +8,8 @@ from pipeline.measurement.statistics import Interval
 from pipeline.report.accuracy_sections import metric_section, validation_section
 from pipeline.report.entries import entries
 from pipeline.report.figures.speed import pareto
-from pipeline.results.report import ClassDrop, MetricResult, Report, ValidationReport
+from pipeline.results.accuracy import ClassDrop, MetricResult, ValidationReport
+from pipeline.results.report import Report
 
 WORST = ClassDrop(
     name="cat",

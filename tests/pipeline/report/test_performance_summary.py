@@ -21,8 +21,8 @@ from pipeline.report.performance_summary import (
     summary_of,
     summary_rows,
 )
+from pipeline.results.benchmarks import LatencyRow, Totals
 from pipeline.results.gpu_cost import GpuCost
-from pipeline.results.report import LatencyRow, Totals
 
 PROFILE = Profile(dims={"batch": DimRange(min=1, opt=8, max=64)})
 PEAKS = Peaks(

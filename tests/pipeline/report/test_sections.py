@@ -26,9 +26,11 @@ from pipeline.report.markdown import markdown
 from pipeline.report.run_sections import grouped_notes
 from pipeline.report.sections import headline, sections
 from pipeline.report.tables import Section, left, right
+from pipeline.results.benchmarks import BenchmarkReport
+from pipeline.results.candidates import NodeHarm, NodeRanking
 from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.module_findings import CompiledGraphs, ModuleFindings, Wait
-from pipeline.results.report import BenchmarkReport, NodeHarm, NodeRanking, Report
+from pipeline.results.report import Report
 from tests.builders.report import (
     PEAKS_OF_H200,
     proven_report,

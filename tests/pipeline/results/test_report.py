@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.core import MAX_DROP, AccuracyFigures, CandidateFigures, Precision
 from pipeline.measurement.statistics import Interval
-from pipeline.results.report import MetricResult, ValidationReport
+from pipeline.results.accuracy import MetricResult, ValidationReport
 from tests.builders.report import benchmark, sample_report
 
 

@@ -27,7 +27,7 @@ from pipeline.core import (
 from pipeline.errors import PlanError
 from pipeline.measurement.comparison import MIN_PAIRS
 from pipeline.onnx_graph.files import onnx_model
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, LoadCurve
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, LoadCurve
 from pipeline.stages.benchmark import (
     benchmark,
     benchmark_load,

@@ -14,7 +14,7 @@ from pipeline.onnx_graph.activations import observe, open_probe
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
 from pipeline.quantization.sensitivity_graph import lift
-from pipeline.results.report import NodeRanking
+from pipeline.results.candidates import NodeRanking
 from pipeline.stages.convert import convert
 from pipeline.stages.sensitivity import MAX_ERROR, overflows, rank_nodes, relative_error
 from tests.builders.cli import overflowing_task

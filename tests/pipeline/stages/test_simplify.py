@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from pipeline.compiler.compile import SIMPLIFY
+from pipeline.compiler.graph import SIMPLIFY
 from pipeline.core import DimRange, OnnxModel, Profile, Progress, Tensors, ValueRange, silent
 from pipeline.execution.stage_runner import Runner, StageCall
 from pipeline.execution.store import Store

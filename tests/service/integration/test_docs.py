@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from service.app import create_app
-from service.client import events_of_stream
+from service.client.events import events_of_stream
 from service.settings import Settings
 from tests.builders.cli import environment, write_task
 from tests.service.builders.serving import serving_models

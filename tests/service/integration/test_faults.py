@@ -21,7 +21,7 @@ import psutil
 import pytest
 from onnx import TensorProto, helper
 
-from service.client import events_of_stream
+from service.client.events import events_of_stream
 from service.jobs.queue import WORKER
 from service.sandbox.process_tree import of_jobs
 from service.storage.layout import Folders

@@ -16,7 +16,8 @@ from pipeline.benchmark.batch_invariance import TOLERANCE, prove_batch
 from pipeline.core import Engine, Precision, Tensors
 from pipeline.results.report import PackingProof
 from pipeline.serving_inputs import BatchSpec, Packing, ServingConfig, with_made_inputs
-from service.client import KINDS, Client
+from service.client import Client
+from service.client.client import KINDS
 from service.errors import Unprocessable
 from service.inference import InferAnswer
 from service.jobs.store import JobStore

@@ -17,13 +17,14 @@ import pytest
 
 from pipeline import backends
 from pipeline.benchmark.batch_invariance import TOLERANCE
-from pipeline.compiler.compile import export_plan
+from pipeline.compiler.graph import export_plan
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors, silent
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan
 from pipeline.plan.schema import Plan
-from service.client import KINDS, Client, Inference
+from service.client import Client, Inference
+from service.client.client import KINDS
 from service.jobs.store import JobStore
 from service.registry.models import DeploymentOptions
 from service.storage.database import Database

@@ -15,7 +15,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.compiler import candidate_stages
+from pipeline.compiler.candidates import stages as candidate_stages
 from pipeline.core import Engine, Note, Precision, Progress, silent
 from pipeline.errors import InternalError, ModelError
 from pipeline.execution.child_process import TimeLimit, call_in_child
@@ -26,7 +26,8 @@ from pipeline.execution.store import MANIFEST, Key, Store
 from pipeline.plan.schema import BenchmarkConfig, CandidateConfig, ModelConfig, Plan
 from pipeline.plan.source import source_from_config
 from pipeline.report.files import load_report
-from pipeline.results.report import BenchmarkFailure, BenchmarkReport, Benchmarks, Report
+from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
 from service.jobs.messages import (
     FROM_CHILD,

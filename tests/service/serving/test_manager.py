@@ -13,7 +13,7 @@ import pytest
 from pipeline.core import Engine, Precision, Recipe, Target
 from pipeline.errors import ChildDied, CrucibleError
 from pipeline.report.files import load_report
-from pipeline.results.report import LoadPoint
+from pipeline.results.benchmarks import LoadPoint
 from service.auth import LOCAL, Caller
 from service.devices.gpus import GpuKind
 from service.devices.policy import Lease

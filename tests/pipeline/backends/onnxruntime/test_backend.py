@@ -15,7 +15,7 @@ from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, Tensors
 from pipeline.errors import DataError, UnsupportedError
 from pipeline.onnx_graph.files import onnx_model
-from pipeline.plan.recipes import AS_WRITTEN
+from pipeline.plan.baselines import AS_WRITTEN
 from tests.builders.qat import CONSTANTS, PLAIN, quantised
 from tests.pipeline.conformance.models import Case, convolution, model, ramp, several
 

@@ -12,7 +12,7 @@ from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, TensorSp
 from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.clock import Samples
 from pipeline.results.advice import Outcome
-from pipeline.results.report import LatencyRow
+from pipeline.results.benchmarks import LatencyRow
 from tests.builders.report import engine, latency_row
 
 

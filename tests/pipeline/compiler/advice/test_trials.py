@@ -19,7 +19,8 @@ from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan
 from pipeline.report.sections import sections
 from pipeline.results.advice import Advice, Attempt, Outcome
-from pipeline.results.report import BenchmarkFailure, Report
+from pipeline.results.benchmarks import BenchmarkFailure
+from pipeline.results.report import Report
 from pipeline.stages.benchmark import benchmark
 from pipeline.stages.build import build
 from tests.builders.cli import crucible, write_task

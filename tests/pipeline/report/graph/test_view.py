@@ -8,7 +8,7 @@ import pytest
 from pipeline.report.graph.view import graph_json, graph_script
 from pipeline.report.html import page
 from pipeline.report.layer_sections import layers_of_engines, limit_text
-from pipeline.results.report import NodeHarm, NodeRanking
+from pipeline.results.candidates import NodeHarm, NodeRanking
 from tests.builders.report import EVIL, chain, proven_report, sample_report, worked_report
 
 

@@ -15,7 +15,7 @@ from pipeline.data.samples import SampleSet
 from pipeline.errors import InternalError
 from pipeline.execution.child_process import call_in_child
 from pipeline.plan.schema import AccuracyConfig, Thresholds
-from pipeline.results.report import ValidationReport
+from pipeline.results.accuracy import ValidationReport
 from pipeline.stages.validate import JOINED_SAMPLES, ReferenceOutputs, run_reference, validate
 from tests.builders.validate import BOTH, CLASSES, LENIENT, SAME, TWO, Bench, Node, Output, labelled
 

@@ -9,7 +9,7 @@ from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.core import BuildOptions, Engine, Postprocess, Precision, Recipe
 from pipeline.errors import DataError, PlanError
 from pipeline.plan.schema import AccuracyConfig, Thresholds
-from pipeline.results.report import ValidationReport
+from pipeline.results.accuracy import ValidationReport
 from tests.builders.convert import model_from_text
 from tests.builders.validate import CLASSES, PROFILES, Bench
 

@@ -21,7 +21,7 @@ from pipeline.data.samples import SampleSet, SelectionSet, open_set
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
 from pipeline.plan.schema import Plan
-from pipeline.results.report import ValidationReport
+from pipeline.results.accuracy import ValidationReport
 from pipeline.stages.validate import run_reference, validate
 
 BATCH = 8

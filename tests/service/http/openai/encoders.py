@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import backends
-from pipeline.compiler.compile import export_plan
+from pipeline.compiler.graph import export_plan
 from pipeline.core import BuildOptions, Engine, Precision, Recipe, silent
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

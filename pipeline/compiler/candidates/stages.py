@@ -16,8 +16,8 @@ from pipeline.backends.openvino.nncf import compress_with_nncf, quantize_with_nn
 from pipeline.backends.tensorrt.calibrator import calibrate_with_tensorrt
 from pipeline.backends.tensorrt.library import BINDINGS
 from pipeline.backends.tensorrt.modelopt import quantize_with_modelopt
+from pipeline.compiler.candidates.fallback import ANY_SHAPE
 from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, batch_rows
-from pipeline.compiler.fallback import ANY_SHAPE
 from pipeline.core import (
     CalibrationMethod,
     CalibrationTable,
@@ -33,8 +33,8 @@ from pipeline.execution.stage_runner import Stage, StageCall, installed, no_figu
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.plan.schema import GeneratedData
 from pipeline.plan.source import accuracy_code
+from pipeline.results.accuracy import ValidationReport
 from pipeline.results.layer_table import LayerTable
-from pipeline.results.report import ValidationReport
 from pipeline.stages.build import build
 from pipeline.stages.calibrate import Coverage, calibrate, cover
 from pipeline.stages.convert import convert

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.compiler.compile import compile_plan
-from pipeline.compiler.fallback import (
+from pipeline.compiler.candidates.fallback import (
     Attempt,
     Skipped,
     Tried,
@@ -25,20 +24,15 @@ from pipeline.compiler.fallback import (
     with_nodes_kept,
     with_opt_moved,
 )
+from pipeline.compiler.compile import compile_plan
 from pipeline.core import CalibrationMethod, DimRange, Precision, Profile, Recipe
 from pipeline.errors import InternalError, UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan
-from pipeline.results.report import (
-    Candidate,
-    DataFault,
-    NodeHarm,
-    NodeRanking,
-    Origin,
-    Report,
-    State,
-)
+from pipeline.results.accuracy import DataFault
+from pipeline.results.candidates import Candidate, NodeHarm, NodeRanking, Origin, State
+from pipeline.results.report import Report
 from pipeline.stages.sensitivity import rank_nodes
 from tests.builders.cli import overflowing_task
 from tests.builders.halves import Halves, run_here

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.compiler.candidates import prepare, stopped, with_layers
-from pipeline.compiler.context import CompileContext, open_context
-from pipeline.compiler.host_recipes import (
+from pipeline.compiler.candidates.host_recipes import (
     MIN_AOTI_BYTES,
     TOO_SMALL_FOR_AOTI,
     check_candidates,
     recipes_of,
     release_notes,
 )
+from pipeline.compiler.candidates.prepare import prepare, stopped, with_layers
+from pipeline.compiler.context import CompileContext, open_context
 from pipeline.core import Precision, Recipe, Target
 from pipeline.errors import UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
-from pipeline.results.report import Candidate
+from pipeline.results.candidates import Candidate
 from tests.builders.attention import written_out
 from tests.builders.cli import write_task
 from tests.builders.halves import Halves

@@ -12,13 +12,9 @@ from pipeline.backends.tensorrt.library import release_warnings
 from pipeline.compiler.context import CompileContext
 from pipeline.core import Note, Recipe, Target
 from pipeline.errors import BackendUnavailable, PlanError, UnsupportedError
-from pipeline.plan.recipes import (
-    baseline_recipes,
-    default_candidates,
-    distinct,
-    missing_backend_note,
-    recipes_from_candidate,
-)
+from pipeline.plan.baselines import baseline_recipes
+from pipeline.plan.default_candidates import default_candidates
+from pipeline.plan.recipes import distinct, recipes_from_candidate
 
 GPU_BACKENDS = ("tensorrt", "torch")  # tried on a GPU where the plan names no candidates
 # bytes of a model for which packages of AOTInductor are tried beside TensorRT
@@ -80,7 +76,8 @@ def recipes_of(
         except BackendUnavailable as error:
             if named:
                 raise
-            notes.append(missing_backend_note(name, error.message))
+            text = f"{name} is left out: {error.message}"
+            notes.append(Note(stage="candidates", text=text, level="info"))
     if not calibrated and not named and not context.given:
         notes.append(
             Note(

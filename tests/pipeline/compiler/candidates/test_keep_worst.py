@@ -12,7 +12,7 @@ import pytest
 from pipeline.backends import BACKENDS
 from pipeline.backends.base import Loaded
 from pipeline.compiler.compile import compile_plan
-from pipeline.compiler.decision import KEEP_WORST
+from pipeline.compiler.next_steps import KEEP_WORST
 from pipeline.core import CalibrationMethod, Engine, Precision, Recipe, Target
 from pipeline.errors import UnsupportedError
 from pipeline.execution.stage_runner import Runner

@@ -7,11 +7,11 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import repeat
 
-from pipeline.compiler.candidates import Outcome, prepare
+from pipeline.compiler.candidates.prepare import Outcome, prepare
 from pipeline.compiler.context import CompileContext
 from pipeline.core import OnnxModel, Recipe
 from pipeline.execution.child_process import stop_children
-from pipeline.results.report import Candidate
+from pipeline.results.candidates import Candidate
 from pipeline.stages.validate import ReferenceOutputs
 
 MAX_SIDE_BY_SIDE_BYTES = 50 * 2**20  # bytes of a model whose candidates are prepared side by side

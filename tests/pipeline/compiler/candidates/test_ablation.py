@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.terminal import ablation_table, console
-from pipeline.compiler.ablation import (
+from pipeline.compiler.candidates.ablation import (
     SWITCHES,
     Ablated,
     Reversal,
@@ -16,14 +16,14 @@ from pipeline.compiler.ablation import (
     base_of,
     reversals,
 )
-from pipeline.compiler.compile import worth_measuring
+from pipeline.compiler.measure import worth_measuring
 from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.report.files import load_report, write_report
 from pipeline.report.markdown import markdown
 from pipeline.report.sections import sections
-from pipeline.results.report import Ablation, AblationRow, Candidate, Origin, State
+from pipeline.results.candidates import Ablation, AblationRow, Candidate, Origin, State
 from tests.builders.report import (
     EVIL,
     benchmark,

@@ -125,7 +125,7 @@ def _finish(console: Console, ended: Ended, samples: int, folder: Path) -> Cruci
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
+    terminal.print_text(console, text, markup=False)
 
 
 def _how(ended: Ended) -> str:

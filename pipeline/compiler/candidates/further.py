@@ -10,11 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeline import backends
-from pipeline.compiler.ablation import Ablated, base_of, reversals
-from pipeline.compiler.candidate_stages import RANK, convert_model
-from pipeline.compiler.candidates import prepare
-from pipeline.compiler.context import CompileContext
-from pipeline.compiler.fallback import (
+from pipeline.compiler.candidates.ablation import Ablated, base_of, reversals
+from pipeline.compiler.candidates.fallback import (
     Attempt,
     Skipped,
     Tried,
@@ -30,6 +27,9 @@ from pipeline.compiler.fallback import (
     with_nodes_kept,
     with_opt_moved,
 )
+from pipeline.compiler.candidates.prepare import prepare
+from pipeline.compiler.candidates.stages import RANK, convert_model
+from pipeline.compiler.context import CompileContext
 from pipeline.core import OnnxModel, Precision, Recipe
 from pipeline.errors import (
     BackendUnavailable,
@@ -40,7 +40,7 @@ from pipeline.errors import (
     UnsupportedError,
 )
 from pipeline.execution.stage_runner import StageCall
-from pipeline.results.report import Candidate, NodeRanking, Origin, Rescue
+from pipeline.results.candidates import Candidate, NodeRanking, Origin, Rescue
 from pipeline.stages.sensitivity import rank_nodes
 from pipeline.stages.validate import ReferenceOutputs
 
@@ -62,7 +62,7 @@ def rescue(
 ) -> Prepared:
     """Rescue the candidates that failed their accuracy, and return all candidates.
 
-    pipeline.compiler.fallback defines the steps of a rescue.
+    pipeline.compiler.candidates.fallback defines the steps of a rescue.
     """
     known = {candidate.label: candidate for candidate in candidates}
     stories = []

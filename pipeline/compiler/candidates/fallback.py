@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.compiler.decision import AFTER_INT8, TRAIN_IN_16_BITS, loss
+from pipeline.compiler.decision import loss
+from pipeline.compiler.next_steps import AFTER_INT8, TRAIN_IN_16_BITS
 from pipeline.core import CalibrationMethod, Point, Precision, Profile, Recipe
-from pipeline.plan.recipes import realised_in
-from pipeline.results.report import Candidate, NodeHarm, NodeRanking, Rescue, RescueStep
+from pipeline.plan.precisions import realised_in
+from pipeline.results.candidates import Candidate, NodeHarm, NodeRanking, Rescue, RescueStep
 from pipeline.stages.sensitivity import NORMALISATIONS
 
 Step = Literal["fp32", "opt", "method", "keep", "bf16"]

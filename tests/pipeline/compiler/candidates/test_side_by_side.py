@@ -15,11 +15,16 @@ import psutil
 import pytest
 
 from pipeline.backends import BACKENDS
-from pipeline.compiler.candidate_stages import reference_outputs
-from pipeline.compiler.compile import build_reference, export_model
+from pipeline.compiler.baselines import build_reference
+from pipeline.compiler.candidates.host_recipes import recipes_of
+from pipeline.compiler.candidates.side_by_side import (
+    MAX_SIDE_BY_SIDE_BYTES,
+    may_overlap,
+    prepare_all,
+)
+from pipeline.compiler.candidates.stages import reference_outputs
 from pipeline.compiler.context import CompileContext, open_context
-from pipeline.compiler.host_recipes import recipes_of
-from pipeline.compiler.side_by_side import MAX_SIDE_BY_SIDE_BYTES, may_overlap, prepare_all
+from pipeline.compiler.graph import export_model
 from pipeline.core import OnnxModel, Precision, Progress, Recipe, silent
 from pipeline.errors import (
     ChildDied,
@@ -35,7 +40,7 @@ from pipeline.execution.stage_runner import Emit, Run, Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan
-from pipeline.results.report import Candidate
+from pipeline.results.candidates import Candidate
 from pipeline.stages.build import build
 from pipeline.stages.validate import ReferenceOutputs
 from tests.builders.cli import write_model, write_task

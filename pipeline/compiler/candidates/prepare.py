@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline import backends
 from pipeline.backends.cuda import CudaError, OutOfDeviceMemory
-from pipeline.compiler.candidate_stages import (
+from pipeline.compiler.candidates.stages import (
     build_engine,
     check_engine,
     convert_model,
@@ -27,9 +27,11 @@ from pipeline.errors import (
 )
 from pipeline.onnx_graph.files import operator_histogram, read_proto
 from pipeline.onnx_graph.inspect import attentions
-from pipeline.plan.recipes import weight_bits
+from pipeline.plan.precisions import weight_bits
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.lint.rules import finding_notes, lint, saturation_notes
+from pipeline.results.accuracy import DataFault
+from pipeline.results.candidates import Candidate, Origin, State
 from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import (
     INTEGER_OPERATORS,
@@ -37,7 +39,6 @@ from pipeline.results.precision_audit import (
     mislabelled,
     precision_notes,
 )
-from pipeline.results.report import Candidate, DataFault, Origin, State
 from pipeline.stages.validate import ReferenceOutputs
 
 # precisions with one kernel for an attention; of fp8 that is not known

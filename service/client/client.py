@@ -1,14 +1,4 @@
-"""Client of the service, for programs and for `crucible submit | wait | report | promote | load |
-benchmark`. Imports no server code.
-
-    with Client("http://127.0.0.1:8000", key) as client:
-        job = client.submit(Upload(Path("model.onnx"), plan=Path("plan.yaml")))
-        for event in client.events(job.id): ...      to the job's end, over restarts of the server
-        report = client.report(job.id)
-
-RemoteError carries the server's refusal of a request; Unreachable means that the server does not
-answer.
-"""
+"""The client of one server."""
 
 from __future__ import annotations
 
@@ -21,17 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote, unquote
 
 import httpx
 import numpy as np
-from httpx_sse import EventSource, SSEError
+from httpx_sse import SSEError
 from pydantic import ValidationError
 
 from pipeline.core import Engine, Frozen, Tensors
-from pipeline.errors import CrucibleError, HostError, PlanError, UserError
+from pipeline.errors import PlanError, UserError
 from pipeline.results.report import Report
+from service.client.address import DEFAULT_URL
+from service.client.errors import RemoteError, Unreachable, refusal_of
+from service.client.events import Event, events_of_stream, wait_times
+from service.client.upload import Upload
 from service.http.schemas import (
     FORMS,
     CompileView,
@@ -40,7 +34,6 @@ from service.http.schemas import (
     LimitsView,
     NodePage,
     RecompileView,
-    Refusal,
 )
 from service.jobs.state import FINAL, State
 from service.registry.models import (
@@ -53,24 +46,20 @@ from service.registry.models import (
 )
 from service.registry.traffic import ShapesView
 from service.storage.key import FORM
-from service.submission.tar import tar, untar
-from service.submission.uploads import PARTS
+from service.submission.tar import untar
 
 if TYPE_CHECKING:
     from pipeline.llm.results import AnyReport
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
 # until the server has unpacked an upload, or has loaded a model
 ANSWER_S = 1800.0
+PATIENT = httpx.Timeout(TIMEOUT_S, read=ANSWER_S)
 SILENT_S = 60.0  # four heartbeats without an event: then the connection is dead
 # longest absence of the server between two events: it may have to stop its jobs, start, and probe
 # its host
 PATIENCE_S = 300.0
-MAX_WAIT_S = 5.0
 TRANSIENT = frozenset({502, 503, 504})  # status codes of a proxy while the server restarts
-ADDRESS = re.compile(r"(https?://.+?)/(?:jobs|reports)/([^/?#]+)(?:[/?#].*)?")
-JOB_ID = re.compile(r"[0-9a-f]{25}")
 
 KINDS = {
     ".npy": "application/x-npy",
@@ -87,59 +76,6 @@ KINDS = {
 M = TypeVar("M", bound=Frozen)
 
 
-class RemoteError(CrucibleError):
-    """The server's refusal of a request: its message and next step, its `code`, and the HTTP
-    status.
-    """
-
-    exit_code = 1
-
-    def __init__(
-        self, message: str, next_step: str = "", code: str = "service", status: int = 0
-    ) -> None:
-        super().__init__(message, next_step)
-        self.code, self.status = code, status
-
-
-class Unreachable(HostError):
-    """The client cannot reach the server.
-
-    Next: start the server, or correct its address in `CRUCIBLE_URL`.
-    """
-
-    code = "service.unreachable"
-
-
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """Files to compile. `model`: ONNX, an archive of ONNX with external data, or safetensors with
-    an `architecture` in the plan; of a language model, a GGUF file, or a folder as Hugging Face
-    writes it, of which only the files that are read are sent. A text stands for a file's content.
-    """
-
-    model: Path
-    plan: Path | str | None = None
-    calibration: Path | str | None = None  # .npz, or .jsonl for a language model
-    selection: Path | str | None = None
-    validation: Path | str | None = None
-    selection_labels: Path | str | None = None  # .json (boxes in the format of COCO) or .jsonl
-    validation_labels: Path | str | None = None
-    tokenizer: Path | str | None = None  # tokenizer.json, with `serving.text` in the plan
-
-    def parts(self, files: contextlib.ExitStack) -> dict[str, tuple[str, IO[bytes] | str]]:
-        """Return the parts of the upload by name: each with its file's name and content."""
-        parts: dict[str, tuple[str, IO[bytes] | str]] = {}
-        for name in PARTS:
-            part: Path | str | None = getattr(self, name)
-            if isinstance(part, str):
-                parts[name] = ("plan.yaml" if name == "plan" else f"{name}.jsonl", part)
-            elif part is not None and part.is_dir():
-                parts[name] = (f"{part.resolve().name}.tar", packed_model(part))
-            elif part is not None:
-                parts[name] = (part.name, files.enter_context(_open(part)))
-        return parts
-
-
 @dataclass(frozen=True, slots=True)
 class Inference:
     """A model's answer with its timing."""
@@ -150,15 +86,6 @@ class Inference:
     batch_size: int  # rows that ran together
     outputs: Tensors  # bfloat16 as float32
     times_ms: Mapping[str, float]  # queue, copy_in, compute, copy_out
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One event of a job."""
-
-    seq: int  # rises; pass the last one to `events` to continue after it
-    kind: str  # "stage", "figures" of a candidate, or the job's new State
-    data: Mapping[str, Any]
 
 
 class Client:
@@ -206,14 +133,12 @@ class Client:
         compile with a job for each.
         """
         with contextlib.ExitStack() as files:
-            timeout, headers = (
-                httpx.Timeout(TIMEOUT_S, read=ANSWER_S),
-                _idempotency_header(idempotency_key),
+            headers = _idempotency_header(idempotency_key)
+            return self._added(
+                self._ask(
+                    "POST", "/compile", files=upload.parts(files), headers=headers, timeout=PATIENT
+                )
             )
-            request = self._http.build_request(
-                "POST", "/compile", files=upload.parts(files), headers=headers, timeout=timeout
-            )
-            return self._added(self._send(request))
 
     def _added(self, answer: httpx.Response) -> JobView | CompileView:
         if answer.headers.get("Location", "").startswith("/compiles/"):
@@ -249,10 +174,8 @@ class Client:
 
     def submit_config(self, name: str, idempotency_key: str | None = None) -> JobView | CompileView:
         """Compile one of the server's own plans. Returns as `compile` does."""
-        request = self._http.build_request(
-            "POST", "/compile", json={"config": name}, headers=_idempotency_header(idempotency_key)
-        )
-        return self._added(self._send(request))
+        headers = _idempotency_header(idempotency_key)
+        return self._added(self._ask("POST", "/compile", json={"config": name}, headers=headers))
 
     def job(self, job_id: str) -> JobView:
         return self._parsed(JobView, self._ask("GET", _path("jobs", job_id)))
@@ -263,7 +186,7 @@ class Client:
         """List jobs, newest first. Pass `next` of a page as `after` for the next page."""
         query = {"state": state, "limit": limit, "after": after}
         query = {name: value for name, value in query.items() if value is not None}
-        return self._parsed(JobPage, self._ask("GET", "/jobs", query))
+        return self._parsed(JobPage, self._ask("GET", "/jobs", params=query))
 
     def cancel(self, job_id: str) -> JobView:
         return self._parsed(JobView, self._ask("DELETE", _path("jobs", job_id)))
@@ -333,15 +256,14 @@ class Client:
         """Add a job that measures a model's engine again: that of `version`, else of the loaded
         version, else of the current one.
         """
-        body = BenchmarkRequest(version=version).model_dump(mode="json")
-        request = self._http.build_request(
+        answer = self._ask(
             "POST",
             _path("models", name, "benchmark"),
-            json=body,
+            json=BenchmarkRequest(version=version).model_dump(mode="json"),
             headers=_idempotency_header(idempotency_key),
-            timeout=_patient(),
+            timeout=PATIENT,
         )
-        return self._parsed(JobView, self._send(request))
+        return self._parsed(JobView, answer)
 
     def recompile(
         self,
@@ -353,14 +275,14 @@ class Client:
         """Add a job that compiles a model again: with the profiles that the traffic of its loaded
         version suggests, or with those of its plan.
         """
-        request = self._http.build_request(
+        answer = self._ask(
             "POST",
             _path("models", name, "recompile"),
             json=RecompileRequest(profiles=profiles, dry_run=dry_run).model_dump(mode="json"),
             headers=_idempotency_header(idempotency_key),
-            timeout=_patient(),
+            timeout=PATIENT,
         )
-        return self._parsed(RecompileView, self._send(request))
+        return self._parsed(RecompileView, answer)
 
     def load(self, name: str, options: DeploymentOptions | None = None) -> ModelView:
         """Load a model. It is ready when this returns."""
@@ -370,11 +292,7 @@ class Client:
 
     def unload(self, name: str) -> None:
         """Unload a model. All waiting requests are answered when this returns."""
-        self._send(
-            self._http.build_request(
-                "DELETE", _path("models", name, "deployment"), timeout=_patient()
-            )
-        )
+        self._ask("DELETE", _path("models", name, "deployment"), timeout=PATIENT)
 
     def download(self, job_id: str, folder: Path) -> AnyReport:
         """Fill `folder` as `crucible compile` does: the report in its three forms and, unless the
@@ -386,10 +304,8 @@ class Client:
         report = self.any_report(job_id)
         folder.mkdir(parents=True, exist_ok=True)
         for form, name in FORMS.items():
-            request = self._http.build_request(
-                "GET", _path("reports", job_id), headers={"Accept": form}
-            )
-            (folder / name).write_bytes(self._send(request).content)
+            answer = self._ask("GET", _path("reports", job_id), headers={"Accept": form})
+            (folder / name).write_bytes(answer.content)
         if not report.has_engine:
             withdraw_engine(folder / "engine")
             return report
@@ -451,11 +367,7 @@ class Client:
         path = "/infer" if model is None else _path("models", model, "infer")
         headers = {"Content-Type": kind, "Accept": accept}
         timeout = httpx.Timeout(TIMEOUT_S, read=timeout_s + TIMEOUT_S if timeout_s else ANSWER_S)
-        return self._send(
-            self._http.build_request(
-                "POST", path, params=query, content=body, headers=headers, timeout=timeout
-            )
-        )
+        return self._ask("POST", path, params=query, content=body, headers=headers, timeout=timeout)
 
     def events(
         self, job_id: str, after: int = 0, patience_s: float = PATIENCE_S
@@ -508,15 +420,11 @@ class Client:
 
     def _changed(self, method: str, path: str, body: Frozen | None) -> ModelView:
         json_body = None if body is None else body.model_dump(mode="json")
-        return self._parsed(
-            ModelView,
-            self._send(self._http.build_request(method, path, json=json_body, timeout=_patient())),
-        )
+        return self._parsed(ModelView, self._ask(method, path, json=json_body, timeout=PATIENT))
 
-    def _ask(
-        self, method: str, path: str, query: Mapping[str, Any] | None = None
-    ) -> httpx.Response:
-        return self._send(self._http.build_request(method, path, params=query))
+    def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Send a request with these options of httpx, as `_send` does."""
+        return self._send(self._http.build_request(method, path, **options))
 
     def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
         """Send a request and return its answer. RemoteError if the server refuses it."""
@@ -551,109 +459,8 @@ class Client:
         )
 
 
-def place_of(text: str, url: str | None) -> tuple[str | None, str]:
-    """Return the server and the job that a text names: a job's id on the server `url`, or any
-    address of a job or its report.
-    """
-    if match := ADDRESS.fullmatch(text):
-        return match[1], match[2]
-    if not re.fullmatch(r"\w+", text):
-        raise PlanError(
-            f"'{text}' is neither a job's id nor an address of a job or a report",
-            f"for example {DEFAULT_URL}/reports/ID",
-        )
-    return url, text
-
-
-def is_remote(text: str) -> bool:
-    """Return True if a text names a job or an address, and not a folder."""
-    return bool(JOB_ID.fullmatch(text) or text.startswith(("http://", "https://")))
-
-
-def wait_times(patience_s: float) -> Iterator[float]:
-    """Yield the waits between attempts, until `patience_s` has passed: half a second, then twice as
-    long each time, up to MAX_WAIT_S.
-    """
-    wait_s, waited_s = 0.5, 0.0
-    while waited_s < patience_s:
-        yield wait_s
-        waited_s += wait_s
-        wait_s = min(2 * wait_s, MAX_WAIT_S)
-
-
-def events_of_stream(answer: httpx.Response) -> Iterator[Event]:
-    """Parse the service's server-sent events. Skips heartbeats and events without an id; drops an
-    incomplete last event.
-    """
-    last = 0  # an event without an id inherits the id of the one before
-    for event in EventSource(answer).iter_sse():
-        seq = int(event.id or 0)
-        if seq > last:
-            last = seq
-            yield Event(seq, event.event, event.json())
-
-
-def refusal_of(status: int, body: bytes, url: str) -> RemoteError:
-    """Convert a refused request to an error, with the server's own message if the body has our
-    form.
-    """
-    try:
-        refusal = Refusal.model_validate_json(body)
-    except ValidationError:
-        return RemoteError(
-            f"{url} answered with HTTP status {status}",
-            "check that this is the address of a Crucible service",
-            status=status,
-        )
-    return RemoteError(refusal.error, refusal.next, refusal.code, status)
-
-
-def packed_model(folder: Path) -> IO[bytes]:
-    """Return a tar of a language model's folder, made while it is read. ModelError if a file is
-    missing.
-    """
-    from pipeline.llm.source import model_files
-
-    _, files = model_files(folder)
-    return io.BufferedReader(_Chunks(tar(folder.resolve(), [file.resolve() for file in files])))
-
-
-class _Chunks(io.RawIOBase):
-    """A file of the bytes that an iterator yields."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest = chunks, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            try:
-                self._rest = next(self._chunks)
-            except StopIteration:
-                return 0
-        count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
-
-
-def _open(path: Path) -> IO[bytes]:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(
-            f"cannot read '{path}': {error.strerror}", "check the path and its permissions"
-        ) from error
-
-
 def _idempotency_header(idempotency_key: str | None) -> dict[str, str]:
     return {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-
-
-def _patient() -> httpx.Timeout:
-    """Return timeouts for a request that proves, loads and warms up an engine before its answer."""
-    return httpx.Timeout(TIMEOUT_S, read=ANSWER_S)
 
 
 def _path(*parts: str) -> str:

@@ -1,0 +1,1 @@
+"""Candidates: their recipes, their stages, and what follows from those that fail."""
