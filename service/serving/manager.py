@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import CrucibleError, DamagedError, HostError, StoreError
 from pipeline.results.report import Report
 from service import logs

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.results.report import Verdict
 from service.app import create_app
 from service.auth import LOCAL
