@@ -18,7 +18,7 @@ from rich.table import Table
 
 from pipeline.compiler.context import open_context
 from pipeline.compiler.graph import export_model, simplify_model
-from pipeline.core import OnnxModel
+from pipeline.core.artifacts import OnnxModel
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.host.environment import environment

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from pipeline.backends.base import Loaded, Session
     from pipeline.backends.cuda import DeviceOutput
-    from pipeline.core import Engine, Tensors, TensorSpec
+    from pipeline.core.artifacts import Engine
+    from pipeline.core.shapes import Tensors, TensorSpec
     from pipeline.execution.stage_runner import Emit
     from pipeline.plan.schema import Plan
     from pipeline.results.report import Report

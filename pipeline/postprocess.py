@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Postprocess, Profile, Tensors, TensorSpec
+from pipeline.core.processing import Postprocess
+from pipeline.core.shapes import Profile, Tensors, TensorSpec
 from pipeline.errors import PlanError
 
 Steps = Mapping[str, Postprocess]

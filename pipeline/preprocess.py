@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Dim, Preprocess, Tensors, TensorSpec
+from pipeline.core.processing import Preprocess
+from pipeline.core.shapes import Dim, Tensors, TensorSpec
 from pipeline.errors import PlanError
 
 Steps = Mapping[str, Preprocess]

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from pipeline.core import Frozen, TensorSpec, dtype_of
+from pipeline.core.frozen import Frozen
+from pipeline.core.shapes import TensorSpec, dtype_of
 from pipeline.errors import PlanError
 from pipeline.preprocess import Steps
 from pipeline.text_inputs import TextConfig, check_text

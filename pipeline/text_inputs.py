@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from pipeline.core import Frozen, Profile, Tensors, TensorSpec, dtype_of
+from pipeline.core.frozen import Frozen
+from pipeline.core.shapes import Profile, Tensors, TensorSpec, dtype_of
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, PlanError
 

@@ -14,7 +14,8 @@ from typing import Literal, Protocol
 
 from pydantic import Field
 
-from pipeline.core import Frozen, Tensors, TensorSpec
+from pipeline.core.frozen import Frozen
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from pipeline.text_inputs import TextRecipe
 from service.auth import Caller

@@ -19,7 +19,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.errors import PlanError
 from pipeline.plan.files import home
 

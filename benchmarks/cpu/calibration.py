@@ -33,7 +33,9 @@ from pipeline.compiler.candidates.stages import (
 )
 from pipeline.compiler.context import CompileContext, open_context
 from pipeline.compiler.graph import export_model, simplify_model
-from pipeline.core import CalibrationMethod, OnnxModel, Precision, Progress, silent
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import CalibrationMethod, Precision
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.execution.child_process import TimeLimit
 from pipeline.execution.stage_runner import Runner

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import RESNET50, Row, graph_of, publish, takes_no_arguments
-from pipeline.core import CalibrationMethod
+from pipeline.core.recipe import CalibrationMethod
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.host.environment import peak_memory_bytes
 from pipeline.measurement.clock import monotonic

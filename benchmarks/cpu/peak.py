@@ -25,7 +25,7 @@ from pipeline.benchmark.cpu_peaks import (
     measure_peaks,
     save_peaks,
 )
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.host.environment import usable_cores
 from pipeline.host.gpu import Gpu, Peaks, find_gpus, peaks, with_hardware
 

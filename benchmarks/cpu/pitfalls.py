@@ -20,7 +20,9 @@ import numpy as np
 from benchmarks.common import RESNET50, Row, beside, graph_of, publish, takes_no_arguments
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.host.environment import usable_cores
 from pipeline.measurement.clock import WarmUpOptions, measure_block, samples_from_blocks, warm_up
 from pipeline.measurement.statistics import ratio_of_medians

@@ -20,7 +20,7 @@ from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.context import open_context
 from pipeline.compiler.graph import export_model, simplify_model
-from pipeline.core import Engine, OnnxModel
+from pipeline.core.artifacts import Engine, OnnxModel
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.measurement.comparison import compare

@@ -16,7 +16,8 @@ from benchmarks.common import DIGITS, RESNET50, Row, graph_of, publish, takes_no
 from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.core import BuildOptions, Precision, Recipe
+from pipeline.core.artifacts import BuildOptions
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.benchmarks import BenchmarkReport
 from pipeline.stages.benchmark import benchmark

@@ -21,7 +21,9 @@ from pathlib import Path
 from benchmarks.common import DIGITS, RESNET50, Row, graph_of, publish, takes_no_arguments
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.host.environment import usable_cores
 from pipeline.measurement.clock import (
     Samples,

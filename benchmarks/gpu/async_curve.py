@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.gpu.host import gpu_state
-from pipeline.core import Progress, silent
+from pipeline.core.progress import Progress, silent
 from pipeline.execution.child_process import call_in_child
 from pipeline.measurement.clock import monotonic
 

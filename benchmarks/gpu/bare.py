@@ -21,17 +21,10 @@ from pipeline.backends.cuda import EventTimer, Stream, check
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.calibrator import CACHE, calibrator_from_cache
-from pipeline.core import (
-    BuildOptions,
-    CalibrationMethod,
-    Engine,
-    OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
-    Tensors,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.errors import UnsupportedError
 
 FILE = "engine.plan"

@@ -39,7 +39,9 @@ from pipeline.benchmark.interleaved import (
     race,
     take_block,
 )
-from pipeline.core import Engine, Progress, Tensors, silent
+from pipeline.core.artifacts import Engine
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Tensors
 from pipeline.execution.child_process import Channel, Child
 from pipeline.host.environment import peak_memory_bytes, usable_cores
 from pipeline.measurement.clock import WarmUpOptions, measure_block, monotonic, thinned, warm_up

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.gpu.contest import Outcome, cosine
 from pipeline.benchmark.roofline import bound_of
-from pipeline.core import Recipe
+from pipeline.core.recipe import Recipe
 from pipeline.host.gpu import Peaks, find_gpus, peaks, with_hardware
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.comparison import NotMeasurable, compare

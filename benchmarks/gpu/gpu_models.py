@@ -54,7 +54,7 @@ from benchmarks.gpu.rows import (
 from benchmarks.gpu.tactics import tactics
 from benchmarks.gpu.torch_peers import COMPILE_MODES, cache_folder
 from pipeline.backends.tensorrt import backend as tensorrt_
-from pipeline.core import Target
+from pipeline.core.artifacts import Target
 from pipeline.errors import BackendUnavailable, CrucibleError
 from pipeline.host.environment import environment, usable_cores
 from pipeline.measurement.clock import monotonic

@@ -28,7 +28,9 @@ from pipeline.backends.tensorrt import library as trt_library
 from pipeline.benchmark.interleaved import Workload
 from pipeline.compiler.candidates.stages import build_engine, convert_model, prove_engine
 from pipeline.compiler.context import CompileContext
-from pipeline.core import Engine, OnnxModel, Profile, Recipe, Tensors
+from pipeline.core.artifacts import Engine, OnnxModel
+from pipeline.core.recipe import Recipe
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.errors import CrucibleError
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.stage_runner import Stage, StageCall

@@ -28,7 +28,7 @@ from benchmarks.gpu.rows import H200, Row, image, target
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.compiler.candidates.stages import convert_model
 from pipeline.compiler.context import CompileContext
-from pipeline.core import OnnxModel
+from pipeline.core.artifacts import OnnxModel
 from pipeline.plan.schema import BenchmarkConfig
 
 BEST_IMAGES_PER_S = 75_000.0

@@ -12,7 +12,8 @@ import numpy as np
 from benchmarks.gpu.rows import Row
 from pipeline.compiler.context import CompileContext, open_context
 from pipeline.compiler.graph import export_model, preprocess_model, simplify_model
-from pipeline.core import OnnxModel, Tensors, TensorSpec
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

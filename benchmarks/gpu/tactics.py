@@ -24,7 +24,9 @@ from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.messages import builders_logger_of, logger_of
 from pipeline.compiler.candidates.stages import convert_model
 from pipeline.compiler.context import CompileContext
-from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, silent
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Recipe
 from pipeline.execution.stage_runner import Stage
 from pipeline.plan.files import home
 

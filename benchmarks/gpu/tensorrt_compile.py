@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, ROOT, argument_parser
 from pipeline.backends.tensorrt import backend as tensorrt_
-from pipeline.core import NoteCode, Target
+from pipeline.core.artifacts import NoteCode, Target
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.environment import environment
 from pipeline.measurement.clock import monotonic

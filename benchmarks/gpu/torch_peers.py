@@ -16,17 +16,10 @@ from typing import Any
 
 from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession
 from pipeline.backends.pytorch.module import load_module, tensor_from_array
-from pipeline.core import (
-    Engine,
-    ModelSource,
-    OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
-    Target,
-    Tensors,
-    silent,
-)
+from pipeline.core.artifacts import Engine, ModelSource, OnnxModel, Target
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.measurement.clock import monotonic
 
 FILE = "source.json"

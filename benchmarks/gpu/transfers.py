@@ -29,7 +29,9 @@ from pipeline.backends import cuda
 from pipeline.backends.base import Session, run_session
 from pipeline.backends.host_copies import address_of, copy_memory
 from pipeline.backends.tensorrt import backend as tensorrt_
-from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile
 from pipeline.measurement.clock import (
     Samples,
     WarmUpOptions,

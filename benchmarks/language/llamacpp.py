@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation, Room
 from pipeline.llm.source import open_gguf

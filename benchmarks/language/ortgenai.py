@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.llm.ort_genai.files import BUILDER, GRAPH_FILE, constant_bytes_read, write_plain
 from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation, Room

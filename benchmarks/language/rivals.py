@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.execution.child_process import Channel
 from pipeline.llm.plan import LanguageBenchmark
 from pipeline.llm.reference import Ids

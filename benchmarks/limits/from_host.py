@@ -24,7 +24,10 @@ from pipeline.backends.pytorch.cuda import DEVICE, CudaTorchSession
 from pipeline.backends.pytorch.module import leaves_of, load_module, tensor_from_array
 from pipeline.backends.pytorch.preprocessing import with_preprocessing
 from pipeline.benchmark.interleaved import Block
-from pipeline.core import Engine, ModelSource, Precision, Progress, Tensors, silent
+from pipeline.core.artifacts import Engine, ModelSource
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Tensors
 from pipeline.measurement.clock import measure_block, monotonic
 
 TRIAL_RUNS = 20

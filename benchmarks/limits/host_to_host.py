@@ -43,7 +43,8 @@ from benchmarks.gpu.torch_peers import COMPILE_MODES, cache_folder, peer_engine
 from benchmarks.limits.from_host import compile_once, opened_from_host
 from benchmarks.limits.part_results import measure_parts
 from pipeline.backends.pytorch import backend as pytorch_
-from pipeline.core import Engine, Tensors
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import Tensors
 from pipeline.errors import CrucibleError
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.plan.files import home

@@ -41,7 +41,8 @@ from benchmarks.gpu.rows import Row as Model
 from benchmarks.limits.part_results import measure_parts, without
 from pipeline import backends
 from pipeline.compiler.candidates.stages import build_engine, prove_engine
-from pipeline.core import Engine, OnnxModel, Progress, silent
+from pipeline.core.artifacts import Engine, OnnxModel
+from pipeline.core.progress import Progress, silent
 from pipeline.errors import CrucibleError, ModelError
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.measurement.clock import measure_block

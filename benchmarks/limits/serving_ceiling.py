@@ -66,7 +66,7 @@ from benchmarks.serving.rounds import tolerance_of
 from benchmarks.serving.setups import BACKENDS, Backend
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.core import Progress, silent
+from pipeline.core.progress import Progress, silent
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.measurement.clock import WarmUpOptions, measure_block, warm_up
 from pipeline.report.bundle import load_engine

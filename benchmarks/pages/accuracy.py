@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.pages.figures import Drawing
 from benchmarks.pages.tensorrt_rows import documents as tensorrt_documents
-from pipeline.core import CalibrationMethod
+from pipeline.core.recipe import CalibrationMethod
 
 COLOURS = {
     CalibrationMethod.ENTROPY: "#2f6fb5",

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.gpu.rows import Row, choice_from_heading, row_named
-from pipeline.core import ITEM_BYTES, Precision, TensorRTOptions
+from pipeline.core.artifacts import TensorRTOptions
+from pipeline.core.recipe import ITEM_BYTES, Precision
 
 CURVE = "async_curve"
 ENGINES = ("ours", "bare", "torch")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from service.registry.models import DeploymentOptions
 
 Backend = Literal["onnxruntime", "tensorrt"]

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from pipeline.core import Frozen, Point, Profile, Tensors, TensorSpec
+from pipeline.core.frozen import Frozen
+from pipeline.core.shapes import Point, Profile, Tensors, TensorSpec
 from pipeline.data.batch import Batch
 from pipeline.data.generated import GeneratedPart
 from pipeline.data.samples import SampleSet

@@ -26,7 +26,8 @@ from pipeline.accuracy.metrics.arithmetic import (
 )
 from pipeline.accuracy.metrics.from_plan import metric_from_plan
 from pipeline.accuracy.task_metric import Limits, TaskMetric
-from pipeline.core import Note, Tensors, TensorSpec
+from pipeline.core.artifacts import Note
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.data.batch import Batch
 from pipeline.data.generated import GeneratedPart
 from pipeline.data.samples import SampleSet

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipeline.backends.base import Backend, Loaded
 from pipeline.backends.feed_checks import input_array
 from pipeline.backends.tracing import HostOnly, Tracer
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import PlanError
 
 BACKENDS: dict[str, str | Backend] = {

@@ -9,18 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
-    Refusal,
-    Target,
-    Tensors,
-    TensorSpec,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, Refusal, Target
+from pipeline.core.progress import Progress
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.results.gpu_cost import GpuCost
 from pipeline.results.layer_table import LayerTable
 

@@ -12,18 +12,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    OnnxModel,
-    Profile,
-    Recipe,
-    Target,
-    Tensors,
-    TensorSpec,
-    dtype_of,
-    sizes_from_shapes,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, Target
+from pipeline.core.recipe import Recipe
+from pipeline.core.shapes import Profile, Tensors, TensorSpec, dtype_of, sizes_from_shapes
 from pipeline.errors import (
     BackendUnavailable,
     DataError,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pipeline.backends.base import Session
-from pipeline.core import Tensors, TensorSpec, sizes_from_shapes
+from pipeline.core.shapes import Tensors, TensorSpec, sizes_from_shapes
 from pipeline.errors import DataError
 from pipeline.measurement.clock import monotonic
 

@@ -13,7 +13,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto
 from onnx.inliner import inline_local_functions
 
-from pipeline.core import OnnxModel, Refusal
+from pipeline.core.artifacts import OnnxModel, Refusal
 from pipeline.onnx_graph.files import SMALL_BYTES, read_proto
 from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, bytes_of_tensor, graphs_of, operator_of
 

@@ -28,7 +28,9 @@ from typing import Any, NamedTuple
 import psutil
 from filelock import FileLock, Timeout
 
-from pipeline.core import Frozen, Note, NoteCode, Progress, Target
+from pipeline.core.artifacts import Note, NoteCode, Target
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import Progress
 from pipeline.host.gpu import open_nvml
 from pipeline.plan.files import home
 

@@ -28,7 +28,10 @@ from numpy.typing import NDArray
 
 from pipeline import backends
 from pipeline.backends.base import Loaded, Session, run_session
-from pipeline.core import Engine, Precision, Profile, Progress, Tensors, TensorSpec, silent
+from pipeline.core.artifacts import Engine
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Profile, Tensors, TensorSpec
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.postprocess import indices_with_values
 from pipeline.serving_inputs import BatchSpec, Padding

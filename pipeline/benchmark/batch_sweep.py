@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.core import Frozen, Profile, TensorSpec
+from pipeline.core.frozen import Frozen
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import PlanError
 from pipeline.report.figures.drawing import COLOURS, WIDTH_INCHES, svg
 from pipeline.results.benchmarks import Bound, LatencyRow

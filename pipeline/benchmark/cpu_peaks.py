@@ -29,7 +29,10 @@ from onnx import TensorProto, helper, numpy_helper
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.benchmark.roofline import with_bounds
-from pipeline.core import BuildOptions, Engine, Frozen, Precision, Progress, Recipe, Target, silent
+from pipeline.core.artifacts import BuildOptions, Engine, Target
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import BackendUnavailable, ChildDied, ChildStopped, UnsupportedError
 from pipeline.execution.stage_runner import Runner, Stage
 from pipeline.host.caches import Cache, data_caches

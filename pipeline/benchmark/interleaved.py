@@ -30,15 +30,10 @@ from pipeline import backends
 from pipeline.backends.base import Session, run_session
 from pipeline.benchmark.elimination import MAX_PAIRS, Role, Runner, Stop, is_decided, stops
 from pipeline.benchmark.gpu_cost import measure_gpu_cost
-from pipeline.core import (
-    CandidateFigures,
-    Engine,
-    Precision,
-    Progress,
-    Tensors,
-    nearest_profile,
-    silent,
-)
+from pipeline.core.artifacts import Engine
+from pipeline.core.progress import CandidateFigures, Progress, silent
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Tensors, nearest_profile
 from pipeline.errors import CrucibleError, InternalError
 from pipeline.execution.child_process import Channel
 from pipeline.host.contention import CpuClock, cpu_clock

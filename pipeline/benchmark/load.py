@@ -41,7 +41,9 @@ from pipeline.benchmark.interleaved import (
     profile_for,
     warm_up_of_process,
 )
-from pipeline.core import Engine, Profile, Progress, TensorSpec, silent
+from pipeline.core.artifacts import Engine
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import CrucibleError, PlanError
 from pipeline.execution.child_process import Channel
 from pipeline.host.contention import CpuClock, cpu_clock

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.benchmark.batch_invariance import TOLERANCE, relative_error
-from pipeline.core import Engine, Profile, Progress, Tensors, dtype_of, silent
+from pipeline.core.artifacts import Engine
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Profile, Tensors, dtype_of
 from pipeline.postprocess import indices_with_values
 from pipeline.results.report import PackingProof
 from pipeline.serving_inputs import Packing, client_inputs, with_made_inputs

@@ -8,7 +8,7 @@ the second limit is an upper estimate. All functions are pure.
 
 from __future__ import annotations
 
-from pipeline.core import ITEM_BYTES, Precision
+from pipeline.core.recipe import ITEM_BYTES, Precision
 from pipeline.formatting import number_text, time_text
 from pipeline.host.gpu import Peaks
 from pipeline.results.benchmarks import BenchmarkReport, Bound, LatencyRow

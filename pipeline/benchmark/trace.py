@@ -15,7 +15,9 @@ from pipeline import backends
 from pipeline.backends.base import Session, run_session
 from pipeline.backends.tracing import Tracer
 from pipeline.benchmark.interleaved import Workload, profile_for
-from pipeline.core import Engine, Progress, Tensors, silent
+from pipeline.core.artifacts import Engine
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Tensors
 from pipeline.host.nvtx import Ranges, find_ranges, range_of
 from pipeline.measurement.clock import Clock, monotonic
 from pipeline.results.timeline import EngineTrace, TracedRun, Window

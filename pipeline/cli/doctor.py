@@ -13,7 +13,9 @@ from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.library import Feature
 from pipeline.backends.tensorrt.rtx import why_not_run
 from pipeline.benchmark.cpu_peaks import load_peaks
-from pipeline.core import Frozen, Precision, Recipe, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.frozen import Frozen
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.amx import tiles_described
 from pipeline.host.environment import Environment, environment

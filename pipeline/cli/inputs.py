@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.api import read_plan
 from pipeline.cli import terminal
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.formatting import profiles_text
 from pipeline.plan.schema import Plan
 from pipeline.report import bundle as deliver

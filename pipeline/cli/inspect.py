@@ -9,7 +9,9 @@ from rich.markup import escape
 
 from pipeline import backends
 from pipeline.cli.lint import finding_lines, findings_of
-from pipeline.core import Engine, OnnxModel, Profile, Progress, Refusal, Target, TensorSpec, silent
+from pipeline.core.artifacts import Engine, OnnxModel, Refusal, Target
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import call_in_child
 from pipeline.onnx_graph.files import file_size, onnx_model, operator_histogram, read_proto

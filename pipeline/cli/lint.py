@@ -15,7 +15,9 @@ from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.context import CompileContext, open_context
-from pipeline.core import Engine, OnnxModel, Profile, Recipe
+from pipeline.core.artifacts import Engine, OnnxModel
+from pipeline.core.recipe import Recipe
+from pipeline.core.shapes import Profile
 from pipeline.errors import InternalError, ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.measurement.statistics import Interval

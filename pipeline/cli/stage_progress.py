@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from pipeline.core import PERPLEXITY, CandidateFigures
+from pipeline.core.progress import PERPLEXITY, CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from pipeline.measurement.clock import Clock, monotonic
 

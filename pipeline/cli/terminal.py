@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 
 from pipeline.benchmark.batch_sweep import Sweep, tail_name
 from pipeline.compiler.speed import level_s
-from pipeline.core import KeptNode, Refusal
+from pipeline.core.artifacts import KeptNode, Refusal
 from pipeline.formatting import shape_text, state_label
 from pipeline.llm.results import LanguageReport
 from pipeline.report.accuracy_sections import ablation_outcome

@@ -15,16 +15,8 @@ from pipeline.compiler.context import CompileContext
 from pipeline.compiler.decision import choose, only_baseline_is_within
 from pipeline.compiler.measure import Measured
 from pipeline.compiler.speed import is_slower_or_equal
-from pipeline.core import (
-    Engine,
-    ModelSource,
-    Note,
-    OnnxModel,
-    OrtProvider,
-    Precision,
-    Recipe,
-    Target,
-)
+from pipeline.core.artifacts import Engine, ModelSource, Note, OnnxModel, Target
+from pipeline.core.recipe import OrtProvider, Precision, Recipe
 from pipeline.errors import BackendUnavailable, ChildStopped, CrucibleError
 from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.execution.store import canonical

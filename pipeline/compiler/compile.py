@@ -40,7 +40,7 @@ from pipeline.compiler.objective import THROUGHPUT
 from pipeline.compiler.profile_width import WIDTH, measure_width
 from pipeline.compiler.speed import is_slower_or_equal
 from pipeline.compiler.write_up import PACKING, write_up
-from pipeline.core import Engine, Note, OnnxModel
+from pipeline.core.artifacts import Engine, Note, OnnxModel
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner
 from pipeline.onnx_graph.files import file_size, read_proto

@@ -12,13 +12,9 @@ from pathlib import Path
 
 from pipeline import backends
 from pipeline.accuracy.metrics.from_plan import check_host, check_labels
-from pipeline.core import (
-    BuildOptions,
-    ModelSource,
-    Precision,
-    Target,
-    TensorSpec,
-)
+from pipeline.core.artifacts import BuildOptions, ModelSource, Target
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import TensorSpec
 from pipeline.data.raw_images import check_raw
 from pipeline.data.samples import (
     CalibrationSet,

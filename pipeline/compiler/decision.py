@@ -17,7 +17,7 @@ from pipeline.compiler.speed import (
     ratio_of,
     speed_ratio,
 )
-from pipeline.core import Recipe
+from pipeline.core.recipe import Recipe
 from pipeline.formatting import time_text
 from pipeline.results.accuracy import ValidationReport
 from pipeline.results.benchmarks import LoadCurve

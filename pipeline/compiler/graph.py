@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, open_context
-from pipeline.core import OnnxModel
+from pipeline.core.artifacts import OnnxModel
 from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.plan.schema import Plan
 from pipeline.plan.source import code_digest

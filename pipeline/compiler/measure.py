@@ -13,7 +13,8 @@ from pipeline.compiler.candidates.ablation import ablation_from
 from pipeline.compiler.candidates.further import Prepared
 from pipeline.compiler.context import CompileContext
 from pipeline.compiler.objective import after_load, measure_load, shorter, with_curves
-from pipeline.core import CandidateFigures, Engine, OnnxModel
+from pipeline.core.artifacts import Engine, OnnxModel
+from pipeline.core.progress import CandidateFigures
 from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.plan.baselines import call_of
 from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, Benchmarks, LoadCurve

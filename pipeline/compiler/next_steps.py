@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import chain
 
-from pipeline.core import CalibrationMethod, NoteCode, Precision, Recipe
+from pipeline.core.artifacts import NoteCode
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
 from pipeline.results.accuracy import DataFault
 from pipeline.results.candidates import Candidate, Origin
 

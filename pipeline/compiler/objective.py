@@ -8,7 +8,7 @@ from functools import partial
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.context import CompileContext
-from pipeline.core import Engine, OnnxModel
+from pipeline.core.artifacts import Engine, OnnxModel
 from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.plan.schema import BenchmarkConfig, LatencyLimit, Objective
 from pipeline.results.benchmarks import BenchmarkFailure, BenchmarkReport, LoadCurve, LoadRun

@@ -17,7 +17,9 @@ from pipeline.compiler.candidates.fallback import ANY_SHAPE
 from pipeline.compiler.candidates.prepare import CANNOT_BUILD
 from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.context import CompileContext
-from pipeline.core import DimRange, Engine, OnnxModel, Profile, Recipe, ValueRange
+from pipeline.core.artifacts import Engine, OnnxModel
+from pipeline.core.recipe import Recipe
+from pipeline.core.shapes import DimRange, Profile, ValueRange
 from pipeline.errors import InternalError
 from pipeline.execution.stage_runner import Stage, StageCall
 from pipeline.formatting import shape_text

@@ -34,7 +34,8 @@ from pipeline.compiler.graph import export_model, raw_model
 from pipeline.compiler.measure import BENCHMARK, call_of_fastest, report_baselines
 from pipeline.compiler.speed import ratio_missing, ratio_of
 from pipeline.compiler.write_up import delivered_engine
-from pipeline.core import Engine, Note, NoteCode, OnnxModel, TensorSpec
+from pipeline.core.artifacts import Engine, Note, NoteCode, OnnxModel
+from pipeline.core.shapes import TensorSpec
 from pipeline.data.input_checks import spec_text
 from pipeline.errors import ChildStopped, CrucibleError, ModelError
 from pipeline.execution.stage_runner import Runner, Stage

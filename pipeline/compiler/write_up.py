@@ -13,7 +13,7 @@ from pipeline.compiler.context import CompileContext
 from pipeline.compiler.decision import Baseline, Decision, choose, decide, why_undelivered
 from pipeline.compiler.measure import Measured
 from pipeline.compiler.speed import ratio_missing, ratio_of
-from pipeline.core import Engine, Note, OnnxModel
+from pipeline.core.artifacts import Engine, Note, OnnxModel
 from pipeline.errors import ChildStopped, CrucibleError
 from pipeline.execution.child_process import TimeLimit
 from pipeline.execution.stage_runner import Stage, StageCall

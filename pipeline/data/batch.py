@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Profile, Tensors, TensorSpec
+from pipeline.core.shapes import Profile, Tensors, TensorSpec
 from pipeline.errors import DataError
 
 UNBOUNDED = 2**31 - 1

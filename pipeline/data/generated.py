@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Profile, TensorSpec, sizes_from_shapes
+from pipeline.core.shapes import Profile, TensorSpec, sizes_from_shapes
 from pipeline.data.batch import Batch, batch_range, batch_sizes, check_batch_sizes, without_rows
 from pipeline.data.input_checks import dtype_str
 from pipeline.errors import DataError

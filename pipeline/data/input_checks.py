@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Profile, TensorSpec
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import DataError
 
 LABELS = "labels"

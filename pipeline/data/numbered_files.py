@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from pipeline.core import Profile, TensorSpec, sizes_from_shapes
+from pipeline.core.shapes import Profile, TensorSpec, sizes_from_shapes
 from pipeline.data.batch import Batch
 from pipeline.data.input_checks import (
     LABELS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from pipeline.data.input_checks import spec_text
 from pipeline.data.npz import read_headers
 from pipeline.errors import DataError

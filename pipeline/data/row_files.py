@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Profile, TensorSpec, sizes_from_shapes
+from pipeline.core.shapes import Profile, TensorSpec, sizes_from_shapes
 from pipeline.data.batch import (
     UNBOUNDED,
     Batch,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from pipeline.core import Profile, Tensors, TensorSpec
+from pipeline.core.shapes import Profile, Tensors, TensorSpec
 from pipeline.data.batch import UNBOUNDED, Batch
 from pipeline.data.generated import GeneratedPart, generated_parts
 from pipeline.data.input_checks import LABELS, NUMBER_THEM

@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.core import CandidateFigures, Progress, silent
+from pipeline.core.progress import CandidateFigures, Progress, silent
 from pipeline.errors import ChildDied, ChildKilled, ChildStopped, CrucibleError, InternalError
 from pipeline.execution.exit_causes import (
     NEXT_STEPS,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from pipeline.core import Artifact
+from pipeline.core.artifacts import Artifact
 from pipeline.errors import InternalError
 
 

@@ -19,7 +19,7 @@ from statistics import median
 from filelock import FileLock
 from pydantic import ValidationError
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 
 FILE = "history.jsonl"
 COUNTED = 5  # an estimate is the median of this many last durations

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from pipeline.core import CandidateFigures
+from pipeline.core.progress import CandidateFigures
 
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 StageState = Literal["started", "progress", "finished", "reused", "waiting", "failed", "cancelled"]

@@ -16,7 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from pipeline.core import CandidateFigures, Progress, Target, silent
+from pipeline.core.artifacts import Target
+from pipeline.core.progress import CandidateFigures, Progress, silent
 from pipeline.errors import ChildStopped
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.content import text_of_content

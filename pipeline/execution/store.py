@@ -39,7 +39,8 @@ from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.core import Artifact, Frozen, Note, Provenance, Target
+from pipeline.core.artifacts import Artifact, Note, Provenance, Target
+from pipeline.core.frozen import Frozen
 from pipeline.errors import ChildDied, CrucibleError, DiskFull, InternalError, StoreError
 from pipeline.execution.exit_causes import DISK_FAULTS, MORE_DISK, first_line
 

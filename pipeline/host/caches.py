@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 
 CPUS = Path("/sys/devices/system/cpu")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.host.gpu import find_gpus
 
 SPEED_FLAGS = frozenset(

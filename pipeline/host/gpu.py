@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.core import Frozen, Precision
+from pipeline.core.frozen import Frozen
+from pipeline.core.recipe import Precision
 
 TIMEOUT_S = 20.0  # for nvidia-smi: a driver without its persistence daemon takes seconds to start
 # CUdevice_attribute in cuda.h: MULTIPROCESSOR_COUNT and GLOBAL_MEMORY_BUS_WIDTH

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.host.gpu import NvmlDevice, open_nvml
 
 EVERY_S = 0.25

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pipeline.core import CandidateFigures, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.progress import CandidateFigures
 from pipeline.errors import BackendUnavailable, ChildDied, ChildStopped, UserError
 from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.host.environment import environment

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.core import Artifact, Frozen, Precision, Target
+from pipeline.core.artifacts import Artifact, Target
+from pipeline.core.frozen import Frozen
+from pipeline.core.recipe import Precision
 from pipeline.errors import DamagedError
 from pipeline.llm.plan import Device, LanguageCandidate, LibraryName
 

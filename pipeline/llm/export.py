@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Progress, silent
+from pipeline.core.progress import Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError, ModelError, UnsupportedError
 from pipeline.llm.engine import (
     DETOKENIZER_FILE,

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from pydantic import Field
 
-from pipeline.core import MAX_DROP, PERPLEXITY, AccuracyFigures, Frozen
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import MAX_DROP, PERPLEXITY, AccuracyFigures
 from pipeline.llm.plan import LanguageAccuracy
 from pipeline.llm.scoring import DocumentScore, Scores
 from pipeline.llm.ways import WayScore

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.errors import PlanError
 from pipeline.plan.files import (
     apply_override,

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Artifact, Progress, silent
+from pipeline.core.artifacts import Artifact
+from pipeline.core.progress import Progress, silent
 from pipeline.errors import DataError
 from pipeline.llm.hf import load_model, load_tokenizer, token_ids
 from pipeline.llm.plan import GREEDY_PROMPT_TOKENS, GREEDY_TOKENS

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.host.environment import Environment
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.gate import Judged

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Frozen, Progress, silent
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import Progress, silent
 from pipeline.errors import InternalError, UnsupportedError
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.export import last_line

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.errors import InternalError, ModelError
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.export import genai, last_line

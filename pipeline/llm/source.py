@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline.core import Frozen, Progress, silent
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import Progress, silent
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, ModelError, PlanError
 from pipeline.llm.plan import PACKAGE

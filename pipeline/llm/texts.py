@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.errors import DataError
 from pipeline.llm.plan import Texts
 

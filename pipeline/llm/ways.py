@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.llm.served import Generation
 
 STEP_TOKENS = 24

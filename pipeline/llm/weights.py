@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.backends.openvino import backend as openvino_
-from pipeline.core import Progress, Target, silent
+from pipeline.core.artifacts import Target
+from pipeline.core.progress import Progress, silent
 from pipeline.errors import UnsupportedError
 from pipeline.llm.engine import (
     DETOKENIZER_FILE,

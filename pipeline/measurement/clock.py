@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
-from pipeline.core import MAX_LATENCY_S, Frozen, LatencyFigures
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import MAX_LATENCY_S, LatencyFigures
 
 Clock = Callable[[], float]
 """Seconds from an arbitrary start, never going back."""

@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.measurement.clock import Floats, Samples
 
 CONFIDENCE = 0.95

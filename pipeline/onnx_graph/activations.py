@@ -15,7 +15,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from pipeline.core import OnnxModel, Tensors
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.shapes import Tensors
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from pipeline.core import Tensors
+from pipeline.core.shapes import Tensors
 from pipeline.errors import ModelError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import OnnxModel, Point, Profile, Tensors, TensorSpec, dtype_of
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.shapes import Point, Profile, Tensors, TensorSpec, dtype_of
 
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 

@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import onnx
 from google.protobuf.message import DecodeError
 
-from pipeline.core import Note, OnnxModel, Precision
+from pipeline.core.artifacts import Note, OnnxModel
+from pipeline.core.recipe import Precision
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.inspect import (
     bytes_of_tensor,

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 import onnx
 
 from pipeline import postprocess, preprocess
-from pipeline.core import Dim, OnnxModel, TensorSpec
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.shapes import Dim, TensorSpec
 from pipeline.errors import InternalError, ModelError, PlanError
 
 # What every backend can bind; inputs and outputs of other types are refused by name.

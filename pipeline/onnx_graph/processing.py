@@ -12,7 +12,8 @@ import onnx
 import onnx_ir as ir
 
 from pipeline import postprocess, preprocess
-from pipeline.core import ImageResize, Postprocess, Preprocess, TensorSpec
+from pipeline.core.processing import ImageResize, Postprocess, Preprocess
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.inspect import specs_of
 from pipeline.onnx_graph.rewriting import exported, imported, initializer

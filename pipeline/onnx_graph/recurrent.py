@@ -24,7 +24,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS
 
 STATES = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}

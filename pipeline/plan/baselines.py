@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from pipeline.core import CompileMode, OrtProvider, Precision, Recipe, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.recipe import CompileMode, OrtProvider, Precision, Recipe
 from pipeline.errors import PlanError
 from pipeline.plan.precisions import floats_of, realised_in
 from pipeline.plan.schema import BASELINE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.errors import PlanError
 from pipeline.plan.precisions import PROVIDER_PRECISIONS, WEIGHT_QUANTIZERS
 from pipeline.plan.schema import ONNX_SUFFIXES, CandidateConfig, PlacementConfig, Plan

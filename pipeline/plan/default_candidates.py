@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from pipeline.core import OrtProvider, Precision, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.recipe import OrtProvider, Precision
 from pipeline.plan.precisions import BF16_FLAGS, PROVIDER_PRECISIONS, floats_of
 from pipeline.plan.schema import CandidateConfig
 

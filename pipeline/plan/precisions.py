@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pipeline.core import OrtProvider, Precision, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.recipe import OrtProvider, Precision
 
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 """CPU flags of 8-bit products without saturation at 16 bits; one of them is enough."""

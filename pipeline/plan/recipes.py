@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Iterable
 
-from pipeline.core import CalibrationMethod, Placement, Precision, Recipe, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.recipe import CalibrationMethod, Placement, Precision, Recipe
 from pipeline.errors import PlanError
 from pipeline.plan.candidate_checks import check_candidate, check_choices, is_weight_only, refusal
 from pipeline.plan.precisions import WEIGHT_QUANTIZERS, realised_in, weight_bits

@@ -10,7 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.core import Frozen, Postprocess, Preprocess, TensorRTOptions
+from pipeline.core.artifacts import TensorRTOptions
+from pipeline.core.frozen import Frozen
+from pipeline.core.processing import Postprocess, Preprocess
 from pipeline.plan.sections.accuracy import METRICS, AccuracyConfig, Thresholds
 from pipeline.plan.sections.benchmark import (
     BASELINE,

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.core import ModelSource, Profile, TensorSpec, ValueRange
+from pipeline.core.artifacts import ModelSource
+from pipeline.core.shapes import Profile, TensorSpec, ValueRange
 from pipeline.errors import PlanError
 from pipeline.plan.schema import AccuracyConfig, ModelConfig
 

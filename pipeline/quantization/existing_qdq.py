@@ -12,7 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.onnx_graph.inspect import graphs_of, type_name
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 from onnx.version_converter import ConvertError, convert_version
 
-from pipeline.core import KeptNode, Note, Precision
+from pipeline.core.artifacts import KeptNode, Note
+from pipeline.core.recipe import Precision
 from pipeline.errors import UnsupportedError
 from pipeline.onnx_graph.activations import Bounds
 from pipeline.onnx_graph.files import SMALL_BYTES

@@ -11,7 +11,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from pipeline.core import TensorRange
+from pipeline.core.artifacts import TensorRange
 from pipeline.onnx_graph.inspect import graphs_of
 from pipeline.quantization.arithmetic import (
     Affine,

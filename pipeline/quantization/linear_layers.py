@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import onnx
 
-from pipeline.core import Note, Recipe
+from pipeline.core.artifacts import Note
+from pipeline.core.recipe import Recipe
 from pipeline.errors import UnsupportedError
 from pipeline.onnx_graph.inspect import bytes_of_tensor
 from pipeline.quantization.insert_qdq import holds_qdq

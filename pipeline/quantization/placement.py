@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnx
 
-from pipeline.core import Placement
+from pipeline.core.recipe import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.core import Tensors, TensorSpec
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.errors import DataError
 from pipeline.recording.outcome import Recording
 

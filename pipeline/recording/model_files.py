@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.backends.pytorch.export import Job, Refused, captured, example_sizes, feeds_at
 from pipeline.backends.pytorch.module import first_line, leaves_of, load_module, run_module
-from pipeline.core import ModelSource, Profile, Tensors
+from pipeline.core.artifacts import ModelSource
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.errors import CrucibleError
 from pipeline.onnx_graph.compare import compare_outputs
 from pipeline.recording.outcome import ENTRYPOINT, PACKAGE, PICKLE, PROGRAM

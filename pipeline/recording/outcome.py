@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.core import Profile, TensorSpec
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import CrucibleError
 
 PROGRAM = "model.pt2"

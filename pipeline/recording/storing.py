@@ -19,7 +19,8 @@ from pipeline.backends.pytorch.module import (
     run_module,
     tensor_from_array,
 )
-from pipeline.core import ModelSource, Profile, Tensors
+from pipeline.core.artifacts import ModelSource
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.errors import ModelError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.onnx_graph.compare import compare_outputs

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.core import Artifact, Engine, OnnxModel, Provenance
+from pipeline.core.artifacts import Artifact, Engine, OnnxModel, Provenance
 from pipeline.errors import DamagedError, ModelError, PlanError
 from pipeline.execution.store import (
     MANIFEST,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.core import NoteCode
+from pipeline.core.artifacts import NoteCode
 from pipeline.errors import UserError
 from pipeline.report.figures.drawing import Plot
 from pipeline.report.html import page, targets_page

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.core import KeptNode, Precision
+from pipeline.core.artifacts import KeptNode
+from pipeline.core.recipe import Precision
 from pipeline.formatting import bytes_text, flops_text, shape_text, time_text
 from pipeline.host.gpu import Peaks
 from pipeline.report.entries import Entry, entries, winner_row

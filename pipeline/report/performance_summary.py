@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.core import Frozen, Profile
+from pipeline.core.frozen import Frozen
+from pipeline.core.shapes import Profile
 from pipeline.formatting import bytes_text, number_text, shape_text, time_text
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span

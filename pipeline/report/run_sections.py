@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pipeline.core import Dim
+from pipeline.core.shapes import Dim
 from pipeline.formatting import bytes_text, date, time_text
 from pipeline.postprocess import names_of
 from pipeline.postprocess import steps_in_words as postprocessing_in_words

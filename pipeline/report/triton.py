@@ -24,7 +24,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from pipeline.core import CODE_BACKENDS, Engine, Precision, Profile, TensorSpec
+from pipeline.core.artifacts import CODE_BACKENDS, Engine
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.report.bundle import check_if_sealed
 from pipeline.serving_inputs import BatchSpec

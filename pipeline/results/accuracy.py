@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal
 
-from pipeline.core import MAX_DROP, AccuracyFigures, CandidateFigures, Frozen, Note, Recipe
+from pipeline.core.artifacts import Note
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import MAX_DROP, AccuracyFigures, CandidateFigures
+from pipeline.core.recipe import Recipe
 from pipeline.measurement.statistics import Interval
 
 

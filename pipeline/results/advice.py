@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.measurement.statistics import Interval
 
 MIN_GAIN = 0.02  # of the latency; less is not worth advice

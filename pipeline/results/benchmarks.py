@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.core import CandidateFigures, Frozen, Note, Precision
+from pipeline.core.artifacts import Note
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import CandidateFigures
+from pipeline.core.recipe import Precision
 from pipeline.formatting import number_text, shape_text, time_text
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse

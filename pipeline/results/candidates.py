@@ -5,7 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from pipeline.core import Engine, Frozen, KeptNode, Note, Recipe
+from pipeline.core.artifacts import Engine, KeptNode, Note
+from pipeline.core.frozen import Frozen
+from pipeline.core.recipe import Recipe
 from pipeline.measurement.statistics import Interval
 from pipeline.results.accuracy import ValidationReport
 from pipeline.results.benchmarks import BenchmarkReport

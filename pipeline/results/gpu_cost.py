@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 
 CostFigure = Literal["weights", "activations", "GPU memory", "energy"]
 """The figures of a GpuCost, as tables name them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 
 
 class NodeWork(Frozen):

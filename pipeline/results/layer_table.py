@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.core import Frozen, Precision
+from pipeline.core.frozen import Frozen
+from pipeline.core.recipe import Precision
 
 LayerPrecision = Precision | Literal["integer", "none", "unknown"]
 """integer: sizes and indices; none: moves or converts data only."""

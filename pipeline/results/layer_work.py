@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from pipeline.core import ITEM_BYTES, Precision, Recipe
+from pipeline.core.recipe import ITEM_BYTES, Precision, Recipe
 from pipeline.host.gpu import Peaks
 from pipeline.results.graph_node import GraphNode, NodeWork
 from pipeline.results.layer_table import Layer, LayerTable

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx
 
-from pipeline.core import Progress, silent
+from pipeline.core.progress import Progress, silent
 from pipeline.onnx_graph.files import read_proto
 from pipeline.onnx_graph.flops import (
     SizedTensor,

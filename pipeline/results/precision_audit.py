@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.core import KeptNode, Note, Precision
+from pipeline.core.artifacts import KeptNode, Note
+from pipeline.core.recipe import Precision
 from pipeline.results.layer_table import Layer, LayerTable
 
 MAX_UNKNOWN = 0.1  # share of the time of unknown precision; above it, a warning names the layers

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.core import Engine, Frozen, Note
+from pipeline.core.artifacts import Engine, Note
+from pipeline.core.frozen import Frozen
 from pipeline.host.environment import Environment
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse

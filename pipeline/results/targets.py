@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.measurement.statistics import Interval
 from pipeline.results.report import Report, Verdict
 

@@ -38,17 +38,9 @@ from pipeline.benchmark.load import (
     session_threads,
     tail_s,
 )
-from pipeline.core import (
-    CandidateFigures,
-    Engine,
-    Note,
-    OnnxModel,
-    Point,
-    Profile,
-    Progress,
-    TensorSpec,
-    silent,
-)
+from pipeline.core.artifacts import Engine, Note, OnnxModel
+from pipeline.core.progress import CandidateFigures, Progress, silent
+from pipeline.core.shapes import Point, Profile, TensorSpec
 from pipeline.errors import PlanError
 from pipeline.execution.child_process import Child
 from pipeline.host.environment import usable_cores

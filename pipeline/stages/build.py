@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline import backends
-from pipeline.core import BuildOptions, Engine, OnnxModel, Progress, Recipe, Refusal, silent
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, Refusal
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Recipe
 from pipeline.errors import UnsupportedError
 
 

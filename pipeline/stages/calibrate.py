@@ -21,16 +21,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import (
-    CalibrationMethod,
-    CalibrationTable,
-    Frozen,
-    Note,
-    OnnxModel,
-    Progress,
-    TensorRange,
-    silent,
-)
+from pipeline.core.artifacts import CalibrationTable, Note, OnnxModel, TensorRange
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import CalibrationMethod
 from pipeline.data.batch import Batch
 from pipeline.data.samples import CalibrationSet, SampleSet
 from pipeline.errors import DataError

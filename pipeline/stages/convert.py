@@ -11,16 +11,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from pipeline.core import (
-    CalibrationTable,
-    Note,
-    OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
-    Tensors,
-    silent,
-)
+from pipeline.core.artifacts import CalibrationTable, Note, OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.onnx_graph.activations import Bounds, observe, open_probe
 from pipeline.onnx_graph.files import copy_model, onnx_model, read_proto, write_proto

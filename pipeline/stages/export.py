@@ -31,18 +31,9 @@ from pipeline.backends.pytorch.export import (
 )
 from pipeline.backends.pytorch.module import load_module, load_program, run_module
 from pipeline.backends.pytorch.qat import check_ranges, holds_fake_quantizers, scales_run
-from pipeline.core import (
-    ModelSource,
-    Note,
-    OnnxModel,
-    Point,
-    Profile,
-    Progress,
-    Tensors,
-    TensorSpec,
-    dtype_of,
-    silent,
-)
+from pipeline.core.artifacts import ModelSource, Note, OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Point, Profile, Tensors, TensorSpec, dtype_of
 from pipeline.errors import ModelError
 from pipeline.onnx_graph import compare
 from pipeline.onnx_graph.feeds import draw_feeds

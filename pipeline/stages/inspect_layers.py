@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline import backends
-from pipeline.core import Engine, Frozen, OnnxModel, Progress, Tensors, silent
+from pipeline.core.artifacts import Engine, OnnxModel
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Tensors
 from pipeline.onnx_graph.files import read_proto
 from pipeline.onnx_graph.inspect import graphs_of, operator_of
 from pipeline.results.layer_table import LayerTable

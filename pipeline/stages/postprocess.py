@@ -8,7 +8,9 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from pipeline.core import OnnxModel, Profile, Progress, Tensors, silent
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.errors import InternalError
 from pipeline.onnx_graph.compare import compare_graphs
 from pipeline.onnx_graph.feeds import feeds_of

@@ -17,7 +17,10 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from pipeline.core import OnnxModel, Precision, Progress, Tensors, silent
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Tensors
 from pipeline.data.batch import Batch
 from pipeline.data.samples import SampleSet
 from pipeline.onnx_graph.activations import (

@@ -28,18 +28,10 @@ from pipeline.accuracy.gate import GatePoint, feeds_at
 from pipeline.accuracy.judge import ENOUGH_SAMPLES, Judge, is_generated, judge_of
 from pipeline.accuracy.metrics.from_plan import check_metric
 from pipeline.backends.base import Loaded, Session, run_session
-from pipeline.core import (
-    Artifact,
-    Engine,
-    Frozen,
-    Note,
-    Progress,
-    Tensors,
-    TensorSpec,
-    nearest_profile,
-    silent,
-    sizes_from_shapes,
-)
+from pipeline.core.artifacts import Artifact, Engine, Note
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Tensors, TensorSpec, nearest_profile, sizes_from_shapes
 from pipeline.data.batch import Batch
 from pipeline.data.samples import SampleSet
 from pipeline.errors import DataError, InternalError, PlanError

@@ -128,7 +128,7 @@ def figures_of(event: Event) -> StageEvent:
     """
     from pydantic import TypeAdapter, ValidationError
 
-    from pipeline.core import CandidateFigures
+    from pipeline.core.progress import CandidateFigures
 
     try:
         figures = TypeAdapter(CandidateFigures).validate_python(event.data)

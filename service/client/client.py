@@ -19,7 +19,9 @@ import numpy as np
 from httpx_sse import SSEError
 from pydantic import ValidationError
 
-from pipeline.core import Engine, Frozen, Tensors
+from pipeline.core.artifacts import Engine
+from pipeline.core.frozen import Frozen
+from pipeline.core.shapes import Tensors
 from pipeline.errors import PlanError, UserError
 from pipeline.results.report import Report
 from service.client.address import DEFAULT_URL

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from pydantic import ValidationError
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from service.sandbox.process_tree import alive, started_at
 
 

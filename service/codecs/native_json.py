@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from pipeline.core import Tensors
+from pipeline.core.shapes import Tensors
 from service.codecs.json_values import array_from_values, json_of, parsed_object
 from service.codecs.oip import timing_parameters
 from service.errors import Unprocessable

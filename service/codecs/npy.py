@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.lib import format as npy
 
-from pipeline.core import Tensors, TensorSpec
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.data.npz import ZIP_ERRORS, header_from_npy
 from service.codecs.tensors import DATATYPES, Array, check_dtype, check_sizes, dtype_of
 from service.errors import TooLarge, Unprocessable

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from pipeline.core import Tensors, TensorSpec
+from pipeline.core.shapes import Tensors, TensorSpec
 from service.codecs.json_values import array_from_values, json_of, parsed_object
 from service.codecs.oip_shared_memory import parameters_of, place_from, shared_input
 from service.codecs.tensors import (

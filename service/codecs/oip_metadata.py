@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from service.codecs.tensors import datatype_of
 from service.inference import Served, Statistics, Total
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pipeline.core import Tensors
+from pipeline.core.shapes import Tensors
 from service.codecs.tensors import bytes_of, datatype_of_array, dtype_of, size_of
 from service.errors import Unprocessable
 from service.inference import InferAnswer

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from service.errors import Unprocessable
 
 Array = NDArray[np.generic]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from service.devices.gpus import GpuKind
 from service.errors import Unprocessable
 

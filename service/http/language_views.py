@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.llm.gate import Judged
 from pipeline.measurement.statistics import Interval
 from pipeline.results.report import Verdict

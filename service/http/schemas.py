@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.execution.stage_event import StageStatus
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.core import CandidateFigures
+from pipeline.core.progress import CandidateFigures
 from service import logs
 
 MAX_CANDIDATES = 200  # of one job; a child may invent more, and a plot of more shows nothing

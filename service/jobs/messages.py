@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from pipeline.core import CandidateFigures, Frozen
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from service.sandbox.framing import Failed, cut
 

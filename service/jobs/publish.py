@@ -13,7 +13,7 @@ import re
 import stat
 from pathlib import Path
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import CrucibleError, DamagedError, ModelError, StoreError, UserError
 from pipeline.execution.durations import History
 from pipeline.execution.store import (

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.core import CandidateFigures
+from pipeline.core.progress import CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from service.jobs.state import Died, Failure, JobEvent
 from service.storage.layout import Folders

@@ -14,7 +14,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.execution.stage_event import StageEvent, StageStatus
 from pipeline.results.report import Verdict
 

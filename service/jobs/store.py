@@ -23,7 +23,7 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
-from pipeline.core import CandidateFigures
+from pipeline.core.progress import CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from service import logs
 from service.errors import Conflict, NotFound, NotOwned, ServiceError, TooMany

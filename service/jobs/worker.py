@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import distribution
-from pipeline.core import Note, NoteCode, Precision, Progress, Target, TensorSpec, silent
+from pipeline.core.artifacts import Note, NoteCode, Target
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import BackendUnavailable, InternalError, PlanError, UnsupportedError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.execution.stage_event import StageEvent

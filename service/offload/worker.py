@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field, TypeAdapter
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.serving_inputs import InputRecipe
 from service.codecs.images import array_from_image
 from service.codecs.native_json import encode_json, parse_json

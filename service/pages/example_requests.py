@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from service.codecs.images import FORMATS
 from service.codecs.tensors import Array, datatype_of
 from service.http.routers.infer import JSON, NPY

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from fastapi.sse import format_sse_event
 
-from pipeline.core import CandidateFigures
+from pipeline.core.progress import CandidateFigures
 from pipeline.errors import CrucibleError
 from pipeline.execution.stage_event import StageEvent
 from pipeline.llm.render import sections as sections_of_language

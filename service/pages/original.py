@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.accuracy.metrics.arithmetic import cosine_per_sample, mask_nonfinite
-from pipeline.core import Engine, Precision, Recipe, Target, TensorSpec
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import CrucibleError, StoreError
 from pipeline.execution.stage_runner import installed
 from pipeline.host.environment import cpu_flags, cpu_name, usable_cores

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeline.core import PERPLEXITY, AccuracyFigures, CandidateFigures, LatencyFigures
+from pipeline.core.progress import PERPLEXITY, AccuracyFigures, CandidateFigures, LatencyFigures
 from pipeline.formatting import shape_text, time_text
 from pipeline.llm.render import timed
 from pipeline.llm.results import LanguageReport

@@ -11,7 +11,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import FormData, UploadFile
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from service.codecs.images import FORMATS
 from service.codecs.tensors import Array, dtype_of
 from service.context import Service

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from pipeline.core import Frozen, Precision, Profile, TensorSpec
+from pipeline.core.frozen import Frozen
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.results.benchmarks import LoadPoint
 from pipeline.results.report import Verdict
 from pipeline.serving_inputs import BatchSpec, InputRecipe

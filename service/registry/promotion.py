@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pipeline.core import CODE_BACKENDS, Engine
+from pipeline.core.artifacts import CODE_BACKENDS, Engine
 from pipeline.errors import CrucibleError, DamagedError
 from pipeline.execution.child_process import Child, TimeLimit
 from pipeline.execution.store import Manifest, read_manifest

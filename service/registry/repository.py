@@ -19,7 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import DamagedError, ModelError
 from pipeline.execution.store import Manifest, read_manifest, sync
 from pipeline.host.replace_folder import replace_folder

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from pipeline.core import DimRange, Frozen, Profile, ValueRange, nearest_profile
+from pipeline.core.frozen import Frozen
+from pipeline.core.shapes import DimRange, Profile, ValueRange, nearest_profile
 
 SymbolSizes = tuple[tuple[str, int], ...]
 """The size of each symbol, by name."""

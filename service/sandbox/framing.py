@@ -21,7 +21,7 @@ from typing import Annotated, BinaryIO, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.errors import CrucibleError
 
 LENGTHS = struct.Struct("<QQ")

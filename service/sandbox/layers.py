@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pipeline
 import service
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.execution.child_process import IMPORT_PATH
 from pipeline.llm.plan import AnyPlan, LanguagePlan
 from service.sandbox import landlock, seccomp

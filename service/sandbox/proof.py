@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.execution.child_process import IMPORT_PATH
 from service.sandbox.acts import ACTS, Targets, name_of, outlive_job
 from service.sandbox.layers import Box, Layer, Sandbox

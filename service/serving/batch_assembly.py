@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import TensorSpec, dtype_of
+from pipeline.core.shapes import TensorSpec, dtype_of
 from pipeline.errors import InternalError
 from service.regions import Inputs, RegionTensor
 from service.registry.traffic import SymbolSizes

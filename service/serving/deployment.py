@@ -22,7 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Literal
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import CrucibleError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.environment import usable_cores

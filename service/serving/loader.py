@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pipeline.core import CODE_BACKENDS, Engine
+from pipeline.core.artifacts import CODE_BACKENDS, Engine
 from pipeline.errors import DamagedError
 from pipeline.llm.engine import LanguageEngine
 from pipeline.serving_inputs import BatchSpec, Padding

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Dim, DimRange, Engine, Profile, dtype_of, sizes_from_shapes
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import Dim, DimRange, Profile, dtype_of, sizes_from_shapes
 from pipeline.serving_inputs import BatchSpec, Packing, client_inputs
 from service.errors import Unprocessable
 from service.regions import Inputs, RegionTensor, array_of

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from service.serving.worker import main
 
 if TYPE_CHECKING:

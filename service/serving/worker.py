@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import CODE_BACKENDS, Engine, Tensors, dtype_of
+from pipeline.core.artifacts import CODE_BACKENDS, Engine
+from pipeline.core.shapes import Tensors, dtype_of
 from pipeline.errors import HostError, InternalError, UserError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.gpu import VISIBLE, open_nvml

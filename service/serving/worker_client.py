@@ -33,7 +33,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import CODE_BACKENDS, Engine, dtype_of
+from pipeline.core.artifacts import CODE_BACKENDS, Engine
+from pipeline.core.shapes import dtype_of
 from pipeline.errors import CrucibleError, DamagedError, HostError
 from pipeline.execution.exit_causes import crucible_error
 from pipeline.host.environment import usable_cores

@@ -6,7 +6,7 @@ import datetime as dt
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 
 Action = Literal[
     "job.submitted",

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from pydantic import ValidationError
 
-from pipeline.core import Frozen, TensorSpec
+from pipeline.core.frozen import Frozen
+from pipeline.core.shapes import TensorSpec
 from service.errors import NotFound
 from service.storage.files import Files
 from service.storage.layout import DRAFT, Folders

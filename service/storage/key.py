@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 
 Scope = Literal["compile", "infer", "metrics", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)

@@ -18,17 +18,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from pipeline.core import (
-    DimRange,
-    Frozen,
-    ImageResize,
-    Postprocess,
-    Preprocess,
-    Profile,
-    TensorRTOptions,
-    TensorSpec,
-    ValueRange,
-)
+from pipeline.core.artifacts import TensorRTOptions
+from pipeline.core.frozen import Frozen
+from pipeline.core.processing import ImageResize, Postprocess, Preprocess
+from pipeline.core.shapes import DimRange, Profile, TensorSpec, ValueRange
 from pipeline.plan.files import PlanLoader, explain, old_name_warnings
 from pipeline.plan.schema import (
     ROLES,

@@ -20,7 +20,8 @@ from benchmarks.pages.figures import FOLDER
 from benchmarks.pages.render import load_results, render
 from benchmarks.run_all import NAMES
 from benchmarks.serving import json_beside_binary
-from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe, Target
+from pipeline.core.artifacts import Note, NoteCode, Target
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
 from pipeline.results.benchmarks import Bound
 from pipeline.results.report import Report
 from tests.builders.report import proven_report

@@ -17,7 +17,9 @@ import pytest
 from benchmarks.pages.figures import FOLDER
 from benchmarks.pages.render import load_results, render
 from pipeline.compiler.context import open_context
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Recipe, Target, TensorSpec
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, Target
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import TensorSpec
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.host.gpu import Peaks, find_gpus

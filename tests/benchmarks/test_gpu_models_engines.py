@@ -15,7 +15,8 @@ from onnx import TensorProto, helper
 from pipeline.backends.base import run_session
 from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.benchmark.interleaved import Block, NextShape, Take, Workload
-from pipeline.core import BuildOptions, Precision, Recipe, Target
+from pipeline.core.artifacts import BuildOptions, Target
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.execution.child_process import Channel
 from pipeline.measurement.clock import WarmUpOptions, samples_from_blocks
 from pipeline.measurement.comparison import MIN_PAIRS
@@ -277,7 +278,7 @@ def test_forced_flash_attention_gets_no_mask(gpu: dict[str, ModuleType]) -> None
 
 
 def test_a_peers_engine_names_its_source(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
-    from pipeline.core import ModelSource, OnnxModel
+    from pipeline.core.artifacts import ModelSource, OnnxModel
 
     source = ModelSource(
         entrypoint="nets:resnet18", python_path=ROOT / "benchmarks" / "gpu", digest="d"

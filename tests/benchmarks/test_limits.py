@@ -31,7 +31,8 @@ from benchmarks.serving.models import image, write_small
 from benchmarks.serving.processes import Cpu, clean_environment, free_port, running, wait_until
 from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.benchmark.interleaved import Workload
-from pipeline.core import BuildOptions, Engine, Precision, Recipe
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import plan_from_document

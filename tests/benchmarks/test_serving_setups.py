@@ -10,7 +10,8 @@ import onnxruntime
 import pytest
 
 from benchmarks.pages.render import load_results, render
-from pipeline.core import Precision, Recipe, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import BackendUnavailable
 from pipeline.host.gpu import find_gpus
 from pipeline.plan.files import plan_from_document

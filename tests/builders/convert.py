@@ -11,15 +11,9 @@ import numpy as np
 import onnx
 import onnx.parser
 
-from pipeline.core import (
-    CalibrationMethod,
-    CalibrationTable,
-    OnnxModel,
-    Precision,
-    Recipe,
-    TensorRange,
-    Tensors,
-)
+from pipeline.core.artifacts import CalibrationTable, OnnxModel, TensorRange
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.onnx_graph.activations import observe, open_probe
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.files import onnx_model

@@ -16,18 +16,10 @@ from pipeline.backends.feed_checks import engine_digest
 from pipeline.backends.layer_timing import HostTimer
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
-    Refusal,
-    Target,
-    Tensors,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, Refusal, Target
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.errors import UnsupportedError
 from pipeline.execution.child_process import TimeLimit
 from pipeline.results.benchmarks import BenchmarkReport, Benchmarks

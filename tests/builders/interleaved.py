@@ -23,18 +23,10 @@ from pipeline.benchmark.interleaved import (
     race,
     take_block,
 )
-from pipeline.core import (
-    DimRange,
-    Engine,
-    Precision,
-    Profile,
-    Progress,
-    Recipe,
-    Target,
-    Tensors,
-    TensorSpec,
-    silent,
-)
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, Tensors, TensorSpec
 from pipeline.errors import ChildDied
 from pipeline.host.contention import CpuClock
 from pipeline.measurement.clock import WarmUpOptions, warm_up

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.backends.tensorrt.layers import layers_from_inspector
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.results.layer_table import Layer, LayerTable
 from pipeline.stages.inspect_layers import with_operators
 

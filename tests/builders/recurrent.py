@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.core import DimRange, OnnxModel, Profile, Tensors
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.shapes import DimRange, Profile, Tensors
 from pipeline.onnx_graph.files import onnx_model
 
 Operator = Literal["GRU", "LSTM", "RNN"]

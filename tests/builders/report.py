@@ -11,17 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.core import (
-    CalibrationMethod,
-    DimRange,
-    Engine,
-    Note,
-    Precision,
-    Profile,
-    Recipe,
-    Target,
-    TensorSpec,
-)
+from pipeline.core.artifacts import Engine, Note, Target
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, TensorSpec
 from pipeline.host.environment import Environment
 from pipeline.host.gpu import Peaks
 from pipeline.measurement.clock import Samples

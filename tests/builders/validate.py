@@ -14,7 +14,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.backends.onnxruntime import backend as onnxruntime_
-from pipeline.core import BuildOptions, DimRange, Engine, Precision, Profile, Recipe
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile
 from pipeline.data.samples import SampleSet, SelectionSet, open_set
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.schema import AccuracyConfig, Thresholds

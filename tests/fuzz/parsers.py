@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from pipeline.data.npz import Member, read_headers, row_reader
 from pipeline.errors import DataError, HostError
 from service.auth import LOCAL

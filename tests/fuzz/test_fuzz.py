@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from pipeline.core import Progress
+from pipeline.core.progress import Progress
 from pipeline.execution.child_process import call_in_child
 from tests.fuzz import openapi
 from tests.fuzz.__main__ import parse_arguments, replay, shares, write_results

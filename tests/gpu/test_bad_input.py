@@ -25,15 +25,9 @@ from pipeline.backends.base import run_session
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.compiler.compile import compile_plan
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-    TensorRTOptions,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, TensorRTOptions
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile
 from pipeline.execution.child_process import Child, TimeLimit, call_in_child
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

@@ -11,7 +11,7 @@ import pytest
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.compiler.compile import compile_plan, publish_report
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan

@@ -11,7 +11,10 @@ from onnx import helper
 from pipeline import backends
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
-from pipeline.core import BuildOptions, DimRange, OnnxModel, Precision, Profile, Recipe, silent
+from pipeline.core.artifacts import BuildOptions, OnnxModel
+from pipeline.core.progress import silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile
 from pipeline.host.gpu import find_gpus
 from pipeline.plan.schema import BenchmarkConfig
 from pipeline.results.benchmarks import BenchmarkReport

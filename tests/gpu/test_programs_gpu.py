@@ -29,17 +29,9 @@ from pipeline.compiler.candidates.stages import reference_outputs
 from pipeline.compiler.compile import compile_plan, publish_report
 from pipeline.compiler.context import open_context
 from pipeline.compiler.graph import export_model
-from pipeline.core import (
-    BuildOptions,
-    CompileMode,
-    Engine,
-    ModelSource,
-    OnnxModel,
-    Precision,
-    ProgramForm,
-    Progress,
-    Recipe,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, ModelSource, OnnxModel
+from pipeline.core.progress import Progress
+from pipeline.core.recipe import CompileMode, Precision, ProgramForm, Recipe
 from pipeline.errors import LoadCrashed
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.stage_runner import Runner

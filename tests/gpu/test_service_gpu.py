@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.results.precision_audit import time_by_precision
 from service.client import Client, Upload
 from service.sandbox.layers import find_layers

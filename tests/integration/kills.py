@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.execution.store import Key, Store
 from pipeline.host.replace_folder import Exchange, exchange_names
 from pipeline.report.bundle import deliver_engine, load_engine, withdraw_engine

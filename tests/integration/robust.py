@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.core import CalibrationTable, OnnxModel
+from pipeline.core.artifacts import CalibrationTable, OnnxModel
 from pipeline.execution.store import MANIFEST
 from pipeline.report.files import load_report
 from pipeline.results.report import Report

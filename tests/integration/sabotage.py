@@ -15,7 +15,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.compiler.compile import compile_plan
-from pipeline.core import Engine, OnnxModel, Progress, Recipe, silent
+from pipeline.core.artifacts import Engine, OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Recipe
 from pipeline.execution.child_process import TimeLimit
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

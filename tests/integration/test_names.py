@@ -44,7 +44,7 @@ def functions_in(text: str) -> list[str]:
 
 
 def dotted_in(text: str) -> list[str]:
-    """Modules and what is in them, between backticks: `pipeline.core.Engine`."""
+    """Modules and what is in them, between backticks: `pipeline.core.artifacts.Engine`."""
     return DOTTED.findall(text)
 
 
@@ -54,7 +54,7 @@ def paths_in(text: str) -> list[str]:
 
 
 def files_in(text: str) -> list[str]:
-    """`core.py`, `routers/oip.py`: the end of a path. Not files that a page tells to make."""
+    """`errors.py`, `routers/oip.py`: the end of a path. Not files that a page tells to make."""
     made = re.findall(r"Save this as `(\w+\.py)`", text)
     return [name for name in FILE.findall(text) if name not in made]
 
@@ -163,7 +163,7 @@ def test_every_name_is_one_that_exists(kind: str) -> None:
         ("function", "surgery: {}", "pipeline.folding:fold_strides", "pipeline.folding:fold"),
         ("function", '"{}"', "service.architectures:resnet50_of_10", "service.shapes:resnet50"),
         ("dotted", "it imports `{}`.", "pipeline.compiler.compile", "pipeline.again"),
-        ("dotted", "a frozen `{}`", "pipeline.core.Engine", "pipeline.core.Motor"),
+        ("dotted", "a frozen `{}`", "pipeline.core.artifacts.Engine", "pipeline.core.Engine"),
         ("path", "see {}.", "pipeline/compiler/compile.py", "pipeline/compile.py"),
         ("path", "the folder `{}`", "service/http/routers/", "service/rpc"),
         ("path", ".venv/bin/python {}", "benchmarks/NAME.py", "benchmarks/gpu_/NAME.py"),

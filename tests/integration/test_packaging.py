@@ -150,7 +150,7 @@ def test_what_is_installed_says_that_it_is_typed(base_python: str, tmp_path: Pat
 HELPERS = """
 import asyncio, json, sys
 import pipeline
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from service.grpc import descriptors
 from service.offload.pool import Helpers
 

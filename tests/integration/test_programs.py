@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Engine, Precision, Recipe, Target
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import UnsupportedError
 from pipeline.report.triton import ModelVersion, check_target
 from tests.builders.cli import ONE_PROCESS, crucible

@@ -173,7 +173,7 @@ def test_clocks_that_jump_change_nothing(tmp_path: Path, jumping_clock: dict[str
 WAIT = """
 import sys, time
 from pathlib import Path
-from pipeline.core import Artifact
+from pipeline.core.artifacts import Artifact
 from pipeline.execution.store import Key, Store
 
 root = Path(sys.argv[1])

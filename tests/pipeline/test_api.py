@@ -11,7 +11,8 @@ import onnxruntime
 import pytest
 
 import pipeline
-from pipeline.core import Engine, Target, TensorSpec
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import DamagedError, DataError, ModelError, PlanError, UserError
 from pipeline.execution.stage_event import StageEvent
 from tests.builders.cli import environment, write_task

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from pipeline.core import Profile, Target, ValueRange
+from pipeline.core.artifacts import Target
+from pipeline.core.shapes import Profile, ValueRange
 
 PROFILE = Profile.model_validate(
     {

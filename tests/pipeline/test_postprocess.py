@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from pipeline.core import DimRange, Postprocess, Profile, TensorSpec
+from pipeline.core.processing import Postprocess
+from pipeline.core.shapes import DimRange, Profile, TensorSpec
 from pipeline.errors import PlanError
 from pipeline.postprocess import (
     IndexOutput,

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.core import ImageResize, Preprocess, TensorSpec
+from pipeline.core.processing import ImageResize, Preprocess
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import PlanError
 from pipeline.preprocess import inverse_in_numpy, preprocessed, raw_specs
 

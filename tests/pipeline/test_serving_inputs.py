@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from pipeline.core import Preprocess, TensorSpec
+from pipeline.core.processing import Preprocess
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import PlanError
 from pipeline.serving_inputs import (
     ServingConfig,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.core import DimRange, Profile, TensorSpec
+from pipeline.core.shapes import DimRange, Profile, TensorSpec
 from pipeline.errors import PlanError
 from pipeline.text_inputs import (
     TextConfig,

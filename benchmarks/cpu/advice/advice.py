@@ -29,7 +29,7 @@ from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.compiler.advice.again import advise_again
 from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.graph import export_plan
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.measurement.statistics import Interval

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from pipeline.core import Artifact, Frozen
+from pipeline.core.artifacts import Artifact
+from pipeline.core.frozen import Frozen
 from pipeline.execution.store import Key, Store
 from service.devices.leases import utc_now
 from service.jobs.builds import builds_from

@@ -12,7 +12,7 @@ from pipeline.accuracy.metrics.per_sample import agreement, cosine, top_k
 from pipeline.accuracy.metrics.perplexity import perplexity
 from pipeline.accuracy.metrics.user import decoder_of_function, load_function, metric_of_function
 from pipeline.accuracy.metrics.word_errors import word_error_rate
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from pipeline.data.label_file import LabelKind
 from pipeline.data.samples import SampleSet
 from pipeline.errors import DataError, PlanError

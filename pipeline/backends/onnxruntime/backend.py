@@ -33,22 +33,10 @@ from pipeline.backends.feed_checks import (
 from pipeline.backends.layer_timing import HostTimer
 from pipeline.backends.node_support import refused_nodes
 from pipeline.backends.onnxruntime import layers as ort_layers
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    OnnxModel,
-    OrtProvider,
-    Point,
-    Precision,
-    Profile,
-    Progress,
-    Recipe,
-    Refusal,
-    Target,
-    Tensors,
-    TensorSpec,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, Refusal, Target
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import OrtProvider, Precision, Recipe
+from pipeline.core.shapes import Point, Profile, Tensors, TensorSpec
 from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
 from pipeline.host.environment import cpu_flags, cpu_name, usable_cores
 from pipeline.host.gpu import find_gpus

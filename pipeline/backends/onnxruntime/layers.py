@@ -34,7 +34,8 @@ import onnx
 
 from pipeline.backends.base import Session
 from pipeline.backends.layer_timing import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
-from pipeline.core import Precision, Tensors
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Tensors
 from pipeline.errors import InternalError
 from pipeline.onnx_graph.files import read_proto
 from pipeline.onnx_graph.inspect import graphs_of

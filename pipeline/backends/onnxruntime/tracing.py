@@ -12,7 +12,7 @@ from pipeline.backends.base import Session
 from pipeline.backends.onnxruntime import backend
 from pipeline.backends.onnxruntime.layers import KERNEL, ProfiledRun, runs_of_profile
 from pipeline.backends.tracing import HostOnly, Tracer, clock_offset, nest_spans, shift_window
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.results.timeline import LAYERS, Activity, Span, TracedRun, Window
 
 

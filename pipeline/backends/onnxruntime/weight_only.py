@@ -15,7 +15,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from pipeline.core import OnnxModel, Progress, Recipe, silent
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Recipe
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto
 from pipeline.onnx_graph.inspect import graphs_of, kept_nodes, with_same_interface
 from pipeline.quantization.half_precision import flatten

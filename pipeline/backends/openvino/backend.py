@@ -38,20 +38,10 @@ from pipeline.backends.layer_timing import HostTimer
 from pipeline.backends.node_support import refused_nodes
 from pipeline.backends.openvino import layers as openvino_layers
 from pipeline.backends.openvino.nncf import quantize_with_nncf as quantize_with_nncf
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    Note,
-    OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
-    Refusal,
-    Target,
-    Tensors,
-    TensorSpec,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, Note, OnnxModel, Refusal, Target
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, DataError, ModelError, UnsupportedError
 from pipeline.host.amx import tiles_described

@@ -27,7 +27,8 @@ from typing import Any
 
 from pipeline.backends.base import Session
 from pipeline.backends.layer_timing import LAYER_WARMUP_RUNS, bound_sizes, run_for_layers
-from pipeline.core import Precision, Tensors
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Tensors
 from pipeline.results.layer_table import Evidence, Layer, LayerPrecision, LayerTable
 
 MOVING = frozenset(

@@ -15,16 +15,10 @@ from pathlib import Path
 import onnx
 
 from pipeline.backends.feed_checks import installed_version
-from pipeline.core import (
-    BuildOptions,
-    Note,
-    OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
-    Tensors,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Note, OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.data.samples import CalibrationSet
 from pipeline.distribution import install_command
 from pipeline.errors import ModelError, UnsupportedError

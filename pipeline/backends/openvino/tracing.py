@@ -13,7 +13,7 @@ from pipeline.backends.base import Session
 from pipeline.backends.openvino import backend
 from pipeline.backends.openvino.layers import means_of, runtime_layers
 from pipeline.backends.tracing import Tracer, spans_in_order
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.results.timeline import Activity, Span, TracedRun
 
 MEANS = "OpenVINO counts the mean of all runs: each run shows the same, one layer after the other"

@@ -49,20 +49,17 @@ from pipeline.backends.pytorch.session import (
     host_target,
     open_session,
 )
-from pipeline.core import (
+from pipeline.core.artifacts import (
     BuildOptions,
-    CompileMode,
     Engine,
     ModelSource,
     Note,
     OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
     Refusal,
     Target,
-    silent,
 )
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import CompileMode, Precision, Recipe
 from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError
 from pipeline.host.environment import usable_cores
 from pipeline.plan.source import digest_of_source

@@ -19,7 +19,8 @@ from pipeline.backends.pytorch.module import (
     out_of_memory,
     tensor_from_array,
 )
-from pipeline.core import Engine, Tensors
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import Tensors
 from pipeline.results.gpu_cost import CostFigure, GpuCost
 
 if TYPE_CHECKING:

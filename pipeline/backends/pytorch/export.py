@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.backends.pytorch.module import load_program, tensor_from_array
-from pipeline.core import ModelSource, Note, Profile, Tensors, TensorSpec
+from pipeline.core.artifacts import ModelSource, Note
+from pipeline.core.shapes import Profile, Tensors, TensorSpec
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.onnx_graph.files import EXTERNAL_ABOVE_BYTES

@@ -11,7 +11,9 @@ from pipeline.backends.pytorch.graph_breaks import count_graphs
 from pipeline.backends.pytorch.inductor import explained
 from pipeline.backends.pytorch.module import load_module, run_module, tensor_from_array
 from pipeline.backends.pytorch.waits import cuda_syncs, find_waits
-from pipeline.core import ModelSource, Point, Profile, Progress, TensorSpec, silent
+from pipeline.core.artifacts import ModelSource
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Point, Profile, TensorSpec
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.results.module_findings import ModuleFindings
 

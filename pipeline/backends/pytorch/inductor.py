@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 from pipeline.backends.base import Loaded, run_session
 from pipeline.backends.pytorch.module import first_line, out_of_memory
 from pipeline.backends.timing_cache import gpu_lock
-from pipeline.core import CompileMode, Engine, Point, Profile, Progress
+from pipeline.core.artifacts import Engine
+from pipeline.core.progress import Progress
+from pipeline.core.recipe import CompileMode
+from pipeline.core.shapes import Point, Profile
 from pipeline.errors import ModelError
 from pipeline.execution.exit_causes import DISK_FAULTS
 from pipeline.host.gpu import find_gpus

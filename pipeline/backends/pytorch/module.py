@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from pipeline.backends.cuda import OutOfDeviceMemory
 from pipeline.backends.feed_checks import installed_version
 from pipeline.backends.pytorch.qat import freeze_fake_quantizers
-from pipeline.core import ModelSource, Precision, Tensors, TensorSpec
+from pipeline.core.artifacts import ModelSource
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.distribution import install_command
 from pipeline.errors import ModelError, UnsupportedError
 

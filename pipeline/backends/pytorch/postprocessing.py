@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.backends.pytorch.module import leaves_of
-from pipeline.core import ModelSource, Postprocess, TensorSpec
+from pipeline.core.artifacts import ModelSource
+from pipeline.core.processing import Postprocess
+from pipeline.core.shapes import TensorSpec
 from pipeline.postprocess import sources_of
 
 if TYPE_CHECKING:

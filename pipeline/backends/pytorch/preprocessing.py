@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.core import ModelSource, Preprocess
+from pipeline.core.artifacts import ModelSource
+from pipeline.core.processing import Preprocess
 
 if TYPE_CHECKING:
     import torch

@@ -51,21 +51,18 @@ from pipeline.backends.pytorch.session import (
     host_target,
     open_session,
 )
-from pipeline.core import (
+from pipeline.core.artifacts import (
     BuildOptions,
     Engine,
     ModelSource,
     Note,
     OnnxModel,
-    Precision,
-    Profile,
-    Progress,
-    Recipe,
     Refusal,
     Target,
-    TensorSpec,
-    silent,
 )
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import (
     BackendUnavailable,
     ChildDied,

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.core import ModelSource, Progress, Tensors, silent
+from pipeline.core.artifacts import ModelSource
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Tensors
 from pipeline.errors import ModelError
 
 if TYPE_CHECKING:

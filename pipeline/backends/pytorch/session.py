@@ -18,7 +18,8 @@ from pipeline.backends.pytorch.module import (
     torch_version,
     weights_bytes,
 )
-from pipeline.core import Engine, Profile, Target, Tensors
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.host.amx import tiles_described
 from pipeline.host.environment import cpu_flags, cpu_name
 from pipeline.host.gpu import find_gpus

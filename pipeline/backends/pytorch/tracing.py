@@ -9,7 +9,7 @@ from pipeline.backends.base import Loaded, Session
 from pipeline.backends.kineto import Recording
 from pipeline.backends.pytorch import backend, programs
 from pipeline.backends.tracing import Tracer
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.results.timeline import Activity, TracedRun
 
 

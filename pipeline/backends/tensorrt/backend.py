@@ -29,21 +29,10 @@ from pipeline.backends.tensorrt.layers import layer_table
 from pipeline.backends.tensorrt.messages import listening, logger_of
 from pipeline.backends.tensorrt.parser import is_own, parse, refusals
 from pipeline.backends.tensorrt.session import TrtLoaded, load_engine
-from pipeline.core import (
-    BuildOptions,
-    CalibrationMethod,
-    Engine,
-    Note,
-    OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
-    Refusal,
-    Target,
-    Tensors,
-    TensorSpec,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, Note, OnnxModel, Refusal, Target
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.errors import ModelError, UnsupportedError
 from pipeline.host.gpu import Gpu
 from pipeline.results.layer_table import LayerTable

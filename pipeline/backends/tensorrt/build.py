@@ -14,17 +14,10 @@ from pipeline.backends import cuda
 from pipeline.backends.cuda import OutOfDeviceMemory
 from pipeline.backends.tensorrt.messages import listening, messages_of
 from pipeline.backends.tensorrt.parser import Parsed, count_float64, sentence
-from pipeline.core import (
-    BuildOptions,
-    Note,
-    OnnxModel,
-    Point,
-    Precision,
-    Profile,
-    Progress,
-    Recipe,
-    TensorSpec,
-)
+from pipeline.core.artifacts import BuildOptions, Note, OnnxModel
+from pipeline.core.progress import Progress
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Point, Profile, TensorSpec
 from pipeline.errors import BackendUnavailable, CrucibleError, PlanError, UnsupportedError
 
 POINTS: tuple[Point, ...] = ("min", "opt", "max")

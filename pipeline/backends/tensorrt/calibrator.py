@@ -25,20 +25,10 @@ from pipeline.backends import cuda, timing_cache
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt.build import configure, serialize, shape_tensors
 from pipeline.backends.tensorrt.parser import Parsed, parse
-from pipeline.core import (
-    BuildOptions,
-    CalibrationMethod,
-    DimRange,
-    Note,
-    OnnxModel,
-    Precision,
-    Profile,
-    Progress,
-    Recipe,
-    TensorSpec,
-    silent,
-    sizes_from_shapes,
-)
+from pipeline.core.artifacts import BuildOptions, Note, OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, TensorSpec, sizes_from_shapes
 from pipeline.data.batch import Batch
 from pipeline.data.samples import CalibrationSet
 from pipeline.errors import CrucibleError, DataError, UnsupportedError

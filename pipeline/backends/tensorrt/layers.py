@@ -28,7 +28,8 @@ from statistics import median
 from typing import Any, Protocol
 
 from pipeline.backends.layer_timing import TakesInputs, bound_sizes
-from pipeline.core import Precision, Tensors
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Tensors
 from pipeline.errors import InternalError
 from pipeline.results.layer_table import Evidence, Layer, LayerPrecision, LayerTable
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.backends import cuda
-from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
+from pipeline.core.recipe import CalibrationMethod, Placement, Precision, Recipe
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.gpu import Gpu, Gpus, find_gpus

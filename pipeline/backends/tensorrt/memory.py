@@ -20,7 +20,8 @@ from pipeline.backends.cuda import CudaError, DeviceBuffer, PinnedBuffer, Stream
 from pipeline.backends.feed_checks import unreadable
 from pipeline.backends.tensorrt.messages import messages_of
 from pipeline.backends.tensorrt.parser import sentence
-from pipeline.core import Engine, Profile, TensorSpec, dtype_of
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import Profile, TensorSpec, dtype_of
 from pipeline.errors import CrucibleError, DataError, InternalError, UnsupportedError
 
 DTYPES = {

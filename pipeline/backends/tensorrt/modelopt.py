@@ -20,17 +20,10 @@ import onnx
 from onnx import numpy_helper
 
 from pipeline.backends.feed_checks import installed_version
-from pipeline.core import (
-    BuildOptions,
-    CalibrationMethod,
-    Note,
-    OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
-    Tensors,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Note, OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.data.samples import CalibrationSet
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, ModelError, UnsupportedError

@@ -20,7 +20,7 @@ import onnx
 
 from pipeline.backends import cuda
 from pipeline.backends.tensorrt.messages import builders_logger_of, listening, messages_of
-from pipeline.core import OnnxModel, Refusal
+from pipeline.core.artifacts import OnnxModel, Refusal
 from pipeline.errors import ModelError, PlanError
 from pipeline.onnx_graph.inspect import DEFAULT_DOMAINS, graphs_of, operator_of, type_name
 

@@ -16,17 +16,9 @@ from pipeline.backends.feed_checks import installed_version
 from pipeline.backends.tensorrt.build import add_profiles, serialize, warnings_of, with_locations
 from pipeline.backends.tensorrt.messages import listening
 from pipeline.backends.tensorrt.parser import Parsed, parse, refusals
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    OnnxModel,
-    Precision,
-    Progress,
-    Recipe,
-    Refusal,
-    Target,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, Refusal, Target
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.distribution import install_command
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.gpu import Gpus, find_gpus

@@ -49,7 +49,8 @@ from pipeline.backends.host_copies import LARGE, address_of, copy_memory, copy_o
 from pipeline.backends.tensorrt.memory import Memory, Opened, Shape, Slot, run_error, tensors_of
 from pipeline.backends.tensorrt.messages import logger_of, messages_of
 from pipeline.backends.tensorrt.parser import load_plugins
-from pipeline.core import Engine, Tensors, TensorSpec, nearest_profile, sizes_from_shapes
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import Tensors, TensorSpec, nearest_profile, sizes_from_shapes
 from pipeline.errors import (
     BackendUnavailable,
     DataError,

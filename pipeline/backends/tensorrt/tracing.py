@@ -18,7 +18,7 @@ from pipeline.backends.tensorrt.backend import load_here
 from pipeline.backends.tensorrt.layers import profiler
 from pipeline.backends.tensorrt.session import TrtLoaded
 from pipeline.backends.tracing import Tracer, spans_in_order
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.measurement.clock import monotonic
 from pipeline.results.timeline import Activity, Span, TracedRun
 

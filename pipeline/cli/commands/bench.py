@@ -14,7 +14,8 @@ from pipeline.cli.inputs import delivered_engine, plan_from_options
 from pipeline.cli.options import JsonOption, ProfileOption, SetOption
 from pipeline.cli.running import command_line, open_runner
 from pipeline.cli.trace import check_trace_file
-from pipeline.core import Engine, Profile
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import Profile
 from pipeline.errors import PlanError
 from pipeline.plan import files as config
 from pipeline.plan.schema import ONNX_SUFFIXES, Plan

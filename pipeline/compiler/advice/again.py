@@ -9,7 +9,7 @@ from pipeline.compiler.advice.delivered import advise_on
 from pipeline.compiler.baselines import build_reference
 from pipeline.compiler.graph import export_model, prepared_model, preprocess_model
 from pipeline.compiler.remeasure import reopen_context
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.execution.stage_runner import Runner
 from pipeline.plan.schema import Plan
 from pipeline.results.advice import Advice

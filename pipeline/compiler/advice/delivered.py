@@ -8,7 +8,7 @@ from pipeline.compiler.advice.trials import Delivered, Prepare, advise
 from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.context import CompileContext
 from pipeline.compiler.decision import choose
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import ModelError
 from pipeline.host.gpu import Peaks
 from pipeline.results.advice import Advice

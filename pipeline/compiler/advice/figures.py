@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pipeline.benchmark.batch_sweep import batch_symbol, sweep_sizes
 from pipeline.benchmark.elimination import MIN_NARROW_PAIRS
 from pipeline.compiler.advice.width import why_wide
-from pipeline.core import Engine, Profile
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import Profile
 from pipeline.errors import PlanError
 from pipeline.host.gpu_monitor import GpuUse
 from pipeline.measurement.comparison import NotMeasurable, compare

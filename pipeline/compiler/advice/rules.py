@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pipeline.backends import backend
 from pipeline.compiler.context import CompileContext
 from pipeline.compiler.profile_width import fixed_profile
-from pipeline.core import Engine, OnnxModel, Precision, Recipe
+from pipeline.core.artifacts import Engine, OnnxModel
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.onnx_graph.files import read_proto
 from pipeline.onnx_graph.inspect import attentions

@@ -20,7 +20,8 @@ from pipeline.compiler.candidates.stages import (
     reference_outputs,
 )
 from pipeline.compiler.context import CompileContext
-from pipeline.core import Engine, OnnxModel, Progress
+from pipeline.core.artifacts import Engine, OnnxModel
+from pipeline.core.progress import Progress
 from pipeline.errors import InternalError
 from pipeline.execution.stage_runner import Stage
 from pipeline.host.gpu import Peaks

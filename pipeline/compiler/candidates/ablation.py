@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipeline.compiler.decision import loss
 from pipeline.compiler.speed import speed_ratio
-from pipeline.core import Precision, Recipe
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.results.candidates import Ablation, AblationRow, Candidate
 
 SWITCHES = ("first_layer", "last_layer", "residual_add", "matmul_activations", "per_channel")

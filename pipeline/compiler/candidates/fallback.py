@@ -24,7 +24,8 @@ from typing import Literal
 
 from pipeline.compiler.decision import loss
 from pipeline.compiler.next_steps import AFTER_INT8, TRAIN_IN_16_BITS
-from pipeline.core import CalibrationMethod, Point, Precision, Profile, Recipe
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import Point, Profile
 from pipeline.plan.precisions import realised_in
 from pipeline.results.candidates import Candidate, NodeHarm, NodeRanking, Rescue, RescueStep
 from pipeline.stages.sensitivity import NORMALISATIONS

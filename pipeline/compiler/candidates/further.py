@@ -30,7 +30,8 @@ from pipeline.compiler.candidates.fallback import (
 from pipeline.compiler.candidates.prepare import prepare
 from pipeline.compiler.candidates.stages import RANK, convert_model
 from pipeline.compiler.context import CompileContext
-from pipeline.core import OnnxModel, Precision, Recipe
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import (
     BackendUnavailable,
     ChildDied,

@@ -10,7 +10,8 @@ from pipeline.backends.onnxruntime.backend import gpu_providers
 from pipeline.backends.pytorch.qat import quantises
 from pipeline.backends.tensorrt.library import release_warnings
 from pipeline.compiler.context import CompileContext
-from pipeline.core import Note, Recipe, Target
+from pipeline.core.artifacts import Note, Target
+from pipeline.core.recipe import Recipe
 from pipeline.errors import BackendUnavailable, PlanError, UnsupportedError
 from pipeline.plan.baselines import baseline_recipes
 from pipeline.plan.default_candidates import default_candidates

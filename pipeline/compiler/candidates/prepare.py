@@ -15,7 +15,8 @@ from pipeline.compiler.candidates.stages import (
     ranges_misfit,
 )
 from pipeline.compiler.context import CompileContext
-from pipeline.core import Engine, Note, OnnxModel, Precision, Recipe, Target
+from pipeline.core.artifacts import Engine, Note, OnnxModel, Target
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import (
     BackendUnavailable,
     ChildDied,

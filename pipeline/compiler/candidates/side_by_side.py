@@ -9,7 +9,8 @@ from itertools import repeat
 
 from pipeline.compiler.candidates.prepare import Outcome, prepare
 from pipeline.compiler.context import CompileContext
-from pipeline.core import OnnxModel, Recipe
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.recipe import Recipe
 from pipeline.execution.child_process import stop_children
 from pipeline.results.candidates import Candidate
 from pipeline.stages.validate import ReferenceOutputs

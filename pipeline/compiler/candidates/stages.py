@@ -18,16 +18,10 @@ from pipeline.backends.tensorrt.library import BINDINGS
 from pipeline.backends.tensorrt.modelopt import quantize_with_modelopt
 from pipeline.compiler.candidates.fallback import ANY_SHAPE
 from pipeline.compiler.context import FEEDS_FOR_CHECKS, CompileContext, batch_rows
-from pipeline.core import (
-    CalibrationMethod,
-    CalibrationTable,
-    CandidateFigures,
-    Engine,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-)
+from pipeline.core.artifacts import CalibrationTable, Engine, OnnxModel
+from pipeline.core.progress import CandidateFigures
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import Profile
 from pipeline.data.samples import CalibrationSet, SampleSet
 from pipeline.execution.stage_runner import Stage, StageCall, installed, no_figures
 from pipeline.onnx_graph.feeds import draw_feeds

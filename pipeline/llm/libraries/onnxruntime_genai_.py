@@ -10,7 +10,8 @@ import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.core import Progress, Target, silent
+from pipeline.core.artifacts import Target
+from pipeline.core.progress import Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError, UnsupportedError
 from pipeline.host.environment import cpu_flags, cpu_name
 from pipeline.llm.engine import SETTINGS_FILE, ExportedModel, LanguageEngine

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.core import Progress, Target, silent
+from pipeline.core.artifacts import Target
+from pipeline.core.progress import Progress, silent
 from pipeline.llm import export as graph
 from pipeline.llm import weights
 from pipeline.llm.engine import ExportedModel, LanguageEngine

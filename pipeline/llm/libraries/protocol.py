@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core import Progress, Target, silent
+from pipeline.core.artifacts import Target
+from pipeline.core.progress import Progress, silent
 from pipeline.llm.engine import ExportedModel, LanguageEngine
 from pipeline.llm.plan import Device, LanguageCandidate, LanguagePlan
 from pipeline.llm.reference import Ids

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.backends.pytorch.session import cpu_target, host_target
-from pipeline.core import Progress, Target, silent
+from pipeline.core.artifacts import Target
+from pipeline.core.progress import Progress, silent
 from pipeline.errors import BackendUnavailable, InternalError, UnsupportedError
 from pipeline.llm.engine import SETTINGS_FILE, ExportedModel, LanguageEngine
 from pipeline.llm.export import settings_of

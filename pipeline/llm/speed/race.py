@@ -28,7 +28,8 @@ from pipeline.benchmark.interleaved import (
     race,
 )
 from pipeline.benchmark.memory_reads import Buffer, buffer_beyond_caches, part_of, read_rate
-from pipeline.core import Frozen, Progress, silent
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import Progress, silent
 from pipeline.errors import ChildDied, ChildStopped, PlanError, UserError
 from pipeline.execution.child_process import Channel, Child, call_in_child
 from pipeline.host.contention import cpu_clock

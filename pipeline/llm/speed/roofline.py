@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import Field
 
-from pipeline.core import Frozen, Progress, silent
+from pipeline.core.frozen import Frozen
+from pipeline.core.progress import Progress, silent
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.plan import LanguageBenchmark
 from pipeline.llm.reference import Ids

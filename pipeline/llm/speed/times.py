@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from pipeline.benchmark.interleaved import Block, Contestant, R
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.llm.plan import Goodput
 from pipeline.llm.speed.roofline import Roofline, StepParts
 from pipeline.measurement.clock import Samples

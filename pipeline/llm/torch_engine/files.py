@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.errors import DamagedError
 from pipeline.llm.torch_engine.network import LayerWeights, Matrix, Network, Shape
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 
 METRICS = (
     "top1",

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.plan.sections.written import as_tuple
 
 BASELINE = re.compile(

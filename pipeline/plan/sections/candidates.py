@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag
 
-from pipeline.core import CompileMode, Frozen, OrtProvider, Precision, ProgramForm
+from pipeline.core.frozen import Frozen
+from pipeline.core.recipe import CompileMode, OrtProvider, Precision, ProgramForm
 from pipeline.plan.sections.written import as_tuple, as_written, renamed
 
 

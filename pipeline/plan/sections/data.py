@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 
 
 class GeneratedData(Frozen):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.onnx_graph.rewrites import Rewrite
 from pipeline.plan.sections.written import renamed
 

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from pipeline.core import DimRange, Frozen, Profile, TensorSpec, ValueRange, Values
+from pipeline.core.frozen import Frozen
+from pipeline.core.shapes import DimRange, Profile, TensorSpec, ValueRange, Values
 
 ONNX_SUFFIXES = (".onnx",)
 

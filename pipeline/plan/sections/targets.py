@@ -19,7 +19,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from pipeline.host.labels import Labels
 
 DEVICE = re.compile(r"cpu|gpu(:[A-Za-z0-9][A-Za-z0-9 ._()/+-]*)?")

@@ -14,7 +14,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from pipeline.core import Frozen, Note, NoteCode
+from pipeline.core.artifacts import Note, NoteCode
+from pipeline.core.frozen import Frozen
 from pipeline.onnx_graph.inspect import type_name
 from pipeline.quantization.existing_qdq import QDQ
 from pipeline.quantization.lint.qdq_view import (

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.report.entries import Entry
 
 if TYPE_CHECKING:

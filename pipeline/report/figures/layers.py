@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.report.entries import Entry
 from pipeline.report.figures.drawing import (
     INK,

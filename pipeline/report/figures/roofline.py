@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.formatting import number_text
 from pipeline.host.gpu import Peaks
 from pipeline.report.figures.drawing import (

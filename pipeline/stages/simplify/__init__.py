@@ -16,7 +16,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pipeline.core import Note, OnnxModel, Profile, Progress, Tensors
+from pipeline.core.artifacts import Note, OnnxModel
+from pipeline.core.progress import Progress
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.errors import ChildDied, InternalError, ModelError
 from pipeline.execution.child_process import call_in_child
 from pipeline.onnx_graph.compare import compare_graphs

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import onnx
 
-from pipeline.core import Note, OnnxModel, Progress
+from pipeline.core.artifacts import Note, OnnxModel
+from pipeline.core.progress import Progress
 from pipeline.errors import ChildDied, DiskFull, InternalError, ModelError
 from pipeline.execution.child_process import call_in_child
 from pipeline.onnx_graph.compare import compare_graphs

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from pipeline.core import OnnxModel, Profile, Progress, Tensors
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.progress import Progress
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.execution.child_process import TimeLimit
 from pipeline.onnx_graph.files import file_size, operator_histogram, read_proto
 from pipeline.onnx_graph.fold_constants import FOLD_LIMIT_BYTES

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.core import Progress
+from pipeline.core.progress import Progress
 from pipeline.onnx_graph.files import external_files, operator_histogram, read_proto, write_proto
 from pipeline.onnx_graph.fold_constants import FOLD_LIMIT_BYTES, fold_constants
 from pipeline.onnx_graph.interface import restore_interface

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from service.language.generation import Answer, Finish, ScoredToken
 
 UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from service.http.openai.encoder import Encoder
 from service.http.openai.errors import ROOT, BadParameter
 from service.http.openai.models import REFUSALS, find_encoder

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from service.http.openai.errors import BadParameter, NotServed, shown_value
 from service.language.generation import Sampling
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from service.codecs.images import FORMATS
 from service.codecs.native_json import PlainRequest, encode_json, parse_json, timeout_from
 from service.codecs.npy import array_from_npy, npy_from_array, npz_from_arrays

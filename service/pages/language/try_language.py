@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, Json, TypeAdapter, ValidationError
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from service.auth import Caller
 from service.context import Service
 from service.errors import ServiceError, Unprocessable

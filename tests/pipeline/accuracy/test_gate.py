@@ -17,7 +17,8 @@ from pipeline.backends import BACKENDS
 from pipeline.backends.base import Loaded, Session
 from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.compiler.compile import compile_plan
-from pipeline.core import DimRange, Engine, Profile, Tensors, TensorSpec
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import DimRange, Profile, Tensors, TensorSpec
 from pipeline.data.samples import SampleSet, SelectionSet, open_set
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner

@@ -18,16 +18,9 @@ from onnx import numpy_helper
 from pipeline import backends
 from pipeline.backends.base import run_session
 from pipeline.compiler.graph import export_plan
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-    TensorRTOptions,
-    Tensors,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, TensorRTOptions
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.compare import open_reference

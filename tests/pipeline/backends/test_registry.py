@@ -7,7 +7,7 @@ import pytest
 from pipeline import backends
 from pipeline.backends.feed_checks import FeedCheck, installed_version
 from pipeline.backends.layer_timing import HostTimer
-from pipeline.core import Profile, TensorSpec
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import BackendUnavailable, DataError, PlanError
 
 

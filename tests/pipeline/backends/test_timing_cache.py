@@ -35,7 +35,7 @@ from pipeline.backends.timing_cache import (
     read,
     write,
 )
-from pipeline.core import NoteCode, Target
+from pipeline.core.artifacts import NoteCode, Target
 from pipeline.plan.files import home
 from tests.builders.nvml import Device, Nvml, NVMLError, NVMLError_LibraryNotFound
 

@@ -10,7 +10,9 @@ import yaml
 
 from pipeline import backends
 from pipeline.compiler.graph import export_plan
-from pipeline.core import BuildOptions, Engine, Precision, Recipe, silent
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.progress import silent
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan

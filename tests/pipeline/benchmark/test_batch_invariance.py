@@ -9,7 +9,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from pipeline.benchmark.batch_invariance import Rows, prove_batch, rows_of_specs
-from pipeline.core import Engine, Precision, Recipe, TensorSpec
+from pipeline.core.artifacts import Engine
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import CrucibleError
 from pipeline.execution.child_process import call_in_child
 from pipeline.serving_inputs import BatchSpec, Padding

@@ -14,7 +14,7 @@ from pipeline.benchmark.batch_sweep import (
     write_sweep,
 )
 from pipeline.cli.terminal import console, sweep_table
-from pipeline.core import DimRange, Profile, TensorSpec
+from pipeline.core.shapes import DimRange, Profile, TensorSpec
 from pipeline.errors import PlanError
 from tests.builders.report import latency_row
 

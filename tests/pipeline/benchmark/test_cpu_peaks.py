@@ -19,7 +19,9 @@ from pipeline.benchmark.cpu_peaks import (
     save_peaks,
     with_limits,
 )
-from pipeline.core import CandidateFigures, Precision, Recipe, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.progress import CandidateFigures
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import ChildDied, ChildStopped
 from pipeline.execution.stage_runner import Runner as StageRunner
 from pipeline.execution.stage_runner import Stage

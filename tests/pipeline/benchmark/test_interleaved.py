@@ -22,7 +22,8 @@ from pipeline.benchmark.interleaved import (
     take_block,
 )
 from pipeline.compiler.measure import BENCHMARK
-from pipeline.core import CandidateFigures, Engine, Target
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.progress import CandidateFigures
 from pipeline.errors import ChildDied, ChildKilled
 from pipeline.host.contention import CpuClock
 from pipeline.measurement.clock import WarmUpOptions

@@ -20,7 +20,8 @@ from pipeline.benchmark.load import (
     session_counts,
     session_threads,
 )
-from pipeline.core import DimRange, Engine, Profile, TensorSpec
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import DimRange, Profile, TensorSpec
 from pipeline.errors import ChildDied, PlanError
 from pipeline.host.contention import CpuClock
 from pipeline.measurement.clock import WarmUpOptions

@@ -7,7 +7,8 @@ import pytest
 from pipeline.benchmark.batch_invariance import TOLERANCE
 from pipeline.benchmark.packing import SAMPLES, prove_packing
 from pipeline.compiler.context import open_context
-from pipeline.core import Postprocess, Precision
+from pipeline.core.processing import Postprocess
+from pipeline.core.recipe import Precision
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.results.report import PackingProof

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.benchmark.roofline import bound_of, with_bounds
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.host.gpu import Peaks
 from pipeline.measurement.clock import Samples
 from pipeline.results.benchmarks import BenchmarkReport, LatencyRow

@@ -14,7 +14,10 @@ from pipeline.benchmark.interleaved import Workload
 from pipeline.benchmark.trace import MIN_RUNS, RUNS, run_numbers, trace_engine
 from pipeline.benchmark.trace_events import HOST, write_trace
 from pipeline.cli.trace import longest_layer
-from pipeline.core import BuildOptions, Engine, Precision, Profile, Progress, Recipe, silent
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile
 from pipeline.execution.child_process import call_in_child
 from pipeline.host.nvtx import PackageRanges, find_ranges
 from pipeline.results.layer_table import LayerTable

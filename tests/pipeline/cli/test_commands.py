@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from pipeline.benchmark.cpu_peaks import load_peaks
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.host.environment import usable_cores
 from pipeline.onnx_graph.files import read_proto
 from tests.builders.cli import (

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.cli import doctor
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.host.gpu import Gpu, Gpus
 
 NO_GPU = Gpus(reason="no NVIDIA driver")

@@ -11,17 +11,9 @@ import pytest
 from pipeline.backends import BACKENDS
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.cli.inspect import engine_lines, find_unsupported, plugin_libraries, read_model
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-    Refusal,
-    Target,
-    TensorSpec,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, Refusal, Target
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import PlanError
 from tests.builders.cli import crucible, write_model
 

@@ -20,7 +20,9 @@ from pipeline.cli.lint import (
 )
 from pipeline.compiler.candidates.prepare import lint_notes
 from pipeline.compiler.compile import compile_plan
-from pipeline.core import CalibrationMethod, NoteCode, Placement, Precision, Profile, Recipe, Target
+from pipeline.core.artifacts import NoteCode, Target
+from pipeline.core.recipe import CalibrationMethod, Placement, Precision, Recipe
+from pipeline.core.shapes import Profile
 from pipeline.errors import ModelError, PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.onnx_graph.files import onnx_model

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pipeline.cli.stage_progress import StageProgress, expectation
 from pipeline.cli.terminal import benchmark_table, candidate_table, console
-from pipeline.core import AccuracyFigures, CandidateFigures
+from pipeline.core.progress import AccuracyFigures, CandidateFigures
 from pipeline.execution.stage_event import StageEvent
 from pipeline.measurement.clock import Samples
 from pipeline.results.benchmarks import BenchmarkReport, LatencyRow

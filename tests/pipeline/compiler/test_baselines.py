@@ -25,7 +25,9 @@ from pipeline.compiler.compile import compile_plan, publish_report
 from pipeline.compiler.context import CompileContext, open_context
 from pipeline.compiler.graph import export_model
 from pipeline.compiler.measure import call_of_fastest
-from pipeline.core import Engine, OnnxModel, Precision, Progress, Recipe, silent
+from pipeline.core.artifacts import Engine, OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import ChildDied, ChildStopped, PlanError
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.stage_runner import Run, Runner

@@ -18,7 +18,8 @@ from pipeline.compiler.candidates.stages import QUANTIZERS, WEIGHT_QUANTIZERS
 from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.context import CompileContext, open_context
 from pipeline.compiler.write_up import graph_with_work
-from pipeline.core import OnnxModel, Progress, silent
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.progress import Progress, silent
 from pipeline.data.samples import SampleSet
 from pipeline.errors import ChildDied, ChildStopped, CrucibleError, InternalError
 from pipeline.execution.child_process import TimeLimit, call_in_child

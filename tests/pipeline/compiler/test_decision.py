@@ -25,7 +25,8 @@ from pipeline.compiler.next_steps import (
     next_steps,
 )
 from pipeline.compiler.speed import ratio_missing, speed_ratio
-from pipeline.core import CalibrationMethod, Note, NoteCode, Precision, Recipe
+from pipeline.core.artifacts import Note, NoteCode
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.results.accuracy import DataFault, MetricResult, OutputError, ValidationReport

@@ -9,7 +9,7 @@ from pipeline.compiler.decision import MEASURE_LOAD_AGAIN, Baseline, Decision, c
 from pipeline.compiler.next_steps import RAISE_LIMIT
 from pipeline.compiler.objective import after_load, limit_of, shorter
 from pipeline.compiler.speed import speed_ratio
-from pipeline.core import Precision, Recipe
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan

@@ -10,7 +10,7 @@ from pipeline.compiler.baselines import build_reference
 from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.context import open_context
 from pipeline.compiler.graph import export_model
-from pipeline.core import Artifact
+from pipeline.core.artifacts import Artifact
 from pipeline.errors import DataError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

@@ -15,7 +15,8 @@ from pipeline.compiler.profile_width import (
     cost_from_run,
     fixed_profile,
 )
-from pipeline.core import DimRange, Precision, Profile, Recipe, ValueRange
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, ValueRange
 from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Run, Runner
 from pipeline.execution.store import Store

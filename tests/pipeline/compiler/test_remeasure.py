@@ -20,7 +20,7 @@ from pipeline.compiler.remeasure import (
     trace_engines,
     with_figures,
 )
-from pipeline.core import Precision, Recipe
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import ChildDied
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

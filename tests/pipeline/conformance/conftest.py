@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from pipeline import backends
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from tests.pipeline.conformance.engines import GRAPH_BACKENDS, EngineOf, Open, build
 from tests.pipeline.conformance.models import CASES, several

@@ -11,7 +11,8 @@ import pytest
 
 from pipeline import backends
 from pipeline.backends.base import Loaded
-from pipeline.core import CODE_BACKENDS, BuildOptions, Engine, Precision, Recipe, TensorRTOptions
+from pipeline.core.artifacts import CODE_BACKENDS, BuildOptions, Engine, TensorRTOptions
+from pipeline.core.recipe import Precision, Recipe
 from tests.pipeline.conformance.models import CASES, Case
 
 ON_GPU = ("tensorrt", "tensorrt_rtx")

@@ -16,7 +16,8 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from pipeline.core import OnnxModel, Profile, Tensors, dtype_of
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.shapes import Profile, Tensors, dtype_of
 from pipeline.onnx_graph.files import onnx_model
 
 OPSET = 20

@@ -13,7 +13,9 @@ import pytest
 
 from pipeline import backends
 from pipeline.backends.base import Session, run_session
-from pipeline.core import BuildOptions, Precision, Recipe, Tensors
+from pipeline.core.artifacts import BuildOptions
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.errors import (
     BackendUnavailable,
     CrucibleError,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from pipeline.data import label_file
 from pipeline.data.label_file import Boxes, read_label_file
 from pipeline.data.samples import SelectionSet, open_set

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.core import DimRange, Profile, TensorSpec
+from pipeline.core.shapes import DimRange, Profile, TensorSpec
 from pipeline.data.samples import (
     CalibrationSet,
     SelectionSet,

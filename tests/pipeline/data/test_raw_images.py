@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.core import ImageResize, Preprocess, TensorSpec
+from pipeline.core.processing import ImageResize, Preprocess
+from pipeline.core.shapes import TensorSpec
 from pipeline.data.raw_images import check_raw
 from pipeline.errors import DataError
 

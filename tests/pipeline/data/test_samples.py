@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.core import DimRange, Profile, TensorSpec
+from pipeline.core.shapes import DimRange, Profile, TensorSpec
 from pipeline.data.batch import batch_sizes
 from pipeline.data.samples import (
     CalibrationSet,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.core import AccuracyFigures, CandidateFigures, LatencyFigures, Precision
+from pipeline.core.progress import AccuracyFigures, CandidateFigures, LatencyFigures
+from pipeline.core.recipe import Precision
 
 
 def accuracy(drop: float = 0.01, measure: str = "top1", passed: bool = True) -> AccuracyFigures:

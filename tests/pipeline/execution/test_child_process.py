@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.core import Progress
+from pipeline.core.progress import Progress
 from pipeline.errors import ChildDied, ChildStopped, DataError, DiskFull, InternalError
 from pipeline.execution import child_process as process
 from pipeline.execution.child_process import Channel, Child, TimeLimit, call_in_child, stop_children

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from pydantic import Field
 
-from pipeline.core import Artifact, DimRange, Frozen, Precision, Profile, Recipe
+from pipeline.core.artifacts import Artifact
+from pipeline.core.frozen import Frozen
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile
 from pipeline.errors import InternalError
 from pipeline.execution.content import content_of, text_of_content
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Progress
+from pipeline.core.progress import Progress
 from pipeline.errors import (
     ChildDied,
     CrucibleError,

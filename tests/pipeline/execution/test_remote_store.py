@@ -18,7 +18,8 @@ import pytest
 from filelock import FileLock
 
 from pipeline.cli.commands.host import store as show_store
-from pipeline.core import Artifact, Progress
+from pipeline.core.artifacts import Artifact
+from pipeline.core.progress import Progress
 from pipeline.errors import BackendUnavailable, ChildDied, PlanError, StoreError
 from pipeline.execution.child_process import call_in_child
 from pipeline.execution.remote_store import RemoteStore, open_store

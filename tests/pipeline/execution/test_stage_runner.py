@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Artifact, CandidateFigures, Progress, Target
+from pipeline.core.artifacts import Artifact, Target
+from pipeline.core.progress import CandidateFigures, Progress
 from pipeline.errors import ChildDied, ChildStopped, DataError
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Runner, Stage, StageCall, installed

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Artifact, Frozen, Target
+from pipeline.core.artifacts import Artifact, Target
+from pipeline.core.frozen import Frozen
 from pipeline.errors import (
     BackendUnavailable,
     ChildDied,

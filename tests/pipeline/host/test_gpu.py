@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.host.gpu import (
     FLOPS_PER_SM_AND_CLOCK,
     MEMORY_BUS_BITS,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from pipeline.core import LatencyFigures
+from pipeline.core.progress import LatencyFigures
 from pipeline.measurement.clock import (
     Samples,
     WarmUpOptions,

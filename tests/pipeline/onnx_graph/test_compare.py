@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 
-from pipeline.core import Tensors
+from pipeline.core.shapes import Tensors
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.compare import compare_graphs, compare_outputs, open_reference
 from tests.pipeline.onnx_graph.builders import parse

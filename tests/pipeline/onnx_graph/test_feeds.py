@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from pipeline.onnx_graph.feeds import draw_feeds
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.cli.inspect import read_model
 from pipeline.cli.lint import read_named
-from pipeline.core import ModelSource
+from pipeline.core.artifacts import ModelSource
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.files import (
     copy_model,

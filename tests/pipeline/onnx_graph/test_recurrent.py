@@ -12,7 +12,9 @@ import pytest
 from onnx import TensorProto
 
 from pipeline.backends.tensorrt import rtx as tensorrt_rtx_
-from pipeline.core import BuildOptions, OnnxModel, Precision, Profile, Recipe
+from pipeline.core.artifacts import BuildOptions, OnnxModel
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.onnx_graph.recurrent import STATES

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import OrtProvider, Precision, Recipe, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.recipe import OrtProvider, Precision, Recipe
 from pipeline.errors import PlanError
 from pipeline.plan.baselines import (
     baseline_recipes,

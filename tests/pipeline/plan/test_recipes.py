@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipeline.core import CalibrationMethod, Placement, Precision, Recipe, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.recipe import CalibrationMethod, Placement, Precision, Recipe
 from pipeline.errors import PlanError
 from pipeline.plan.default_candidates import default_candidates
 from pipeline.plan.recipes import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import PlanError
 from pipeline.plan.files import home, load_plan, override_plan, plan_from_document, plan_from_model
 from pipeline.plan.schema import GeneratedData, LatencyLimit, Plan

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from pipeline.core import Profile, TensorSpec
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import ModelError, PlanError
 from pipeline.plan.schema import ModelConfig
 from pipeline.plan.source import _imported_versions, check_profiles, code_digest, source_from_config

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.quantization.existing_qdq import QDQ, given_precision, lost_scales, scales_of
 from pipeline.quantization.lint.fixes import fold_weight
 from pipeline.quantization.lint.qdq_view import View

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from pipeline.core import Precision, Recipe
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.stages.convert import convert
 from tests.builders.convert import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.core import NoteCode
+from pipeline.core.artifacts import NoteCode
 from pipeline.quantization.half_precision import flatten
 from pipeline.quantization.lint.rules import (
     EVERYWHERE,

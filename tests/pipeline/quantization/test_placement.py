@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.core import Placement
+from pipeline.core.recipe import Placement
 from pipeline.quantization.placement import (
     KERNELS,
     Kernels,

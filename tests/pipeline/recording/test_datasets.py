@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.core import DimRange, Profile, TensorSpec
+from pipeline.core.shapes import DimRange, Profile, TensorSpec
 from pipeline.data.samples import (
     CalibrationSet,
     SelectionSet,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import DimRange
+from pipeline.core.shapes import DimRange
 from pipeline.plan.files import load_plan
 from tests.builders.cli import ONE_PROCESS, Result, crucible, crucible_here, environment
 

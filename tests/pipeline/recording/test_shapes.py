@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.core import DimRange
+from pipeline.core.shapes import DimRange
 from pipeline.recording.shapes import Shapes, inputs_and_profile, share_rows
 
 

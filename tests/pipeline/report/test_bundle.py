@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import DamagedError, ModelError
 from pipeline.report.bundle import deliver_engine, has_manifest, load_engine, read_engine
 from tests.builders.cli import crucible_here

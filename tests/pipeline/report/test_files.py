@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from pipeline.core import Note, NoteCode
+from pipeline.core.artifacts import Note, NoteCode
 from pipeline.errors import UserError
 from pipeline.report.files import OLD_NOTE_CODES, load_report, schema, write_report
 from pipeline.results.module_findings import ModuleFindings, Wait

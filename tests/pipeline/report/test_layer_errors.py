@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import CalibrationMethod
+from pipeline.core.recipe import CalibrationMethod
 from pipeline.report.figures import plots
 from pipeline.report.files import load_report, write_report
 from pipeline.report.layer_errors import (

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pipeline.benchmark.roofline import bound_of
-from pipeline.core import DimRange, Precision, Profile
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import DimRange, Profile
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.clock import Samples

@@ -15,7 +15,8 @@ from pipeline.cli.terminal import (
     print_limits,
     verdict_lines,
 )
-from pipeline.core import KeptNode, Precision
+from pipeline.core.artifacts import KeptNode
+from pipeline.core.recipe import Precision
 from pipeline.host.gpu import Peaks
 from pipeline.host.gpu_monitor import GpuUse
 from pipeline.report.entries import entries

@@ -6,7 +6,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelInstanceGroup
 
-from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, Target, TensorSpec
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, TensorSpec
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.report import triton
 from pipeline.report.bundle import deliver_engine

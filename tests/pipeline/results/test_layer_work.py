@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Precision, Recipe
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.host.gpu import MemoryLevel, Peaks
 from pipeline.results.graph_node import GraphNode, NodeWork
 from pipeline.results.layer_table import Layer

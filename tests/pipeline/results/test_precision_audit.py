@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.results.precision_audit import (
     fusions,
     mislabelled,

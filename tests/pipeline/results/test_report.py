@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from pipeline.core import MAX_DROP, AccuracyFigures, CandidateFigures, Precision
+from pipeline.core.progress import MAX_DROP, AccuracyFigures, CandidateFigures
+from pipeline.core.recipe import Precision
 from pipeline.measurement.statistics import Interval
 from pipeline.results.accuracy import MetricResult, ValidationReport
 from tests.builders.report import benchmark, sample_report

@@ -14,16 +14,10 @@ from pipeline import backends
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import RaceEntry
 from pipeline.benchmark.load import NO_BATCH_AXIS
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-    TensorSpec,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel
+from pipeline.core.progress import silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import PlanError
 from pipeline.measurement.comparison import MIN_PAIRS
 from pipeline.onnx_graph.files import onnx_model

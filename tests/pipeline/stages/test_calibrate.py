@@ -9,7 +9,9 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.core import CalibrationMethod, CalibrationTable, OnnxModel, Tensors
+from pipeline.core.artifacts import CalibrationTable, OnnxModel
+from pipeline.core.recipe import CalibrationMethod
+from pipeline.core.shapes import Tensors
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.onnx_graph import activations
 from pipeline.onnx_graph.activations import observe, open_probe, rows_per_run

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
 from pipeline import backends
-from pipeline.core import BuildOptions, Placement, Precision, Profile, Recipe, Tensors, silent
+from pipeline.core.artifacts import BuildOptions
+from pipeline.core.progress import silent
+from pipeline.core.recipe import Placement, Precision, Recipe
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.quantization.existing_qdq import scales_of

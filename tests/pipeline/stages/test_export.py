@@ -13,7 +13,8 @@ import torch
 
 from pipeline.backends.pytorch.export import example_sizes, feeds_at
 from pipeline.backends.pytorch.module import load_module, run_module
-from pipeline.core import ModelSource, OnnxModel, Profile, TensorSpec
+from pipeline.core.artifacts import ModelSource, OnnxModel
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import ModelError, PlanError
 from pipeline.onnx_graph import compare
 from pipeline.plan.schema import ExportConfig

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from pipeline.core import BuildOptions, Precision, Profile, Recipe
+from pipeline.core.artifacts import BuildOptions
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile
 from pipeline.stages.build import build
 from pipeline.stages.inspect_layers import operators_of, prove, with_operators
 from tests.builders.convert import RESIDUAL, model_from_text

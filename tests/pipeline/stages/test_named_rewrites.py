@@ -11,7 +11,9 @@ import pytest
 from onnx import numpy_helper
 from pydantic import ValidationError
 
-from pipeline.core import OnnxModel, Profile, silent
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.progress import silent
+from pipeline.core.shapes import Profile
 from pipeline.onnx_graph.files import external_files, onnx_model, operator_histogram, write_proto
 from pipeline.onnx_graph.rewrites import Rewrite
 from pipeline.plan.schema import SimplifyConfig

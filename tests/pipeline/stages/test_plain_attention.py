@@ -10,7 +10,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from pipeline.core import OnnxModel, Profile, Tensors, silent
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.progress import silent
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.errors import ChildKilled, DiskFull
 from pipeline.execution.child_process import call_in_child
 from pipeline.onnx_graph.files import onnx_model, operator_histogram

@@ -6,15 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.core import (
-    CalibrationMethod,
-    DimRange,
-    Placement,
-    Postprocess,
-    Precision,
-    Profile,
-    Recipe,
-)
+from pipeline.core.processing import Postprocess
+from pipeline.core.recipe import CalibrationMethod, Placement, Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.onnx_graph.compare import compare_graphs, open_reference
 from pipeline.onnx_graph.files import read_proto

@@ -5,17 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.core import (
-    CalibrationMethod,
-    DimRange,
-    ImageResize,
-    Placement,
-    Precision,
-    Preprocess,
-    Profile,
-    Recipe,
-    silent,
-)
+from pipeline.core.processing import ImageResize, Preprocess
+from pipeline.core.progress import silent
+from pipeline.core.recipe import CalibrationMethod, Placement, Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.onnx_graph.compare import compare_graphs, open_reference
 from pipeline.onnx_graph.files import read_proto

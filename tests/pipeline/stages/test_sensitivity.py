@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from pipeline.core import Precision, Recipe
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.data.samples import SelectionSet, open_set
 from pipeline.onnx_graph.activations import observe, open_probe
 from pipeline.onnx_graph.files import onnx_model

@@ -11,7 +11,9 @@ import onnx
 import pytest
 
 from pipeline.compiler.graph import SIMPLIFY
-from pipeline.core import DimRange, OnnxModel, Profile, Progress, Tensors, ValueRange, silent
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import DimRange, Profile, Tensors, ValueRange
 from pipeline.execution.stage_runner import Runner, StageCall
 from pipeline.execution.store import Store
 from pipeline.onnx_graph.compare import open_reference

@@ -11,7 +11,9 @@ import onnx
 import pytest
 
 from pipeline import backends
-from pipeline.core import OnnxModel, Profile, Target, silent
+from pipeline.core.artifacts import OnnxModel, Target
+from pipeline.core.progress import silent
+from pipeline.core.shapes import Profile
 from pipeline.errors import ChildDied, ModelError, PlanError
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.files import onnx_model, operator_histogram

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.execution.store import Key, Store
 from pipeline.plan.schema import ModelConfig, Plan
 from pipeline.report.bundle import deliver_engine

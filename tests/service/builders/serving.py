@@ -19,7 +19,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from pipeline.core import Tensors, TensorSpec
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.serving_inputs import BatchSpec, InputRecipe
 from service.auth import Caller
 from service.errors import NotFound, TimedOut, TooMany, Unavailable, Unprocessable

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from service.codecs.content_encoding import accepted_encoding, packed, unpacked
 from service.codecs.json_values import parsed_object
 from service.codecs.native_json import encode_json, parse_json

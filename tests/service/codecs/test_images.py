@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.core import Preprocess, TensorSpec
+from pipeline.core.processing import Preprocess
+from pipeline.core.shapes import TensorSpec
 from pipeline.serving_inputs import InputRecipe, ServingConfig, with_raw_image
 from service.codecs.images import array_from_image
 

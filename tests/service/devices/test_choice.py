@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Engine, Precision, Recipe, Target
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.recipe import Precision, Recipe
 from service.devices.choice import all_devices_for, device_for
 from service.devices.gpus import GpuKind
 from service.errors import Unprocessable

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.results.report import Verdict
 from service.app import create_app
 from service.auth import LOCAL
@@ -373,7 +373,7 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
         )
         await json_of(await desk.client.put("/models/m/deployment", json={}))
         manager: Any = desk.service.serving  # its private entries
-        (entry,) = manager._entries.values()
+        (entry,) = manager._table.entries.values()
         assert entry.loaded is not None
         killed = entry.loaded.running.pids[0]
         os.kill(killed, signal.SIGKILL)

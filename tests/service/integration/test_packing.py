@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from pipeline.benchmark.batch_invariance import TOLERANCE, prove_batch
-from pipeline.core import Engine, Precision, Tensors
+from pipeline.core.artifacts import Engine
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Tensors
 from pipeline.results.report import PackingProof
 from pipeline.serving_inputs import BatchSpec, Packing, ServingConfig, with_made_inputs
 from service.client import Client

@@ -24,7 +24,7 @@ import tritonclient.http as triton_http
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from service.jobs.store import JobStore
 from service.storage.database import Database
 from service.storage.layout import Folders

@@ -18,7 +18,10 @@ import pytest
 from pipeline import backends
 from pipeline.benchmark.batch_invariance import TOLERANCE
 from pipeline.compiler.graph import export_plan
-from pipeline.core import BuildOptions, Engine, Precision, Recipe, Tensors, silent
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.progress import silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from pipeline.core import Artifact
+from pipeline.core.artifacts import Artifact
 from pipeline.errors import StoreError
 from pipeline.execution.remote_store import RemoteStore
 from pipeline.execution.store import Key, Store

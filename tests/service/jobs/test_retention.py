@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Artifact
+from pipeline.core.artifacts import Artifact
 from pipeline.execution.store import Key, Store
 from service.jobs.retention import Collected, Contents, Expired, Item, collect, expired
 from service.jobs.state import CancelAsked, Job

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from pipeline.core import CandidateFigures
+from pipeline.core.progress import CandidateFigures
 from pipeline.errors import DiskFull
 from pipeline.execution.stage_event import StageEvent, StageStatus
 from service.errors import Conflict, NotFound, TooMany

@@ -16,7 +16,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.compiler.candidates import stages as candidate_stages
-from pipeline.core import Engine, Note, Precision, Progress, silent
+from pipeline.core.artifacts import Engine, Note
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision
 from pipeline.errors import InternalError, ModelError
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.durations import History

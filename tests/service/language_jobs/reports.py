@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.core import Target
+from pipeline.core.artifacts import Target
 from pipeline.execution.store import Key, Store
 from pipeline.host.environment import environment
 from pipeline.llm.engine import MODEL_FILE, SETTINGS_FILE, LanguageEngine, LanguageSettings

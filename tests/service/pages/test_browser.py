@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from service.jobs.publish import published_engine
 from service.jobs.store import JobStore
 from service.registry.models import DeploymentOptions

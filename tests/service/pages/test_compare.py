@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.core import Precision
+from pipeline.core.recipe import Precision
 from pipeline.report.files import load_report
 from pipeline.results.layer_table import Layer, LayerTable
 from service.pages.compare import MAX_LAYERS, comparison_of, flat, layers_of

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from service.codecs.tensors import Array, dtype_of
 from service.http.routers.infer import JSON, NPY
 from service.pages.example_requests import Example, Sent, examples

@@ -10,7 +10,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.core import Engine, Postprocess, Preprocess
+from pipeline.core.artifacts import Engine
+from pipeline.core.processing import Postprocess, Preprocess
 from pipeline.plan.schema import ModelConfig, Plan
 from pipeline.serving_inputs import Packing, ServingConfig
 from service.auth import LOCAL

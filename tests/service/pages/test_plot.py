@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import MAX_DROP, MAX_LATENCY_S
+from pipeline.core.progress import MAX_DROP, MAX_LATENCY_S
 from pipeline.formatting import time_text
 from pipeline.report.entries import entries
 from service.pages.plot import (

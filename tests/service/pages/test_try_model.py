@@ -8,7 +8,7 @@ import numpy as np
 from onnx import TensorProto, helper
 from PIL import Image
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.serving_inputs import InputRecipe, ServingConfig
 from service.auth import LOCAL
 from service.pages.try_model import output_view

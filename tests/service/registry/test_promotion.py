@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import DamagedError
 from pipeline.results.report import Verdict
 from pipeline.serving_inputs import InputRecipe, Padding, ServingConfig

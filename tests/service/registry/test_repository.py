@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from pipeline.core import Engine, Precision, TensorSpec
+from pipeline.core.artifacts import Engine
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import DamagedError
 from pipeline.plan.schema import ModelConfig, Plan
 from pipeline.report.bundle import load_engine

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as some
 
-from pipeline.core import DimRange, Profile, ValueRange
+from pipeline.core.shapes import DimRange, Profile, ValueRange
 from pipeline.plan.schema import Plan
 from service.registry.traffic import (
     MAX_PROFILES,

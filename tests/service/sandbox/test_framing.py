@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from pydantic import Field, TypeAdapter
 
-from pipeline.core import Frozen
+from pipeline.core.frozen import Frozen
 from service.sandbox.framing import (
     LENGTHS,
     MAX_HEAD_BYTES,

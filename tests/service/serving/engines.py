@@ -18,16 +18,10 @@ from prometheus_client import CollectorRegistry
 
 from pipeline import backends
 from pipeline.backends.base import run_session
-from pipeline.core import (
-    BuildOptions,
-    DimRange,
-    Engine,
-    Precision,
-    Profile,
-    Recipe,
-    Tensors,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.progress import silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, Tensors
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.report.bundle import seal
 from pipeline.serving_inputs import BatchSpec

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import ChildDied
 from pipeline.report.bundle import load_engine
 from pipeline.results.report import Report, Verdict

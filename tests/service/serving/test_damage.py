@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import CrucibleError, DamagedError
 from service.auth import LOCAL
 from service.errors import Unavailable

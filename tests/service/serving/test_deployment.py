@@ -12,7 +12,8 @@ import psutil
 import pytest
 from onnx import TensorProto, helper
 
-from pipeline.core import DimRange, Engine, Profile
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import DimRange, Profile
 from pipeline.errors import HostError
 from pipeline.host.gpu import VISIBLE
 from pipeline.serving_inputs import BatchSpec, Padding

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import Engine, Precision, Recipe, Target
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import ChildDied, CrucibleError
 from pipeline.report.files import load_report
 from pipeline.results.benchmarks import LoadPoint

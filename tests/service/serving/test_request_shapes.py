@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from pipeline.core import (
-    DimRange,
-    Engine,
-    Precision,
-    Profile,
-    Recipe,
-    Target,
-    TensorSpec,
-    ValueRange,
-)
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, TensorSpec, ValueRange
 from pipeline.errors import InternalError
 from pipeline.serving_inputs import BatchSpec, Padding
 from service.errors import Unprocessable

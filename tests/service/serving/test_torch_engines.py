@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.core import CompileMode, Engine
+from pipeline.core.artifacts import Engine
+from pipeline.core.recipe import CompileMode
 from pipeline.errors import DamagedError, InternalError
 from pipeline.report.bundle import read_engine, seal
 from service.auth import LOCAL

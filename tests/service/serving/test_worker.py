@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from pipeline.backends import page_lock
-from pipeline.core import Engine, Tensors
+from pipeline.core.artifacts import Engine
+from pipeline.core.shapes import Tensors
 from pipeline.errors import HostError
 from service.sandbox.framing import MAX_HEAD_BYTES, decode
 from service.serving.shared_memory import MIN_BYTES, Buffer, Slot, layout

@@ -20,7 +20,7 @@ import uvloop
 from onnx import TensorProto, helper
 from structlog.testing import capture_logs
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import HostError, InternalError
 from service.errors import TimedOut, Unavailable, Unprocessable
 from service.inference import InferAnswer
@@ -466,7 +466,7 @@ def test_inputs_that_an_engine_refuses_cost_nobody_else_in_their_batch(tmp_path:
 SERVES = """
 import asyncio, sys
 from pathlib import Path
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from tests.service.serving.engines import deployed, marked
 async def main(folder, engine):
     async with deployed(folder, engine, model=sys.argv[2]) as bench:

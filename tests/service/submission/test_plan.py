@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from pipeline.backends.pytorch.module import load_module
-from pipeline.core import TensorRTOptions
+from pipeline.core.artifacts import TensorRTOptions
 from pipeline.plan.schema import (
     AccuracyConfig,
     DataConfig,

@@ -16,7 +16,7 @@ from pipeline.accuracy.metrics.from_plan import (
     metric_from_plan,
 )
 from pipeline.accuracy.metrics.libraries import LIBRARIES
-from pipeline.core import TensorSpec
+from pipeline.core.shapes import TensorSpec
 from pipeline.data.label_file import LabelKind
 from pipeline.data.samples import SampleSet, SelectionSet, open_set
 from pipeline.errors import BackendUnavailable, DataError, PlanError

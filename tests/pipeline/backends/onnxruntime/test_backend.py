@@ -12,7 +12,9 @@ from onnx import helper
 from pipeline import backends
 from pipeline.backends.base import Loaded
 from pipeline.backends.onnxruntime import backend as onnxruntime_
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, Tensors
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.errors import DataError, UnsupportedError
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.baselines import AS_WRITTEN

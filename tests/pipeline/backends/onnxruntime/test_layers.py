@@ -16,7 +16,9 @@ from pipeline.backends.onnxruntime import layers as ort_layers
 from pipeline.backends.openvino import backend as openvino_
 from pipeline.backends.openvino import layers as openvino_layers
 from pipeline.backends.openvino.layers import RuntimeLayer, layers_from_runtime, medians
-from pipeline.core import BuildOptions, Engine, OnnxModel, Precision, Profile, Recipe, Tensors
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import BackendUnavailable, DataError, StoreError
 from pipeline.execution.child_process import call_in_child

@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.backends.base import run_session
 from pipeline.backends.onnxruntime import backend as onnxruntime_
-from pipeline.core import BuildOptions, Engine, OrtProvider, Precision, Recipe
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.recipe import OrtProvider, Precision, Recipe
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from tests.pipeline.backends.onnxruntime.onnxruntime_double import OnnxRuntimeDouble, pretend_gpu
 from tests.pipeline.conformance.models import convolution

@@ -14,7 +14,9 @@ from onnx import numpy_helper
 from pipeline.backends.base import run_session
 from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.backends.onnxruntime.weight_only import compress_with_onnxruntime, split_gemms
-from pipeline.core import BuildOptions, OnnxModel, Precision, Recipe, Tensors
+from pipeline.core.artifacts import BuildOptions, OnnxModel
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Tensors
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.files import read_proto

@@ -11,17 +11,9 @@ from onnx import TensorProto, helper
 
 from pipeline.backends.onnxruntime import backend as onnxruntime_
 from pipeline.backends.openvino import backend as openvino_
-from pipeline.core import (
-    BuildOptions,
-    Engine,
-    OnnxModel,
-    Placement,
-    Precision,
-    Profile,
-    Recipe,
-    Target,
-    Tensors,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, Target
+from pipeline.core.recipe import Placement, Precision, Recipe
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import PlanError, UnsupportedError
 from pipeline.execution.child_process import call_in_child

@@ -14,7 +14,9 @@ from onnx import numpy_helper
 from pipeline.backends.base import run_session
 from pipeline.backends.openvino import backend as openvino_
 from pipeline.backends.openvino.nncf import compress_with_nncf, quantize_with_nncf
-from pipeline.core import BuildOptions, OnnxModel, Precision, Profile, Recipe, Tensors
+from pipeline.core.artifacts import BuildOptions, OnnxModel
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import UnsupportedError
 from pipeline.execution.child_process import call_in_child

@@ -10,17 +10,9 @@ import numpy as np
 import pytest
 
 from pipeline.backends.pytorch import backend as pytorch_
-from pipeline.core import (
-    BuildOptions,
-    CompileMode,
-    Engine,
-    ModelSource,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-    TensorSpec,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, ModelSource, OnnxModel
+from pipeline.core.recipe import CompileMode, Precision, Recipe
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.plan.source import digest_of_source
 from pipeline.preprocess import raw_specs
 

@@ -25,7 +25,9 @@ from pipeline.backends.pytorch.module import (
     tensor_from_array,
     weights_bytes,
 )
-from pipeline.core import BuildOptions, ModelSource, OnnxModel, Precision, Tensors, TensorSpec
+from pipeline.core.artifacts import BuildOptions, ModelSource, OnnxModel
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Tensors, TensorSpec
 from pipeline.errors import BackendUnavailable, DataError, HostError, ModelError, UnsupportedError
 from tests.pipeline.backends.pytorch.builders import (
     CLASSES,

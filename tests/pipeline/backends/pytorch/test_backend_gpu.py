@@ -14,7 +14,9 @@ from pipeline.backends.base import run_session
 from pipeline.backends.pytorch import backend as pytorch_
 from pipeline.backends.pytorch.cuda import why_not_cuda
 from pipeline.backends.pytorch.module import load_module, run_module
-from pipeline.core import Engine, ModelSource, Progress, TensorSpec
+from pipeline.core.artifacts import Engine, ModelSource
+from pipeline.core.progress import Progress
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import HostError, ModelError
 from pipeline.execution.child_process import call_in_child
 from pipeline.plan.source import digest_of_source

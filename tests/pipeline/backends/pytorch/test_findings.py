@@ -14,7 +14,9 @@ import torch
 from pipeline.backends.pytorch.findings import examine_module
 from pipeline.backends.pytorch.graph_breaks import count_graphs
 from pipeline.backends.pytorch.waits import find_waits, short_path, sync_warnings
-from pipeline.core import ModelSource, Profile, Progress, TensorSpec, silent
+from pipeline.core.artifacts import ModelSource
+from pipeline.core.progress import Progress, silent
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import ModelError
 from pipeline.execution.child_process import call_in_child
 from pipeline.plan.source import digest_of_source

@@ -10,7 +10,10 @@ from pipeline.backends.base import run_session
 from pipeline.backends.pytorch import programs
 from pipeline.backends.pytorch.module import in_precision
 from pipeline.backends.pytorch.postprocessing import with_postprocessing
-from pipeline.core import BuildOptions, ModelSource, Postprocess, Precision, Recipe, TensorSpec
+from pipeline.core.artifacts import BuildOptions, ModelSource
+from pipeline.core.processing import Postprocess
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import TensorSpec
 from pipeline.postprocess import postprocessed, reduced_specs
 from tests.pipeline.backends.pytorch.builders import (
     CLASSES,

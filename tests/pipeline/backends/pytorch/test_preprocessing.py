@@ -10,15 +10,10 @@ from pipeline.backends.base import run_session
 from pipeline.backends.pytorch import programs
 from pipeline.backends.pytorch.module import in_precision
 from pipeline.backends.pytorch.preprocessing import with_preprocessing
-from pipeline.core import (
-    BuildOptions,
-    ImageResize,
-    ModelSource,
-    Precision,
-    Preprocess,
-    Recipe,
-    TensorSpec,
-)
+from pipeline.core.artifacts import BuildOptions, ModelSource
+from pipeline.core.processing import ImageResize, Preprocess
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import TensorSpec
 from pipeline.preprocess import preprocessed
 from tests.pipeline.backends.pytorch.builders import (
     CLASSES,

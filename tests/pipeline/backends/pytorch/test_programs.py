@@ -17,21 +17,10 @@ from pipeline.backends.base import run_session
 from pipeline.backends.pytorch import programs as torch_programs
 from pipeline.backends.pytorch.module import load_module, run_module
 from pipeline.backends.pytorch.programs import PACKAGE, capture_sizes, check_recipe
-from pipeline.core import (
-    BuildOptions,
-    CompileMode,
-    Engine,
-    ModelSource,
-    OnnxModel,
-    Precision,
-    Profile,
-    ProgramForm,
-    Progress,
-    Recipe,
-    Target,
-    TensorSpec,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, ModelSource, OnnxModel, Target
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import CompileMode, Precision, ProgramForm, Recipe
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import (
     BackendUnavailable,
     ChildDied,

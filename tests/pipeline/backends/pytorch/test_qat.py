@@ -19,7 +19,10 @@ from pipeline.backends.pytorch.qat import (
     holds_fake_quantizers,
     scales_run,
 )
-from pipeline.core import ModelSource, OnnxModel, Precision, Profile, TensorSpec, silent
+from pipeline.core.artifacts import ModelSource, OnnxModel
+from pipeline.core.progress import silent
+from pipeline.core.recipe import Precision
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.errors import ModelError
 from pipeline.onnx_graph.compare import open_reference
 from pipeline.onnx_graph.files import onnx_model, read_proto, write_proto

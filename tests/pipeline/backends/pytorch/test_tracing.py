@@ -11,7 +11,7 @@ from pipeline import backends
 from pipeline.benchmark.interleaved import Workload
 from pipeline.benchmark.trace import RUNS, trace_engine
 from pipeline.benchmark.trace_events import write_trace
-from pipeline.core import Progress
+from pipeline.core.progress import Progress
 from pipeline.execution.child_process import call_in_child
 from pipeline.results.timeline import OPERATORS, EngineTrace
 from tests.pipeline.backends.pytorch.builders import (

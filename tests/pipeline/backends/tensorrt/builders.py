@@ -13,16 +13,9 @@ from onnx import TensorProto, helper
 
 from pipeline.backends.tensorrt.messages import logger_of
 from pipeline.backends.tensorrt.session import TrtLoaded, load_engine
-from pipeline.core import (
-    Engine,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-    Target,
-    Tensors,
-    TensorSpec,
-)
+from pipeline.core.artifacts import Engine, OnnxModel, Target
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile, Tensors, TensorSpec
 from pipeline.onnx_graph.files import onnx_model
 from tests.pipeline.backends.cuda_double import CudaDouble
 from tests.pipeline.backends.tensorrt.trt_double import Arrays, Program, TensorRTDouble

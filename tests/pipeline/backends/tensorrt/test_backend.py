@@ -22,21 +22,10 @@ from pipeline.backends.cuda import OutOfDeviceMemory
 from pipeline.backends.tensorrt import backend as tensorrt_
 from pipeline.backends.tensorrt import library as trt_library
 from pipeline.backends.tensorrt import parser as trt_parser
-from pipeline.core import (
-    BuildOptions,
-    DimRange,
-    Engine,
-    OnnxModel,
-    Precision,
-    Profile,
-    Progress,
-    Recipe,
-    Target,
-    TensorRTOptions,
-    Tensors,
-    ValueRange,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, Engine, OnnxModel, Target, TensorRTOptions
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, Tensors, ValueRange
 from pipeline.errors import BackendUnavailable, ModelError, PlanError, UnsupportedError
 from pipeline.execution.child_process import call_in_child
 from pipeline.host.gpu import find_gpus

@@ -28,17 +28,9 @@ from pipeline.backends.tensorrt.build import (
 )
 from pipeline.backends.tensorrt.messages import messages_of
 from pipeline.backends.tensorrt.parser import Parsed, parse, sentence
-from pipeline.core import (
-    BuildOptions,
-    DimRange,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-    TensorRTOptions,
-    TensorSpec,
-    ValueRange,
-)
+from pipeline.core.artifacts import BuildOptions, OnnxModel, TensorRTOptions
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, TensorSpec, ValueRange
 from pipeline.errors import BackendUnavailable, CrucibleError, PlanError, UnsupportedError
 from tests.pipeline.backends.tensorrt.builders import save
 

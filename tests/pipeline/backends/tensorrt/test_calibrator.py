@@ -26,16 +26,10 @@ from pipeline.backends.tensorrt.calibrator import (
     note_on,
     profiles_of,
 )
-from pipeline.core import (
-    BuildOptions,
-    CalibrationMethod,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-    TensorSpec,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, OnnxModel
+from pipeline.core.progress import silent
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import Profile, TensorSpec
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import BackendUnavailable, DataError, UnsupportedError
 from pipeline.host.gpu import find_gpus

@@ -21,7 +21,9 @@ from pipeline.backends.tensorrt.layers import (
     precision_from_tactic,
     precision_of,
 )
-from pipeline.core import BuildOptions, DimRange, Precision, Profile, Recipe, Tensors, TensorSpec
+from pipeline.core.artifacts import BuildOptions
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, Tensors, TensorSpec
 from pipeline.errors import DataError, InternalError
 from pipeline.onnx_graph.feeds import draw_feeds
 from pipeline.results.precision_audit import fusions, mislabelled, time_by_precision

@@ -21,7 +21,7 @@ from pipeline.backends.tensorrt.library import (
     features,
 )
 from pipeline.cli.doctor import check_backend
-from pipeline.core import CalibrationMethod, Precision, Recipe
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.host.gpu import Gpu, Gpus
 

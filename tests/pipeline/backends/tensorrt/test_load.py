@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.backends.tensorrt.session import ordinal_of
-from pipeline.core import Precision, Recipe, TensorSpec
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import TensorSpec
 from pipeline.errors import BackendUnavailable, StoreError, UnsupportedError
 from tests.pipeline.backends.tensorrt.builders import DOUBLE, FLAG, Bench, X, Y
 

@@ -18,7 +18,7 @@ from pipeline.backends.tensorrt.messages import (
     logger_of,
     messages_of,
 )
-from pipeline.core import Progress
+from pipeline.core.progress import Progress
 from pipeline.errors import ChildDied
 from pipeline.execution.child_process import call_in_child
 

@@ -22,15 +22,10 @@ from pipeline.backends.tensorrt.modelopt import (
     method_of,
     quantize_with_modelopt,
 )
-from pipeline.core import (
-    BuildOptions,
-    CalibrationMethod,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-    silent,
-)
+from pipeline.core.artifacts import BuildOptions, OnnxModel
+from pipeline.core.progress import silent
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import Profile
 from pipeline.data.samples import CalibrationSet, open_set
 from pipeline.errors import BackendUnavailable, UnsupportedError
 from pipeline.onnx_graph.activations import Bounds

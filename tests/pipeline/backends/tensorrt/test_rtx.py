@@ -11,16 +11,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.backends.tensorrt import parser as trt_parser
 from pipeline.backends.tensorrt import rtx as tensorrt_rtx_
-from pipeline.core import (
-    BuildOptions,
-    DimRange,
-    OnnxModel,
-    Precision,
-    Profile,
-    Recipe,
-    Refusal,
-    ValueRange,
-)
+from pipeline.core.artifacts import BuildOptions, OnnxModel, Refusal
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, ValueRange
 from pipeline.errors import BackendUnavailable, PlanError, UnsupportedError
 from pipeline.host.gpu import Gpu, Gpus
 from pipeline.onnx_graph.files import onnx_model

@@ -20,7 +20,7 @@ from pipeline.backends.base import run_session
 from pipeline.backends.tensorrt.memory import run_error
 from pipeline.backends.tensorrt.messages import MAX_MESSAGES, logger_of, messages_of
 from pipeline.backends.tensorrt.session import GRAPHS, Recent, TrtSession
-from pipeline.core import Profile, Tensors, TensorSpec
+from pipeline.core.shapes import Profile, Tensors, TensorSpec
 from pipeline.errors import DataError, HostError, InternalError, UnsupportedError
 from pipeline.results.gpu_cost import GpuCost
 from tests.pipeline.backends.cuda_double import CudaDouble, Error

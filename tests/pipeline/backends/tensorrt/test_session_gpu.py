@@ -24,7 +24,9 @@ from pipeline import backends
 from pipeline.backends import cuda
 from pipeline.backends.base import run_session
 from pipeline.backends.tensorrt.session import GRAPHS, TrtLoaded, TrtSession
-from pipeline.core import BuildOptions, Engine, Precision, Profile, Recipe, Tensors
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import Profile, Tensors
 from pipeline.errors import DataError, HostError, StoreError
 from tests.pipeline.conformance.models import (
     Case,

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from pipeline.compiler.advice.figures import batch_attempt, clock_attempt, sizes_of_sweep
-from pipeline.core import DimRange, Engine, Precision, Profile, Recipe, TensorSpec
+from pipeline.core.artifacts import Engine
+from pipeline.core.recipe import Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile, TensorSpec
 from pipeline.host.gpu_monitor import GpuUse, Span
 from pipeline.measurement.clock import Samples
 from pipeline.results.advice import Outcome

@@ -19,7 +19,7 @@ from pipeline.compiler.advice.rules import (
     share_of,
 )
 from pipeline.compiler.context import open_context
-from pipeline.core import Precision, Recipe
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import PlanError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

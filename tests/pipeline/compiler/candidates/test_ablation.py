@@ -17,7 +17,7 @@ from pipeline.compiler.candidates.ablation import (
     reversals,
 )
 from pipeline.compiler.measure import worth_measuring
-from pipeline.core import CalibrationMethod, Placement, Precision, Recipe
+from pipeline.core.recipe import CalibrationMethod, Placement, Precision, Recipe
 from pipeline.measurement.clock import Samples
 from pipeline.measurement.statistics import Interval
 from pipeline.report.files import load_report, write_report

@@ -25,7 +25,8 @@ from pipeline.compiler.candidates.fallback import (
     with_opt_moved,
 )
 from pipeline.compiler.compile import compile_plan
-from pipeline.core import CalibrationMethod, DimRange, Precision, Profile, Recipe
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
+from pipeline.core.shapes import DimRange, Profile
 from pipeline.errors import InternalError, UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

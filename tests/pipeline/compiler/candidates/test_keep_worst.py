@@ -13,7 +13,8 @@ from pipeline.backends import BACKENDS
 from pipeline.backends.base import Loaded
 from pipeline.compiler.compile import compile_plan
 from pipeline.compiler.next_steps import KEEP_WORST
-from pipeline.core import CalibrationMethod, Engine, Precision, Recipe, Target
+from pipeline.core.artifacts import Engine, Target
+from pipeline.core.recipe import CalibrationMethod, Precision, Recipe
 from pipeline.errors import UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

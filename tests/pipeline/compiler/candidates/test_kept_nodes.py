@@ -11,7 +11,8 @@ import pytest
 from pipeline.backends import BACKENDS
 from pipeline.cli.terminal import candidate_table, console, verdict_lines
 from pipeline.compiler.compile import compile_plan
-from pipeline.core import KeptNode, Precision
+from pipeline.core.artifacts import KeptNode
+from pipeline.core.recipe import Precision
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store
 from pipeline.plan.files import load_plan

@@ -17,7 +17,8 @@ from pipeline.compiler.candidates.host_recipes import (
 )
 from pipeline.compiler.candidates.prepare import prepare, stopped, with_layers
 from pipeline.compiler.context import CompileContext, open_context
-from pipeline.core import Precision, Recipe, Target
+from pipeline.core.artifacts import Target
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import UnsupportedError
 from pipeline.execution.stage_runner import Runner
 from pipeline.execution.store import Store

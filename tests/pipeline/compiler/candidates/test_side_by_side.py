@@ -25,7 +25,9 @@ from pipeline.compiler.candidates.side_by_side import (
 from pipeline.compiler.candidates.stages import reference_outputs
 from pipeline.compiler.context import CompileContext, open_context
 from pipeline.compiler.graph import export_model
-from pipeline.core import OnnxModel, Precision, Progress, Recipe, silent
+from pipeline.core.artifacts import OnnxModel
+from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import (
     ChildDied,
     ChildKilled,

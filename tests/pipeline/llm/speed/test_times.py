@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import Contestant
-from pipeline.core import Target
+from pipeline.core.artifacts import Target
 from pipeline.llm.compile import best_of, decide
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.gate import judge

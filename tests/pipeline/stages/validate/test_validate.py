@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from pipeline.core import Engine, Progress
+from pipeline.core.artifacts import Engine
+from pipeline.core.progress import Progress
 from pipeline.data.samples import SampleSet
 from pipeline.errors import InternalError
 from pipeline.execution.child_process import call_in_child

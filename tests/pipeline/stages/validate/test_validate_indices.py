@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from pipeline.backends.onnxruntime import backend as onnxruntime_
-from pipeline.core import BuildOptions, Engine, Postprocess, Precision, Recipe
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.processing import Postprocess
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.errors import DataError, PlanError
 from pipeline.plan.schema import AccuracyConfig, Thresholds
 from pipeline.results.accuracy import ValidationReport

@@ -16,7 +16,8 @@ from scipy.stats import spearmanr
 from calibration_data.tasks.make_tasks import LETTERS, TASKS, write_task
 from pipeline.accuracy.gate import gate_points
 from pipeline.backends.onnxruntime import backend as onnxruntime_
-from pipeline.core import BuildOptions, Engine, Precision, Recipe
+from pipeline.core.artifacts import BuildOptions, Engine
+from pipeline.core.recipe import Precision, Recipe
 from pipeline.data.samples import SampleSet, SelectionSet, open_set
 from pipeline.onnx_graph.files import onnx_model
 from pipeline.plan.files import load_plan

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from onnx import TensorProto, helper
 
-from pipeline.core import Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import InternalError
 from service.errors import TimedOut, Unavailable, Unprocessable
 from service.inference import InferAnswer

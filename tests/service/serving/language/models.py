@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from pipeline.core import Target
+from pipeline.core.artifacts import Target
 from pipeline.execution.store import Key, Store
 from pipeline.host.environment import environment
 from pipeline.llm.engine import MODEL_FILE, SETTINGS_FILE, LanguageEngine, LanguageSettings
