@@ -6,8 +6,9 @@
 
 Each child is a process in its own session. A crash, exhausted memory and the global state of
 libraries stay in the child. For a conversation, in which engines are measured, it is a fresh
-interpreter; for one call it is forked from one that has the imports done (fork_server.py). A stop ends the child and all its own children: SIGTERM, a grace
-period, SIGKILL. A child dies with its parent, even if SIGKILL ends the parent.
+interpreter. For one call it is forked from a process that has the imports done (fork_server.py).
+A stop ends the child and all its own children: SIGTERM, a grace period, SIGKILL. A child dies with
+its parent, even if SIGKILL ends the parent.
 """
 
 from __future__ import annotations

@@ -33,10 +33,12 @@ import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import IO, Any
 
 # what all children need, and what most stages import inside their functions
-MODULES = ("pipeline.execution.child_process", "onnx", "onnxruntime")
+FIRST = ("pipeline.execution.child_process", "onnx", "onnxruntime")
+LATER = ("numpy.random", "polygraphy.comparator")  # imported while the first child works
 OURS = "pipeline."  # the modules that the server imports for its children: no code of a user
 CHANGING = ("CRUCIBLE_", "PYTEST_")  # variables that no library reads when it is imported
 START_S = 60.0  # for the imports of a server, on a busy host
@@ -201,7 +203,7 @@ def _conditions(environment: Mapping[str, str]) -> tuple[object, ...]:
     apart = (*CHANGING, "PYTHONPATH")
     return (
         {name: value for name, value in environment.items() if not name.startswith(apart)},
-        os.getcwd(),
+        Path.cwd(),
         os.sched_getaffinity(0),
         os.getpriority(os.PRIO_PROCESS, 0),
         [resource.getrlimit(number) for number in LIMITS],
@@ -253,7 +255,7 @@ def _serve(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.set_inheritable(descriptor, False)
     gc.disable()  # what is imported stays; children enable it
-    _import(MODULES)
+    _import(FIRST)
     parent = socket.socket(fileno=descriptor)
     state = _State(requests={parent: 0})
     while True:
@@ -298,6 +300,7 @@ def _fork(state: _State, parent: int, module: str, pipe: int, log: int, reports:
     state.requests[ours] = pid
     state.children[os.pidfd_open(pid)] = child
     _send(child, pid)
+    _import(LATER)
 
 
 def _become_child(pipe: int, log: int, requests: socket.socket) -> None:

@@ -50,16 +50,15 @@ def variable(name: str, progress: Progress) -> tuple[str | None, int]:
 
 
 def folder(progress: Progress) -> str:
-    return os.getcwd()
+    return str(Path.cwd())
 
 
 def place(progress: Progress) -> tuple[int, int, list[int]]:
     """Process, session and open sockets."""
     sockets = []
-    for name in os.listdir("/proc/self/fd"):
-        link = Path("/proc/self/fd", name)
-        if link.is_symlink() and os.readlink(link).startswith("socket:"):
-            sockets.append(int(name))
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_symlink() and str(link.readlink()).startswith("socket:"):
+            sockets.append(int(link.name))
     return os.getpid(), os.getsid(0), sockets
 
 
@@ -167,7 +166,7 @@ def test_any_other_variable_takes_a_server_that_started_with_it(
 def test_a_child_starts_in_the_folder_of_its_parent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert call_in_child(folder, name="folder") == os.getcwd()
+    assert call_in_child(folder, name="folder") == str(Path.cwd())
     monkeypatch.chdir(tmp_path)
     assert call_in_child(folder, name="folder") == str(tmp_path)
 
