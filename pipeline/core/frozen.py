@@ -10,5 +10,9 @@ class Frozen(BaseModel):
 
     # by alias: a renamed key of the plan is written with its old name, which programs read
     model_config = ConfigDict(
-        frozen=True, extra="forbid", arbitrary_types_allowed=False, serialize_by_alias=True
+        frozen=True,
+        extra="forbid",
+        arbitrary_types_allowed=False,
+        serialize_by_alias=True,
+        defer_build=True,
     )

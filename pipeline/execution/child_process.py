@@ -4,9 +4,11 @@
     child = Child(function, argument, name="bench")                        a conversation:
                                                                            child.send, child.receive
 
-Each child is a fresh interpreter in its own session. A crash, exhausted memory and the global state
-of libraries stay in the child. A stop ends the child and all its own children: SIGTERM, a grace
-period, SIGKILL. A child dies with its parent, even if SIGKILL ends the parent.
+Each child is a process in its own session. A crash, exhausted memory and the global state of
+libraries stay in the child. For a conversation, in which engines are measured, it is a fresh
+interpreter. For one call it is forked from a process that has the imports done (fork_server.py).
+A stop ends the child and all its own children: SIGTERM, a grace period, SIGKILL. A child dies with
+its parent, even if SIGKILL ends the parent.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +41,7 @@ from pipeline.execution.exit_causes import (
     how_it_died,
     memory_kills,
 )
+from pipeline.execution.fork_server import Forked, changing, fork, stop_server, take_over
 
 T = TypeVar("T")
 GRACE_S = 3.0
@@ -67,6 +70,8 @@ class Start:
     function: str
     arguments: tuple[object, ...]
     conversation: bool  # the function gets a Channel first; otherwise a Progress last
+    # those that a forked child takes over; None: a fresh child has its environment already
+    variables: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,7 @@ def stop_children() -> None:
     for child in tuple(_running):
         child.is_stopped = True
         child.end()
+    stop_server()
 
 
 class Child:
@@ -146,45 +152,48 @@ class Child:
         env: Mapping[str, str] | None = None,
         conversation: bool = True,
         command: Callable[[Sequence[str]], Sequence[str]] = tuple,
+        forked: bool = False,
     ) -> None:
-        """`command` may put the child's command in that of a sandbox."""
+        """`command` may put the child's command in that of a sandbox. `forked`: start the child
+        from the fork server, if it can be had, and not as a fresh interpreter.
+        """
         self.name = name
         self.is_stopped = False  # by stop_children
         self._own_log = log is None
         self.log = log or _temporary_log()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._kills = memory_kills()
+        # CUDA counts GPUs as nvidia-smi does, so that the first is the same for both
+        environment = {
+            **os.environ,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            **(env or {}),
+            "PYTHONPATH": IMPORT_PATH,
+        }
+        start = Start(
+            os.getpid(), name, function.__module__, function.__qualname__, arguments, conversation
+        )
         ours, theirs = Pipe()
         self._connection = ours
         with self.log.open("ab") as sink, theirs:
             self._log_start = sink.tell()
-            self._process = subprocess.Popen(
-                command((sys.executable, "-m", MODULE, str(theirs.fileno()))),
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                # CUDA counts GPUs as nvidia-smi does, so that the first is the same for both
-                env={
-                    **os.environ,
-                    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                    **(env or {}),
-                    "PYTHONPATH": IMPORT_PATH,
-                },
-            )
+            child = fork(start.module, environment, theirs, sink) if forked else None
+            if child is not None:
+                self._process: subprocess.Popen[bytes] | Forked = child
+                start = replace(start, parent=child.parent, variables=changing(environment))
+            else:
+                self._process = subprocess.Popen(
+                    command((sys.executable, "-m", MODULE, str(theirs.fileno()))),
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env=environment,
+                )
         _running.add(self)
         with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() reports it
-            ours.send(
-                Start(
-                    os.getpid(),
-                    name,
-                    function.__module__,
-                    function.__qualname__,
-                    arguments,
-                    conversation,
-                )
-            )
+            ours.send(start)
 
     @property
     def pid(self) -> int:
@@ -319,7 +328,7 @@ def call_in_child(
     CrucibleErrors are raised here; any other exception becomes an InternalError. Its output goes
     to `log`. ChildDied after the time limit.
     """
-    with Child(function, *arguments, name=name, log=log, conversation=False) as child:
+    with Child(function, *arguments, name=name, log=log, conversation=False, forked=True) as child:
         value: T = child.result(limit, progress)
         return value
 
@@ -345,7 +354,8 @@ def _resolve(module: str, qualname: str) -> Callable[..., object]:
     return value  # type: ignore[no-any-return]
 
 
-def _main(descriptor: int) -> None:
+def run_child(descriptor: int) -> None:
+    """Run the function that comes through a connection, and send its value. Never returns."""
     gc.set_threshold(*FEWER_COLLECTIONS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.set_inheritable(descriptor, False)
@@ -354,6 +364,8 @@ def _main(descriptor: int) -> None:
     try:
         start: Start = connection.recv()
         name = start.name
+        if start.variables is not None:
+            take_over(start.variables)
         die_with_parent(start.parent)
         function = _resolve(start.module, start.function)
         if start.conversation:
@@ -382,4 +394,4 @@ if __name__ == "__main__":
     # Run the importable module's code, not this __main__ copy: messages are pickled by module name.
     from pipeline.execution import child_process as process
 
-    process._main(int(sys.argv[1]))
+    process.run_child(int(sys.argv[1]))

@@ -37,7 +37,7 @@ STAGES = (
     "cover",
     "benchmark",
 )  # as they first run
-AT_ONCE_S = 0.25  # before any child has imported its libraries: its stage cannot have ended
+TRIES = 20  # to kill a compile in a stage of a few milliseconds, beside busy processes
 
 
 def kill_in(stage: str, delay_s: float, plan: Path, home: Path, out: Path) -> set[str]:
@@ -57,6 +57,16 @@ def kill_in(stage: str, delay_s: float, plan: Path, home: Path, out: Path) -> se
     return unfinished(home)
 
 
+def kill_at_once(stage: str, plan: Path, home: Path, out: Path) -> set[str]:
+    """SIGKILL a compile as soon as this stage runs. Again, if the stage has ended before."""
+    hit: set[str] = set()
+    for _ in range(TRIES):
+        hit |= kill_in(stage, 0.0, plan, home, out)
+        if stage in hit:
+            break
+    return hit
+
+
 @pytest.mark.slow
 def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(
     compiled: tuple[Path, Path], tmp_path: Path
@@ -68,7 +78,7 @@ def test_after_sigkill_at_twenty_random_moments_one_run_comes_to_the_same(
     moment = random.Random(6)
     hit: set[str] = set()
     for stage in STAGES:
-        hit |= kill_in(stage, moment.uniform(0, AT_ONCE_S), plan, home, out)
+        hit |= kill_at_once(stage, plan, home, out)
         hit |= kill_in(stage, moment.uniform(0, 0.7 * took_s[stage]), plan, home, out)
     assert hit == set(STAGES)
     assert not out.exists()
@@ -94,7 +104,7 @@ def test_after_sigkill_while_nodes_are_ranked_one_run_comes_to_the_same(tmp_path
     expected = load_report(tmp_path / "out")
     took_s = next(step.seconds for step in expected.steps if step.stage == "rank")
     home, out, moment = tmp_path / "home", tmp_path / "other", random.Random(6)
-    assert kill_in("rank", moment.uniform(0, AT_ONCE_S), plan, home, out) == {"rank"}
+    assert "rank" in kill_at_once("rank", plan, home, out)
     kill_in("rank", moment.uniform(0, 0.7 * took_s), plan, home, out)
     assert not out.exists()
     result = finish(start(plan, home, out))
