@@ -90,7 +90,7 @@ class ModelManager:
 
     def find(self, caller: Caller, model: str | None, version: int | None = None) -> Served:
         """See `Serving.find`. Unprocessable, too: it is a language model, which has no inputs."""
-        entry = self._find(caller, model, version, self._with_inputs(caller))
+        entry = self._find(caller, model, version, takes_tensors)
         if entry.version.language is not None:
             raise not_for_tensors(entry.version.model)
         return self._served(entry)
@@ -98,14 +98,10 @@ class ModelManager:
     async def infer(self, request: InferRequest) -> InferAnswer:
         caller = request.caller
         caller.require("infer")
-        entry = self._find(caller, request.model, request.version, self._with_inputs(caller))
+        entry = self._find(caller, request.model, request.version, takes_tensors)
         if entry.version.language is not None:
             raise not_for_tensors(entry.version.model)
         return await self._loaded(entry).infer(request)
-
-    def _with_inputs(self, caller: Caller) -> tuple[str, ...]:
-        visible = self._visible(caller).items()
-        return tuple(name for name, entry in visible if entry.version.language is None)
 
     def _loaded(self, entry: DeployedModel) -> LeasedDeployment:
         """Return the version that answers; Unavailable if none does."""
@@ -152,9 +148,7 @@ class ModelManager:
     def _find_language(
         self, caller: Caller, model: str | None, version: int | None
     ) -> DeployedModel:
-        visible = self._visible(caller).items()
-        names = tuple(name for name, entry in visible if entry.version.language is not None)
-        entry = self._find(caller, model, version, names)
+        entry = self._find(caller, model, version, takes_prompts)
         if entry.version.language is None:
             raise Unprocessable(
                 f"'{entry.version.model}' is no language model: it takes tensors, and no prompt",
@@ -660,13 +654,14 @@ class ModelManager:
         caller: Caller,
         model: str | None,
         version: int | None,
-        names: tuple[str, ...] | None = None,
+        among: Callable[[DeployedModel], bool] = lambda entry: True,
     ) -> DeployedModel:
-        """Find a deployed model. Without a name it is the only one of `names`; None: of all."""
+        """Find a deployed model. Without a name it is the only one for which `among` is true."""
         if self._closed_state and model not in self._entries:
             raise self._unavailable()  # NotFound would be wrong: the model may come back
         if model is None:
-            model = only(tuple(self._visible(caller)) if names is None else names)
+            visible = self._visible(caller).items()
+            model = only(tuple(name for name, entry in visible if among(entry)))
         entry = self._entries.get(model)
         if entry is None or caller.sees not in (None, entry.version.owner):
             refusal = NotFound if entry is None else NotOwned
@@ -751,6 +746,14 @@ def _promotion(caller: Caller, version: Version) -> Entry:
         "override": version.override,
     }
     return Entry(caller.actor, "model.promoted", f"model/{version.model}", details)
+
+
+def takes_tensors(entry: DeployedModel) -> bool:
+    return entry.version.language is None
+
+
+def takes_prompts(entry: DeployedModel) -> bool:
+    return entry.version.language is not None
 
 
 def only(names: tuple[str, ...]) -> str:
