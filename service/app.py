@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Match
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from pipeline import distribution
 from pipeline.errors import CrucibleError
@@ -24,7 +24,7 @@ from service.context import Probe, open_service, probe
 from service.errors import Answer, MethodNotAllowed
 from service.http.access_log import AccessLog
 from service.http.error_responses import answer_error
-from service.http.guard import Guard, is_page, json_response
+from service.http.guard import Application, Guard, is_page, json_response
 from service.http.openai import embeddings as openai_embeddings
 from service.http.openai import errors as openai
 from service.http.openai import models as openai_models
@@ -84,6 +84,19 @@ ABOUT = (
 )
 
 
+class ServiceApp(FastAPI):
+    """FastAPI, which leaves inference requests to `inference`."""
+
+    inference: InferenceRoutes | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.inference is not None and self.inference.takes(scope):
+            scope["app"] = self
+            await self.inference(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
 def create_app(
     settings: Settings,
     worker: Sequence[str] = WORKER,
@@ -96,7 +109,7 @@ def create_app(
     lifespan begins.
 
     A request passes AccessLog (one log line and one set of metrics, even after an error), then
-    Guard (key, host, size, bytes in flight), then InferenceRoutes or its router.
+    Guard (key, host, size, bytes in flight), then InferenceRoutes or FastAPI's router.
     """
     metrics, folders, traces = Metrics(), Folders(settings.home), traces or provider_from(settings)
     bytes_in_flight = BytesInFlight(settings.bytes_in_flight, metrics.bytes_refused.inc)
@@ -137,26 +150,20 @@ def create_app(
         message, next_step = f"this path takes {allowed}", "GET /docs lists all paths"
         return await answer(request, MethodNotAllowed(message, next_step, {"Allow": allowed}))
 
-    middleware = [
-        Middleware(
-            AccessLog,
-            metrics=metrics,
-            folders=folders,
-            refused=refused,
-            respond=refusal_response,
-        ),
-        Middleware(
-            Guard,
+    def guarded(application: Application) -> Application:
+        guard = Guard(
+            application,
             settings=settings,
             verify=verify,
             session_key=session_key,
             bytes_in_flight=bytes_in_flight,
             respond=refusal_response,
-        ),
-    ]
-    if traces is None:  # with traces, FastAPI's routing creates the spans
-        middleware.append(Middleware(InferenceRoutes, routes=INFERENCE, answer=answer))
-    app = FastAPI(
+        )
+        return AccessLog(
+            guard, metrics=metrics, folders=folders, refused=refused, respond=refusal_response
+        )
+
+    app = ServiceApp(
         title="Crucible",
         description=ABOUT,
         version=distribution.version(),
@@ -165,7 +172,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         telemetry=telemetry_of(traces),
-        middleware=middleware,
+        middleware=[Middleware(guarded)],
         exception_handlers={
             HTTPException: answer,
             RequestValidationError: answer,
@@ -175,6 +182,8 @@ def create_app(
     )
     for router in ROUTERS:
         app.include_router(router)
+    if traces is None:  # with traces, FastAPI's routing creates the spans
+        app.inference = InferenceRoutes(INFERENCE, answer, guarded)
     return app
 
 

@@ -10,6 +10,7 @@ replaced.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
 from collections.abc import MutableMapping
@@ -39,7 +40,7 @@ def configure(settings: Settings) -> None:
         without_keys,
     ]
     renderer = (
-        structlog.processors.JSONRenderer()
+        structlog.processors.JSONRenderer(_json_from)
         if settings.log_format == "json"
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
@@ -67,6 +68,15 @@ def configure(settings: Settings) -> None:
         logging.getLogger(name).handlers[:] = []
         # service.http.access_log writes the line per request
         logging.getLogger(name).propagate = name != "uvicorn.access"
+
+
+# made once: json.dumps with `default` makes an encoder for each line
+_ENCODER = json.JSONEncoder(default=repr)
+
+
+def _json_from(event: MutableMapping[str, Any], **_: Any) -> str:
+    """Return a line of JSON. Values that JSON does not have become their `repr`."""
+    return _ENCODER.encode(event)
 
 
 class _Lines:

@@ -86,7 +86,7 @@ class Child:
         head = packet.head
         kind = head["kind"]
         if kind == "released":
-            self._lender.released(head["buffer"])
+            self._lender.released(head["buffers"])
         elif kind == "forget":
             self._borrower.forget(head["buffer"])
         elif kind == "start":

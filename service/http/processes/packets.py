@@ -1,7 +1,10 @@
 """The connection between the server and one of its HTTP processes: packets, and shared memory.
 
-A packet is a head in JSON and a short body. Longer bodies lie in buffers of shared memory, which
+A message is a head in JSON and a short body. Longer bodies lie in buffers of shared memory, which
 the receiver reads in place. A buffer is used again when the receiver's last view of it is gone.
+
+What one side sends in one turn of its event loop is one packet: each system call wakes the other
+side, and costs as much as the rest of a message.
 
 A packet that cannot be sent or handled ends the connection, and with it the process: otherwise the
 two sides would no longer agree on which buffers the other one has mapped.
@@ -19,7 +22,7 @@ import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -29,11 +32,12 @@ from service import logs
 from service.http.guard import Message
 from service.serving.shared_memory import Body, BodyPool, Buffer, body_in
 
-LENGTH = struct.Struct("<I")  # of the head; 0: the packet is in the file of the first descriptor
+# of the head, of the body, and the number of descriptors; a head without length: all of the message
+# is in the file of the first descriptor
+LENGTHS = struct.Struct("<III")
 MAX_PACKET_BYTES = 64 * 1024  # the kernel's default limit is 208 KiB
 SHORT_BYTES = 32 * 1024  # of a body within a packet
 ACKNOWLEDGED = 8  # events of an answer, at once
-PACKETS_PER_TURN = 64  # of the event loop
 MAX_DESCRIPTORS = 64  # of one packet
 DESCRIPTORS_BYTES = socket.CMSG_LEN(MAX_DESCRIPTORS * array("i").itemsize)
 # plain integers: the enum's own `&` runs in Python, for every packet
@@ -46,7 +50,7 @@ log = logs.get("service.http")
 
 
 class Packet(NamedTuple):
-    """A packet that has arrived. Its descriptors belong to the receiver."""
+    """A message that has arrived. Its descriptors belong to the receiver."""
 
     head: Head
     body: Bytes
@@ -70,29 +74,37 @@ class Packets:
         end.setblocking(False)
         self._end, self._received, self._closed = end, received, closed
         self._loop = asyncio.get_running_loop()
+        self._parts: list[Bytes] = []  # of the messages of this turn
+        self._descriptors: list[int] = []
+        self._size = 0  # of these messages, in bytes
         self._waiting: deque[tuple[bytes, Sequence[int]]] = deque()
         self._is_open, self._thread = True, threading.get_ident()
         self._loop.add_reader(end.fileno(), self._readable)
 
     def send(self, head: Head, body: Bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """Send a packet after all earlier ones, and close its descriptors."""
-        text = orjson.dumps(head)
-        data = b"".join((LENGTH.pack(len(text)), text, body))
+        """Send a message after all earlier ones, at the end of this turn of the event loop, and
+        close its descriptors.
+        """
         if not self._is_open:
             _close(descriptors)
             return
-        if len(data) > MAX_PACKET_BYTES:  # a client's head may be longer
+        text = orjson.dumps(head)
+        if _size(text, body) > MAX_PACKET_BYTES:  # a client's head may be longer
             try:
-                descriptors = (_file_with(data), *descriptors)
+                descriptors = (_file_with(_message(text, body, 0)), *descriptors)
             except OSError as error:
                 _close(descriptors)
                 self._fail(error)
                 return
-            data = LENGTH.pack(0)
-        if self._waiting or not self._sent(data, descriptors):
-            self._waiting.append((data, descriptors))
-            if len(self._waiting) == 1:
-                self._loop.add_writer(self._end.fileno(), self._writable)
+            text = body = b""
+        is_full = self._size + _size(text, body) > MAX_PACKET_BYTES
+        if is_full or len(self._descriptors) + len(descriptors) > MAX_DESCRIPTORS:
+            self._flush()
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(_message(text, body, len(descriptors)))
+        self._descriptors += descriptors
+        self._size += _size(text, body)
 
     def soon(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call something in the next turn of the event loop. It may be used in any thread and at
@@ -110,11 +122,24 @@ class Packets:
         self._is_open = False
         self._loop.remove_reader(self._end.fileno())
         self._loop.remove_writer(self._end.fileno())
+        _close(self._descriptors)
         for _, descriptors in self._waiting:
             _close(descriptors)
+        self._parts.clear()
         self._waiting.clear()
         self._end.close()
         self._closed()
+
+    def _flush(self) -> None:
+        """Send what was gathered, if it was not sent before."""
+        if not self._parts:
+            return
+        packet = (b"".join(self._parts), self._descriptors)
+        self._parts, self._descriptors, self._size = [], [], 0
+        if self._waiting or not self._sent(*packet):
+            self._waiting.append(packet)
+            if len(self._waiting) == 1:
+                self._loop.add_writer(self._end.fileno(), self._writable)
 
     def _sent(self, data: bytes, descriptors: Sequence[int]) -> bool:
         """Send now; False if the kernel has no room."""
@@ -143,48 +168,73 @@ class Packets:
             self._loop.remove_writer(self._end.fileno())
 
     def _readable(self) -> None:
-        for _ in range(PACKETS_PER_TURN):
-            if not self._is_open:
-                return
-            try:
-                data, ancillary, flags, _ = self._end.recvmsg(
-                    MAX_PACKET_BYTES, DESCRIPTORS_BYTES, CLOSE_ON_EXEC
-                )
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                data, ancillary, flags = b"", [], 0
-            if not data:
-                self.close()
-                return
-            descriptors = _descriptors_in(ancillary) if ancillary else ()
-            try:
-                if flags & CUT_OFF:
-                    _close(descriptors)
-                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                self._received(_packet_from(data, descriptors))
-            except Exception as error:  # noqa: BLE001  whatever it is, a packet is lost
-                self._fail(error)
-                return
+        """Take one packet. The event loop calls again if there are more: to look for another one
+        here would mostly be in vain, and costs a system call.
+        """
+        if not self._is_open:
+            return
+        try:
+            data, ancillary, flags, _ = self._end.recvmsg(
+                MAX_PACKET_BYTES, DESCRIPTORS_BYTES, CLOSE_ON_EXEC
+            )
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data, ancillary, flags = b"", [], 0
+        if not data:
+            self.close()
+            return
+        descriptors = _descriptors_in(ancillary)
+        try:
+            if flags & CUT_OFF:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            for packet in _messages_in(data, descriptors):
+                self._received(packet)
+        except Exception as error:  # noqa: BLE001  whatever it is, a message is lost
+            _close(descriptors)
+            self._fail(error)
 
 
-def _descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> Sequence[int]:
+def _descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> deque[int]:
     """Return the descriptors that came with a packet."""
     descriptors = array("i")
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return list(descriptors)
+    return deque(descriptors)
 
 
-def _packet_from(data: bytes, descriptors: Sequence[int]) -> Packet:
-    if not any(data[: LENGTH.size]):
-        with os.fdopen(descriptors[0], "rb") as file:
-            file.seek(0)
-            data, descriptors = file.read(), descriptors[1:]
-    begin = LENGTH.size
-    end = begin + LENGTH.unpack_from(data)[0]
-    return Packet(orjson.loads(data[begin:end]), data[end:], descriptors)
+def _message(text: bytes, body: Bytes, descriptors: int) -> bytes:
+    """Return the bytes of a message with so many descriptors. `text`: its head."""
+    return b"".join((LENGTHS.pack(len(text), len(body), descriptors), text, body))
+
+
+def _size(text: bytes, body: Bytes) -> int:
+    return LENGTHS.size + len(text) + len(body)
+
+
+def _messages_in(data: bytes, descriptors: deque[int]) -> Iterator[Packet]:
+    """Yield the messages of a packet. Each takes its own of the descriptors."""
+    begin = 0
+    while begin < len(data):
+        head_bytes, body_bytes, count = LENGTHS.unpack_from(data, begin)
+        middle = begin + LENGTHS.size + head_bytes
+        own = [descriptors.popleft() for _ in range(count)]
+        if head_bytes:
+            head, body = data[middle - head_bytes : middle], data[middle : middle + body_bytes]
+        else:
+            head, body = _read_file(own.pop(0))
+        yield Packet(orjson.loads(head), body, own)
+        begin = middle + body_bytes
+
+
+def _read_file(descriptor: int) -> tuple[bytes, bytes]:
+    """Return the head and the body of the message in a file, and close it."""
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        data = file.read()
+    middle = LENGTHS.size + LENGTHS.unpack_from(data)[0]
+    return data[LENGTHS.size : middle], data[middle:]
 
 
 def _file_with(data: bytes) -> int:
@@ -231,9 +281,10 @@ class Lender(BodyPool):
         head = {"buffer": buffer.number, "begin": body.offset, "size": body.size}
         return head | {"in_place": body.in_place}, descriptors
 
-    def released(self, number: int) -> None:
-        """Take memory back that the other side reads no longer."""
-        self._away.pop(number, None)
+    def released(self, numbers: Iterable[int]) -> None:
+        """Take buffers back that the other side reads no longer."""
+        for number in numbers:
+            self._away.pop(number, None)
 
     def close(self) -> None:
         """Take all memory back: the other side has ended."""
@@ -252,6 +303,7 @@ class Borrower:
     def __init__(self, packets: Packets, passes_on: bool = False) -> None:
         self._packets, self._passes_on = packets, passes_on
         self._buffers: dict[int, Buffer] = {}
+        self._released: deque[int] = deque()
 
     def body(self, head: Head, descriptors: Iterator[int]) -> memoryview:
         """Return the memory that `head` describes. The other side gets it back when the last view
@@ -262,13 +314,22 @@ class Borrower:
         if buffer is None:
             buffer = self._buffers[number] = Buffer.attach(next(descriptors), self._passes_on)
         body = body_in(buffer, head["begin"], head["size"], head["in_place"])
-        release = {"kind": "released", "buffer": number}
-        weakref.finalize(body, self._packets.soon, self._packets.send, release).atexit = False
+        weakref.finalize(body, self._release, number).atexit = False
         return body.data
 
     def forget(self, number: int) -> None:
         """Unmap a buffer that the other side uses no longer."""
         self._buffers.pop(number, None)
+
+    def _release(self, number: int) -> None:
+        """Give a buffer back. Memory is freed in any thread, and in the middle of anything."""
+        self._released.append(number)
+        self._packets.soon(self._send_released)
+
+    def _send_released(self) -> None:
+        numbers = [self._released.popleft() for _ in range(len(self._released))]
+        if numbers:
+            self._packets.send({"kind": "released", "buffers": numbers})
 
 
 def _close(descriptors: Sequence[int]) -> None:

@@ -242,7 +242,7 @@ class _Process:
         head = packet.head
         kind = head["kind"]
         if kind == "released":
-            self.lender.released(head["buffer"])
+            self.lender.released(head["buffers"])
         elif kind == "forget":
             self.borrower.forget(head["buffer"])
         elif kind == "ended":
@@ -285,14 +285,15 @@ class _Request:
     def __init__(self, process: _Process, number: int) -> None:
         self._process, self._number = process, number
         self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()  # anything that `receive` or `send` may wait for
+        self._message: Message | HostError | None = None  # for the next `receive`
+        self._is_requested = False  # the next piece of the body
         self._is_complete = False  # the body
-        self._disconnect: asyncio.Future[Message] = self._loop.create_future()
-        self._next: asyncio.Future[Message] | None = None
+        self._is_gone = False  # the client
         self._events: list[Head] = []
         self._short: list[Bytes] = []
         self._descriptors: list[int] = []
         self._flush: asyncio.Handle | None = None
-        self._room = asyncio.Event()
         self._unsent = 0
 
     async def run(self, app: Application, scope: Head) -> None:
@@ -310,39 +311,40 @@ class _Request:
             self.gone()
         elif head["kind"] == "sent":
             self._unsent -= head["count"]
-            self._room.set()
-        elif not self._disconnect.done():
-            self._next = self._next or self._loop.create_future()
+            self._changed.set()
+        elif not self._is_gone:
+            self._is_requested = False
             if "error" in head:
-                self._next.set_exception(HostError(*head["error"]))
+                self._message = HostError(*head["error"])
             else:
-                self._is_complete = not head["more"]
-                self._next.set_result(
-                    {"type": "http.request", "body": body, "more_body": head["more"]}
-                )
+                more = head["more"]
+                self._is_complete = not more
+                self._message = {"type": "http.request", "body": body, "more_body": more}
+            self._changed.set()
 
     def gone(self) -> None:
         """The client is gone."""
-        self._room.set()
-        for future in (self._disconnect, self._next):
-            if future is not None and not future.done():
-                future.set_result({"type": "http.disconnect"})
+        self._is_gone = True
+        self._changed.set()
 
     async def receive(self) -> Message:
         """The application's ASGI `receive`. May be cancelled and called again."""
-        if self._next is None:
-            if self._is_complete or self._disconnect.done():
-                return await asyncio.shield(self._disconnect)
-            self._next = self._loop.create_future()
-            self._process.packets.send({"kind": "receive", "number": self._number})
-        if not self._next.done():
-            await asyncio.wait((self._next,))  # leaves it as it is if cancelled
-        done, self._next = self._next, None
-        return done.result()
+        while self._message is None:
+            if self._is_gone:
+                return {"type": "http.disconnect"}
+            if not (self._is_complete or self._is_requested):
+                self._is_requested = True
+                self._process.packets.send({"kind": "receive", "number": self._number})
+            self._changed.clear()
+            await self._changed.wait()
+        message, self._message = self._message, None
+        if isinstance(message, HostError):
+            raise message
+        return message
 
     async def send(self, message: Message) -> None:
         """The application's ASGI `send`. What it sends in one turn of the loop is one packet."""
-        if self._disconnect.done():
+        if self._is_gone:
             return
         self._unsent += weight(message)
         if message["type"] == "http.response.start":
@@ -355,9 +357,9 @@ class _Request:
             self._add_body(message.get("body", b""), message.get("more_body", False))
         if self._flush is None:
             self._flush = self._loop.call_soon(self._send_events)
-        while self._unsent > AHEAD and not self._disconnect.done():
-            self._room.clear()
-            await self._room.wait()
+        while self._unsent > AHEAD and not self._is_gone:
+            self._changed.clear()
+            await self._changed.wait()
 
     def _add_body(self, body: Bytes, more: bool) -> None:
         event: Head = {"size": len(body), "more": more}

@@ -1,5 +1,5 @@
-"""The routes of inference requests, and a way to them that bypasses FastAPI. Its routing and its
-parsing of parameters cost as much as the rest of the service's work for a request.
+"""The routes of inference requests, and a way to them that bypasses FastAPI. Its layers, its
+routing and its parsing of parameters cost as much as the rest of the service's work for a request.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.errors import CrucibleError
+from service.http.guard import INFER
+
+FOUND = "crucible.inference"  # in a scope: what the route adds to it
 
 
 class InferenceRoute(APIRoute):
@@ -41,36 +44,41 @@ class InferenceRoute(APIRoute):
 
 
 class InferenceRoutes:
-    """Middleware that answers the requests of these routes, and passes on all others.
+    """Application that answers the requests of these routes, before FastAPI sees them.
 
-    It runs between Guard and the router, so that all checks and metrics apply.
+    `guarded` wraps it in the layers that FastAPI's own requests pass, so that all checks, figures
+    and log lines apply.
     """
 
     def __init__(
         self,
-        app: ASGIApp,
         routes: Sequence[InferenceRoute],
         answer: Callable[[Request, Exception], Awaitable[Response]],
+        guarded: Callable[[ASGIApp], ASGIApp],
     ) -> None:
-        self._application, self._routes, self._answer = app, routes, answer
+        self._routes, self._answer = routes, answer
+        self._guarded = guarded(self._answered)
+
+    def takes(self, scope: Scope) -> bool:
+        """Return True for a request of one of the routes. The route is then in its scope."""
+        if scope["type"] != "http" or not scope["path"].endswith(INFER):
+            return False
+        for route in self._routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                scope[FOUND] = found
+                return True
+        return False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._route(scope)
-        if route is None:
-            await self._application(scope, receive, send)
-            return
+        """Answer a request that `takes` has accepted."""
+        await self._guarded(scope, receive, send)
+
+    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.update(scope.pop(FOUND))  # only now: refused requests count without a route
         request = Request(scope, receive)
         try:
-            response = await route.answer(request)
+            response = await scope["route"].answer(request)
         except (CrucibleError, RequestValidationError) as error:
             response = await self._answer(request, error)
         await response(scope, receive, send)
-
-    def _route(self, scope: Scope) -> InferenceRoute | None:
-        """Return the route of a request, after it has put its parameters into the scope."""
-        for route in self._routes:
-            match, child_scope = route.matches(scope)
-            if match is Match.FULL:
-                scope.update(child_scope)
-                return route
-        return None

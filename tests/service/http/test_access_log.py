@@ -75,6 +75,12 @@ def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:
     assert line["level"] == "info"
 
 
+def test_values_that_json_does_not_have_are_written_as_their_repr(tmp_path: Path) -> None:
+    program = 'logs.get("a").info("odd", path=__import__("pathlib").Path("/\\xe9\\u2028"), n=None)'
+    (line,) = logged(tmp_path, program)
+    assert (line["path"], line["n"]) == (repr(Path("/\xe9\u2028")), None)
+
+
 def test_a_line_that_cannot_be_written_fails_nobodys_work(tmp_path: Path) -> None:
     program = f"""
     import contextlib, sys

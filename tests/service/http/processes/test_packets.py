@@ -38,7 +38,7 @@ class Side:
     def _received(self, packet: Packet) -> None:
         kind = packet.head["kind"]
         if kind == "released":
-            self.lender.released(packet.head["buffer"])
+            self.lender.released(packet.head["buffers"])
         elif kind == "forget":
             self.borrower.forget(packet.head["buffer"])
         else:
@@ -101,6 +101,36 @@ def test_packets_of_every_length_arrive_in_order_with_their_descriptors() -> Non
             with file:
                 assert file.read() == b"through"
         assert open_descriptors() == before
+
+    between(story)
+
+
+def test_what_is_sent_in_one_turn_is_one_packet() -> None:
+    async def story() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        packets = Packets(ours, lambda packet: None, lambda: None)
+        with theirs:
+            theirs.setblocking(False)
+            for number in range(3):
+                packets.send({"number": number}, b"body")
+            await asyncio.sleep(0)
+            packet = theirs.recv(MAX_PACKET_BYTES)
+            assert [packet.count(text) for text in (b'"number"', b"body")] == [3, 3]
+            with pytest.raises(BlockingIOError):
+                theirs.recv(MAX_PACKET_BYTES)
+            packets.close()
+
+    asyncio.run(story())
+
+
+def test_a_turn_that_sends_more_than_a_packet_holds_sends_several() -> None:
+    async def story(one: Side, other: Side) -> None:
+        body = b"b" * (MAX_PACKET_BYTES // 3)
+        for number in range(10):
+            one.packets.send({"kind": "a", "number": number}, body)
+        for number in range(10):
+            packet = await asyncio.wait_for(other.arrived.get(), WITHIN_S)
+            assert (packet.head["number"], packet.body) == (number, body)
 
     between(story)
 
@@ -175,6 +205,21 @@ def test_a_packet_that_cannot_be_handled_ends_the_connection(
     async def story(one: Side, other: Side) -> None:
         one.packets.send({"no": "kind"})
         await until(lambda: other.is_closed and one.is_closed)
+
+    between(story)
+    assert "KeyError: 'kind'" in capsys.readouterr().out
+
+
+def test_a_message_that_cannot_be_handled_leaves_no_descriptors_of_later_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def story(one: Side, other: Side) -> None:
+        gc.collect()
+        before = open_descriptors()
+        one.packets.send({"no": "kind"})
+        one.packets.send({"kind": "a"}, b"", (os.dup(0), os.dup(0)))
+        await until(lambda: other.is_closed and one.is_closed)
+        assert open_descriptors() == before - 2  # the two ends
 
     between(story)
     assert "KeyError: 'kind'" in capsys.readouterr().out
