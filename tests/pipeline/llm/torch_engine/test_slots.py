@@ -1,7 +1,5 @@
 """Texts in slots beside the same ones alone, on small random models in fp32."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
