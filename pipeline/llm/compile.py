@@ -57,7 +57,7 @@ DESCRIBE = Stage("describe", 1, ("gguf",), writes_files=False)
 EXPORT = Stage("export_language_model", 3, TOOLS)
 REFER = Stage("reference", 1, ("torch", "transformers", "tokenizers", "gguf"))
 BUILD = Stage("weights", 3, TOOLS)
-SCORE = Stage("score", 3, ("openvino", "openvino-genai", "torch", "triton"), writes_files=False)
+SCORE = Stage("score", 4, ("openvino", "openvino-genai", "torch", "triton"), writes_files=False)
 RACE = Stage("race", 1, writes_files=False, needs_quiet_device=True)
 STAGES = (DESCRIBE, EXPORT, REFER, BUILD, SCORE, RACE)
 

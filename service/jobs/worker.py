@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import BufferedRWPair
@@ -308,14 +308,18 @@ def probe_host(progress: Progress = silent) -> HostIdentity:
         digest=digest,
         candidates=candidates,
         labels=labels,
-        language_models=_language_refusal(),
+        language_models=_language_refusal(devices),
     )
 
 
-def _language_refusal() -> str:
-    """Return why this host compiles no language models; "" if it does."""
-    from pipeline.llm.compile import check_packages
+def _language_refusal(devices: Collection[str]) -> str:
+    """Return why this host compiles no language models, on a CPU or on a GPU; "" if it does."""
+    from pipeline.llm.compile import check_packages, missing_packages
+    from pipeline.llm.plan import LIBRARIES_ON
 
+    has_gpu = any(device.startswith("gpu:") for device in devices)
+    if has_gpu and not all(map(missing_packages, LIBRARIES_ON["gpu"])):
+        return ""
     try:
         check_packages()
     except BackendUnavailable as error:

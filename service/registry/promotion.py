@@ -81,12 +81,19 @@ def candidate_of(
     return Candidate(job.id, job.owner, report, engine)
 
 
+def is_code(engine: AnyEngine) -> bool:
+    """Return True for an engine that runs as code when it is loaded. A language model never does:
+    its folder has weights, which our own decoder reads.
+    """
+    return isinstance(engine, Engine) and engine.target.backend in CODE_BACKENDS
+
+
 def check_own(engine: AnyEngine, manifest: Manifest, job: Job) -> None:
     """Conflict for an engine that is code, unless this job of this server has built it.
 
     The evidence is in the database, not in the folder of the engine.
     """
-    if engine.target.backend not in CODE_BACKENDS:
+    if not is_code(engine):
         return
     if manifest.sha256 != job.engine or manifest.value != engine.model_dump(mode="json"):
         message = "this engine is a PyTorch program, which runs as code"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pipeline.core.artifacts import CODE_BACKENDS, Engine
+from pipeline.core.artifacts import Engine
 from pipeline.errors import DamagedError
 from pipeline.llm.engine import LanguageEngine
 from pipeline.serving_inputs import BatchSpec, Padding
@@ -26,7 +26,7 @@ from service.jobs.publish import AnyEngine
 from service.jobs.store import JobStore
 from service.registry.model_states import ModelStates
 from service.registry.models import ALL_DEVICES, DeploymentOptions, Version
-from service.registry.promotion import Prove, check_own
+from service.registry.promotion import Prove, check_own, is_code
 from service.registry.repository import Repository
 from service.serving.deployed_model import AnySpec, LeasedDeployment, Running, Start, StartLanguage
 from service.serving.deployment import DeploymentSpec
@@ -165,7 +165,7 @@ class Loader:
         """Return the engine of a version; Conflict for code that no job of this server built."""
         repository = self._context.repository
         engine = repository.engine(version)
-        if engine.target.backend in CODE_BACKENDS:
+        if is_code(engine):
             check_own(engine, repository.manifest(version), self._context.jobs.get(version.job))
         return engine
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from pipeline.errors import PlanError
 from pipeline.llm.plan import (
     KEY,
     KEYS,
-    LIBRARIES_ON,
     Goodput,
     LanguageAccuracy,
     LanguageBenchmark,
@@ -89,6 +88,22 @@ def check_host(host: HostIdentity) -> None:
         )
 
 
+def device_for(plan: LanguagePlan, devices: Sequence[str], load: Mapping[str, int]) -> str:
+    """Choose the device of a plan: the CPU, or the GPU with the fewest jobs. `load` counts them.
+
+    Unprocessable for a GPU where there is none.
+    """
+    if plan.device == "cpu":
+        return "cpu"
+    gpus = [device for device in devices if device.startswith("gpu:")]
+    if not gpus:
+        raise Unprocessable(
+            "device: the plan wants a GPU, and this service has none to compile on",
+            "leave `device` out for a CPU, or send the plan to a service with GPUs",
+        )
+    return min(gpus, key=lambda device: (load.get(device, 0), device))
+
+
 def is_language_upload(document: Mapping[str, Any], model: Part) -> bool:
     """Return True for the upload of a language model, by its plan or its model."""
     if is_language_plan(document):
@@ -130,19 +145,8 @@ def language_plan_from(
         plan = language_plan_from_document(written, Path(), name_of(parts["model"].filename))
     except PlanError as error:
         raise Unprocessable(error.message, f"correct the plan; {KEYS} lists every key") from error
-    _check_served(plan)
     # without following links: these paths begin as the folder of the upload does
     return plan.model_copy(update={KEY: model, "texts": plan.texts.model_copy(update=texts)})
-
-
-def _check_served(plan: LanguagePlan) -> None:
-    """Raise Unprocessable for an engine that no worker of the service can open."""
-    for name in (*LIBRARIES_ON[plan.device][:1], *(each.library for each in plan.candidates)):
-        if name == "torch":
-            raise Unprocessable(
-                "the service serves no engine of the library torch, which `device: gpu` needs, too",
-                "compile it with `crucible compile`, or leave out `device` and `library`",
-            )
 
 
 def _check_keys(document: Mapping[str, Any]) -> None:

@@ -196,10 +196,11 @@ async def spec_of(service: Service, job_id: str, request: CompileRequest) -> Job
     """Write the plan of a new job beside its upload, and describe the job."""
     lengths = await service.read(lambda: queue_lengths(service))
     plan = request.plan
-    device, wait_s = "cpu", 0.0  # of a language model
+    devices, wait_s = await service.job_devices(), 0.0
     if isinstance(plan, Plan):
-        device = device_for(plan, await service.job_devices(), lengths)
-        wait_s = plan.wait_for_node_s
+        device, wait_s = device_for(plan, devices, lengths), plan.wait_for_node_s
+    else:
+        device = language.device_for(plan, devices, lengths)
     await asyncio.to_thread(service.folders.save_plan, job_id, plan)
     if request.warnings:  # before the job's child can put a link in the place of its log
         await asyncio.to_thread(service.folders.work(job_id).start_log, request.warnings)

@@ -26,7 +26,7 @@ from pipeline.llm.source import INSTALL as INSTALL
 from pipeline.llm.source import Description, Source
 from pipeline.llm.speed.roofline import StepParts
 from pipeline.llm.texts import Documents
-from pipeline.llm.ways import WayScore, way_score
+from pipeline.llm.ways import STEP_TOKENS, WayScore, way_score
 
 if TYPE_CHECKING:
     from pipeline.llm.torch_engine.scored import ScoredDecoder
@@ -113,11 +113,15 @@ def open_served(engine: LanguageEngine, room: Room) -> ScoredDecoder:
 
 def open_graph(engine: LanguageEngine, room: Room, served: ScoredGenerator) -> ScoredGraph:
     """Return the same decoder in its other role: its step is the one that serves."""
+    return _decoder(served).graph
+
+
+def _decoder(served: ScoredGenerator) -> ScoredDecoder:
     from pipeline.llm.torch_engine.scored import ScoredDecoder
 
     if not isinstance(served, ScoredDecoder):
         raise InternalError(f"expected a ScoredDecoder, got {type(served).__name__}")
-    return served.graph
+    return served
 
 
 def compare_ways(
@@ -127,9 +131,16 @@ def compare_ways(
     prompts: Sequence[Ids],
     alone: Sequence[Generation],
 ) -> tuple[WayScore, ...]:
-    """Serve prompts in a batch: our decoder neither reads in chunks nor keeps prefixes."""
-    batch = served.generate_together(prompts, alone[0].tokens.size)
-    return (way_score(f"in a batch of {len(prompts)}", alone, batch),)
+    """Serve prompts in a batch that begins together, and as the service does: each begins while
+    the others go on. Our decoder keeps no prefixes.
+    """
+    decoder, tokens = _decoder(served), alone[0].tokens.size
+    batch = decoder.generate_together(prompts, tokens)
+    in_slots = decoder.generate_in_slots(prompts, tokens)
+    return (
+        way_score(f"in a batch of {len(prompts)}", alone, batch),
+        way_score(f"in slots, prompt in chunks of {STEP_TOKENS}", alone, in_slots),
+    )
 
 
 def weight_bytes_read(engine: LanguageEngine) -> int:

@@ -16,15 +16,8 @@ import torch
 from pipeline.errors import InternalError, UnsupportedError
 from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation
-from pipeline.llm.torch_engine.network import (
-    Cache,
-    Network,
-    Place,
-    block,
-    choice,
-    logits,
-    rotations,
-)
+from pipeline.llm.torch_engine.buffers import Buffers
+from pipeline.llm.torch_engine.network import Cache, Network, Place, block, choice, logits
 from pipeline.measurement.clock import monotonic
 
 Way = Literal["eager", "compiled", "fused", "overlapped"]
@@ -33,7 +26,6 @@ Work = Callable[[], None]
 AHEAD = 8
 """Steps that are sent before their tokens are read: the GPU never waits for the host."""
 
-CONTEXT_MULTIPLE = 64
 PROMPT_MULTIPLE = 64
 """Prompts are padded to such lengths, each of which is recorded once."""
 
@@ -106,27 +98,42 @@ def recorded(work: Work, device: torch.device) -> Work:
     return replay
 
 
-class Batch:
-    """The buffers of a number of requests that are served together, and their step."""
+def through(
+    x: torch.Tensor,
+    network: Network,
+    caches: Sequence[Cache],
+    place: Place,
+    functions: Functions,
+) -> torch.Tensor:
+    """Return what all layers make of embeddings, [requests, tokens, hidden]."""
+    for weights, cache in zip(network.layers, caches, strict=True):
+        x = functions.block(x, weights, cache, place, network.shape)
+    return x
 
-    def __init__(self, network: Network, requests: int, context: int, way: Way) -> None:
+
+class Batch:
+    """The buffers of a number of requests that are served together, and their step. With `buffers`,
+    these are the first rows of buffers that others share.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        requests: int,
+        context: int,
+        way: Way,
+        buffers: Buffers | None = None,
+    ) -> None:
         self.network, self.requests, self.way = network, requests, way
-        self.context = -(-context // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
         self.device = network.embedding.device
-        shape, like = network.shape, network.embedding
-        size = (requests, shape.cache_heads, self.context, shape.head)
+        own = buffers or Buffers.for_network(network, requests, context)
+        self.buffers = own.first(requests)
+        self.context = own.context
+        self.caches = self.buffers.caches
+        self.tokens, self.positions = self.buffers.tokens, self.buffers.positions
+        self.log_probs, self.scores = self.buffers.log_probs, self.buffers.scores
+        self.cosines, self.sines = own.cosines, own.sines
         with torch.no_grad():
-            self.caches = [
-                Cache(like.new_zeros(size), like.new_zeros(size)) for _ in network.layers
-            ]
-            self.tokens = torch.zeros(requests, dtype=torch.int64, device=self.device)
-            self.positions = torch.zeros_like(self.tokens)
-            self.log_probs = torch.zeros(requests, dtype=torch.float32, device=self.device)
-            self.scores = torch.zeros(
-                (requests, len(network.embedding)), dtype=torch.float32, device=self.device
-            )
-            self.cosines, self.sines = rotations(network, self.context)
-            self._columns = torch.arange(self.context, device=self.device)
             self._step = recorded(self._make_step(way), self.device)
         self._prompts = dict[int, tuple[torch.Tensor, Work]]()
 
@@ -141,25 +148,13 @@ class Batch:
 
         def step() -> None:
             x = self.network.embedding[self.tokens][:, None]
-            x = self._through(x, self.place_of(self.positions[:, None]), functions)
+            place = self.buffers.place_of(self.positions[:, None])
+            x = through(x, self.network, self.caches, place, functions)
             self._choose(x[:, 0], functions)
-            self.positions.add_(1)
+            # a row whose text has ended stays at the last place until it is used again
+            self.positions.add_(1).clamp_(max=self.context - 1)
 
         return step
-
-    def place_of(self, positions: torch.Tensor, is_start: bool = False) -> Place:
-        visible = self._columns <= positions[..., None]  # [requests, tokens, context]
-        return Place(
-            positions,
-            self.cosines[positions],
-            self.sines[positions],
-            None if is_start else visible[:, None, None],
-        )
-
-    def _through(self, x: torch.Tensor, place: Place, functions: Functions) -> torch.Tensor:
-        for weights, cache in zip(self.network.layers, self.caches, strict=True):
-            x = functions.block(x, weights, cache, place, self.network.shape)
-        return x
 
     def _choose(self, x: torch.Tensor, functions: Functions) -> None:
         network = self.network
@@ -174,8 +169,8 @@ class Batch:
         What padding leaves in the cache is never seen: answers write over it.
         """
         places = torch.arange(given.shape[1], device=self.device).expand_as(given)
-        place = self.place_of(places, is_start=True)
-        x = self._through(self.network.embedding[given], place, EAGER)
+        place = self.buffers.place_of(places, is_start=True)
+        x = through(self.network.embedding[given], self.network, self.caches, place, EAGER)
         rows = torch.arange(self.requests, device=self.device)
         self._choose(x[rows, self.positions - 1], EAGER)
 
@@ -213,8 +208,8 @@ class Batch:
         with torch.no_grad():
             given = torch.from_numpy(prompt)[None].to(self.device)
             places = torch.arange(prompt.size, device=self.device)[None]
-            place = self.place_of(places, is_start=True)
-            x = self._through(self.network.embedding[given], place, EAGER)
+            place = self.buffers.place_of(places, is_start=True)
+            x = through(self.network.embedding[given], self.network, self.caches, place, EAGER)
             self.positions.fill_(prompt.size)
             network = self.network
             return EAGER.logits(x[0], network.norm, network.logits, network.shape.epsilon)
@@ -229,20 +224,27 @@ class Batch:
             return self.scores.clone()
 
 
+def check_window(network: Network, context: int) -> None:
+    """UnsupportedError for texts longer than the network's window: attention here always looks back
+    on all tokens.
+    """
+    if network.window is not None and context > network.window:
+        raise UnsupportedError(
+            f"this model looks back {network.window} tokens, and {context} are asked: our decoder"
+            " has no sliding window",
+            f"set `context: {network.window}`, or less",
+        )
+
+
 class Decoder:
     """An opened network. Batches are made when they are first needed.
 
     Without `way`, each batch gets the fastest one for its device and size. UnsupportedError for
-    texts longer than the network's window: attention here always looks back on all tokens.
+    texts longer than the network's window.
     """
 
     def __init__(self, network: Network, context: int, way: Way | None = None) -> None:
-        if network.window is not None and context > network.window:
-            raise UnsupportedError(
-                f"this model looks back {network.window} tokens, and {context} are asked: our"
-                " decoder has no sliding window",
-                f"set `context: {network.window}`, or less",
-            )
+        check_window(network, context)
         self.network, self.context, self._way = network, context, way
         self._batches = dict[int, Batch]()
 
@@ -262,7 +264,7 @@ class Decoder:
         shape = (tokens, len(prompts))
         found = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
         log_probs = torch.zeros(shape, dtype=torch.float32, pin_memory=on_gpu)
-        times_s, waiting = list[float](), deque[Any]()
+        times_s, waiting = list[float](), deque[Mark]()
         begin = monotonic()
         for number in range(tokens):
             if number:
@@ -271,7 +273,7 @@ class Decoder:
                 batch.start(prompts)
             found[number].copy_(batch.tokens, non_blocking=True)
             log_probs[number].copy_(batch.log_probs, non_blocking=True)
-            waiting.append(_mark(on_gpu))
+            waiting.append(mark(on_gpu))
             if len(waiting) > AHEAD or not on_gpu:
                 waiting.popleft().synchronize()
                 times_s.append(monotonic() - begin)
@@ -291,6 +293,14 @@ class Decoder:
         return float(self.network.cache_bytes_per_token)
 
 
+class Mark(Protocol):
+    """A place in the work of a device."""
+
+    def synchronize(self) -> object:
+        """Wait until the device has come there."""
+        ...
+
+
 class _Done:
     """The mark of a device that has done all it was told."""
 
@@ -298,9 +308,10 @@ class _Done:
         return
 
 
-def _mark(on_gpu: bool) -> Any:
+def mark(on_gpu: bool) -> Mark:
+    """Return a mark that the device reaches after all that it was told."""
     if not on_gpu:
         return _Done()
-    event = torch.cuda.Event()
-    event.record()
+    event: Mark = torch.cuda.Event()
+    torch.cuda.current_stream().record_event(event)
     return event

@@ -71,7 +71,7 @@ class Network(NamedTuple):
 class Cache(NamedTuple):
     """Keys and values of one layer."""
 
-    keys: torch.Tensor  # [requests, cache heads, context, head]
+    keys: torch.Tensor  # [rows, cache heads, context, head]
     values: torch.Tensor
 
 
@@ -82,6 +82,7 @@ class Place(NamedTuple):
     cosines: torch.Tensor  # [requests, tokens, head] fp32
     sines: torch.Tensor
     visible: torch.Tensor | None  # [requests, 1, 1, tokens, context]; None: texts begin here
+    rows: torch.Tensor | None = None  # [requests] int64, of the cache; None: the first ones
 
 
 def matrices_of(layer: LayerWeights) -> tuple[Matrix, ...]:
@@ -141,9 +142,9 @@ def attention(
         queries = normalised(queries, weights.query_norm, shape.epsilon)
         keys = normalised(keys, weights.key_norm, shape.epsilon)
     queries, keys = rotated(queries, place), rotated(keys, place)
-    rows = torch.arange(requests, device=x.device)[:, None]
-    cache.keys[rows, :, place.positions] = keys
-    cache.values[rows, :, place.positions] = values
+    rows = torch.arange(requests, device=x.device) if place.rows is None else place.rows
+    cache.keys[rows[:, None], :, place.positions] = keys
+    cache.values[rows[:, None], :, place.positions] = values
     if place.visible is None:
         seen = functional.scaled_dot_product_attention(
             queries.transpose(1, 2),
@@ -153,6 +154,8 @@ def attention(
             enable_gqa=True,
         )
         return seen.transpose(1, 2).reshape(requests, tokens, -1)
+    if place.rows is not None:
+        cache = Cache(cache.keys[rows], cache.values[rows])
     # queries that share keys are rows of one product, [requests, cache heads, group x tokens, head]
     group = shape.heads // shape.cache_heads
     queries = queries.view(requests, tokens, shape.cache_heads, group, shape.head)

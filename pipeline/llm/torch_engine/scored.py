@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation, Room
 from pipeline.llm.torch_engine.decoder import Decoder
 from pipeline.llm.torch_engine.files import read_network
+from pipeline.llm.torch_engine.slots import Slots
+from pipeline.llm.ways import STEP_TOKENS
 
 Logs = NDArray[np.float64]
 
@@ -41,6 +43,39 @@ class ScoredDecoder:
     def generate_together(self, prompts: Sequence[Ids], tokens: int) -> tuple[Generation, ...]:
         """Continue prompts that start together."""
         return self._decoder.generate_together(prompts, tokens)
+
+    def generate_in_slots(self, prompts: Sequence[Ids], tokens: int) -> tuple[Generation, ...]:
+        """Continue prompts of which each begins a step after the one before, in the slots that
+        serve, and is read in chunks of STEP_TOKENS. Without times.
+        """
+        network, count = self._decoder.network, len(prompts)
+        sizes = sorted({1, count})  # steps that the other ways have recorded, too
+        slots = Slots(network, count, self._decoder.context, chunk=STEP_TOKENS, sizes=sizes)
+        buffers, found = slots.buffers, list[torch.Tensor]()  # [2, rows] each
+        places = [list[int]() for _ in prompts]  # of the tokens of each answer in `found`
+
+        def note(rows: Iterable[int]) -> None:
+            for row in rows:
+                places[row].append(len(found))
+            found.append(torch.stack([buffers.tokens.double(), buffers.log_probs.double()]))
+
+        for row, prompt in enumerate(prompts):
+            end = 0
+            while end < prompt.size:
+                end = slots.read(row, prompt, end)
+            note([row])
+            slots.step(row + 1)
+            note(range(row + 1))
+        while len(places[-1]) < tokens:
+            slots.step(count)
+            note(range(count))
+        values = torch.stack(found).cpu().numpy()
+        return tuple(
+            Generation(
+                values[at[:tokens], 0, row].astype(np.int64), values[at[:tokens], 1, row], ()
+            )
+            for row, at in enumerate(places)
+        )
 
     def cache_bytes_per_token(self) -> float:
         return self._decoder.cache_bytes_per_token()

@@ -72,14 +72,25 @@ class LanguageSpec:
     @property
     def together(self) -> int:
         """Answers that are generated together."""
-        return self.options.max_batch or LANGUAGE_BATCH
+        wanted = self.options.max_batch or LANGUAGE_BATCH
+        return min(wanted, self._room // self.context) if self._has_slots else wanted
 
     @property
     def cache_tokens(self) -> int:
         """Tokens for which there is a cache."""
+        return self.together * self.context if self._has_slots else self._room
+
+    @property
+    def _has_slots(self) -> bool:
+        """True if each answer has a whole context of the cache to itself."""
+        return self.engine.library == "torch"
+
+    @property
+    def _room(self) -> int:
+        """Tokens that the cache may have, at least the context."""
         wanted = self.options.cache_tokens
         if wanted is None:
-            wanted = self.together * self.context
+            wanted = (self.options.max_batch or LANGUAGE_BATCH) * self.context
             wanted = wanted if self.fitting_tokens is None else min(wanted, self.fitting_tokens)
         return max(self.context, wanted)
 

@@ -63,6 +63,11 @@ class StepEngine(Protocol):
     def is_busy(self) -> bool: ...
 
     @property
+    def cache_bytes(self) -> int:
+        """Memory of the cache that the engine has taken already; 0 if it grows with its use."""
+        ...
+
+    @property
     def cache_usage(self) -> float:
         """Share of the cache that running answers use."""
         ...
@@ -88,11 +93,17 @@ def open_engine(engine: LanguageEngine, load: Load, ends: frozenset[int]) -> Ste
         return OpenvinoEngine(engine, load, ends)
     if engine.library == "onnxruntime_genai":
         from pipeline.llm.ort_genai.opened import OpenModel
-        from service.serving.language.onnxruntime_engine import FastTokenizer, OnnxruntimeEngine
+        from service.serving.language.onnxruntime_engine import OnnxruntimeEngine
+        from service.serving.language.tokenizer import FastTokenizer
 
         model, tokenizer = OpenModel(engine), FastTokenizer(engine)
         return OnnxruntimeEngine(model, tokenizer, load.cache_tokens, ends)
+    if engine.library == "torch":
+        from service.serving.language.tokenizer import FastTokenizer
+        from service.serving.language.torch_engine.engine import TorchEngine, open_slots
+
+        return TorchEngine(open_slots(engine, load), FastTokenizer(engine), ends)
     raise UnsupportedError(
         f"{load.name} is an engine of {engine.library}, which this server does not serve",
-        "compile the model with candidates of openvino_genai or onnxruntime_genai",
+        "compile the model with candidates of openvino_genai, onnxruntime_genai or torch",
     )

@@ -13,8 +13,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.errors import DamagedError
-from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.ort_genai.opened import Text
 from pipeline.llm.scoring import log_softmax
 from service.language.generation import Finish
@@ -23,7 +21,6 @@ from service.serving.language.messages import Generate
 from service.serving.language.sampling import Sampler, check_sampling
 
 CHUNK = 256  # tokens of a prompt: about a second of SmolLM2 on two cores
-TOKENIZER_FILE = "tokenizer.json"
 
 
 class Model(Protocol):
@@ -36,6 +33,7 @@ class OnnxruntimeEngine:
     """An opened folder. The cache is memory that answers claim as they begin, in tokens."""
 
     keeps_prefixes = scores_prompts_alone = False
+    cache_bytes = 0
 
     def __init__(
         self, model: Model, tokenizer: Tokenizer, cache_tokens: int, ends: frozenset[int]
@@ -108,6 +106,8 @@ class OnnxruntimeAnswer:
         self._end()
 
     def read(self) -> News:
+        if not self._count:  # a scored prompt comes as a whole, with the first token
+            return News([], [], has_no_room=self._has_no_room)
         ids, log_probs = self._ids, self._log_probs
         self._ids, self._log_probs = [], []
         return News(ids, log_probs, self._finish, self._has_no_room)
@@ -147,25 +147,3 @@ class OnnxruntimeAnswer:
 
     def _end(self) -> None:
         self.has_ended, self._text = True, None  # its keys and values are freed
-
-
-class FastTokenizer:
-    """The tokenizer as Hugging Face describes it in one file."""
-
-    def __init__(self, engine: LanguageEngine) -> None:
-        from tokenizers import Tokenizer
-
-        try:
-            self._tokenizer = Tokenizer.from_file(str(engine.root / TOKENIZER_FILE))
-        except Exception as error:  # the library raises no class of its own
-            raise DamagedError(
-                f"'{TOKENIZER_FILE}' of the language model cannot be read: {error}",
-                "compile the model again",
-            ) from error
-
-    def encode(self, text: str, special_tokens: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
-
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        ids = list(tokens)
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))

@@ -29,13 +29,18 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"top_k: expected 0 or more, got {sampling.top_k}")
 
 
+def random_of(sampling: Sampling) -> np.random.Generator:
+    """Return what draws the tokens of an answer: one number from 0 to 1 each."""
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    return np.random.default_rng(seed % 2**64)
+
+
 class Sampler:
     """Chooses the tokens of one answer. The same seed and logits give the same tokens."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling, self._counts = sampling, Counter[int]()
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        self._random = np.random.default_rng(seed % 2**64)
+        self._random = random_of(sampling)
 
     def choose(self, logits: NDArray[np.float32]) -> int:
         """Return the next token; `logits` [vocabulary] are not changed."""

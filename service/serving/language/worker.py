@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 from typing import NoReturn, Protocol, TypeAlias
 
 from pipeline.errors import InternalError
+from pipeline.host.gpu import VISIBLE
 from pipeline.llm.engine import LanguageEngine, read_settings
 from pipeline.llm.export import last_line
 from pipeline.report.bundle import check_engine
@@ -159,6 +160,11 @@ class Generator:
         most = room if wanted is None else min(wanted, room)
         self._server.send(Accepted(message.number, len(prompt)))
         self._commands.put(Request(message, prompt, text, most))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the cache that the engine has taken before any request."""
+        return self._engine.cache_bytes
 
     def cancel(self, message: Cancel) -> None:
         self._commands.put(message)
@@ -344,8 +350,9 @@ def main(descriptor: int) -> NoReturn:
         message, _ = server.receive()
         if not isinstance(message, Load):
             raise InternalError(f"expected the message `load` first, got `{message.kind}`")
+        before = held_bytes() if os.environ.get(VISIBLE) else 0  # a GPU's are of all processes
         generator = Generator(message, server)
-        server.send(Ready(held_bytes()))
+        server.send(Ready(max(0, held_bytes() - before - generator.cache_bytes)))
         reading = partial(until_the_end, server, partial(read_all, generator, server))
         threading.Thread(target=reading).start()
         while True:

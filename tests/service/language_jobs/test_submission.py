@@ -24,10 +24,11 @@ from pipeline.llm.plan import (
     LanguageModelConfig,
     LanguagePlan,
     Texts,
+    language_plan_from_document,
 )
 from pipeline.llm.source import find_source
 from service.errors import Unprocessable
-from service.submission.language import allowed_keys
+from service.submission.language import allowed_keys, device_for
 from service.submission.submit import request_of_parts
 from service.submission.uploads import Part
 from tests.pipeline.llm.models import language_plan, texts, write_model
@@ -179,6 +180,18 @@ def test_the_form_of_the_pages_compiles_a_language_model(model: Path, tmp_path: 
     at_desk(tmp_path, story)
 
 
+def test_a_plan_for_a_gpu_goes_to_the_gpu_with_the_fewest_jobs(tmp_path: Path) -> None:
+    written = language_plan(tmp_path, "m", device="gpu")
+    on_gpu = language_plan_from_document(written, tmp_path)
+    on_cpu = on_gpu.model_copy(update={"device": "cpu"})
+    devices, load = ("cpu", "gpu:0", "gpu:1"), {"gpu:0": 2, "gpu:1": 1}
+    assert device_for(on_gpu, devices, load) == "gpu:1"
+    assert device_for(on_gpu, devices, {}) == "gpu:0"
+    assert device_for(on_cpu, devices, load) == "cpu"
+    with pytest.raises(Unprocessable, match="wants a GPU, and this service has none"):
+        device_for(on_gpu, ("cpu",), {})
+
+
 def without(name: str) -> Callable[[Files], Files]:
     return lambda files: {key: value for key, value in files.items() if key != name}
 
@@ -247,8 +260,7 @@ PLANS: list[tuple[dict[str, Any], str]] = [
     ({"candidates": [{"weights": "fp16"}] * 65}, "candidates: 65, expected at most 64"),
     ({"name": "x" * 101}, "name: 101 characters"),
     ({"context": 20}, "context: 20 tokens"),
-    ({"device": "gpu"}, "the service serves no engine of the library torch"),
-    ({"candidates": [{"library": "torch", "weights": "bf16"}]}, "serves no engine of the library"),
+    ({"device": "gpu"}, "device: the plan wants a GPU, and this service has none"),
 ]
 
 

@@ -19,7 +19,12 @@ from pipeline.execution.store import Key, Store
 from pipeline.host.environment import environment
 from pipeline.llm.engine import MODEL_FILE, SETTINGS_FILE, LanguageEngine, LanguageSettings
 from pipeline.llm.libraries.registry import library_of
-from pipeline.llm.plan import LanguageCandidate, LanguagePlan, language_plan_from_document
+from pipeline.llm.plan import (
+    Device,
+    LanguageCandidate,
+    LanguagePlan,
+    language_plan_from_document,
+)
 from pipeline.llm.results import LanguageReport, LanguageResult
 from pipeline.llm.source import Description, describe, find_source
 from pipeline.report.bundle import deliver_engine
@@ -56,14 +61,19 @@ class Tiny:
     plan: LanguagePlan
 
 
-def tiny_model(folder: Path, scale: float = 0.2, recipe: LanguageCandidate = EXACT) -> Tiny:
+def tiny_model(
+    folder: Path,
+    scale: float = 0.2,
+    recipe: LanguageCandidate = EXACT,
+    device: Device = "cpu",
+) -> Tiny:
     """Build the engine of a random Llama; it has a manifest, as it comes from a store."""
     library = library_of(recipe.library)
     model = write_model(folder / "model", scale=scale)
     source = find_source(str(model))
     about = describe(source, CONTEXT)
     (folder / "exported").mkdir()
-    exported = library.export(source, about, "cpu", folder / "exported")
+    exported = library.export(source, about, device, folder / "exported")
 
     def make(out: Path) -> LanguageEngine:
         return library.build(exported, recipe, source, None, out)
@@ -168,7 +178,7 @@ def language_version(tiny: Tiny, model: str = MODEL) -> Version:
         backend=tiny.engine.library,
         precision=tiny.engine.precision,
         target=tiny.engine.target.device,
-        on_gpu=False,
+        on_gpu=tiny.engine.is_on_gpu,
         size_bytes=500_000,
         inputs=(),
         outputs=(),
@@ -244,7 +254,7 @@ async def deployed(
         language_version(tiny),
         tiny.engine,
         DeploymentOptions(**options),
-        ("cpu",),
+        ("gpu:0" if tiny.engine.is_on_gpu else "cpu",),
         load_s,
         stuck_s=stuck_s,
     )
