@@ -15,7 +15,7 @@ import onnxruntime
 import psutil
 import pytest
 
-from pipeline.core import Progress
+from pipeline.core.progress import Progress
 from pipeline.errors import ChildDied
 from pipeline.execution import fork_server
 from pipeline.execution.child_process import Channel, Child, call_in_child
