@@ -30,7 +30,6 @@ from pipeline.llm.engine import LanguageEngine, read_settings
 from pipeline.llm.results import AnyReport, LanguageReport, load_any_report
 from pipeline.report.bundle import ENGINE_FILE, check_engine, read_delivered
 from pipeline.report.files import FIGURES, HTML_NAME, JSON_NAME, MARKDOWN_NAME
-from pipeline.results.report import Report
 from service import logs
 from service.jobs.redact import scrub_file
 from service.storage.layout import Folders, Work
@@ -188,17 +187,6 @@ def published_any_report(folder: Path) -> AnyReport:
         return load_any_report(folder)
     except UserError as error:  # published by another version
         raise _damaged_report(folder, f"'{JSON_NAME}' cannot be read") from error
-
-
-def published_report(folder: Path) -> Report:
-    """Return a published report of engines. UserError if it is that of a language model."""
-    report = published_any_report(folder)
-    if not isinstance(report, Report):
-        raise UserError(
-            f"job {folder.name} compiled a language model, expected one that compiled engines",
-            f"GET /reports/{folder.name} shows its report",
-        )
-    return report
 
 
 def published_engine(folder: Path) -> AnyEngine:
