@@ -41,7 +41,7 @@ from pipeline.execution.exit_causes import (
     how_it_died,
     memory_kills,
 )
-from pipeline.execution.fork_server import Forked, changing, fork, stop_server, take_over
+from pipeline.execution.fork_server import Forked, changing, fork, stop_idle_server, take_over
 
 T = TypeVar("T")
 GRACE_S = 3.0
@@ -137,7 +137,7 @@ def stop_children() -> None:
     for child in tuple(_running):
         child.is_stopped = True
         child.end()
-    stop_server()
+    stop_idle_server()
 
 
 class Child:

@@ -6,9 +6,9 @@
 A small stage is short beside the start of its interpreter and its imports. A forked child has them
 done, and else what a fresh child has: a session, an exit status, memory and a crash of its own.
 
-- The server imports, and calls nothing of a library: it has no sessions, no GPU and no locks that a
-  child could miss. Children that measure are fresh interpreters all the same, since forks would
-  share their memory layout.
+- The server imports, and calls nothing of a library: it has no sessions, no GPU and no threads,
+  except those that OpenBLAS ends before each fork. Children that measure are fresh interpreters all
+  the same, since forks would share their memory layout.
 - A server is used only while the environment, the folder and the limits of this process are those
   that it started with. The variables of Crucible may differ: children take them over.
 - The server ends with this process, and its children with it.
@@ -36,8 +36,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import IO, Any
 
-# what all children need, and what most stages import inside their functions
-FIRST = ("pipeline.execution.child_process", "onnx", "onnxruntime")
+# What most children import, of libraries that start no thread when they are imported: ONNX Runtime
+# and OpenVINO start one each, which would hold its locks for ever in a child.
+FIRST = ("pipeline.execution.child_process", "onnx")
 LATER = ("numpy.random", "polygraphy.comparator")  # imported while the first child works
 OURS = "pipeline."  # the modules that the server imports for its children: no code of a user
 CHANGING = ("CRUCIBLE_", "PYTEST_")  # variables that no library reads when it is imported
@@ -181,6 +182,15 @@ def stop_server() -> None:
         server, _server = _server, None
     if server is not None:
         server.stop()
+
+
+def stop_idle_server() -> None:
+    """End the server of this process, unless a child of it runs: one that a thread has started just
+    now is stopped by whoever stops the others.
+    """
+    with _lock:
+        if _server is not None and _server.is_idle:
+            stop_server()
 
 
 def _forget_server() -> None:

@@ -6,12 +6,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import psutil
 import pytest
 
@@ -24,14 +23,6 @@ from tests.builders.cli import FEATURES, answers, write_model
 
 ROOT = Path(__file__).parents[3]
 WITHIN_S = 60.0  # for what takes less than a second on a quiet host
-
-
-@pytest.fixture(autouse=True)
-def own_server() -> Iterator[None]:
-    """A server that no other test uses."""
-    stop_server()
-    yield
-    stop_server()
 
 
 # -- functions of children ---------------------------------------------------
@@ -73,11 +64,13 @@ def multiply(size: int, progress: Progress) -> float:
 
 def classify(model: Path, x: np.ndarray, progress: Progress) -> np.ndarray:
     """With the threads of ONNX Runtime."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 2
     session = onnxruntime.InferenceSession(str(model), options, ["CPUExecutionProvider"])
-    outputs: np.ndarray = session.run(None, {"x": x})[0]
-    return outputs.argmax(axis=1)
+    labels: np.ndarray = session.run(None, {"x": x})[0].argmax(axis=1)
+    return labels
 
 
 def wait_for(file: Path, progress: Progress) -> int:
@@ -124,6 +117,12 @@ def test_children_have_a_session_of_their_own_and_no_socket_of_another() -> None
 
 def test_children_draw_different_random_numbers() -> None:
     assert call_in_child(draw, name="draw") != call_in_child(draw, name="draw")
+
+
+def test_a_server_has_one_thread_when_it_forks() -> None:
+    """Those of OpenBLAS have ended then, and only a child that multiplies starts them again."""
+    server = [call_in_child(parent, name="call") for _ in range(2)][-1]
+    assert psutil.Process(server).num_threads() == 1
 
 
 def test_threads_of_libraries_work_in_children(tmp_path: Path) -> None:
@@ -215,6 +214,7 @@ def test_children_die_with_a_server_that_is_killed_and_the_next_one_has_another(
 
 
 def test_a_server_that_never_answers_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_server()
     monkeypatch.setattr(fork_server, "MODULE", "pipeline.execution.no_such_module")
     monkeypatch.setattr(fork_server, "_is_useless", False)
     assert [call_in_child(parent, name="call") for _ in range(2)] == [os.getpid()] * 2
