@@ -95,6 +95,7 @@ class _Lines:
     debug = warning = error = critical = info
 
 
-def without_keys(logger: Any, method: str, line: str) -> str:
+def without_keys(logger: Any, method: str, line: Any) -> str:
     """Structlog processor that replaces keys anywhere in a rendered line, also in a traceback."""
+    assert isinstance(line, str)
     return FORM.sub(HIDDEN, line) if "cru_" in line else line

@@ -244,7 +244,7 @@ class Http(HttpToolsProtocol):
                 )
             )
             return
-        self.scope[GONE] = self._gone  # type: ignore[typeddict-unknown-key]
+        self.scope[GONE] = self._gone  # type: ignore[literal-required]
         super().on_headers_complete()
         if has_body:
             is_known = b"content-length" in headers and len(length) <= MAX_DIGITS

@@ -214,7 +214,7 @@ def _messages_in(data: bytes, descriptors: deque[int]) -> Iterator[Packet]:
         begin = end + LENGTHS.size
         middle = begin + head_bytes
         end = middle + body_bytes
-        own = [descriptors.popleft() for _ in range(count)] if count else ()
+        own = [descriptors.popleft() for _ in range(count)]
         if head_bytes:
             yield Packet(orjson.loads(data[begin:middle]), data[middle:end], own)
         else:

@@ -299,7 +299,7 @@ class _Request:
     async def run(self, app: Application, scope: Head) -> None:
         """Run the application. It answers its own errors."""
         try:
-            await app(_scope(scope) | {GONE: self._gone}, self.receive, self.send)
+            await app({**_scope(scope), GONE: self._gone}, self.receive, self.send)
         except Exception as error:  # the edge of a request: others go on
             log.error("http_process.request", exc_info=error)
         finally:
