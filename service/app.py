@@ -124,8 +124,7 @@ def create_app(
             service.generating = generating or service.models
             service.bytes_in_flight = bytes_in_flight
             yield
-        if traces is not None:
-            await asyncio.to_thread(traces.shutdown)  # sends the remaining spans
+        await send_spans(traces)
 
     async def verify(key: str, source: Source) -> Key:
         verified: Key = await app.state.service.verify(key, source)
@@ -185,6 +184,12 @@ def create_app(
     if traces is None:  # with traces, FastAPI's routing creates the spans
         app.inference = InferenceRoutes(INFERENCE, answer, guarded)
     return app
+
+
+async def send_spans(traces: TracerProvider | None) -> None:
+    """Send the remaining spans at the end of the application."""
+    if traces is not None:
+        await asyncio.to_thread(traces.shutdown)
 
 
 def refusal_response(request: Request, refusal: Answer) -> Response:

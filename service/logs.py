@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
@@ -21,8 +21,6 @@ import structlog
 from service.settings import Settings
 from service.storage.key import FORM
 
-bind = structlog.contextvars.bind_contextvars
-unbind = structlog.contextvars.unbind_contextvars
 get = structlog.get_logger
 HIDDEN = "cru_***"
 
@@ -32,12 +30,10 @@ def configure(settings: Settings) -> None:
     form.
     """
     shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
-        without_keys,
     ]
     renderer = (
         structlog.processors.JSONRenderer(_json_from)
@@ -47,7 +43,7 @@ def configure(settings: Settings) -> None:
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     # bypasses `logging`, which takes half the time of a line; every request writes a line
     structlog.configure(
-        processors=[*shared, renderer],
+        processors=[*shared, renderer, without_keys],
         logger_factory=_Lines,
         wrapper_class=structlog.make_filtering_bound_logger(level),
         cache_logger_on_first_use=True,
@@ -56,7 +52,11 @@ def configure(settings: Settings) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                renderer,
+                without_keys,
+            ],
         )
     )
     root = logging.getLogger()
@@ -74,7 +74,7 @@ def configure(settings: Settings) -> None:
 _ENCODER = json.JSONEncoder(default=repr)
 
 
-def _json_from(event: MutableMapping[str, Any], **_: Any) -> str:
+def _json_from(event: Mapping[str, Any], **_: Any) -> str:
     """Return a line of JSON. Values that JSON does not have become their `repr`."""
     return _ENCODER.encode(event)
 
@@ -95,15 +95,7 @@ class _Lines:
     debug = warning = error = critical = info
 
 
-def without_keys(
-    logger: Any, method: str, event: MutableMapping[str, Any]
-) -> MutableMapping[str, Any]:
-    """Structlog processor that replaces keys in all values, including tracebacks, and in the
-    values of a mapping.
-    """
-    for name, value in event.items():
-        if isinstance(value, str) and "cru_" in value:
-            event[name] = FORM.sub(HIDDEN, value)
-        elif isinstance(value, dict):
-            event[name] = without_keys(logger, method, dict(value))
-    return event
+def without_keys(logger: Any, method: str, line: Any) -> str:
+    """Structlog processor that replaces keys anywhere in a rendered line, also in a traceback."""
+    assert isinstance(line, str)
+    return FORM.sub(HIDDEN, line) if "cru_" in line else line

@@ -79,5 +79,7 @@ def written_outputs(outputs: Tensors, places: Mapping[str, Place]) -> list[dict[
 
 def without_outputs(answer: InferAnswer, places: Mapping[str, Place]) -> InferAnswer:
     """The answer without the outputs that were written to a region."""
+    if not places:
+        return answer
     kept = {name: array for name, array in answer.outputs.items() if name not in places}
     return replace(answer, outputs=kept)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import lru_cache
 
 from starlette.requests import ClientDisconnect
 
@@ -29,6 +30,7 @@ log = logs.get("service.requests")
 
 # label of requests without a route: a label per unknown path would let strangers fill the memory
 NO_ROUTE = "none"
+KNOWN = 1024  # sets of labels whose metric is not looked up again
 
 Refused = Callable[[Caller, str, int, Exception | None], None]
 """Take a refused request: its caller, its method and path, the status, and the error."""
@@ -45,8 +47,10 @@ class AccessLog:
         refused: Refused,
         respond: Respond = json_response,
     ) -> None:
-        self._application, self._metrics, self._folders = app, metrics, folders
+        self._application, self._folders = app, folders
         self._refused, self._respond = refused, respond
+        self._count = lru_cache(KNOWN)(metrics.requests.labels)
+        self._time = lru_cache(KNOWN)(metrics.request_seconds.labels)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,8 +81,8 @@ class AccessLog:
     def _record(self, scope: Scope, status: int, sent: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", NO_ROUTE)
         method = scope["method"] if route != NO_ROUTE else NO_ROUTE
-        self._metrics.requests.labels(method, route, str(status)).inc()
-        self._metrics.request_seconds.labels(method, route).observe(seconds)
+        self._count(method, route, status).inc()
+        self._time(method, route).observe(seconds)
         state = scope.get("state", {})
         caller = state.get("caller")
         if 400 <= status < 500:

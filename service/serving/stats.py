@@ -133,6 +133,7 @@ class Tally:
         self._run = figures.values_run.labels(*labels)
         self._at_max = figures.values_at_max.labels(*labels)
         self._rows = {each: figures.rows.labels(*labels, each) for each in devices}
+        self._padding = figures.padding.labels(*labels)
         self._waiting = waiting
         self._succeeded, self._failed = _Sum(), _Sum()
         self._sums = tuple(_Sum() for _ in STAGES)
@@ -147,7 +148,8 @@ class Tally:
         """
         labels = (self._model, str(self._version))
         self._figures.waiting.labels(*labels).set_function(self._waiting)
-        self._figures.padding.labels(*labels).set(0)
+        self._padding = self._figures.padding.labels(*labels)
+        self._padding.set(0)
         self._figures.newest[labels] = self
 
     def ran(self, device: str, requests: int, timing: Timing, values: InputValues) -> None:
@@ -162,7 +164,7 @@ class Tally:
         self._sent.inc(values.sent)
         self._run.inc(values.run)
         self._at_max.inc(values.at_max)
-        self._figures.padding.labels(self._model, str(self._version)).set(self._values.padding)
+        self._padding.set(self._values.padding)
 
     def answered(self, timing: Timing, total_s: float) -> None:
         """Count an answered request."""

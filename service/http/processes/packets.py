@@ -89,22 +89,24 @@ class Packets:
             _close(descriptors)
             return
         text = orjson.dumps(head)
-        if _size(text, body) > MAX_PACKET_BYTES:  # a client's head may be longer
+        size = LENGTHS.size + len(text) + len(body)
+        if size > MAX_PACKET_BYTES:  # a client's head may be longer
             try:
-                descriptors = (_file_with(_message(text, body, 0)), *descriptors)
+                descriptors = (_file_with(text, body), *descriptors)
             except OSError as error:
                 _close(descriptors)
                 self._fail(error)
                 return
             text = body = b""
-        is_full = self._size + _size(text, body) > MAX_PACKET_BYTES
+            size = LENGTHS.size
+        is_full = self._size + size > MAX_PACKET_BYTES
         if is_full or len(self._descriptors) + len(descriptors) > MAX_DESCRIPTORS:
             self._flush()
         if not self._parts:
             self._loop.call_soon(self._flush)
-        self._parts.append(_message(text, body, len(descriptors)))
+        self._parts += (LENGTHS.pack(len(text), len(body), len(descriptors)), text, body)
         self._descriptors += descriptors
-        self._size += _size(text, body)
+        self._size += size
 
     def soon(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call something in the next turn of the event loop. It may be used in any thread and at
@@ -204,49 +206,39 @@ def _descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> deque[int]:
     return deque(descriptors)
 
 
-def _message(text: bytes, body: Bytes, descriptors: int) -> bytes:
-    """Return the bytes of a message with so many descriptors. `text`: its head."""
-    return b"".join((LENGTHS.pack(len(text), len(body), descriptors), text, body))
-
-
-def _size(text: bytes, body: Bytes) -> int:
-    return LENGTHS.size + len(text) + len(body)
-
-
 def _messages_in(data: bytes, descriptors: deque[int]) -> Iterator[Packet]:
     """Yield the messages of a packet. Each takes its own of the descriptors."""
-    begin = 0
-    while begin < len(data):
-        head_bytes, body_bytes, count = LENGTHS.unpack_from(data, begin)
-        middle = begin + LENGTHS.size + head_bytes
+    end = 0
+    while end < len(data):
+        head_bytes, body_bytes, count = LENGTHS.unpack_from(data, end)
+        begin = end + LENGTHS.size
+        middle = begin + head_bytes
+        end = middle + body_bytes
         own = [descriptors.popleft() for _ in range(count)]
         if head_bytes:
-            head, body = data[middle - head_bytes : middle], data[middle : middle + body_bytes]
+            yield Packet(orjson.loads(data[begin:middle]), data[middle:end], own)
         else:
-            head, body = _read_file(own.pop(0))
-        yield Packet(orjson.loads(head), body, own)
-        begin = middle + body_bytes
+            yield Packet(*_read_file(own[0]), own[1:])
 
 
-def _read_file(descriptor: int) -> tuple[bytes, bytes]:
-    """Return the head and the body of the message in a file, and close it."""
-    with os.fdopen(descriptor, "rb") as file:
-        file.seek(0)
-        data = file.read()
-    middle = LENGTHS.size + LENGTHS.unpack_from(data)[0]
-    return data[LENGTHS.size : middle], data[middle:]
-
-
-def _file_with(data: bytes) -> int:
-    """Return the descriptor of a file in memory."""
+def _file_with(text: bytes, body: Bytes) -> int:
+    """Return the descriptor of a file in memory with a head and a body."""
     descriptor = os.memfd_create("crucible", os.MFD_CLOEXEC)
     try:
         with os.fdopen(descriptor, "wb", closefd=False) as file:
-            file.write(data)
+            file.writelines((LENGTHS.pack(len(text), len(body), 0), text, body))
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _read_file(descriptor: int) -> tuple[Head, bytes]:
+    """Return the head and the body in a file, and close it."""
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        head_bytes, _, _ = LENGTHS.unpack(file.read(LENGTHS.size))
+        return orjson.loads(file.read(head_bytes)), file.read()
 
 
 class Lender(BodyPool):

@@ -17,10 +17,12 @@ from service.codecs.content_encoding import accepted_encoding, packed, unpacked
 from service.codecs.oip import binary_form
 from service.context import Service
 from service.errors import Unprocessable
+from service.http.guard import GONE
 from service.inference import InferAnswer, InferRequest
 from service.offload.worker import answer_head
 
 T = TypeVar("T")
+SERVER_TIMING = "queue;dur=%.3f, copy_in;dur=%.3f, compute;dur=%.3f, copy_out;dur=%.3f"
 HELP_FROM_VALUES = 8 * 1024  # values to encode as JSON, about eight characters each
 
 
@@ -69,25 +71,26 @@ async def read_body(request: Request, limit: int) -> bytes | memoryview:
 
 
 async def infer_while_connected(
-    service: Service, inference: InferRequest, receive: Receive
+    service: Service, inference: InferRequest, request: Request
 ) -> InferAnswer:
     """Run inference, and cancel it if the client disconnects."""
-    return await while_connected(service.serving.infer(inference), receive)
+    return await while_connected(service.serving.infer(inference), request)
 
 
-async def while_connected(work: Awaitable[T], receive: Receive) -> T:
+async def while_connected(work: Awaitable[T], request: Request) -> T:
     """Await work, and cancel it if the client disconnects: then ClientDisconnect."""
-    task, disconnected = asyncio.current_task(), False
+    task, is_over, disconnected = asyncio.current_task(), False, False
     assert task is not None
 
-    async def watch() -> None:
+    def leave(_: object) -> None:
         nonlocal disconnected
-        while (await receive())["type"] != "http.disconnect":
-            continue
-        disconnected = True
-        task.cancel()
+        if not is_over:  # it may have been about to be called
+            disconnected = True
+            task.cancel()
 
-    watcher = asyncio.create_task(watch())
+    gone: asyncio.Future[None] | None = request.scope.get(GONE)
+    watcher = asyncio.create_task(_until_gone(request.receive)) if gone is None else gone
+    watcher.add_done_callback(leave)
     try:
         return await work
     except asyncio.CancelledError:
@@ -95,7 +98,15 @@ async def while_connected(work: Awaitable[T], receive: Receive) -> T:
             raise ClientDisconnect from None
         raise
     finally:
-        watcher.cancel()
+        is_over = True
+        watcher.remove_done_callback(leave)
+        if gone is None:
+            watcher.cancel()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
 async def respond(
@@ -139,16 +150,14 @@ async def encode_in_helper(
 def headers_of(answer: InferAnswer) -> dict[str, str]:
     """Return headers with the model and the timing in milliseconds."""
     timing = answer.timing
-    parts = {
-        "queue": timing.queue_s,
-        "copy_in": timing.copy_in_s,
-        "compute": timing.compute_s,
-        "copy_out": timing.copy_out_s,
-    }
+    times_ms = (
+        1e3 * timing.queue_s,
+        1e3 * timing.copy_in_s,
+        1e3 * timing.compute_s,
+        1e3 * timing.copy_out_s,
+    )
     return {
-        "Server-Timing": ", ".join(
-            f"{name};dur={seconds * 1e3:.3f}" for name, seconds in parts.items()
-        ),
+        "Server-Timing": SERVER_TIMING % times_ms,
         "Crucible-Model": quote(answer.model),
         "Crucible-Version": str(answer.version),
         "Crucible-Device": answer.device,

@@ -11,13 +11,12 @@ from fastapi import Request, Response
 from fastapi.dependencies.utils import request_params_to_args
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.errors import CrucibleError
 from service.http.guard import INFER
 
-FOUND = "crucible.inference"  # in a scope: what the route adds to it
+FOUND = "crucible.inference"  # in a scope: the route, and the texts that it found in the path
 
 
 class InferenceRoute(APIRoute):
@@ -63,10 +62,10 @@ class InferenceRoutes:
         """Return True for a request of one of the routes. The route is then in its scope."""
         if scope["type"] != "http" or not scope["path"].endswith(INFER):
             return False
-        for route in self._routes:
-            match, found = route.matches(scope)
-            if match is Match.FULL:
-                scope[FOUND] = found
+        for route in self._routes:  # FastAPI's `matches` would look for routers within, too
+            found = route.path_regex.match(scope["path"])
+            if found and scope["method"] in (route.methods or ()):
+                scope[FOUND] = {"route": route, "path_params": found.groupdict()}
                 return True
         return False
 
