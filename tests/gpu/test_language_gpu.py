@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.llm.plan import LanguageCandidate
 from service.language.generation import Part
-from tests.service.integration.language_story import PROMPTS, TOLERANCE, language_story
+from tests.service.language_jobs.torch_story import PROMPTS, TOLERANCE, language_story
 from tests.service.serving.engines import play
 from tests.service.serving.language.models import (
     CACHE_VALUES,

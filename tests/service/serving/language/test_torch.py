@@ -16,8 +16,10 @@ from pipeline.llm.plan import LanguageCandidate
 from pipeline.llm.served import Room
 from pipeline.llm.torch_engine.files import read_network
 from pipeline.llm.torch_engine.slots import Slots
-from service.errors import Unprocessable
+from service.auth import LOCAL
+from service.errors import Conflict, Unprocessable
 from service.language.generation import Sampling
+from service.registry.models import DeploymentOptions, PromoteRequest
 from service.serving.language.engines import EngineAnswer, News
 from service.serving.language.messages import Generate
 from service.serving.language.torch_engine.engine import TorchAnswer, TorchEngine
@@ -29,6 +31,7 @@ from tests.service.serving.language.models import (
     Tiny,
     asking,
     deployed,
+    ended_language_job,
     first_part,
     ids_of,
     log_probs_of,
@@ -37,6 +40,7 @@ from tests.service.serving.language.models import (
     until,
 )
 from tests.service.serving.language.test_onnxruntime import NoTokenizer
+from tests.service.serving.models import shelf
 
 TOLERANCE = 1e-4
 """Of log-probabilities in fp32, in nats: sums of other shapes are rounded otherwise."""
@@ -284,5 +288,30 @@ def test_a_client_that_leaves_frees_its_slot(tmp_path: Path, exact: Tiny) -> Non
             assert len(ids_of(await waiting)) <= 3
             await until(lambda: bench.value("cache_ratio") == 0)
             assert bench.value("answers_total", state="cancelled") == 1
+
+    play(story)
+
+
+def test_the_free_memory_decides_how_many_slots_a_report_gets(tmp_path: Path, exact: Tiny) -> None:
+    context_bytes = 4 * CACHE_VALUES * CONTEXT
+
+    async def story() -> None:
+        async with shelf(tmp_path) as here:
+            deployments = here.deployments
+            job = ended_language_job(here.folders, here.jobs, exact)
+            view = await deployments.promote(LOCAL, "tiny", PromoteRequest(report=job))
+            assert view.current.backend == "torch"
+            size = view.current.size_bytes
+            # half of what is free beside the model is for its cache: three contexts and a part
+            here.host.free_bytes = size + 7 * context_bytes
+            await deployments.deploy(LOCAL, "tiny", DeploymentOptions())
+            (served,) = deployments.served(LOCAL)
+            assert (served.max_batch, served.state) == (3, "ready")
+            async with deployments.generate(asking(TOKENS, max_tokens=4)) as answer:
+                assert len(ids_of([part async for part in answer])) == 4
+            await deployments.unload(LOCAL, "tiny")
+            many = DeploymentOptions(cache_tokens=9 * CONTEXT, max_batch=9)
+            with pytest.raises(Conflict, match=f"{9 * context_bytes / 2**20:.1f} MiB of cache"):
+                await deployments.deploy(LOCAL, "tiny", many)
 
     play(story)

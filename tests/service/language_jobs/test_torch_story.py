@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.integration.language_story import language_story
+from tests.service.language_jobs.torch_story import language_story
 
 
 @pytest.mark.slow
