@@ -220,7 +220,7 @@ def measure(
     def start(entrant: Entrant | Rival) -> Peer:
         if not isinstance(entrant, Entrant):
             return Child(rivals.contend, entrant, *common, name=entrant.label)
-        engine = entrant.recipe
+        engine = entrant.engine
         reads = tuple(sizes.values()) if engine is baseline else ()
         return Child(contend, engine, model.source, *common, reads, name=engine.label)
 
