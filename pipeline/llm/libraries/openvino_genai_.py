@@ -11,7 +11,7 @@ from pipeline.llm import export as graph
 from pipeline.llm import weights
 from pipeline.llm.engine import ExportedModel, LanguageEngine
 from pipeline.llm.libraries.protocol import ScoredGenerator
-from pipeline.llm.plan import Device, LanguageCandidate, LanguagePlan
+from pipeline.llm.plan import Arithmetic, Device, LanguageCandidate, LanguagePlan
 from pipeline.llm.reference import Ids
 from pipeline.llm.scoring import Graph
 from pipeline.llm.served import Generation, Room, Served
@@ -37,6 +37,7 @@ __all__ = [
 PACKAGES: tuple[str, ...] = ("gguf", "nncf", "openvino_genai", "openvino_tokenizers")
 
 GROUPS = (32, 64)  # of int4 weights, where they divide a row
+INT4_ARITHMETIC: tuple[Arithmetic, ...] = ("auto", "int8")
 
 
 def default_candidates(
@@ -47,9 +48,14 @@ def default_candidates(
         LanguageCandidate(weights="fp16", kv_cache="f16"),
         LanguageCandidate(weights="int8", kv_cache="f16"),
         LanguageCandidate(weights="int8"),
+        LanguageCandidate(weights="int8", arithmetic="int8"),
     ]
     groups = [size for size in GROUPS if about.hidden % size == 0]
-    found += [LanguageCandidate(weights="int4_asym", group_size=size) for size in groups]
+    found += [
+        LanguageCandidate(weights="int4_asym", group_size=size, arithmetic=arithmetic)
+        for size in groups
+        for arithmetic in INT4_ARITHMETIC
+    ]
     if source.kind == "gguf" and about.is_quantised:
         found.append(LanguageCandidate(weights="stored"))
     if plan.effort == "high":

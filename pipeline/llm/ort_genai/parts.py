@@ -10,7 +10,7 @@ import gc
 import json
 import statistics
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,15 +83,15 @@ def _chosen(logits: Any) -> int:
     return token
 
 
-def operators_of(events: Sequence[Mapping[str, Any]], steps: int) -> Counter[str]:
+def operators_of(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, float]:
     """Return the time of each type of operator in the last `steps` runs of a profile, in
     seconds.
     """
     runs = [event for event in events if event.get("name") == "model_run"]
     if len(runs) < steps:
-        return Counter()
+        return {}
     begin = sorted(int(run["ts"]) for run in runs)[-steps]
-    found = Counter[str]()
+    found = defaultdict[str, float](float)
     for event in events:
         is_kernel = event.get("cat") == "Node" and str(event.get("name")).endswith("_kernel_time")
         if is_kernel and int(event["ts"]) >= begin:

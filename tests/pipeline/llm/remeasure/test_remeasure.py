@@ -17,7 +17,7 @@ from pipeline.llm.remeasure.times import (
     lacks_ratio,
     renewed_report,
 )
-from pipeline.llm.results import LanguageReport
+from pipeline.llm.results import LanguageReport, load_any_report
 from pipeline.llm.speed.race import Race
 from pipeline.llm.speed.times import AnswerTimes, LevelTimes
 from pipeline.measurement.clock import Samples
@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> LanguageReport:
-    return LanguageReport.model_validate_json((folder / "out" / "report.json").read_text())
+    found = load_any_report(folder / "out")
+    assert isinstance(found, LanguageReport)
+    return found
 
 
 def run(folder: Path, *arguments: str | Path) -> Result:
