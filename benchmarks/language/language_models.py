@@ -69,6 +69,7 @@ SHARES = {"smollm2": {"int8": 70.0, "int4": 50.0}, "random-1b": {"int8": 85.0, "
 CANDIDATES = (
     LanguageCandidate(weights="fp16", kv_cache="f16"),
     LanguageCandidate(weights="int8"),
+    LanguageCandidate(weights="int8", arithmetic="int8"),
     LanguageCandidate(weights="int4_asym", group_size=64),
 )
 

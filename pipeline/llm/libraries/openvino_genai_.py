@@ -9,9 +9,9 @@ from pipeline.core.artifacts import Target
 from pipeline.core.progress import Progress, silent
 from pipeline.llm import export as graph
 from pipeline.llm import weights
-from pipeline.llm.engine import ExportedModel, LanguageEngine
+from pipeline.llm.engine import ACTIVATION_GROUP, ExportedModel, LanguageEngine
 from pipeline.llm.libraries.protocol import ScoredGenerator
-from pipeline.llm.plan import Arithmetic, Device, LanguageCandidate, LanguagePlan
+from pipeline.llm.plan import Device, LanguageCandidate, LanguagePlan
 from pipeline.llm.reference import Ids
 from pipeline.llm.scoring import Graph
 from pipeline.llm.served import Generation, Room, Served
@@ -37,7 +37,6 @@ __all__ = [
 PACKAGES: tuple[str, ...] = ("gguf", "nncf", "openvino_genai", "openvino_tokenizers")
 
 GROUPS = (32, 64)  # of int4 weights, where they divide a row
-INT4_ARITHMETIC: tuple[Arithmetic, ...] = ("auto", "int8")
 
 
 def default_candidates(
@@ -51,10 +50,11 @@ def default_candidates(
         LanguageCandidate(weights="int8", arithmetic="int8"),
     ]
     groups = [size for size in GROUPS if about.hidden % size == 0]
+    found += [LanguageCandidate(weights="int4_asym", group_size=size) for size in groups]
     found += [
-        LanguageCandidate(weights="int4_asym", group_size=size, arithmetic=arithmetic)
+        LanguageCandidate(weights="int4_asym", group_size=size, arithmetic="int8")
         for size in groups
-        for arithmetic in INT4_ARITHMETIC
+        if size % ACTIVATION_GROUP == 0
     ]
     if source.kind == "gguf" and about.is_quantised:
         found.append(LanguageCandidate(weights="stored"))
