@@ -69,6 +69,7 @@ SHARES = {"smollm2": {"int8": 70.0, "int4": 50.0}, "random-1b": {"int8": 85.0, "
 CANDIDATES = (
     LanguageCandidate(weights="fp16", kv_cache="f16"),
     LanguageCandidate(weights="int8"),
+    LanguageCandidate(weights="int8", arithmetic="int8"),
     LanguageCandidate(weights="int4_asym", group_size=64),
 )
 
@@ -220,7 +221,7 @@ def measure(
     def start(entrant: Entrant | Rival) -> Peer:
         if not isinstance(entrant, Entrant):
             return Child(rivals.contend, entrant, *common, name=entrant.label)
-        engine = entrant.recipe
+        engine = entrant.engine
         reads = tuple(sizes.values()) if engine is baseline else ()
         return Child(contend, engine, model.source, *common, reads, name=engine.label)
 

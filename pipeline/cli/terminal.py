@@ -6,6 +6,7 @@ import os
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +16,7 @@ from pipeline.benchmark.batch_sweep import Sweep, tail_name
 from pipeline.compiler.speed import level_s
 from pipeline.core.artifacts import KeptNode, Refusal
 from pipeline.formatting import shape_text, state_label
+from pipeline.llm.gate import percent_text as perplexity_text
 from pipeline.llm.results import LanguageReport
 from pipeline.report.accuracy_sections import ablation_outcome
 from pipeline.report.latency_sections import throughput_section
@@ -42,6 +44,9 @@ from pipeline.results.layer_table import LayerTable
 from pipeline.results.precision_audit import forced_share, percent_text, time_by_precision
 from pipeline.results.report import Report
 from pipeline.results.targets import TargetResult
+
+if TYPE_CHECKING:
+    from pipeline.llm.remeasure.scores import ScoresAgain
 
 PLAIN_WIDTH = 130
 REASON_WIDTH = 60  # characters of a reason in the table of candidates
@@ -238,6 +243,26 @@ def validation_lines(report: ValidationReport) -> list[str]:
     if report.passed:
         return [*lines, f"[bold green]passed[/] {on}"]
     return [*lines, f"[bold red]failed[/] {on}: {escape('; '.join(report.failures))}"]
+
+
+def language_score_lines(again: ScoresAgain) -> list[str]:
+    """Return the scores of a language model on its texts, for a rich console."""
+    judged = again.judged
+    kl, agreement = judged.divergence, judged.agreement
+    on = f"on {again.texts} validation texts, {judged.tokens:,} tokens"
+    passed = f"[bold green]passed[/] {on}"
+    if judged.failures:
+        passed = f"[bold red]failed[/] {on}: {escape('; '.join(judged.failures))}"
+    return [
+        f"{escape(again.label)}: perplexity {again.perplexity:.4f}, reference"
+        f" {again.reference_perplexity:.4f}, change {perplexity_text(judged.perplexity_increase)};"
+        f" read one by one {perplexity_text(judged.cached_perplexity_increase)}",
+        f"divergence {kl.value:.4f} nats per token ({kl.low:.4f} to {kl.high:.4f}), likeliest token"
+        f" the same for {agreement.value:.1%} ({agreement.low:.1%} to {agreement.high:.1%})",
+        f"{judged.greedy_equal:.0%} of greedy tokens before the first that differs; as served and"
+        f" as scored differ by {judged.path_difference:.4f} nats in the mean",
+        passed,
+    ]
 
 
 # -- tables ------------------------------------------------------------------

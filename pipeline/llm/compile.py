@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
-from pipeline.core.artifacts import Target
+from pipeline.core.artifacts import Artifact, Target
 from pipeline.core.progress import CandidateFigures
 from pipeline.errors import BackendUnavailable, ChildDied, ChildStopped, UserError
 from pipeline.execution.stage_runner import Runner, Stage, StageCall
@@ -70,11 +70,11 @@ class Compile:
     runner: Runner
     source: Source
     about: Description
-    exported: dict[LibraryName, ExportedModel]
-    targets: dict[LibraryName, Target]
-    missing: dict[LibraryName, str]  # why a library is not here
-    calibration: Documents | None
     room: Room
+    exported: dict[LibraryName, ExportedModel] = field(default_factory=dict)
+    targets: dict[LibraryName, Target] = field(default_factory=dict)
+    missing: dict[LibraryName, str] = field(default_factory=dict)  # why a library is not here
+    calibration: Documents | None = None
 
     def refer(self, documents: Documents) -> Reference:
         texts = self.plan.texts
@@ -99,8 +99,13 @@ class Compile:
             StageCall(SCORE, Scores, work, subject=subject, target=engine.target)
         )
 
-    def race(self, engines: Sequence[LanguageEngine], reference: Reference) -> Race:
+    def race(self, engines: Mapping[str, LanguageEngine], reference: Reference) -> Race:
+        """Time engines by their names in the results. The first one is the baseline."""
         plan = self.plan
+        for name, engine in engines.items():
+            if engine.recipe is None:
+                figures = CandidateFigures(name, engine.precision, is_baseline=True)
+                self.runner.report(RACE, figures)
         arguments = (engines, self.source, reference, plan.benchmark, plan.objective, self.room)
         result: Race = self.runner.anew(RACE, "", measure, *arguments)
         return result
@@ -122,13 +127,8 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
         work = partial(library_of(name).export, source, about, plan.device)
         call = StageCall(EXPORT, ExportedModel, work, subject=name, target=targets[name])
         exported[name] = runner.stage(call)
-    room = Room(
-        context=plan.context,
-        cache_values_per_token=about.cache_values_per_token,
-        threads=plan.benchmark.threads,
-        requests=max(plan.benchmark.concurrency),
-    )
-    run = Compile(plan, runner, source, about, exported, targets, missing, calibration, room)
+    room = room_of(plan, about)
+    run = Compile(plan, runner, source, about, room, exported, targets, missing, calibration)
     reference = run.refer(selection)
     prompts_from(reference, plan.benchmark.prompt_tokens)
     results, engines = list[LanguageResult](), dict[str, LanguageEngine]()
@@ -145,11 +145,9 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
     passing = [each for each in results if each.judged and each.judged.passed]
     baseline, rows, load = None, tuple[AnswerTimes, ...](), 0.0
     if passing:
-        entrants = [_in_transformers(exported[names[0]], targets[names[0]])]
-        for each in entrants:
-            figures = CandidateFigures(each.label, each.precision, is_baseline=True)
-            runner.report(RACE, figures)
-        timed = run.race([*entrants, *(engines[each.label] for each in passing)], reference)
+        entrants = [in_transformers(exported[names[0]], targets[names[0]])]
+        entrants += [engines[each.label] for each in passing]
+        timed = run.race({each.label: each for each in entrants}, reference)
         baseline, *others = timed.rows
         rows, load = tuple(others), timed.load_1min
     times = {row.label: row for row in rows}
@@ -165,6 +163,7 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         command=command,
         plan=plan,
+        source_digest=source.digest,
         model=about,
         environment=environment(),
         reference_perplexity=reference.perplexity,
@@ -180,6 +179,16 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
         validation=judged,
         delivered=engines.get(decided.winner),
         steps=tuple(runner.steps),
+    )
+
+
+def room_of(plan: LanguagePlan, about: Description) -> Room:
+    """Return what an engine is opened with room for."""
+    return Room(
+        context=plan.context,
+        cache_values_per_token=about.cache_values_per_token,
+        threads=plan.benchmark.threads,
+        requests=max(plan.benchmark.concurrency),
     )
 
 
@@ -252,11 +261,11 @@ def _prepared(
     return result, engine
 
 
-def _in_transformers(exported: ExportedModel, here: Target) -> LanguageEngine:
-    """Return the baseline: its folder is only that of the export."""
+def in_transformers(beside: Artifact, here: Target) -> LanguageEngine:
+    """Return the baseline. Its folder, that of another artifact, is not read."""
     return LanguageEngine(
-        root=exported.root,
-        file=exported.file,
+        root=beside.root,
+        file=beside.file,
         library="transformers",
         recipe=None,
         target=here,

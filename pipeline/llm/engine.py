@@ -21,6 +21,11 @@ MAX_SETTINGS_BYTES = 2**20
 BASELINE = "transformers fp32"
 GPU_BASELINE = "transformers bf16"  # as its users open it on a GPU
 
+ACTIVATION_GROUP = 64
+"""Activations that share a scale, with `arithmetic: int8`. Of SmolLM2 in int8, one thread makes a
+token in 19 ms of CPU time with 64, 24.6 with 32, 20 with 192, and in 29 ms with bf16.
+"""
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 SpecialText = Annotated[str, Field(max_length=200)]
 
@@ -107,7 +112,10 @@ class LanguageEngine(Artifact):
         if self.recipe is None or self.library != "openvino_genai":
             return {}
         chosen: dict[str, str] = {"KV_CACHE_PRECISION": self.recipe.kv_cache}
-        if self.recipe.arithmetic != "auto":
+        if self.recipe.arithmetic == "int8":  # OpenVINO quantises activations that are in f32
+            chosen["INFERENCE_PRECISION_HINT"] = "f32"
+            chosen["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(ACTIVATION_GROUP)
+        elif self.recipe.arithmetic != "auto":
             chosen["INFERENCE_PRECISION_HINT"] = self.recipe.arithmetic
             if self.recipe.arithmetic == "f32":  # else activations are quantised on the way
                 chosen["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"

@@ -37,7 +37,7 @@ Device = Literal["cpu", "gpu"]
 LibraryName = Literal["openvino_genai", "onnxruntime_genai", "torch"]
 WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4_sym", "int4_asym", "stored"]
 CacheFormat = Literal["f32", "f16", "bf16", "u8"]
-Arithmetic = Literal["auto", "f32", "bf16", "f16"]
+Arithmetic = Literal["auto", "f32", "bf16", "f16", "int8"]
 
 MAX_CONCURRENCY = 64
 
@@ -195,8 +195,10 @@ class LanguageCandidate(Frozen):
     arithmetic: Arithmetic = Field(
         default="auto",
         description=(
-            "Precision of the products. `auto`: what OpenVINO chooses for this CPU; with"
-            " `onnxruntime_genai` int8, where weights have few bits."
+            "Precision of the products. `auto`: what OpenVINO chooses for this CPU, bf16 where it"
+            " has that; with `onnxruntime_genai` int8, where weights have few bits. `int8`, with"
+            " int8 and int4 weights of OpenVINO: activations are quantised as they come, in groups"
+            " of 64, and the rest is in f32."
         ),
     )
     awq: bool = Field(default=False, description="int4: scale salient channels by activations.")
@@ -251,6 +253,12 @@ class LanguageCandidate(Frozen):
             raise ValueError("awq and scale_estimation are for int4 weights of openvino_genai")
 
     @model_validator(mode="after")
+    def _int8_needs_few_bits(self) -> LanguageCandidate:
+        if self.arithmetic == "int8" and not self.weights.startswith("int"):
+            raise ValueError(f"arithmetic int8 is for int8 and int4 weights, got {self.weights}")
+        return self
+
+    @model_validator(mode="after")
     def _only_int4_has_groups(self) -> LanguageCandidate:
         has_groups = self.group_size and self.library != "onnxruntime_genai"
         if not self.weights.startswith("int4") and (
@@ -275,7 +283,7 @@ class LanguageCandidate(Frozen):
         if not is_ort:
             parts.append(f"kv-{self.kv_cache}")
         if self.arithmetic != "auto":
-            parts.append(self.arithmetic)
+            parts.append("act-int8" if self.arithmetic == "int8" else self.arithmetic)
         return " ".join(parts)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.formatting import bytes_text
 from pipeline.llm.gate import percent_text
+from pipeline.llm.plan import LanguageObjective
 from pipeline.llm.results import AnyReport, LanguageReport
 from pipeline.llm.speed.times import AnswerTimes
 from pipeline.report.bundle import deliver_engine, withdraw_engine
@@ -46,7 +48,7 @@ def accuracy_table(report: LanguageReport) -> Table:
         )
         outcome = "within the limits" if judged.passed else "beyond the limits"
         rows.append((str(number), each.label, *cells, outcome))
-    winner = _winners_row(report, [row[1:] for row in rows])
+    winner = _winners_row(report.winner, [row[1:] for row in rows])
     return Table(columns, tuple(rows), emphasised=winner, row_key="entry")
 
 
@@ -73,7 +75,14 @@ def ways_table(report: LanguageReport) -> Table:
 
 def speed_table(report: LanguageReport) -> Table:
     """Return how fast the engines answer that are within the limits, and the baseline."""
-    has_limits = not isinstance(report.plan.objective, str)
+    return times_table(timed(report), report.plan.objective, report.winner)
+
+
+def times_table(
+    engines: Sequence[AnswerTimes], objective: LanguageObjective, winner: str = ""
+) -> Table:
+    """Return how fast timed engines answer, a row for each number of requests at once."""
+    has_limits = not isinstance(objective, str)
     columns = (
         *left("candidate"),
         *right("at once", "first token, ms", "next token, ms", "p95", "p99"),
@@ -81,7 +90,7 @@ def speed_table(report: LanguageReport) -> Table:
         *right("times as fast"),
     )
     rows = list[tuple[str, ...]]()
-    for times in timed(report):
+    for times in engines:
         for level in times.levels:
             ratio = level.ratio
             good = (number_cell(level.good_share, ".0%"), number_cell(level.goodput_per_s, ".2f"))
@@ -97,10 +106,10 @@ def speed_table(report: LanguageReport) -> Table:
                 f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else "-",
             )
             rows.append((times.label, *cells))
-    return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
+    return Table(columns, tuple(rows), emphasised=_winners_row(winner, rows))
 
 
-def roofline_table(report: LanguageReport) -> Table:
+def roofline_table(engines: Sequence[AnswerTimes], winner: str = "") -> Table:
     """Return what one token reads, how near the engines come to that, and where the rest goes."""
     columns = (
         *left("candidate"),
@@ -108,7 +117,7 @@ def roofline_table(report: LanguageReport) -> Table:
         *right("products, ms", "attention", "other", "sampling", "scheduling"),
     )
     rows = list[tuple[str, ...]]()
-    for times in timed(report):
+    for times in engines:
         roof, parts = times.roofline, times.parts
         if roof is None:
             continue
@@ -129,7 +138,7 @@ def roofline_table(report: LanguageReport) -> Table:
             *map(_ms2, rest),
         )
         rows.append((times.label, *cells))
-    return Table(columns, tuple(rows), emphasised=_winners_row(report, rows))
+    return Table(columns, tuple(rows), emphasised=_winners_row(winner, rows))
 
 
 def timed(report: LanguageReport) -> list[AnswerTimes]:
@@ -180,23 +189,28 @@ def _ms2(seconds: float | None) -> str:
     return number_cell(None if seconds is None else 1e3 * seconds, ".2f")
 
 
-def _winners_row(report: LanguageReport, rows: list[tuple[str, ...]]) -> int | None:
+def _winners_row(winner: str, rows: list[tuple[str, ...]]) -> int | None:
     labels = [row[0] for row in rows]
-    return labels.index(report.winner) if report.winner in labels else None
+    return labels.index(winner) if winner in labels else None
 
 
 def failures(report: LanguageReport) -> tuple[str, ...]:
     """Return why candidates are not in the race, or have no ratio."""
     texts = []
     for each in report.candidates:
-        judged, times = each.judged, each.times
-        reasons = [each.failure, *(judged.failures if judged else ())]
-        if times is not None and times.ratio is None:
-            reasons += [times.failure, times.stopped or times.ratio_missing]
-        if times is not None:
-            reasons.append(times.parts_missing)
+        reasons = [each.failure, *(each.judged.failures if each.judged else ())]
         texts += [f"{each.label}: {reason}" for reason in reasons if reason]
+        if each.times is not None:
+            texts += missing_times(each.times)
     return tuple(texts)
+
+
+def missing_times(times: AnswerTimes) -> list[str]:
+    """Return what could not be measured of an engine, and why."""
+    reasons = [times.parts_missing]
+    if times.ratio is None:
+        reasons = [times.failure, times.stopped or times.ratio_missing, *reasons]
+    return [f"{times.label}: {reason}" for reason in reasons if reason]
 
 
 def speed_text(report: LanguageReport) -> str:
@@ -271,7 +285,7 @@ def sections(report: LanguageReport) -> tuple[Section, ...]:
         "roofline",
         "Roofline",
         paragraphs=tuple(filter(None, [roofline_text(report)])),
-        tables=(roofline_table(report),),
+        tables=(roofline_table(timed(report), report.winner),),
     )
     facts = [
         (each.label, *(f"{name}={value}" for name, value in each.facts.items()))

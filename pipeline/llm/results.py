@@ -53,6 +53,9 @@ class LanguageReport(Frozen):
     created: str = Field(description="When the report was written, in UTC.")
     command: str = Field(description="The command that repeats this compile.")
     plan: LanguagePlan
+    source_digest: str = Field(
+        default="", description="Digest of the model's files. Empty: an earlier version wrote this."
+    )
     model: Description
     environment: Environment
     reference_perplexity: float = Field(description="Of the selection set, by the model in fp32.")

@@ -182,7 +182,7 @@ def read_engine(folder: Path, name: str = "") -> Engine:
 
 def read_delivered(folder: Path, kind: type[A], name: str = "") -> A:
     """Return the engine of a kind, as `read_engine` does."""
-    root = folder if (folder / ENGINE_FILE).is_file() else current_folder(folder / "engine")
+    root = _root_of(folder)
     file = root / ENGINE_FILE
     if not file.is_file():
         advice = "give the folder that `crucible compile --out` wrote"
@@ -203,6 +203,22 @@ def read_delivered(folder: Path, kind: type[A], name: str = "") -> A:
     if has_manifest(engine):
         _check_description(engine, name)
     return engine
+
+
+def holds_language_model(folder: Path) -> bool:
+    """Return True if the engine that was delivered into a folder is a language model. Its files are
+    not checked.
+    """
+    try:
+        content = json.loads((_root_of(folder) / ENGINE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return _is_of_language_model(content)
+
+
+def _root_of(folder: Path) -> Path:
+    """Return where the engine of an output folder is; that folder may be its own."""
+    return folder if (folder / ENGINE_FILE).is_file() else current_folder(folder / "engine")
 
 
 def _is_of_language_model(content: object) -> bool:

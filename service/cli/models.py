@@ -102,6 +102,13 @@ def load(
     answer_timeout_s: Annotated[
         float, typer.Option(help="Time limit of a whole answer of a language model.")
     ] = DEFAULTS.answer_timeout_s,
+    drain_s: Annotated[
+        float,
+        typer.Option(
+            help="Longest time for which a version that is replaced or unloaded finishes its"
+            " requests."
+        ),
+    ] = DEFAULTS.drain_s,
     cache_tokens: Annotated[
         int | None,
         typer.Option(
@@ -132,6 +139,7 @@ def load(
             queue_limit=queue_limit,
             timeout_s=timeout_s,
             answer_timeout_s=answer_timeout_s,
+            drain_s=drain_s,
             cache_tokens=cache_tokens,
             prefix_caching=prefix_caching,
         )

@@ -139,6 +139,15 @@ class DeploymentOptions(Frozen):
         le=86_400,
         description="The same for a whole answer of a language model, in place of `timeout_s`",
     )
+    drain_s: float = Field(
+        default=600.0,
+        ge=0,
+        le=86_400,
+        description=(
+            "How long a version that is replaced or unloaded may finish its requests. Those that"
+            " are left then get status 503"
+        ),
+    )
     cache_tokens: int | None = Field(
         default=None,
         ge=1,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from service import logs
 from service.devices.leases import Leases
 from service.inference import InferAnswer, InferRequest, ModelState, Served, Statistics
 from service.language.generation import Answer, GenerateRequest, ServedLanguage
@@ -17,6 +18,8 @@ from service.registry.models import DeploymentOptions, Version
 from service.serving.deployment import DeploymentSpec, served_version
 from service.serving.language.deployment import LanguageDeployment, LanguageSpec, language_version
 from service.serving.stats import Traffic
+
+log = logs.get("service.deployments")
 
 QUIET_S = 2.0  # without a request, before jobs may measure on the device
 
@@ -117,12 +120,22 @@ class LeasedDeployment:
             self._give_back()
 
     async def end(self, within_s: float | None = None) -> None:
-        """Answer the waiting requests for at most `within_s`, then free the devices."""
+        """Answer the waiting requests for at most `within_s`, by default the `drain_s` of the
+        options, then free the devices.
+        """
+        limit_s = self.spec.options.drain_s if within_s is None else within_s
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(limit_s):
                 await self.running.drain()
-        except TimeoutError:  # `close` answers the requests that still wait
-            pass
+        except TimeoutError:  # `close` refuses the requests that still wait
+            version = self.spec.version
+            log.warning(
+                "model.drain_ended",
+                model=version.model,
+                version=version.version,
+                requests=self._requests,
+                within_s=limit_s,
+            )
         finally:
             await self.running.close()
             self._give_back()

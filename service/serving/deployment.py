@@ -311,7 +311,7 @@ class Deployment:
         if self._closed:
             return
         self._closed = self._draining = True
-        self._fail_waiting(Unavailable(f"'{self.model}' was unloaded", "deploy it again"))
+        self._fail_waiting(ended(self.spec.version))
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.gather(*(instance.close() for instance in self._instances))
@@ -584,6 +584,16 @@ def _threads(spec: DeploymentSpec) -> int:
     if spec.engine.threads or spec.instances == 1 or spec.devices != ("cpu",):
         return spec.engine.threads
     return max(1, usable_cores() // spec.instances)
+
+
+def ended(version: Version) -> Unavailable:
+    """Return the error of requests that a version has not answered when it ends."""
+    return Unavailable(
+        f"{version_name(version.model, version.version)} ended before it answered this request",
+        "send the request again; `drain_s` of the deployment is the time that a version has to"
+        " finish",
+        1,
+    )
 
 
 def served_version(

@@ -336,7 +336,7 @@ def test_sigterm_under_load_loses_nothing(
     refused = (
         "is draining",
         "the server is stopping",
-    )  # not "was unloaded", which a request hears that was taken and is dropped
+    )  # not "ended before", which a request hears that was taken and is dropped
     assert [message for message in inferred if not any(why in message for why in refused)] == []
     assert "event: server-restarting" in lines
     assert of_jobs([job.id]) == []

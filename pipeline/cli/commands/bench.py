@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli import terminal
+from pipeline.cli import language, terminal
 from pipeline.cli.inputs import delivered_engine, plan_from_options
 from pipeline.cli.options import JsonOption, ProfileOption, SetOption
 from pipeline.cli.running import command_line, open_runner
@@ -65,7 +65,11 @@ def bench(
     ] = FILE_BACKENDS[0],
     against: Annotated[
         Path | None,
-        typer.Option(metavar="OTHER.onnx", help="Of MODEL.onnx: the model to compare it with."),
+        typer.Option(
+            metavar="OTHER",
+            help="Of MODEL.onnx: the model to compare it with. Of a language model: the output"
+            " folder of another one.",
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -96,9 +100,26 @@ def bench(
     costs time, so the figures are without it, and the file says how much.
 
     Example: crucible bench crucible-out/resnet50 --trace trace.json
+
+    Of a language model, it prints the time to the first token, between tokens, and tokens per
+    second, at the lengths and the numbers of requests of its plan, beside the model as it is. With
+    --against, beside another delivered one.
+
+    Example: crucible bench crucible-out/smollm2 --against crucible-out/before
     """
     if trace is not None:
         check_trace_file(trace, sweeps=bool(batch))
+    if deliver.holds_language_model(result):
+        others = {
+            "--batch": batch,
+            "--limit-ms": limit_ms is not None,
+            "--out": out,
+            "--trace": trace,
+            "--profile": profiles,
+            "--backend": backend != FILE_BACKENDS[0],
+        }
+        language.bench_language_model(result, overrides, against, others, as_json)
+        return
     if result.suffix in ONNX_SUFFIXES:
         if batch or limit_ms is not None or out is not None:
             raise PlanError(

@@ -6,17 +6,21 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import terminal
+from pipeline.cli import language, terminal
 from pipeline.cli.inputs import delivered_engine
 from pipeline.cli.options import JsonOption, ResultArgument, SetOption
 from pipeline.cli.running import open_runner
 from pipeline.plan import files as config
+from pipeline.report import bundle as deliver
 
 
 def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption = False) -> None:
     """Check the accuracy of a compiled engine again.
 
     Uses the validation set of the engine's plan, or another one: --set data.validation=NEW.npz
+
+    Of a language model, it prints the perplexity and the divergence from the model in fp32, on the
+    validation texts or on others: --set texts.validation=NEW.jsonl
 
     Exit codes: 0 passed; 2 failed; 1 error in the plan or on this host.
 
@@ -25,6 +29,8 @@ def validate(result: ResultArgument, overrides: SetOption, as_json: JsonOption =
     from pipeline.compiler.remeasure import validate_again
     from pipeline.report.files import load_report
 
+    if deliver.holds_language_model(result):
+        language.validate_language_model(result, overrides, as_json)
     engine, compiled = delivered_engine(result), load_report(result)
     with open_runner(as_json, compiled.plan.name) as runner:
         report = validate_again(

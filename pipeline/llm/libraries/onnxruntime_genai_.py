@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.core.artifacts import Target
 from pipeline.core.progress import Progress, silent
-from pipeline.errors import BackendUnavailable, InternalError, UnsupportedError
+from pipeline.errors import BackendUnavailable, InternalError
 from pipeline.host.environment import cpu_flags, cpu_name
 from pipeline.llm.engine import SETTINGS_FILE, ExportedModel, LanguageEngine
 from pipeline.llm.libraries.protocol import ScoredGenerator, ScoredGraph
@@ -25,6 +25,7 @@ from pipeline.llm.ort_genai.files import (
 )
 from pipeline.llm.ort_genai.opened import EXTRA, OpenModel, Scored, Served
 from pipeline.llm.ort_genai.opened import INSTALL as INSTALL
+from pipeline.llm.ort_genai.parts import step_parts
 from pipeline.llm.plan import Device, LanguageCandidate, LanguagePlan
 from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation, Room
@@ -127,8 +128,6 @@ def measure_parts(
     tokens: int,
     progress: Progress = silent,
 ) -> StepParts:
-    """Raise UnsupportedError: the library has no clock of its own."""
-    raise UnsupportedError(
-        "ONNX Runtime GenAI does not tell where the time of a token goes",
-        "set `enable_profiling` in genai_config.json, and open the folder by hand",
-    )
+    """Measure where the time between tokens goes, for one request."""
+    progress(None, f"parts of a step: {engine.label}")
+    return step_parts(engine, room.threads, prompt, tokens)

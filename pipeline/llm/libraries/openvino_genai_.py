@@ -9,7 +9,7 @@ from pipeline.core.artifacts import Target
 from pipeline.core.progress import Progress, silent
 from pipeline.llm import export as graph
 from pipeline.llm import weights
-from pipeline.llm.engine import ExportedModel, LanguageEngine
+from pipeline.llm.engine import ACTIVATION_GROUP, ExportedModel, LanguageEngine
 from pipeline.llm.libraries.protocol import ScoredGenerator
 from pipeline.llm.plan import Device, LanguageCandidate, LanguagePlan
 from pipeline.llm.reference import Ids
@@ -47,9 +47,15 @@ def default_candidates(
         LanguageCandidate(weights="fp16", kv_cache="f16"),
         LanguageCandidate(weights="int8", kv_cache="f16"),
         LanguageCandidate(weights="int8"),
+        LanguageCandidate(weights="int8", arithmetic="int8"),
     ]
     groups = [size for size in GROUPS if about.hidden % size == 0]
     found += [LanguageCandidate(weights="int4_asym", group_size=size) for size in groups]
+    found += [
+        LanguageCandidate(weights="int4_asym", group_size=size, arithmetic="int8")
+        for size in groups
+        if size % ACTIVATION_GROUP == 0
+    ]
     if source.kind == "gguf" and about.is_quantised:
         found.append(LanguageCandidate(weights="stored"))
     if plan.effort == "high":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,17 @@ def library() -> Any:
 
 
 class OpenModel:
-    """The weights, which all requests share."""
+    """The weights, which all requests share. With `profile`, the session writes its times into a
+    file whose name begins so, when it ends.
+    """
 
-    def __init__(self, engine: LanguageEngine, threads: int = 0) -> None:
+    def __init__(
+        self, engine: LanguageEngine, threads: int = 0, profile: Path | None = None
+    ) -> None:
         self._library = library()
-        session = {"intra_op_num_threads": threads} if threads else {}
+        session: dict[str, int | str] = {"intra_op_num_threads": threads} if threads else {}
+        if profile is not None:
+            session["enable_profiling"] = str(profile)
         overlay = {"model": {"decoder": {"session_options": session}}}
         try:
             config = self._library.Config(str(engine.root))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -30,6 +30,7 @@ from pipeline.benchmark.interleaved import (
 from pipeline.benchmark.memory_reads import Buffer, buffer_beyond_caches, part_of, read_rate
 from pipeline.core.frozen import Frozen
 from pipeline.core.progress import Progress, silent
+from pipeline.core.recipe import Precision
 from pipeline.errors import ChildDied, ChildStopped, PlanError, UserError
 from pipeline.execution.child_process import Channel, Child, call_in_child
 from pipeline.host.contention import cpu_clock
@@ -92,11 +93,24 @@ class Reads:
 
 
 @dataclass(frozen=True, slots=True)
-class Entrant:
-    """An engine in the race, which also says what it is."""
+class Title:
+    """What results call an engine."""
 
-    recipe: LanguageEngine
+    label: str
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """An engine in the race."""
+
+    engine: LanguageEngine
+    name: str = ""  # in the results; empty: the engine's label
     is_on_gpu: bool = False
+
+    @property
+    def recipe(self) -> Title:
+        return Title(self.name or self.engine.label, self.engine.precision)
 
 
 class Race(Frozen):
@@ -109,7 +123,7 @@ class Race(Frozen):
 
 
 def measure(
-    engines: Sequence[LanguageEngine],
+    engines: Mapping[str, LanguageEngine],
     source: Source,
     reference: Reference,
     options: LanguageBenchmark,
@@ -117,27 +131,28 @@ def measure(
     room: Room,
     progress: Progress = silent,
 ) -> Race:
-    """Time answers of all engines in turn. The first one is the baseline, whose processes also
-    read memory.
+    """Time answers of all engines in turn. The results have their names here. The first one is the
+    baseline, whose processes also read memory.
     """
     prompts = prompts_from(reference, options.prompt_tokens)
     limits = objective if isinstance(objective, Goodput) else None
+    reader = next(iter(engines))
     sizes = {
-        engine.label: library_of(engine.recipe.library).weight_bytes_read(engine)
-        for engine in engines[1:]
+        name: library_of(engine.recipe.library).weight_bytes_read(engine)
+        for name, engine in engines.items()
         if engine.recipe
     }
 
     def start(entrant: Entrant) -> Peer:
-        engine = entrant.recipe
-        reads = tuple(sizes.values()) if engine is engines[0] else ()
-        return Child(contend, engine, source, room, prompts, options, reads, name=engine.label)
+        reads = tuple(sizes.values()) if entrant.name == reader else ()
+        arguments = (entrant.engine, source, room, prompts, options, reads)
+        return Child(contend, *arguments, name=entrant.name)
 
     # a latency at the first level says nothing about goodput at another one: all run to the end
     role = Role.COMPARED if limits else Role.CANDIDATE
     entries = [
-        RaceEntry(Entrant(engine), role if number else Role.BASELINE)
-        for number, engine in enumerate(engines)
+        RaceEntry(Entrant(engine, name), Role.BASELINE if name == reader else role)
+        for name, engine in engines.items()
     ]
     lengths = f"{options.prompt_tokens} tokens in, {options.output_tokens} out"
     shapes = [f"{requests} x {lengths}" for requests in options.concurrency]
@@ -151,14 +166,14 @@ def measure(
     ]
     memory, resident = read_rates(contestants[0], tuple(sizes))
     found = list[AnswerTimes]()
-    for engine, row in zip(engines, rows, strict=True):
-        if row.levels and engine.label in resident:
+    for (name, engine), row in zip(engines.items(), rows, strict=True):
+        if row.levels and name in resident:
             row = with_parts(row, engine, room, prompts[0], options.output_tokens, progress)
             roof = roofline(
-                sizes[engine.label],
+                sizes[name],
                 row.cache_bytes_per_token,
                 options,
-                (memory, resident[engine.label]),
+                (memory, resident[name]),
                 row.next_token_s,
             )
             row = row.model_copy(update={"roofline": roof})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
@@ -25,7 +25,7 @@ from pipeline.llm.served import Room, Served
 DECOMPRESSION = ("Convert", "Subtract", "Multiply", "Reshape", "Transpose")
 """Operators between a constant and its use that make weights of what is stored."""
 
-PRODUCTS = ("FullyConnected", "MatMul")
+PRODUCTS = ("FullyConnected", "MatMul", "LLMMLP", "QKVProjection")
 PROFILED_TOKENS = 8
 REPEATS = 3
 
@@ -150,7 +150,7 @@ def measure_parts(
     )
 
 
-def operator_shares(operator_s: Counter[str]) -> dict[str, float]:
+def operator_shares(operator_s: Mapping[str, float]) -> dict[str, float]:
     """Return the share of `products`, `attention` and `other` in the time of all operators."""
     found = dict.fromkeys(("products", "attention", "other"), 0.0)
     for kind, seconds in operator_s.items():

@@ -33,6 +33,10 @@ HELP = {
         "Time-out of an answer, seconds",
         "Of a whole answer of a language model; a request may set a shorter one.",
     ),
+    "drain_s": (
+        "Time to finish, seconds",
+        "How long a version that is replaced or unloaded may finish its requests.",
+    ),
     "cache_tokens": (
         "Cache, tokens",
         "Of a language model: keys and values of all answers together. Empty: as many as the"

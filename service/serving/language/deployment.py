@@ -36,7 +36,7 @@ from service.inference import (
 from service.language.generation import GenerateRequest, ServedLanguage
 from service.registry.models import LANGUAGE_BATCH, DeploymentOptions, Version, version_name
 from service.sandbox.layers import Sandbox
-from service.serving.deployment import LOADS, served_version
+from service.serving.deployment import LOADS, ended, served_version
 from service.serving.language.answer import RunningAnswer
 from service.serving.language.client import WORKER, LanguageOrder, LanguageWorker, Receiver
 from service.serving.language.messages import MAX_PROMPT_BYTES, Generate
@@ -243,7 +243,7 @@ class LanguageDeployment:
         if self._closed:
             return
         self._closed = self._draining = True
-        self._fail_all(Unavailable(f"'{self.model}' was unloaded", "deploy it again"))
+        self._fail_all(ended(self.spec.version))
         await self._instance.close()
         self._tally.close()
         await asyncio.to_thread(shutil.rmtree, self._work, True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from pipeline.llm.engine import LanguageEngine, read_settings
+from pipeline.llm.engine import ACTIVATION_GROUP, LanguageEngine, read_settings
 from pipeline.llm.export import export
 from pipeline.llm.gate import judge
 from pipeline.llm.hf import load_model
@@ -62,6 +62,24 @@ def test_the_engine_says_what_the_model_says(
     assert scores.facts["KV_CACHE_PRECISION"] == "f32"
     assert [way.answers for way in scores.ways] == [4, 4, 4]
     assert max(way.largest_difference for way in scores.ways) < 1e-3
+
+
+def test_activations_in_int8_say_nearly_what_f32_says(tmp_path: Path) -> None:
+    source = find_source(str(write_model(tmp_path / "model")))
+    about = describe(source, 256)
+    (tmp_path / "exported").mkdir()
+    exported = export(source, about, tmp_path / "exported")
+    ids = np.random.default_rng(0).integers(3, 380, 40)
+    found = []
+    for arithmetic in ("f32", "int8"):
+        recipe = LanguageCandidate.model_validate({"weights": "int8", "arithmetic": arithmetic})
+        (tmp_path / arithmetic).mkdir()
+        engine = build(exported, recipe, source, None, tmp_path / arithmetic)
+        graph = Graph(engine)
+        found.append(graph.log_probs(ids, 8))
+    assert graph.facts["INFERENCE_PRECISION_HINT"] == "f32"
+    assert graph.facts["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == str(ACTIVATION_GROUP)
+    assert np.abs(found[1] - found[0]).mean() < 0.05
 
 
 def test_prompts_are_read_in_chunks_and_from_the_cache(tmp_path: Path) -> None:

@@ -44,12 +44,14 @@ def test_labels_tell_candidates_apart() -> None:
         LanguageCandidate(weights="int8", kv_cache="f16", arithmetic="f32"),
         LanguageCandidate(weights="int4_asym", group_size=32, awq=True),
         LanguageCandidate(weights="int4_sym"),
+        LanguageCandidate(weights="int8", arithmetic="int8"),
     )
     assert [each.label for each in given] == [
         "int8 kv-u8",
         "int8 kv-f16 f32",
         "int4_asym g32 awq kv-u8",
         "int4_sym per channel kv-u8",
+        "int8 kv-u8 act-int8",
     ]
 
 
@@ -70,6 +72,10 @@ def test_levels_and_limits_are_read_as_they_are_written() -> None:
         ({"context": 100}, "context: 100 tokens, but texts and answers take up to 512"),
         ({"language_model": {"path": "package:x"}}, "expected package:NAME/FILE"),
         ({"candidates": [{"weights": "int5"}]}, "candidates.0.weights"),
+        (
+            {"candidates": [{"weights": "fp16", "arithmetic": "int8"}]},
+            "arithmetic int8 is for int8 and int4 weights, got fp16",
+        ),
         (
             {"candidates": [{"weights": "int8", "group_size": 32}]},
             "group_size, awq and scale_estimation are for int4 weights",

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -12,6 +13,7 @@ from pipeline.llm.compile import available, libraries_of
 from pipeline.llm.gate import judge
 from pipeline.llm.libraries import onnxruntime_genai_ as library
 from pipeline.llm.ort_genai.files import builder_options
+from pipeline.llm.ort_genai.parts import operators_of
 from pipeline.llm.plan import LanguageAccuracy, LanguageCandidate, language_plan_from_document
 from pipeline.llm.reference import refer
 from pipeline.llm.scoring import score
@@ -69,6 +71,30 @@ def test_where_it_is_missing_the_command_that_installs_it_is_named() -> None:
     assert "onnxruntime-genai" in error.value.next_step
 
 
+def test_operators_are_those_of_the_last_steps() -> None:
+    def event(name: str, begin: int, kind: str = "", micros: int = 0) -> dict[str, Any]:
+        category = "Node" if kind else "Session"
+        return {
+            "name": name,
+            "cat": category,
+            "ts": begin,
+            "dur": micros,
+            "args": {"op_name": kind},
+        }
+
+    prompt = [event("model_run", 0), event("a_kernel_time", 1, "MatMulNBits", 900)]
+    steps = [event("model_run", at) for at in (1000, 2000)]
+    kernels = [
+        event("a_kernel_time", 1010, "MatMulNBits", 300),
+        event("a_fence_before", 1010, "MatMulNBits", 77),
+        event("b_kernel_time", 2010, "GroupQueryAttention", 100),
+        event("a_kernel_time", 2020, "MatMulNBits", 200),
+    ]
+    found = operators_of([*prompt, *kernels, *steps], 2)
+    assert found == pytest.approx({"MatMulNBits": 5e-4, "GroupQueryAttention": 1e-4})
+    assert operators_of(prompt, 2) == {}, "a profile that does not hold all steps"
+
+
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
 def test_the_engine_says_what_the_model_says(
     tmp_path: Path, kind: str, options: dict[str, Any]
@@ -90,3 +116,8 @@ def test_the_engine_says_what_the_model_says(
     assert scores.path_difference < 1e-3
     assert max(way.largest_difference for way in scores.ways) < 1e-3
     assert 0 < library.weight_bytes_read(engine) <= engine.weight_bytes
+    if kind == "llama":
+        parts = library.measure_parts(engine, room, np.arange(3, 35), 6)
+        assert parts.products_s > 0
+        assert parts.attention_s > 0
+        assert min(parts.sampling_s, parts.scheduling_s, parts.other_operators_s) >= 0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import CrucibleError, DamagedError
 from service.auth import LOCAL, Caller
-from service.errors import Conflict, NotFound, Unprocessable
+from service.errors import Conflict, NotFound, Unavailable, Unprocessable
 from service.inference import InferRequest
 from service.registry.models import DeploymentOptions, PromoteRequest
+from service.serving.language.client import WORKER
+from service.serving.language.deployment import LanguageDeployment, LanguageSpec
 from tests.service.serving.engines import play
 from tests.service.serving.language.models import (
     CONTEXT,
@@ -22,9 +25,11 @@ from tests.service.serving.language.models import (
     ended_language_job,
     ids_of,
     text_of,
+    until,
 )
-from tests.service.serving.models import Shelf, shelf
+from tests.service.serving.models import Host, Shelf, shelf
 
+DOUBLE = str(Path(__file__).with_name("worker_double.py"))
 STRANGER = Caller("stranger", ("infer",))
 SHORT = DeploymentOptions(cache_tokens=1024)
 
@@ -143,6 +148,55 @@ def test_answers_go_on_while_versions_change(tmp_path: Path, tiny: Tiny) -> None
                 assert (numbers[0], numbers[-1]) == versions
             view = await here.deployments.view(LOCAL, "tiny")
             assert [each.version for each in view.versions] == [2, 1]
+
+    play(story)
+
+
+class Lingering(Host):
+    """Its first version answers as long as the test wants."""
+
+    async def start_language(self, spec: LanguageSpec, work: Path) -> LanguageDeployment:
+        command = WORKER if spec.version.version > 1 else (sys.executable, DOUBLE, "linger")
+        return await LanguageDeployment.start(spec, work, self.language_figures, command)
+
+
+def test_an_answer_streams_on_while_its_version_is_replaced(tmp_path: Path, tiny: Tiny) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path, Lingering()) as here:
+            await promote(here, tiny)
+            await here.deployments.deploy(LOCAL, "tiny", SHORT)
+            async with here.deployments.generate(asking(max_tokens=9)) as answer:
+                parts = [await anext(aiter(answer))]
+                async with here.deployments.generate(asking(max_tokens=9)) as other:
+                    await anext(aiter(other))
+                    change = asyncio.ensure_future(promote(here, tiny))
+                    await until(lambda: here.deployments.find_language(LOCAL, "tiny").version == 2)
+                    assert (await ask(here, max_tokens=4))[0] == 2, "new requests do not wait"
+                    assert not change.done()
+                parts += [part async for part in answer]  # `other` was left: the double goes on
+                assert (text_of(parts), parts[-1].finish) == ("abcabc", "length")
+                assert (answer.version, await change) == (1, 2)
+
+    play(story)
+
+
+@pytest.mark.parametrize("change", ["promote", "unload"])
+def test_what_has_not_ended_within_its_time_is_cut(tmp_path: Path, tiny: Tiny, change: str) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path, Lingering()) as here:
+            await promote(here, tiny)
+            options = SHORT.model_copy(update={"drain_s": 0.2})
+            await here.deployments.deploy(LOCAL, "tiny", options)
+            async with here.deployments.generate(asking(max_tokens=9)) as answer:
+                await anext(aiter(answer))
+                if change == "promote":
+                    await promote(here, tiny)
+                    assert (await ask(here, max_tokens=4))[0] == 2
+                else:
+                    await here.deployments.unload(LOCAL, "tiny")
+                with pytest.raises(Unavailable, match="version 1 of 'tiny' ended before") as error:
+                    await anext(aiter(answer))
+                assert "`drain_s`" in error.value.next_step
 
     play(story)
 

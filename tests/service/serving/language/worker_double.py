@@ -1,7 +1,8 @@
 """A worker that speaks the messages as the worker of a language model does, and does what it is
 told: `python worker_double.py BEHAVIOUR FD`. Imports nothing of ours, as a stranger's would not.
 
-It answers each request with three tokens.
+It answers each request with three tokens. Told to `linger`, it begins each answer with a token, and
+ends them all with another one when some answer is cancelled.
 """
 
 import json
@@ -15,11 +16,25 @@ from typing import Any
 LENGTHS = struct.Struct("<QQ")
 
 
+def token_of(number: int, finish: str | None) -> dict[str, object]:
+    """One token of an answer."""
+    return {
+        "number": number,
+        "text": "abc",
+        "ids": [5],
+        "texts": ["abc"],
+        "log_probs": [None],
+        "prompt": 0,
+        "finish": finish,
+    }
+
+
 class Double:
     def __init__(self, behaviour: str, descriptor: int) -> None:
         self.what = behaviour
         self.server = socket.socket(fileno=descriptor)
         self.stream = self.server.makefile("rb")
+        self.running: set[int] = set()
 
     def say(self, body: object = None, **message: object) -> None:
         head = json.dumps(message).encode()
@@ -44,6 +59,14 @@ class Double:
             message = self.hear()
             if message["kind"] == "generate":
                 self.answer(message["number"])
+            elif self.what == "linger":
+                self.finish(message["number"])
+
+    def finish(self, left: int) -> None:
+        """End all answers, now that one of them was cancelled."""
+        for number in self.running - {left}:
+            self.say([token_of(number, "length")], kind="step", cache_usage=0.5, began=[])
+        self.running = set()
 
     def answer(self, number: int) -> None:
         if self.what == "silent":
@@ -59,6 +82,10 @@ class Double:
         if self.what != "eager":
             self.say([], kind="step", cache_usage=0.0, began=[number])
         if self.what == "hang":
+            return
+        if self.what == "linger":
+            self.running.add(number)
+            self.say([token_of(number, None)], kind="step", cache_usage=0.5, began=[])
             return
         count = 300 if self.what == "chatty" else 3
         piece: dict[str, object] = {
