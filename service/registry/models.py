@@ -23,7 +23,7 @@ LANGUAGE_BATCH = 8
 """Answers of a language model that are generated together, if nobody says otherwise."""
 
 
-class PromoteRequest(Frozen):
+class PromoteRequest(Frozen, defer_build=False):
     """The report whose engine becomes the next version of the model."""
 
     model_config = ConfigDict(
@@ -40,7 +40,7 @@ class PromoteRequest(Frozen):
     )
 
 
-class BenchmarkRequest(Frozen):
+class BenchmarkRequest(Frozen, defer_build=False):
     """The version to measure again."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"version": 2}]})
@@ -52,7 +52,7 @@ class BenchmarkRequest(Frozen):
     )
 
 
-class RecompileRequest(Frozen):
+class RecompileRequest(Frozen, defer_build=False):
     """How to compile a model again."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"dry_run": True}]})
@@ -67,7 +67,7 @@ class RecompileRequest(Frozen):
     dry_run: bool = Field(default=False, description="Return the new profiles, and add no job")
 
 
-class DeploymentOptions(Frozen):
+class DeploymentOptions(Frozen, defer_build=False):
     """The options for serving a model. Missing options get defaults."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"instances": 2, "max_batch": 8}]})

@@ -26,7 +26,7 @@ MAX_INPUTS = 2048  # as OpenAI's API
 router = APIRouter(prefix=ROOT, tags=["language models"], responses=REFUSALS)
 
 
-class EmbeddingRequest(Frozen):
+class EmbeddingRequest(Frozen, defer_build=False):
     """Make a vector of each text."""
 
     # strict, as OpenAI's API: the text "1" is no number

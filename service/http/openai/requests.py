@@ -89,7 +89,7 @@ class StreamOptions(Frozen):
     include_obfuscation: bool = Field(default=False, description="Ignored: nothing is padded")
 
 
-class _Request(Frozen):
+class _Request(Frozen, defer_build=False):
     """What both kinds of requests have."""
 
     # strict, as OpenAI's API: the text "1" is no number
