@@ -16,7 +16,8 @@ class Buffers:
     """What a step reads and writes. A row is one request."""
 
     context: int  # tokens of a text
-    stored: torch.Tensor  # keys and values, [layers, 2, rows, cache heads, context, head]
+    keys: torch.Tensor  # [layers, rows, cache heads, context, head]
+    values: torch.Tensor  # not part of one tensor with the keys: torch.compile writes to both
     tokens: torch.Tensor  # [rows] int64: the last ones
     positions: torch.Tensor  # [rows] int64: where these are read
     log_probs: torch.Tensor  # [rows] fp32, of the last tokens
@@ -30,14 +31,15 @@ class Buffers:
         """Return empty buffers for texts of at most this number of tokens."""
         context = -(-context // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
         shape, like = network.shape, network.embedding
-        size = (len(network.layers), 2, rows, shape.cache_heads, context, shape.head)
+        size = (len(network.layers), rows, shape.cache_heads, context, shape.head)
         with torch.no_grad():
             cosines, sines = rotations(network, context)
             tokens = torch.zeros(rows, dtype=torch.int64, device=like.device)
             wide = {"dtype": torch.float32, "device": like.device}
             return cls(
                 context=context,
-                stored=like.new_zeros(size),
+                keys=like.new_zeros(size),
+                values=like.new_zeros(size),
                 tokens=tokens,
                 positions=torch.zeros_like(tokens),
                 log_probs=torch.zeros(rows, **wide),
@@ -49,13 +51,14 @@ class Buffers:
 
     @property
     def caches(self) -> list[Cache]:
-        return [Cache(keys, values) for keys, values in self.stored]
+        return [Cache(*each) for each in zip(self.keys, self.values, strict=True)]
 
     def first(self, rows: int) -> Buffers:
         """Return the first rows of these buffers."""
         return replace(
             self,
-            stored=self.stored[:, :, :rows],
+            keys=self.keys[:, :rows],
+            values=self.values[:, :rows],
             tokens=self.tokens[:rows],
             positions=self.positions[:rows],
             log_probs=self.log_probs[:rows],

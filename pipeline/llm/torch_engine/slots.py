@@ -172,8 +172,8 @@ class Slots:
         """Move a text, of which at most this number of tokens was read, to a row without one."""
         buffers = self.buffers
         with torch.no_grad():
-            stored = buffers.stored[:, :, :, :, :tokens]
-            stored[:, :, target] = stored[:, :, source]
+            for each in (buffers.keys, buffers.values):
+                each[:, target, :, :tokens] = each[:, source, :, :tokens]
             for each in (buffers.tokens, buffers.positions):
                 each[target] = each[source]
             buffers.positions[source] = self.last

@@ -81,7 +81,8 @@ class TorchEngine:
 
     @property
     def cache_bytes(self) -> int:
-        return self._slots.buffers.stored.nbytes if self._on_gpu else 0
+        buffers = self._slots.buffers
+        return buffers.keys.nbytes + buffers.values.nbytes if self._on_gpu else 0
 
     @property
     def cache_usage(self) -> float:

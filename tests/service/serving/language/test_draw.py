@@ -32,7 +32,8 @@ def buffers_of(rows: int) -> Buffers:
     nothing = torch.zeros(0)
     return Buffers(
         context=1,
-        stored=nothing,
+        keys=nothing,
+        values=nothing,
         tokens=tokens,
         positions=tokens,
         log_probs=torch.zeros(rows),
