@@ -31,13 +31,14 @@ GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
 
-# In two processes, side by side. The output of the first one comes when both have ended.
+# Two processes side by side take one part after the other. The output of a part comes when it has ended.
+TEST_PARTS = 'tests/pipeline' \
+	'tests/service/integration tests/service/cluster tests/service/jobs tests/service/routing' \
+	'tests/service --ignore tests/service/integration --ignore tests/service/cluster --ignore tests/service/jobs --ignore tests/service/routing' \
+	'--ignore tests/pipeline --ignore tests/service'
 test: $(VENV)/.ready
 	@mkdir -p build
-	@$(BIN)/python -m pytest --ignore tests/service > build/tests.log 2>&1 & first=$$!; \
-	trap "kill $$first" INT TERM; \
-	$(BIN)/python -m pytest tests/service; second=$$?; \
-	wait $$first; first=$$?; cat build/tests.log; exit $$((first || second))
+	@printf '%s\n' $(TEST_PARTS) | xargs -P 2 -I PART sh -c '$(BIN)/python -m pytest PART > build/tests-$$$$.log 2>&1; code=$$?; cat build/tests-$$$$.log; exit $$code'
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -124,7 +125,7 @@ else
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 endif
 	$(INSTALL) '.[torch,openvino,rtx,docs,dev]'
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib pipeline service >/dev/null 2>&1 || true  # torch imports twice as fast; templates of some packages fail
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib pipeline service tests >/dev/null 2>&1 || true  # torch imports twice as fast; templates of some packages fail
 	touch $@
 
 $(VENV)/.ready-gpu: $(VENV)/.ready
