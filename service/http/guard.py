@@ -47,11 +47,6 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Respond = Callable[[Request, Answer], Response]
 """Gives a refusal the form that its reader expects: JSON, or a page."""
 
-GONE = "crucible.gone"
-"""In a scope: a future that is done when the client is gone. Our own servers set it; to learn it
-from `receive` takes a task for each request.
-"""
-
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 # paths without data that a key protects
 PUBLIC = frozenset(

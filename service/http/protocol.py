@@ -31,7 +31,7 @@ from service.errors import (
     answer_to,
 )
 from service.http.connection_limits import ConnectionLimits
-from service.http.guard import GONE, INFER, MAX_DIGITS
+from service.http.guard import INFER, MAX_DIGITS
 from service.http.slow_bodies import OpenBodies
 from service.serving.shared_memory import BodyPool
 from service.settings import Settings
@@ -195,7 +195,6 @@ class Http(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self.url = b""
         super().__init__(*arguments, **options)
-        self._gone: asyncio.Future[None] = self.loop.create_future()  # the client
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(GatheringTransport(transport, self.loop))  # type: ignore[arg-type]
@@ -204,8 +203,6 @@ class Http(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
         self._open_bodies.discard(self)
-        if not self._gone.done():
-            self._gone.set_result(None)
         if self.cycle is not None:
             # breaks the reference cycle between the request cycle and its `receive`
             vars(self.cycle).pop("receive", None)
@@ -244,7 +241,6 @@ class Http(HttpToolsProtocol):
                 )
             )
             return
-        self.scope[GONE] = self._gone  # type: ignore[literal-required]
         super().on_headers_complete()
         if has_body:
             is_known = b"content-length" in headers and len(length) <= MAX_DIGITS
@@ -267,8 +263,6 @@ class Http(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._open_bodies.discard(self)
         super().on_message_complete()
-        if not self.pipeline:  # to notice a client that leaves
-            self.flow.resume_reading()
 
     async def _receive_tensors(self, cycle: RequestResponseCycle, length: int) -> Any:
         """The application's ASGI `receive`: returns the complete body first, then the disconnect.

@@ -118,7 +118,9 @@ async def try_model(
         return _page(request, model, fields, comparison, status=422)
     inputs = {each.spec.name: each.array for each in sent}
     try:
-        answer = await infer_while_connected(service, InferRequest(caller, name, inputs), request)
+        answer = await infer_while_connected(
+            service, InferRequest(caller, name, inputs), request.receive
+        )
     except Unprocessable as error:
         if len(fields) == 1:  # it can only be about this one
             fields = [replace(fields[0], fault=_text(error))]

@@ -109,7 +109,7 @@ async def embed(
         answer = await asyncio.to_thread(_answer, model, vectors, is_text, count)
         return Response(answer, media_type="application/json")
 
-    return await while_connected(whole(), request)
+    return await while_connected(whole(), request.receive)
 
 
 def _answer(model: str, vectors: NDArray[np.float32], is_text: bool, tokens: int) -> bytes:

@@ -129,7 +129,7 @@ async def _answer(
         complete = form.whole([joined(parts) for parts in texts], usage)
         return Response(complete.model_dump_json(), media_type="application/json")
 
-    return await while_connected(whole(), request)
+    return await while_connected(whole(), request.receive)
 
 
 def _head(request: Request, served: ServedLanguage) -> Head:

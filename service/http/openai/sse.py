@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
-from fastapi import Request
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel
@@ -53,8 +52,7 @@ class AnswerStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
-            answering = stack.enter_async_context(self._run())
-            answers = await while_connected(answering, Request(scope, receive))
+            answers = await while_connected(stack.enter_async_context(self._run()), receive)
             self.body_iterator = self._events(answers)
             await super().__call__(scope, receive, send)
 

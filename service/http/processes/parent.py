@@ -23,7 +23,7 @@ from pipeline.errors import HostError
 from service import logs
 from service.errors import Unavailable
 from service.http.connection_limits import ConnectionLimits
-from service.http.guard import GONE, Application, Message
+from service.http.guard import Application, Message
 from service.http.processes.packets import (
     ACKNOWLEDGED,
     SHORT_BYTES,
@@ -289,7 +289,7 @@ class _Request:
         self._message: Message | HostError | None = None  # for the next `receive`
         self._is_requested = False  # the next piece of the body
         self._is_complete = False  # the body
-        self._gone: asyncio.Future[None] = self._loop.create_future()  # the client
+        self._is_gone = False  # the client
         self._events: list[Head] = []
         self._short: list[Bytes] = []
         self._descriptors: list[int] = []
@@ -299,7 +299,7 @@ class _Request:
     async def run(self, app: Application, scope: Head) -> None:
         """Run the application. It answers its own errors."""
         try:
-            await app({**_scope(scope), GONE: self._gone}, self.receive, self.send)
+            await app(_scope(scope), self.receive, self.send)
         except Exception as error:  # the edge of a request: others go on
             log.error("http_process.request", exc_info=error)
         finally:
@@ -312,7 +312,7 @@ class _Request:
         elif head["kind"] == "sent":
             self._unsent -= head["count"]
             self._changed.set()
-        elif not self._gone.done():
+        elif not self._is_gone:
             self._is_requested = False
             if "error" in head:
                 self._message = HostError(*head["error"])
@@ -324,14 +324,13 @@ class _Request:
 
     def gone(self) -> None:
         """The client is gone."""
-        if not self._gone.done():
-            self._gone.set_result(None)
+        self._is_gone = True
         self._changed.set()
 
     async def receive(self) -> Message:
         """The application's ASGI `receive`. May be cancelled and called again."""
         while self._message is None:
-            if self._gone.done():
+            if self._is_gone:
                 return {"type": "http.disconnect"}
             if not (self._is_complete or self._is_requested):
                 self._is_requested = True
@@ -345,7 +344,7 @@ class _Request:
 
     async def send(self, message: Message) -> None:
         """The application's ASGI `send`. What it sends in one turn of the loop is one packet."""
-        if self._gone.done():
+        if self._is_gone:
             return
         self._unsent += weight(message)
         if message["type"] == "http.response.start":
@@ -358,7 +357,7 @@ class _Request:
             self._add_body(message.get("body", b""), message.get("more_body", False))
         if self._flush is None:
             self._flush = self._loop.call_soon(self._send_events)
-        while self._unsent > AHEAD and not self._gone.done():
+        while self._unsent > AHEAD and not self._is_gone:
             self._changed.clear()
             await self._changed.wait()
 

@@ -162,7 +162,7 @@ async def _answer(request: Request, model: str | None, options: QueryOptions) ->
         options.outputs or content.outputs,
         options.timeout_s or content.timeout_s,
     )
-    result = await infer_while_connected(service, inference, request)
+    result = await infer_while_connected(service, inference, request.receive)
     form = _form(request.headers.get("accept", ""), kind, len(result.outputs))
     parts, headers = await _encoded(service, result, form)
     return await respond(request, parts, form, headers_of(result) | headers)

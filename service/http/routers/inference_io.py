@@ -17,12 +17,10 @@ from service.codecs.content_encoding import accepted_encoding, packed, unpacked
 from service.codecs.oip import binary_form
 from service.context import Service
 from service.errors import Unprocessable
-from service.http.guard import GONE
 from service.inference import InferAnswer, InferRequest
 from service.offload.worker import answer_head
 
 T = TypeVar("T")
-SERVER_TIMING = "queue;dur=%.3f, copy_in;dur=%.3f, compute;dur=%.3f, copy_out;dur=%.3f"
 HELP_FROM_VALUES = 8 * 1024  # values to encode as JSON, about eight characters each
 
 
@@ -71,26 +69,25 @@ async def read_body(request: Request, limit: int) -> bytes | memoryview:
 
 
 async def infer_while_connected(
-    service: Service, inference: InferRequest, request: Request
+    service: Service, inference: InferRequest, receive: Receive
 ) -> InferAnswer:
     """Run inference, and cancel it if the client disconnects."""
-    return await while_connected(service.serving.infer(inference), request)
+    return await while_connected(service.serving.infer(inference), receive)
 
 
-async def while_connected(work: Awaitable[T], request: Request) -> T:
+async def while_connected(work: Awaitable[T], receive: Receive) -> T:
     """Await work, and cancel it if the client disconnects: then ClientDisconnect."""
-    task, is_over, disconnected = asyncio.current_task(), False, False
+    task, disconnected = asyncio.current_task(), False
     assert task is not None
 
-    def leave(_: object) -> None:
+    async def watch() -> None:
         nonlocal disconnected
-        if not is_over:  # it may have been about to be called
-            disconnected = True
-            task.cancel()
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        disconnected = True
+        task.cancel()
 
-    gone: asyncio.Future[None] | None = request.scope.get(GONE)
-    watcher = asyncio.create_task(_until_gone(request.receive)) if gone is None else gone
-    watcher.add_done_callback(leave)
+    watcher = asyncio.create_task(watch())
     try:
         return await work
     except asyncio.CancelledError:
@@ -98,15 +95,7 @@ async def while_connected(work: Awaitable[T], request: Request) -> T:
             raise ClientDisconnect from None
         raise
     finally:
-        is_over = True
-        watcher.remove_done_callback(leave)
-        if gone is None:
-            watcher.cancel()
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
+        watcher.cancel()
 
 
 async def respond(
@@ -150,14 +139,16 @@ async def encode_in_helper(
 def headers_of(answer: InferAnswer) -> dict[str, str]:
     """Return headers with the model and the timing in milliseconds."""
     timing = answer.timing
-    times_ms = (
-        1e3 * timing.queue_s,
-        1e3 * timing.copy_in_s,
-        1e3 * timing.compute_s,
-        1e3 * timing.copy_out_s,
-    )
+    parts = {
+        "queue": timing.queue_s,
+        "copy_in": timing.copy_in_s,
+        "compute": timing.compute_s,
+        "copy_out": timing.copy_out_s,
+    }
     return {
-        "Server-Timing": SERVER_TIMING % times_ms,
+        "Server-Timing": ", ".join(
+            f"{name};dur={seconds * 1e3:.3f}" for name, seconds in parts.items()
+        ),
         "Crucible-Model": quote(answer.model),
         "Crucible-Version": str(answer.version),
         "Crucible-Device": answer.device,

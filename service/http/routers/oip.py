@@ -256,7 +256,7 @@ async def infer(name: str, request: Request, version: str = "") -> Response:
         content.timeout_s,
         content.id,
     )
-    result = await infer_while_connected(service, inference, request)
+    result = await infer_while_connected(service, inference, request.receive)
     write_outputs(result.outputs, regions)
     return await _response(request, service, result, content)
 

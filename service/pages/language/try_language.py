@@ -94,7 +94,7 @@ async def try_language(
     turns = form.chat
     try:
         generate = await _request_from(request, service, caller, served, form)
-        told = await while_connected(_told(service, served, generate), request)
+        told = await while_connected(_told(service, served, generate), request.receive)
     except Unprocessable as error:
         return _page(request, served, given, turns, status=422, refusal=error)
     if form.is_chat:

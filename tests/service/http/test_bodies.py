@@ -23,7 +23,7 @@ from service.auth import Source
 from service.bytes_in_flight import BytesInFlight
 from service.errors import Unauthorized
 from service.http import protocol as connection
-from service.http.guard import GONE, Guard, Message, Receive, Send
+from service.http.guard import Guard, Message, Receive, Send
 from service.serving.shared_memory import in_place
 from service.settings import Settings
 from service.storage.key import Key
@@ -169,37 +169,6 @@ def test_a_client_that_goes_amid_its_tensors_is_told_of(application: Application
         assert time.monotonic() < until
         time.sleep(0.01)
     assert application.bodies == []
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize(
-    "sent",
-    [
-        request("/infer", b"1"),
-        request("/infer", b"1" * MB),
-        request("/infer", b"1" * 150_000, sized=False),
-        request("/v1/completions", b"1" * 150_000),
-    ],
-    ids=["short", "tensors", "of unknown length", "in pieces"],
-)
-def test_a_client_that_goes_before_its_answer_is_told_of_in_the_scope(
-    processes: int, sent: bytes
-) -> None:
-    has_read, has_gone = threading.Event(), threading.Event()
-
-    async def wait(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        while (await receive()).get("more_body"):
-            continue
-        has_read.set()
-        await scope[GONE]
-        has_gone.set()
-
-    with listening(wait, processes) as address:
-        with socket.create_connection(address, timeout=WITHIN_S) as line:
-            line.sendall(sent)
-            assert has_read.wait(WITHIN_S)
-            assert not has_gone.is_set()
-        assert has_gone.wait(WITHIN_S)
 
 
 def test_only_bodies_for_a_path_with_a_model_are_read_in_place(application: Application) -> None:
