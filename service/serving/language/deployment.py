@@ -45,6 +45,7 @@ from service.serving.replica import Supervised
 from service.serving.stats import Traffic
 from service.storage.layout import Work
 
+SLOTS_LOAD_S = 600.0  # on a GPU: a step is compiled for each size of a batch
 STUCK_S = 120.0  # a worker that is silent for so long hangs: it speaks after each step
 
 
@@ -79,6 +80,12 @@ class LanguageSpec:
     def cache_tokens(self) -> int:
         """Tokens for which there is a cache."""
         return self.together * self.context if self._has_slots else self._room
+
+    @property
+    def ready_s(self) -> float:
+        """The time-out for the worker, with what it compiles while it loads."""
+        compiles = self._has_slots and self.engine.is_on_gpu
+        return max(self.load_s, SLOTS_LOAD_S) if compiles else self.load_s
 
     @property
     def _has_slots(self) -> bool:
@@ -134,7 +141,7 @@ class LanguageDeployment:
             prefix_caching=options.prefix_caching,
             device=device,
             work=Work(work / "0"),
-            load_s=spec.load_s,
+            load_s=spec.ready_s,
             stuck_s=spec.stuck_s,
             command=command,
             sandbox=sandbox,

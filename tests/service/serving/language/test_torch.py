@@ -20,6 +20,7 @@ from service.auth import LOCAL
 from service.errors import Conflict, Unprocessable
 from service.language.generation import Sampling
 from service.registry.models import DeploymentOptions, PromoteRequest
+from service.serving.language.deployment import LanguageSpec
 from service.serving.language.engines import EngineAnswer, News
 from service.serving.language.messages import Generate
 from service.serving.language.torch_engine.engine import TorchAnswer, TorchEngine
@@ -34,6 +35,7 @@ from tests.service.serving.language.models import (
     ended_language_job,
     first_part,
     ids_of,
+    language_version,
     log_probs_of,
     text_of,
     tiny_model,
@@ -315,3 +317,13 @@ def test_the_free_memory_decides_how_many_slots_a_report_gets(tmp_path: Path, ex
                 await deployments.deploy(LOCAL, "tiny", many)
 
     play(story)
+
+
+def test_a_load_on_a_gpu_has_time_to_compile(exact: Tiny) -> None:
+    target = exact.engine.target.model_copy(update={"compute_capability": "9.0"})
+    on_gpu = exact.engine.model_copy(update={"target": target})
+    specs = (
+        LanguageSpec(language_version(exact), engine, DeploymentOptions(), ("cpu",), load_s)
+        for engine, load_s in ((exact.engine, 180.0), (on_gpu, 180.0), (on_gpu, 900.0))
+    )
+    assert [spec.ready_s for spec in specs] == [180.0, 600.0, 900.0]
