@@ -31,14 +31,16 @@ GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
 
-# Two processes side by side take one part after the other. The output of a part comes when it has ended.
+# Two processes side by side take one part after the other. Progress comes at once, the rest of a part when it has ended.
 TEST_PARTS = 'tests/pipeline' \
 	'tests/service/integration tests/service/cluster tests/service/jobs tests/service/routing' \
 	'tests/service --ignore tests/service/integration --ignore tests/service/cluster --ignore tests/service/jobs --ignore tests/service/routing' \
 	'--ignore tests/pipeline --ignore tests/service'
 test: $(VENV)/.ready
 	@mkdir -p build
-	@printf '%s\n' $(TEST_PARTS) | xargs -P 2 -I PART sh -c '$(BIN)/python -m pytest PART > build/tests-$$$$.log 2>&1; code=$$?; cat build/tests-$$$$.log; exit $$code'
+	@printf '%s\n' $(TEST_PARTS) | xargs -P 2 -I PART sh -c 'log=build/tests-$$$$; \
+	{ $(BIN)/python -m pytest PART 2>&1; echo $$? > $$log.code; } | tee $$log.log | grep --line-buffered "%\]$$"; \
+	grep -v "%\]$$" $$log.log; exit $$(cat $$log.code)'
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
