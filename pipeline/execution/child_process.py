@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from pipeline.core.progress import CandidateFigures, Progress, silent
 from pipeline.errors import ChildDied, ChildKilled, ChildStopped, CrucibleError, InternalError
@@ -45,6 +45,7 @@ from pipeline.execution.fork_server import Forked, changing, fork, stop_idle_ser
 
 T = TypeVar("T")
 GRACE_S = 3.0
+REPORT_S = 60.0  # until the fork server tells how a child has ended: it may import meanwhile
 # interval of repeated progress: a library may be silent for minutes, and displays show the time
 ALIVE_S = 2.0
 # thresholds: with Python's own, garbage collection takes 10 % of the import of torch or NNCF
@@ -130,10 +131,16 @@ class Channel:
 
 _running: set[Child] = set()
 """Running children of this process, from all threads."""
+_stops = 0
+"""How often `stop_children` was called."""
 
 
 def stop_children() -> None:
-    """Stop every child of this process. Threads that wait for a child get ChildStopped."""
+    """Stop every child of this process, and those that threads start just now. Threads that wait
+    for a child get ChildStopped.
+    """
+    global _stops
+    _stops += 1
     for child in tuple(_running):
         child.is_stopped = True
         child.end()
@@ -157,6 +164,7 @@ class Child:
         """`command` may put the child's command in that of a sandbox. `forked`: start the child
         from the fork server, if it can be had, and not as a fresh interpreter.
         """
+        stops = _stops
         self.name = name
         self.is_stopped = False  # by stop_children
         self._own_log = log is None
@@ -173,27 +181,38 @@ class Child:
         start = Start(
             os.getpid(), name, function.__module__, function.__qualname__, arguments, conversation
         )
-        ours, theirs = Pipe()
-        self._connection = ours
-        with self.log.open("ab") as sink, theirs:
+        with self.log.open("ab") as sink:
             self._log_start = sink.tell()
-            child = fork(start.module, environment, theirs, sink) if forked else None
+            child = self._fork(start.module, environment, sink) if forked else None
             if child is not None:
                 self._process: subprocess.Popen[bytes] | Forked = child
                 start = replace(start, parent=child.parent, variables=changing(environment))
             else:
-                self._process = subprocess.Popen(
-                    command((sys.executable, "-m", MODULE, str(theirs.fileno()))),
-                    stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=sink,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                    env=environment,
-                )
+                self._connection, theirs = Pipe()
+                with theirs:
+                    self._process = subprocess.Popen(
+                        command((sys.executable, "-m", MODULE, str(theirs.fileno()))),
+                        stdin=subprocess.DEVNULL,
+                        stdout=sink,
+                        stderr=sink,
+                        pass_fds=[theirs.fileno()],
+                        start_new_session=True,
+                        env=environment,
+                    )
         _running.add(self)
         with contextlib.suppress(BrokenPipeError):  # the child died at once: receive() reports it
-            ours.send(start)
+            self._connection.send(start)
+        if stops != _stops:
+            self.is_stopped = True
+            self.end()
+
+    def _fork(self, module: str, environment: Mapping[str, str], sink: IO[bytes]) -> Forked | None:
+        self._connection, theirs = Pipe()
+        with theirs:
+            child = fork(module, environment, theirs, sink)
+        if child is None:
+            self._connection.close()
+        return child
 
     @property
     def pid(self) -> int:
@@ -286,7 +305,7 @@ class Child:
 
     def _death(self) -> ChildDied:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_S)
+            self._process.wait(GRACE_S if isinstance(self._process, subprocess.Popen) else REPORT_S)
         if self.is_stopped:
             return ChildStopped(
                 f"the child process for '{self.name}' was stopped", "run the command again"

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -43,6 +44,7 @@ LATER = ("numpy.random", "polygraphy.comparator")  # imported while the first ch
 OURS = "pipeline."  # the modules that the server imports for its children: no code of a user
 CHANGING = ("CRUCIBLE_", "PYTEST_")  # variables that no library reads when it is imported
 START_S = 60.0  # for the imports of a server, on a busy host
+LOOK_S = 0.2  # between two looks at the parent
 MAX_REQUEST_BYTES = 65536
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 MODULE = "pipeline.execution.fork_server"  # this one, which is __main__ in a server
@@ -62,7 +64,7 @@ class Forked:
         with self._lock:
             if self.returncode is None and self._ends.poll():
                 try:
-                    self.returncode = self._ends.recv()
+                    self.returncode = self._ends.recv().number
                 except EOFError:  # the server was killed, and the kernel kills its children then
                     self.returncode = -signal.SIGKILL
             return self.returncode
@@ -78,11 +80,12 @@ class Forked:
 
 
 class ForkServer:
-    """The parent's end of a running server. OSError or EOFError where it does not answer."""
+    """The parent's end of a running server. Its owner's lock guards it, except `answer`."""
 
     def __init__(self, requests: socket.socket, pid: int, conditions: object) -> None:
         self.pid, self.conditions, self.has_forked = pid, conditions, False
-        self._requests = requests
+        self.is_gone = False
+        self._requests, self._unanswered = requests, 0
         self._forked: weakref.WeakSet[Forked] = weakref.WeakSet()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -106,20 +109,46 @@ class ForkServer:
 
     @property
     def is_idle(self) -> bool:
-        """True if none of its children runs."""
-        return all(forked.poll() is not None for forked in tuple(self._forked))
+        """True if none of its children runs, and none is to come."""
+        forked = tuple(self._forked)
+        return not self._unanswered and all(each.poll() is not None for each in forked)
 
-    def fork(self, module: str, pipe: Connection[Any, Any], log: IO[bytes]) -> Forked:
-        """Start a child that reads its task from `pipe` and prints to `log`."""
+    def request(
+        self, module: str, pipe: Connection[Any, Any], log: IO[bytes]
+    ) -> Connection[Any, Any]:
+        """Ask for a child that reads its task from `pipe` and prints to `log`. Return what `answer`
+        takes. OSError if the server is gone, or if this process lacks descriptors.
+        """
         ends, theirs = Pipe(duplex=False)
         with theirs:
             descriptors = [pipe.fileno(), log.fileno(), theirs.fileno()]
-            socket.send_fds(self._requests, [module.encode()], descriptors)
-        if not ends.poll(START_S):
-            raise TimeoutError(f"no child from the fork server within {START_S} s")
-        forked = Forked(ends.recv(), self.pid, ends)
-        self._forked.add(forked)
-        self.has_forked = True
+            try:
+                socket.send_fds(self._requests, [module.encode()], descriptors)
+            except (BrokenPipeError, ConnectionResetError):
+                self.is_gone = True
+                raise
+        self._unanswered += 1
+        return ends
+
+    def answer(self, ends: Connection[Any, Any]) -> Forked | None:
+        """Wait for a child that was asked for. None if there is none, or not in time."""
+        try:
+            if not ends.poll(START_S):
+                self.conditions = None  # no environment is equal to it: the next child has another
+                return None
+            told = ends.recv()
+        except (OSError, EOFError):
+            self.is_gone = True
+            return None
+        finally:
+            with _lock:
+                self._unanswered -= 1
+        if not isinstance(told, _Pid):
+            return None
+        forked = Forked(told.number, self.pid, ends)
+        with _lock:
+            self._forked.add(forked)
+            self.has_forked = True
         return forked
 
     def leave(self) -> None:
@@ -149,19 +178,23 @@ def fork(
     """Start a child that reads its task, a function of `module`, from `pipe` and prints to `log`.
 
     None if that takes a fresh interpreter: while children of another environment run, and where the
-    server does not answer.
+    server does not answer. The fresh one needs another pipe: a child may come late for this one.
     """
-    global _is_useless
-    with _lock:
-        if _is_useless:
-            return None
-        try:
-            server = _server_for(environment)
-            return server.fork(module, pipe, log) if server is not None else None
-        except (OSError, EOFError):
-            _is_useless = _server is None or not _server.has_forked
-            stop_server()
-            return None
+    global _server, _is_useless
+    forked = server = ends = None
+    with _lock, contextlib.suppress(OSError):
+        server = None if _is_useless else _server_for(environment)
+        ends = None if server is None else server.request(module, pipe, log)
+    if server is None:
+        return None
+    if not server.is_gone and ends is not None:
+        forked = server.answer(ends)
+    if server.is_gone:
+        with _lock:
+            _is_useless = _is_useless or not server.has_forked
+            if _server is server:
+                stop_server()
+    return forked
 
 
 def _server_for(environment: Mapping[str, str]) -> ForkServer | None:
@@ -232,7 +265,28 @@ def take_over(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+@dataclass(frozen=True, slots=True)
+class _Pid:
+    """A new child has told its process, which has a session of its own now."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A child has ended with this exit code."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """There is no child: the host has no process or descriptor left."""
+
+
 # -- in the server -----------------------------------------------------------
+
+_parent = 0  # the process that has started this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +295,7 @@ class _Child:
 
     pid: int
     parent: int  # the process that has requested it
-    reports: Connection[Any, Any]  # to that one: the pid, then the exit code
+    reports: Connection[Any, Any]  # to that one: its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +316,13 @@ class _State:
 
 def _serve(descriptor: int) -> None:
     """Fork a child for each request, and report its end. Never returns."""
+    global _parent
+    _parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGALRM, _end_with_parent)
+    signal.siginterrupt(signal.SIGALRM, False)  # no call of a library meets EINTR
     os.set_inheritable(descriptor, False)
+    os.close(os.pidfd_open(os.getpid()))  # where this cannot be, no child could be watched
     gc.disable()  # what is imported stays; children enable it
     _import(FIRST)
     parent = socket.socket(fileno=descriptor)
@@ -289,11 +348,34 @@ def _answer(state: _State, requests: socket.socket, is_last: bool) -> None:
 
 
 def _fork(state: _State, parent: int, module: str, pipe: int, log: int, reports: int) -> None:
-    """Fork a child for one request."""
+    """Fork a child for one request, or refuse it."""
     if module.startswith(OURS):
         _import([module])
     gc.freeze()  # else the first collection of each child would copy all of this memory
-    ours, theirs = _connection()
+    told = Connection(reports)
+    try:
+        ours, theirs = _connection()
+        with theirs:
+            child = _forked(state, (pipe, log, ours, theirs, told), parent)
+    except OSError:
+        _send(told, _Refusal())
+        told.close()
+    else:
+        state.requests[ours] = child
+        ours.send(b"go")
+    finally:
+        os.close(pipe)
+        os.close(log)
+    _import(LATER)
+
+
+def _forked(
+    state: _State,
+    given: tuple[int, int, socket.socket, socket.socket, Connection[Any, Any]],
+    parent: int,
+) -> int:
+    """Fork a child, and watch it. Return its process."""
+    pipe, log, ours, theirs, told = given
     with warnings.catch_warnings():
         # Python counts the threads of OpenBLAS, which OpenBLAS ends before a fork
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -301,33 +383,46 @@ def _fork(state: _State, parent: int, module: str, pipe: int, log: int, reports:
     if pid == 0:
         state.close()
         ours.close()
-        os.close(reports)
-        _become_child(pipe, log, theirs)
-    for descriptor in (pipe, log):
-        os.close(descriptor)
-    theirs.close()
-    child = _Child(pid, parent, Connection(reports))
-    state.requests[ours] = pid
-    state.children[os.pidfd_open(pid)] = child
-    _send(child, pid)
-    _import(LATER)
+        _become_child(pipe, log, theirs, told)
+    try:
+        end = os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)  # it has waited for "go"
+        os.waitpid(pid, 0)
+        ours.close()
+        raise
+    state.children[end] = _Child(pid, parent, told)
+    return pid
 
 
-def _become_child(pipe: int, log: int, requests: socket.socket) -> None:
+def _become_child(pipe: int, log: int, requests: socket.socket, told: Connection[Any, Any]) -> None:
     """Run the task of `pipe` in this process, which is a new child. Never returns."""
     global _server
+    code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
             os.dup2(log, descriptor)
         os.close(log)
+        if not requests.recv(2):
+            os._exit(code)  # the server has ended
+        told.send(_Pid(os.getpid()))
+        told.close()
         gc.enable()
         if "numpy.random" in sys.modules:  # Python's own `random` does this by itself
             importlib.import_module("numpy.random").seed()
         _server = ForkServer(requests, os.getppid(), _conditions(os.environ))
         importlib.import_module("pipeline.execution.child_process").run_child(pipe)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  the edge of a process, which says why it ends
+        traceback.print_exc()
     finally:
-        os._exit(1)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _report(state: _State, descriptor: int) -> None:
@@ -339,20 +434,30 @@ def _report(state: _State, descriptor: int) -> None:
         if orphan.parent == child.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(orphan.pid, signal.SIGKILL)
-    _send(child, os.waitstatus_to_exitcode(status))
+    _send(child.reports, _End(os.waitstatus_to_exitcode(status)))
     child.reports.close()
 
 
-def _send(child: _Child, number: int) -> None:
+def _send(told: Connection[Any, Any], message: _End | _Refusal) -> None:
     with contextlib.suppress(BrokenPipeError):  # the parent no longer wants to know
-        child.reports.send(number)
+        told.send(message)
 
 
 def _import(modules: Iterable[str]) -> None:
-    """Import modules. One that fails is left to the child, which reports it."""
+    """Import modules. One that fails is left to the child, which reports it.
+
+    A server that imports reads no requests, so it looks now and then whether its parent lives.
+    """
+    signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
     for module in modules:
         with contextlib.suppress(Exception):
             importlib.import_module(module)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _end_with_parent(number: int, frame: object) -> None:
+    if os.getppid() != _parent:
+        os._exit(0)  # and the kernel ends the children
 
 
 if __name__ == "__main__":

@@ -53,18 +53,18 @@ def elsewhere(candidates: Mapping[str, str], nodes: Iterable[Node]) -> list[Else
         refused = [
             name for name, why in candidates.items() if why and name.startswith(f"{backend} ")
         ]
-        precisions = tuple(
-            name.partition(" ")[2]
-            for name in refused
-            if any(name in node.candidates for node in live)
-        )
-        devices = {
-            f"{device} ({labels.get('name', '')})"
-            for node in live
-            if not set(refused).isdisjoint(node.candidates)
-            for device, labels in node.labels.items()
-            if backend in labels
-        }
+        devices: set[str] = set()
+        possible: set[str] = set()
+        for node in live:
+            having = {
+                f"{device} ({labels.get('name', '')})"
+                for device, labels in node.labels.items()
+                if backend in labels
+            }
+            if having and not set(refused).isdisjoint(node.candidates):
+                devices |= having
+                possible.update(node.candidates)
+        precisions = tuple(name.partition(" ")[2] for name in refused if name in possible)
         if precisions:
             found.append(Elsewhere(backend, "; ".join(sorted(devices)), precisions))
     return found
