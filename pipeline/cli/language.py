@@ -188,14 +188,18 @@ def _complete(renewed: LanguageReport, before: Verdict, folder: Path, as_json: b
     from pipeline.llm.render import publish
 
     publish(renewed, folder)
-    if not as_json:
-        _print_lines(
-            [
-                f"{renewed.verdict.upper()}  {renewed.headline}",
-                f"the report in {folder} was {before} because its ratio could not be measured; this"
-                " run measured the ratio and replaced the report",
-            ]
+    lines = [
+        f"{renewed.verdict.upper()}  {renewed.headline}",
+        f"the report in {folder} was {before} because its ratio could not be measured; this"
+        " run measured the ratio and replaced the report",
+    ]
+    if renewed.delivered is None:
+        lines.append(
+            f"the engine in {folder} is withdrawn: the model as it is is faster; next: compile the"
+            " plan again with other candidates"
         )
+    if not as_json:
+        _print_lines(lines)
 
 
 def _print_lines(lines: Sequence[str], markup: bool = False) -> None:

@@ -9,6 +9,7 @@ from pipeline.errors import ModelError
 from pipeline.execution.stage_runner import Runner, StageCall
 from pipeline.llm.compile import DESCRIBE, Compile, check_packages, room_of
 from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.libraries.registry import library_of
 from pipeline.llm.plan import LanguagePlan, language_plan_from_document
 from pipeline.llm.results import LanguageReport
 from pipeline.llm.source import Description, describe, find_source
@@ -28,10 +29,11 @@ def reopen(
     """Open a compile again, for its plan with overrides.
 
     ModelError if the model has changed since the engine was built. BackendUnavailable if the
-    library of the engine is not installed.
+    library of the engine is not installed, or if its device is not here.
     """
     if engine.recipe is not None:
         check_packages((engine.recipe.library,))
+        library_of(engine.recipe.library).target("gpu" if engine.is_on_gpu else "cpu")
     source = find_source(plan.language_model.path)
     if report.source_digest not in ("", source.digest):
         raise ModelError(

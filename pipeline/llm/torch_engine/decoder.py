@@ -94,8 +94,19 @@ def recorded(work: Work, device: torch.device) -> Work:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    replay: Work = graph.replay
-    return replay
+    return Recording(graph.replay, work)
+
+
+class Recording:
+    """A recorded work. It keeps the work, whose buffers the graph reads and writes: memory that
+    was free again would soon hold something else.
+    """
+
+    def __init__(self, replay: Work, work: Work) -> None:
+        self._replay, self.work = replay, work
+
+    def __call__(self) -> None:
+        self._replay()
 
 
 def through(

@@ -115,7 +115,8 @@ class Slots:
 
     def _given(self, row: int, prompt: Ids, begin: int, end: int, padded: int = 0) -> torch.Tensor:
         """Return what a reader needs, on the device: [FACTS + tokens] int64."""
-        after = prompt.size if end == prompt.size else self.last
+        # a prompt that fills the context is only scored: its row may be stepped, but not further
+        after = min(prompt.size, self.last) if end == prompt.size else self.last
         given = torch.zeros(FACTS + (padded or end - begin), dtype=torch.int64)
         given[:FACTS] = torch.tensor([row, begin, end - begin - 1, after])
         given[FACTS : FACTS + end - begin] = torch.from_numpy(prompt[begin:end])

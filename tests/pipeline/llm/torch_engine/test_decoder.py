@@ -1,12 +1,15 @@
 """Our decoder beside transformers, on small random models in fp32."""
 
+import gc
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ import torch
 import transformers
 
 from pipeline.errors import InternalError, UnsupportedError
-from pipeline.llm.torch_engine.decoder import Batch, Decoder
+from pipeline.llm.torch_engine.decoder import Batch, Decoder, recorded
 from pipeline.llm.torch_engine.weights import in_int8, network_of
 from tests.pipeline.llm.models import write_model
 
@@ -152,3 +155,19 @@ def test_fused_kernels_refuse_several_requests(tmp_path: Path) -> None:
     network = network_of(module_of(write_model(tmp_path)))
     with pytest.raises(UnsupportedError, match="one request at a time, not 2"):
         Batch(network, 2, 64, "fused")
+
+
+def test_a_recording_keeps_the_work_whose_buffers_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, scratch of a fused step became the scales of an int8 network, and was written."""
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    work = MagicMock()
+    dying = weakref.WeakSet([work])
+    replay = torch.cuda.CUDAGraph().replay
+    again = recorded(work, torch.device("cuda"))
+    assert work.call_count == 3  # twice to warm up
+    del work
+    gc.collect()
+    again()
+    (kept,) = dying
+    assert kept.call_count == 3
+    replay.assert_called_once_with()

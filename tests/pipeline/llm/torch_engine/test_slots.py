@@ -136,6 +136,18 @@ def test_a_prompt_fills_the_whole_context(network: Network) -> None:
         assert slots.buffers.tokens[0].item() == alone(network, prompt, 1)[0][0]
 
 
+def test_the_others_go_on_beside_a_scored_prompt_that_fills_the_context(network: Network) -> None:
+    slots = Slots(network, 2, 64)
+    log = Log(slots)
+    read_all(slots, 0, SHORT)
+    log.note(0)
+    assert slots.read_scored(1, np.arange(20, 84), 0)[0] == 64
+    for _ in range(3):
+        slots.step(2)
+        log.note(0)
+    assert log.tokens[0] == alone(network, SHORT, 4)[0]
+
+
 def test_batches_and_recorded_lengths_double() -> None:
     assert [batch_sizes(rows) for rows in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
     assert [lengths(chunk) for chunk in (24, 64, 256)] == [[24], [64], [64, 128, 256]]
