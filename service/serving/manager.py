@@ -412,10 +412,11 @@ class ModelManager:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        models = (*self._table.entries.values(), *self._table.unloading.values())
+        models = tuple(self._table.entries.values())
         for entry in models:
             entry.state = "draining"
         await asyncio.gather(
+            self._versions.stop(grace_s),
             *(entry.loaded.end(grace_s) for entry in models if entry.loaded is not None),
             return_exceptions=True,
         )

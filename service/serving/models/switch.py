@@ -26,6 +26,7 @@ class VersionSwitch:
         self, table: ModelTable, loader: Loader, context: LoaderContext, disk: DiskThread
     ) -> None:
         self._table, self._loader, self._context, self._disk = table, loader, context, disk
+        self._draining: set[asyncio.Task[None]] = set()
 
     async def switch(
         self, version: Version, options: DeploymentOptions, commit: Callable[[], None] | None
@@ -44,7 +45,23 @@ class VersionSwitch:
         entry.version, entry.devices = version, spec.devices
         entry.state, entry.reason = "ready", ""
         if old is not None:
-            await old.end()
+            await self._drain(old)
+
+    async def _drain(self, loaded: LeasedDeployment) -> None:
+        """End a version that answers no new request. That goes on if the change is cancelled."""
+        task = asyncio.create_task(loaded.end())
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
+        await asyncio.shield(task)
+
+    async def stop(self, grace_s: float) -> None:
+        """Let versions that drain answer for at most this time."""
+        draining = tuple(self._draining)
+        if draining:
+            _, late = await asyncio.wait(draining, timeout=grace_s)
+            for task in late:
+                task.cancel()
+        await asyncio.gather(*draining, return_exceptions=True)
 
     @asynccontextmanager
     async def _loading(
@@ -96,7 +113,7 @@ class VersionSwitch:
         self._table.unloading[name] = entry
         try:
             if entry.loaded is not None:
-                await entry.loaded.end()
+                await self._drain(entry.loaded)
         finally:
             del self._table.unloading[name]
 

@@ -180,6 +180,28 @@ def test_an_answer_streams_on_while_its_version_is_replaced(tmp_path: Path, tiny
     play(story)
 
 
+def test_a_server_that_stops_lets_a_replaced_version_finish(tmp_path: Path, tiny: Tiny) -> None:
+    async def story() -> None:
+        async with shelf(tmp_path, Lingering()) as here:
+            await promote(here, tiny)
+            await here.deployments.deploy(LOCAL, "tiny", SHORT)
+            async with here.deployments.generate(asking(max_tokens=9)) as answer:
+                parts = [await anext(aiter(answer))]
+                async with here.deployments.generate(asking(max_tokens=9)) as other:
+                    await anext(aiter(other))
+                    change = asyncio.ensure_future(promote(here, tiny))
+                    await until(lambda: here.deployments.find_language(LOCAL, "tiny").version == 2)
+                    stopping = asyncio.ensure_future(here.deployments.stop(60.0))
+                    await until(lambda: change.done())
+                    assert not stopping.done()
+                parts += [part async for part in answer]  # `other` was left: the double goes on
+                assert (text_of(parts), parts[-1].finish) == ("abcabc", "length")
+            await stopping
+            assert isinstance(change.exception(), Unavailable)
+
+    play(story)
+
+
 @pytest.mark.parametrize("change", ["promote", "unload"])
 def test_what_has_not_ended_within_its_time_is_cut(tmp_path: Path, tiny: Tiny, change: str) -> None:
     async def story() -> None:
