@@ -16,6 +16,7 @@ from service.pages.models import live
 from service.pages.rendering import fragment
 from service.registry.models import NAME, DeploymentOptions, DeploymentView, PromoteRequest
 from service.serving.loader import Loader
+from service.serving.models.switch import VersionSwitch
 from service.storage.key import Scope
 from tests.service.builders.app import Desk, at_desk
 from tests.service.builders.serving import on_two_gpus
@@ -31,6 +32,9 @@ def with_doubles(desk: Desk) -> Host:
     private: Any = manager
     private._context = replace(private._context, start=host.start, prove=host.prove)
     private._loader = Loader(private._context)
+    private._versions = VersionSwitch(
+        private._table, private._loader, private._context, private._disk
+    )
     return host
 
 
