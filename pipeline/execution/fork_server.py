@@ -46,6 +46,7 @@ CHANGING = ("CRUCIBLE_", "PYTEST_")  # variables that no library reads when it i
 START_S = 60.0  # for the imports of a server, on a busy host
 LOOK_S = 0.2  # between two looks at the parent
 MAX_REQUEST_BYTES = 65536
+GO = b"go"  # from the server to a child that it watches
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 MODULE = "pipeline.execution.fork_server"  # this one, which is __main__ in a server
 
@@ -180,7 +181,7 @@ def fork(
     None if that takes a fresh interpreter: while children of another environment run, and where the
     server does not answer. The fresh one needs another pipe: a child may come late for this one.
     """
-    global _server, _is_useless
+    global _is_useless
     forked = server = ends = None
     with _lock, contextlib.suppress(OSError):
         server = None if _is_useless else _server_for(environment)
@@ -354,58 +355,77 @@ def _fork(state: _State, parent: int, module: str, pipe: int, log: int, reports:
     gc.freeze()  # else the first collection of each child would copy all of this memory
     told = Connection(reports)
     try:
-        ours, theirs = _connection()
-        with theirs:
-            child = _forked(state, (pipe, log, ours, theirs, told), parent)
+        requests = _fork_watched(state, parent, pipe, log, told)
     except OSError:
         _send(told, _Refusal())
         told.close()
     else:
-        state.requests[ours] = child
-        ours.send(b"go")
+        with contextlib.suppress(OSError):  # it has been killed, which is reported as any end
+            requests.send(GO)
     finally:
         os.close(pipe)
         os.close(log)
     _import(LATER)
 
 
-def _forked(
-    state: _State,
-    given: tuple[int, int, socket.socket, socket.socket, Connection[Any, Any]],
-    parent: int,
-) -> int:
-    """Fork a child, and watch it. Return its process."""
-    pipe, log, ours, theirs, told = given
-    with warnings.catch_warnings():
-        # Python counts the threads of OpenBLAS, which OpenBLAS ends before a fork
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        state.close()
-        ours.close()
-        _become_child(pipe, log, theirs, told)
-    try:
-        end = os.pidfd_open(pid)
-    except OSError:
-        os.kill(pid, signal.SIGKILL)  # it has waited for "go"
-        os.waitpid(pid, 0)
-        ours.close()
-        raise
+def _fork_watched(
+    state: _State, parent: int, pipe: int, log: int, told: Connection[Any, Any]
+) -> socket.socket:
+    """Fork a child, which waits for GO, and watch it. Return the connection for its requests.
+
+    OSError if the host has no process or descriptor left: then there is no child.
+    """
+    ours, theirs = _connection()
+    with theirs:
+        try:
+            with warnings.catch_warnings():
+                # Python counts the threads of OpenBLAS, which OpenBLAS ends before a fork
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                _become_child((state, ours), pipe, log, theirs, told)
+            end = _watched(pid)
+        except OSError:
+            ours.close()
+            raise
     state.children[end] = _Child(pid, parent, told)
-    return pid
+    state.requests[ours] = pid
+    return ours
 
 
-def _become_child(pipe: int, log: int, requests: socket.socket, told: Connection[Any, Any]) -> None:
-    """Run the task of `pipe` in this process, which is a new child. Never returns."""
+def _watched(pid: int) -> int:
+    """Return a descriptor that tells the end of a child. A child that cannot be watched is ended
+    before it has begun.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _become_child(
+    others: tuple[_State, socket.socket],
+    pipe: int,
+    log: int,
+    requests: socket.socket,
+    told: Connection[Any, Any],
+) -> None:
+    """Run the task of `pipe` in this process, which is a new child, and close what belongs to
+    others. Never returns.
+    """
     global _server
     code = 1
     try:
+        for each in others:
+            each.close()
         os.setsid()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
             os.dup2(log, descriptor)
         os.close(log)
-        if not requests.recv(2):
+        if requests.recv(len(GO)) != GO:
             os._exit(code)  # the server has ended
         told.send(_Pid(os.getpid()))
         told.close()

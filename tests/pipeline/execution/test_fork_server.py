@@ -1,5 +1,6 @@
 """The server that children are forked from: what they share with it, and what they do not."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,8 +16,8 @@ import psutil
 import pytest
 
 from pipeline.core.progress import Progress
-from pipeline.errors import ChildDied
-from pipeline.execution import fork_server
+from pipeline.errors import ChildDied, ChildStopped
+from pipeline.execution import child_process, fork_server
 from pipeline.execution.child_process import Channel, Child, call_in_child
 from pipeline.execution.fork_server import stop_server
 from tests.builders.cli import FEATURES, answers, write_model
@@ -92,6 +93,10 @@ def write_and_hang(pids: Path, progress: Progress) -> None:
     pids.with_suffix(".new").write_text(f"{os.getpid()} {os.getppid()}")
     pids.with_suffix(".new").rename(pids)
     time.sleep(600)
+
+
+def leave(progress: Progress) -> None:
+    sys.exit(3)
 
 
 # -- what they share ---------------------------------------------------------
@@ -221,6 +226,67 @@ def test_a_server_that_never_answers_is_not_tried_again(monkeypatch: pytest.Monk
     assert fork_server._is_useless
 
 
+def test_a_process_without_descriptors_leaves_the_other_children_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_pipe(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = _started(pool, tmp_path / "enough")
+        monkeypatch.setattr(fork_server, "Pipe", no_pipe)
+        assert call_in_child(parent, name="call") == os.getpid(), "a fresh interpreter"
+        (tmp_path / "enough").touch()
+        assert waiting.result(WITHIN_S) != os.getpid()
+
+
+NO_FORK = """
+import os
+from pathlib import Path
+fork = os.fork
+def refuse():
+    if Path({flag!r}).exists():
+        raise BlockingIOError("Resource temporarily unavailable")
+    return fork()
+os.fork = refuse
+"""
+
+
+def test_a_host_without_processes_leaves_the_other_children_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flag = tmp_path / "flag"
+    (tmp_path / "sitecustomize.py").write_text(NO_FORK.format(flag=str(flag)))
+    monkeypatch.setattr(child_process, "IMPORT_PATH", f"{tmp_path}:{child_process.IMPORT_PATH}")
+    stop_server()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = _started(pool, tmp_path / "enough")
+        flag.touch()
+        assert call_in_child(parent, name="call") == os.getpid(), "a fresh interpreter"
+        flag.unlink()
+        server = call_in_child(parent, name="call")
+        (tmp_path / "enough").touch()
+        assert waiting.result(WITHIN_S) == server != os.getpid()
+    stop_server()
+
+
+def test_a_child_that_leaves_ends_with_its_code() -> None:
+    with pytest.raises(ChildDied, match="ended with exit code 3"):
+        call_in_child(leave, name="leaves")
+
+
+def test_a_stop_reaches_a_child_that_is_starting(tmp_path: Path) -> None:
+    server = psutil.Process(call_in_child(parent, name="call"))
+    server.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(call_in_child, wait_for, tmp_path / "never", name="starting")
+        assert _until(lambda: fork_server._server is not None and not fork_server._server.is_idle)
+        child_process.stop_children()
+        server.resume()
+        with pytest.raises(ChildStopped):
+            starting.result(WITHIN_S)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_what_a_child_has_started_ends_with_it(number: signal.Signals, tmp_path: Path) -> None:
     def kill_outer(pids: Path) -> int:
@@ -237,17 +303,32 @@ def test_what_a_child_has_started_ends_with_it(number: signal.Signals, tmp_path:
     assert _until(lambda: not psutil.pid_exists(inner))
 
 
-def test_all_end_with_a_parent_killed_by_sigkill(tmp_path: Path) -> None:
+SLOW = """
+import sys, time
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "polygraphy.comparator":
+            time.sleep(600)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("imports", [False, True], ids=["idle", "while the server imports"])
+def test_all_end_with_a_parent_killed_by_sigkill(tmp_path: Path, imports: bool) -> None:
+    if imports:
+        (tmp_path / "sitecustomize.py").write_text(SLOW)
     code = "import sys; from pathlib import Path\n"
     code += "from pipeline.execution.child_process import call_in_child\n"
-    code += "from tests.pipeline.execution.test_fork_server import hang_below\n"
-    code += "call_in_child(hang_below, Path(sys.argv[1]), name='outer')"
+    code += "from tests.pipeline.execution.test_fork_server import hang_below, write_and_hang\n"
+    code += f"call_in_child({'write_and_hang' if imports else 'hang_below'}, Path(sys.argv[1]),"
+    code += " name='outer')"
     command = [sys.executable, "-c", code, str(tmp_path / "pids")]
-    killed = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    path = f"{tmp_path}:{ROOT}"
+    killed = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
     inner, server = _read(tmp_path / "pids")
     everything = [server, *(child.pid for child in psutil.Process(server).children())]
     assert inner in everything
-    assert len(everything) == 3
+    assert len(everything) == (2 if imports else 3)
     killed.kill()
     killed.wait()
     assert _until(lambda: not any(psutil.pid_exists(pid) for pid in everything))

@@ -208,6 +208,13 @@ class Bench:
         async with self.deployment.generate(asking(prompt, **more)) as answer:
             return [part async for part in answer]
 
+    async def ask_alone_and_together(
+        self, prompts: Sequence[str | tuple[int, ...]], **more: Any
+    ) -> tuple[list[list[Part]], list[list[Part]]]:
+        """The answers to these prompts, first one after another, then all at once."""
+        alone = [await self.ask(each, **more) for each in prompts]
+        return alone, await asyncio.gather(*(self.ask(each, **more) for each in prompts))
+
 
 def asking(prompt: str | tuple[int, ...] = PROMPT, model: str | None = None, **more: Any) -> Any:
     """A request; `more` are fields of it and of its Sampling."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -160,6 +162,16 @@ class Lingering(Host):
         return await LanguageDeployment.start(spec, work, self.language_figures, command)
 
 
+@asynccontextmanager
+async def replacing(here: Shelf, tiny: Tiny) -> AsyncIterator[asyncio.Future[int]]:
+    """While a second version answers, and an answer of the first one holds up all that it has."""
+    async with here.deployments.generate(asking(max_tokens=9)) as other:
+        await anext(aiter(other))
+        change = asyncio.ensure_future(promote(here, tiny))
+        await until(lambda: here.deployments.find_language(LOCAL, "tiny").version == 2)
+        yield change
+
+
 def test_an_answer_streams_on_while_its_version_is_replaced(tmp_path: Path, tiny: Tiny) -> None:
     async def story() -> None:
         async with shelf(tmp_path, Lingering()) as here:
@@ -167,13 +179,10 @@ def test_an_answer_streams_on_while_its_version_is_replaced(tmp_path: Path, tiny
             await here.deployments.deploy(LOCAL, "tiny", SHORT)
             async with here.deployments.generate(asking(max_tokens=9)) as answer:
                 parts = [await anext(aiter(answer))]
-                async with here.deployments.generate(asking(max_tokens=9)) as other:
-                    await anext(aiter(other))
-                    change = asyncio.ensure_future(promote(here, tiny))
-                    await until(lambda: here.deployments.find_language(LOCAL, "tiny").version == 2)
+                async with replacing(here, tiny) as change:
                     assert (await ask(here, max_tokens=4))[0] == 2, "new requests do not wait"
                     assert not change.done()
-                parts += [part async for part in answer]  # `other` was left: the double goes on
+                parts += [part async for part in answer]  # which goes on now
                 assert (text_of(parts), parts[-1].finish) == ("abcabc", "length")
                 assert (answer.version, await change) == (1, 2)
 
@@ -187,14 +196,11 @@ def test_a_server_that_stops_lets_a_replaced_version_finish(tmp_path: Path, tiny
             await here.deployments.deploy(LOCAL, "tiny", SHORT)
             async with here.deployments.generate(asking(max_tokens=9)) as answer:
                 parts = [await anext(aiter(answer))]
-                async with here.deployments.generate(asking(max_tokens=9)) as other:
-                    await anext(aiter(other))
-                    change = asyncio.ensure_future(promote(here, tiny))
-                    await until(lambda: here.deployments.find_language(LOCAL, "tiny").version == 2)
+                async with replacing(here, tiny) as change:
                     stopping = asyncio.ensure_future(here.deployments.stop(60.0))
                     await until(lambda: change.done())
                     assert not stopping.done()
-                parts += [part async for part in answer]  # `other` was left: the double goes on
+                parts += [part async for part in answer]  # which goes on now
                 assert (text_of(parts), parts[-1].finish) == ("abcabc", "length")
             await stopping
             assert isinstance(change.exception(), Unavailable)

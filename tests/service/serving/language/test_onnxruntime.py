@@ -165,8 +165,7 @@ def test_answers_together_are_those_that_each_has_alone(tmp_path: Path, exact: T
 
     async def story() -> None:
         async with deployed(tmp_path, exact, max_batch=3) as bench:
-            alone = [await bench.ask(each, max_tokens=30) for each in prompts]
-            together = await asyncio.gather(*(bench.ask(each, max_tokens=30) for each in prompts))
+            alone, together = await bench.ask_alone_and_together(prompts, max_tokens=30)
             assert list(map(text_of, together)) == list(map(text_of, alone))
             warm: dict[str, Any] = {"max_tokens": 20, "temperature": 1.5, "seed": 5}
             assert ids_of(await bench.ask(**warm)) == ids_of(await bench.ask(**warm))

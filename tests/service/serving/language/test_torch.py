@@ -254,8 +254,7 @@ def test_a_worker_answers_together_as_alone(tmp_path: Path, exact: Tiny) -> None
 
     async def story() -> None:
         async with deployed(tmp_path, exact, max_batch=3) as bench:
-            alone = [await bench.ask(each, max_tokens=30) for each in prompts]
-            together = await asyncio.gather(*(bench.ask(each, max_tokens=30) for each in prompts))
+            alone, together = await bench.ask_alone_and_together(prompts, max_tokens=30)
             assert list(map(text_of, together)) == list(map(text_of, alone))
             warm: dict[str, Any] = {"max_tokens": 20, **WARM}
             first = ids_of(await bench.ask(**warm))
