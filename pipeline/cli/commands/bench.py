@@ -143,7 +143,8 @@ def bench(
         )
     if backend != FILE_BACKENDS[0] or against is not None or profiles:
         raise PlanError(
-            f"--backend, --against and --profile need an ONNX model, got '{result}'",
+            "--backend, --against and --profile need an ONNX model, or --against the folder of a"
+            f" language model, got '{result}'",
             "for example crucible bench MODEL.onnx --against OTHER.onnx",
         )
     from pipeline.compiler.remeasure import decides_by_load
