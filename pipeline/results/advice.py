@@ -67,7 +67,8 @@ class Advice(Frozen):
     latency_s: float | None = Field(description="Its median end to end in the same run.")
     attempts: tuple[Attempt, ...] = ()
     note: str = Field(
-        default="", description="Which engine is delivered instead, if that is another one."
+        default="",
+        description="Which engine is delivered instead, if another one is, and what is not known.",
     )
 
     @property

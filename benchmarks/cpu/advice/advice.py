@@ -1,7 +1,7 @@
 """Does an engine gain what an advice promises? Each advice is followed, and the new engine measured
 beside the old one in a race of its own.
 
-Three models with a known flaw, and ResNet-50, ViT-B/16 and BERT-base as a classifier of 128 tokens,
+Four models with a known flaw, and ResNet-50, ViT-B/16 and BERT-base as a classifier of 128 tokens,
 in fp32 of ONNX Runtime at batch 1, compiled without the rewrites that are defaults. Weights are
 random: speed only.
 
@@ -62,6 +62,7 @@ CASES = (
     Case("adapters", "adapters that nobody merged", (128, 768)),
     Case("first_token", "one token is read, all are computed", (128, 512)),
     Case("last_position", "all positions are scored, the last is read", (128, 512)),
+    Case("wide_layers", "one row goes through wide layers", (2048,)),
     Case("resnet50", "ResNet-50", (3, 224, 224)),
     Case("vit_b_16", "ViT-B/16", (3, 224, 224)),
     Case("bert_base", "BERT-base, 128 tokens", (128,), is_text=True),

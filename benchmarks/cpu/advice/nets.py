@@ -1,4 +1,4 @@
-"""Models for `python -m benchmarks advice`, with random weights. The first three have a flaw that
+"""Models for `python -m benchmarks advice`, with random weights. The first four have a flaw that
 an advice should find; the others are as people run them.
 """
 
@@ -67,6 +67,14 @@ class LastPosition(nn.Module):
 def last_position() -> nn.Module:
     """x [batch, 128, 512] -> scores [batch, 1024]."""
     return LastPosition()
+
+
+def wide_layers() -> nn.Module:
+    """x [batch, 2048] -> [batch, 10]: twelve layers whose weights take longer to read than to
+    multiply with one row.
+    """
+    layers = [nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(12)]
+    return nn.Sequential(*layers, nn.Linear(2048, 10))
 
 
 class Classifier(nn.Module):

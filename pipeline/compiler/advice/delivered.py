@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pipeline.benchmark.cpu_peaks import measure_once, peaks_of
 from pipeline.compiler.advice.trials import Delivered, Prepare, advise
 from pipeline.compiler.candidates.stages import build_engine, convert_model
 from pipeline.compiler.context import CompileContext
@@ -15,6 +16,10 @@ from pipeline.results.advice import Advice
 from pipeline.results.candidates import Candidate, Origin
 from pipeline.results.report import Report
 
+NO_PEAKS = (
+    "The peaks of this CPU are not known, so neither is which layers wait for their weights:"
+    " `crucible doctor --measure` on a quiet host measures them."
+)
 ONNX_BACKENDS = ("onnxruntime", "openvino", "tensorrt")
 
 
@@ -31,23 +36,34 @@ def advise_on(
     Where `engine` is the user's own model or one of PyTorch, which no rule changes, try them on the
     best accurate candidate that is made from the ONNX graph. ModelError if there is none.
     """
-    subject = _subject_of(report, engine)
+    subject, only = _subject_of(report, engine), tuple(only)
     is_delivered = subject.label == engine.recipe.label
     if not is_delivered:
         converted = convert_model(context, prepare(context), subject.recipe)
         engine = build_engine(context, converted, subject.recipe)
+    peaks = peaks_of_engine(report.peaks, engine) or _measured_peaks(context, engine)
     delivered = Delivered(
         engine=engine,
         table=subject.layers,
         graph=report.graph,
         graph_sizes=report.graph_sizes,
-        peaks=peaks_of_engine(report.peaks, engine),
+        peaks=peaks,
         sizes=subject.benchmark.rows[0].sizes if subject.benchmark else {},
         labels=frozenset(each.label for each in report.candidates),
         gpu_use=report.gpu_use,
     )
     found = advise(context, delivered, prepare, reference, only)
-    return found if is_delivered else found.model_copy(update={"note": _note(report, subject)})
+    notes = [] if is_delivered else [_note(report, subject)]
+    if peaks is None and not engine.is_on_gpu and (not only or "narrow_weights" in only):
+        notes.append(NO_PEAKS)
+    return found.model_copy(update={"note": " ".join(notes)})
+
+
+def _measured_peaks(context: CompileContext, engine: Engine) -> Peaks | None:
+    """Measure what the compile had no time for, or no quiet host."""
+    options = context.plan.benchmark
+    measure_once(context.runner, (engine,), options.threads, options.budget_s)
+    return peaks_of(engine.target, options.threads)
 
 
 def _subject_of(report: Report, engine: Engine) -> Candidate:
