@@ -2,10 +2,10 @@
 beside the old one in a race of its own.
 
 Four models with a known flaw, and ResNet-50, ViT-B/16 and BERT-base as a classifier of 128 tokens,
-in fp32 of ONNX Runtime at batch 1, compiled without the rewrites that are defaults. Weights are
-random: speed only.
+at batch 1, compiled without the rewrites that are defaults: in fp32 of ONNX Runtime, or with --gpu
+in fp16 of TensorRT. Weights are random: speed only.
 
-    python -m benchmarks advice [NAME ...] [--budget-s S] [--threads N]
+    python -m benchmarks advice [NAME ...] [--gpu] [--budget-s S] [--threads N]
 
 On a host that others use, too, engines of one thread wait less for a CPU.
 """
@@ -45,6 +45,8 @@ BUDGET_S = 45.0  # of a race; there are two for each model
 TOKENS = 30522
 LARGE_GAIN = 0.05
 LARGE_GAINS = 3  # advices that reach it
+CPU: Row = {"backend": "onnxruntime", "precision": "fp32"}
+GPU: Row = {"backend": "tensorrt", "precision": "fp16"}
 WHY_RANDOM = "for speed only, which does not depend on the values"
 
 
@@ -79,21 +81,23 @@ def _known(name: str) -> str:
 def main(words: Sequence[str]) -> None:
     parser = argument_parser("advice", __doc__)
     parser.add_argument("names", nargs="*", type=_known, metavar="NAME")
+    parser.add_argument("--gpu", action="store_true", help="TensorRT instead of ONNX Runtime")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S", help="of a race")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="0: all cores")
     arguments = parser.parse_args(words)
+    candidate = GPU if arguments.gpu else CPU
     measuring = {"budget_s": arguments.budget_s, "threads": arguments.threads}
     logging.disable(logging.INFO)  # the exporter logs every step
     rows: list[Row] = []
     attempts: list[Row] = []
     for case in CASES:
         if not arguments.names or case.name in arguments.names:
-            found = measured(case, measuring)
+            found = measured(case, candidate, measuring)
             rows += found[0]
             attempts += found[1]
             print(*found[0], *found[1], sep="\n", flush=True)
     publish(
-        "advice",
+        "advice_gpu" if arguments.gpu else "advice",
         rows,
         targets_of(rows),
         run=measuring,
@@ -113,11 +117,11 @@ def targets_of(rows: Sequence[Row]) -> dict[str, bool]:
     }
 
 
-def measured(case: Case, measuring: Row) -> tuple[list[Row], list[Row]]:
+def measured(case: Case, candidate: Row, measuring: Row) -> tuple[list[Row], list[Row]]:
     """A row for each advice, or one that there is none; and a row for each attempt."""
     runner = Runner(Store(home()))
     with tempfile.TemporaryDirectory() as folder:
-        plan = plan_of(case, Path(folder), measuring)
+        plan = plan_of(case, Path(folder), candidate, measuring)
         report = compiled(plan, runner)
         advice = advise_again(report, plan, engine_of(report), runner)
         followed = [
@@ -128,8 +132,10 @@ def measured(case: Case, measuring: Row) -> tuple[list[Row], list[Row]]:
     return rows, [attempt_row(case, attempt) for attempt in advice.attempts]
 
 
-def plan_of(case: Case, folder: Path, measuring: Row) -> Plan:
-    """The plan of a case, with random data in this folder. `measuring`: keys of `benchmark`."""
+def plan_of(case: Case, folder: Path, candidate: Row, measuring: Row) -> Plan:
+    """The plan of a case and its only candidate, with random data in this folder. `measuring`: keys
+    of `benchmark`.
+    """
     name, dtype = ("input_ids", "int64") if case.is_text else ("x", "float32")
     selection: Any = {"generate": "random", "samples": 4, "seed": 2, "because": WHY_RANDOM}
     if case.is_text:
@@ -148,7 +154,7 @@ def plan_of(case: Case, folder: Path, measuring: Row) -> Plan:
         "profiles": [{"batch": [1, 1, 1]}],
         "data": {"selection": selection},
         "accuracy": {"thresholds": {"min_cosine": 0.99}},
-        "candidates": [{"backend": "onnxruntime", "precision": "fp32"}],
+        "candidates": [dict(candidate)],
         "simplify": {"rewrites": []},
         "benchmark": dict(measuring),
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cpu.advice.advice import CASES, Case, plan_of, row_of, targets_of
+from benchmarks.cpu.advice.advice import CASES, CPU, GPU, Case, plan_of, row_of, targets_of
 from pipeline.measurement.statistics import Interval
 
 CASE = Case("adapters", "adapters", (128, 768))
@@ -31,7 +31,9 @@ def test_the_targets_count_what_was_followed() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_is_a_plan_without_rewrites(case: Case, tmp_path: Path) -> None:
-    plan = plan_of(case, tmp_path, {"budget_s": 9.0, "threads": 1})
+    plan = plan_of(case, tmp_path, CPU, {"budget_s": 9.0, "threads": 1})
     assert plan.simplify.rewrites == ()
     assert (plan.benchmark.budget_s, plan.benchmark.threads) == (9.0, 1)
     assert plan.name == case.name
+    (candidate,) = plan_of(case, tmp_path, GPU, {}).candidates
+    assert (candidate.backend, candidate.precision) == ("tensorrt", "fp16")
