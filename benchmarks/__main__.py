@@ -43,6 +43,7 @@ BENCHMARKS = {
     "language_gpu": "benchmarks.language.language_gpu",
     # of what limits whole runs
     "host_to_host": "benchmarks.limits.host_to_host",
+    "attention_lengths": "benchmarks.limits.attention_lengths",
     "resnet_throughput": "benchmarks.limits.resnet_throughput",
     "serving_ceiling": "benchmarks.limits.serving_ceiling",
     "two_gpus": "benchmarks.limits.two_gpus",
@@ -82,6 +83,7 @@ QUESTIONS = {
     "transfers": "How long does the way into the GPU take, beside the bus itself?",
     "language_gpu": "How near to the GPU's memory does decoding of language models come?",
     "host_to_host": "How fast are whole runs from host to host, beside PyTorch at its best?",
+    "attention_lengths": "What does attention in one kernel save, by the number of tokens?",
     "resnet_throughput": "How many images per second does ResNet-50 in int8 reach on this GPU?",
     "serving_ceiling": "How much goes through the server, and what binds?",
     "two_gpus": "How much more does one deployment answer on two GPUs than on one?",

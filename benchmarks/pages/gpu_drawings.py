@@ -94,3 +94,28 @@ def _draw_curve(figure: Figure, values: tuple[Sequence[Mapping[str, float]], flo
     axes.set_xticks(calls, [str(count) for count in calls])
     axes.minorticks_off()
     axes.legend(frameon=False, loc="lower right")
+
+
+def attention_drawing(document: Mapping[str, Any]) -> Drawing:
+    """Time and memory of attention against the number of tokens, in both forms."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for row in document["rows"]:
+        if row["ms"] is not None:
+            points = found.setdefault(row["attention"], [])
+            points.append((row["tokens"], row["ms"], row["memory_mb"]))
+    return Drawing("attention_lengths.svg", found, _draw_attention, (8.6, 3.2))
+
+
+def _draw_attention(
+    figure: Figure, found: Mapping[str, Sequence[tuple[int, float, float]]]
+) -> None:
+    panels = figure.subplots(1, 2)
+    for (way, points), colour in zip(found.items(), (MUTED, COLOURS["ours"]), strict=True):
+        tokens, *figures = zip(*points, strict=True)
+        for axes, values in zip(panels, figures, strict=True):
+            axes.plot(tokens, values, color=colour, marker="o", markersize=4, label=way)
+    for axes, label in zip(panels, ("ms", "MB besides the inputs"), strict=True):
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+        axes.minorticks_off()
+    panels[0].legend(frameon=False)

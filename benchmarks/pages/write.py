@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.common import ROOT, takes_no_arguments
 from benchmarks.pages.accuracy import calibration_drawing
 from benchmarks.pages.figures import FOLDER, Drawing
-from benchmarks.pages.gpu_drawings import curve_drawing, models_drawings
+from benchmarks.pages.gpu_drawings import attention_drawing, curve_drawing, models_drawings
 from benchmarks.pages.overview_drawings import serving_drawing, speedup_drawing
 from benchmarks.pages.render import load_results, render
 
@@ -75,4 +75,5 @@ def drawings() -> tuple[Drawing, ...]:
         calibration_drawing(results["calibration"]),
         *models_drawings(gpu_models),
         curve_drawing(gpu_models),
+        *map(attention_drawing, filter(None, [results.get("attention_lengths_gpu")])),
     )

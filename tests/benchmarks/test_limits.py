@@ -20,7 +20,13 @@ from onnx import TensorProto, helper, numpy_helper
 from benchmarks.common import Row
 from benchmarks.gpu.contest import Entrant, contest
 from benchmarks.gpu.host import Watch
-from benchmarks.limits import host_to_host, resnet_throughput, serving_ceiling, two_gpus
+from benchmarks.limits import (
+    attention_lengths,
+    host_to_host,
+    resnet_throughput,
+    serving_ceiling,
+    two_gpus,
+)
 from benchmarks.limits.beside_build import compile_command, rows_beside, visible
 from benchmarks.limits.from_host import Overlapped, channels_last, opened_from_host
 from benchmarks.limits.open_loop import run as ask_in_an_open_loop
@@ -398,3 +404,41 @@ def test_channels_last_changes_no_answer() -> None:
         found = channels_last(module)(image)
     assert module.weight.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(found.contiguous(), expected)
+
+
+# -- attention by the number of tokens ---------------------------------------
+
+
+def test_attention_in_one_kernel_is_measured_beside_three_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_lengths, "free_bytes", lambda device: 40 << 20)
+    monkeypatch.setattr(attention_lengths, "ROUNDS", 2)
+    words = ["--device", "cpu", "--tokens", "64,512", "--into", str(tmp_path)]
+    attention_lengths.main(words)
+    rows = rows_in(tmp_path / "attention_lengths.json")
+    assert [(row["tokens"], row["attention"]) for row in rows] == [
+        (64, "plain"),
+        (64, "one kernel"),
+        (512, "plain"),
+        (512, "one kernel"),
+    ]
+    assert [row["ms"] is not None for row in rows] == [True, True, False, True]
+    assert "more than half of the free memory" in str(rows[2]["note"])
+    with pytest.raises(SystemExit):
+        attention_lengths.main(["--tokens", "512,many"])
+
+
+def test_both_forms_of_attention_give_the_same() -> None:
+    given = [torch.randn(1, 2, 16, 8) for _ in range(3)]
+    first, second = (attend(*given) for attend in attention_lengths.WAYS.values())
+    torch.testing.assert_close(first, second)
+
+
+def test_memory_that_grows_with_the_square_misses_its_target() -> None:
+    def rows(*memory_mb: float) -> list[Row]:
+        pairs = zip((512, 1024, 2048), memory_mb, strict=True)
+        return [{"tokens": at, "attention": "one kernel", "memory_mb": mb} for at, mb in pairs]
+
+    assert list(attention_lengths.targets_of(rows(1.0, 2.0, 4.0)).values()) == [True]
+    assert list(attention_lengths.targets_of(rows(1.0, 4.0, 16.0)).values()) == [False]
