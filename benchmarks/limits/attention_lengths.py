@@ -173,4 +173,4 @@ def memory_of(attend: Attention, given: tuple[torch.Tensor, ...]) -> int:
     status = Path("/proc/self/status").read_text()
     highest = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert highest is not None
-    return max(int(highest[1]) * 1024 - before, 0)
+    return max(int(highest[1]) * 1024 - int(before), 0)

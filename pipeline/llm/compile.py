@@ -15,6 +15,7 @@ from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.host.environment import environment
 from pipeline.llm.engine import ExportedModel, LanguageEngine
 from pipeline.llm.gate import Judged, judge, percent_text
+from pipeline.llm.lengths import TokenCounts, check_prompts, check_texts, count_tokens
 from pipeline.llm.libraries.registry import library_of
 from pipeline.llm.plan import (
     LIBRARIES_ON,
@@ -30,7 +31,7 @@ from pipeline.llm.results import LanguageReport, LanguageResult
 from pipeline.llm.scoring import Scores, score
 from pipeline.llm.served import Room
 from pipeline.llm.source import Description, Source, describe, find_source
-from pipeline.llm.speed.race import Race, measure, prompts_from
+from pipeline.llm.speed.race import Race, measure
 from pipeline.llm.speed.times import AnswerTimes
 from pipeline.llm.texts import Documents, read_texts
 from pipeline.measurement.comparison import processes_from_samples
@@ -54,12 +55,13 @@ TOOLS = (
     "onnx-ir",
 )
 DESCRIBE = Stage("describe", 1, ("gguf",), writes_files=False)
+COUNT = Stage("count tokens", 1, ("transformers", "tokenizers", "gguf"), writes_files=False)
 EXPORT = Stage("export_language_model", 3, TOOLS)
-REFER = Stage("reference", 1, ("torch", "transformers", "tokenizers", "gguf"))
+REFER = Stage("reference", 2, ("torch", "transformers", "tokenizers", "gguf"))
 BUILD = Stage("weights", 3, TOOLS)
 SCORE = Stage("score", 4, ("openvino", "openvino-genai", "torch", "triton"), writes_files=False)
 RACE = Stage("race", 1, writes_files=False, needs_quiet_device=True)
-STAGES = (DESCRIBE, EXPORT, REFER, BUILD, SCORE, RACE)
+STAGES = (DESCRIBE, COUNT, EXPORT, REFER, BUILD, SCORE, RACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +79,21 @@ class Compile:
     calibration: Documents | None = None
 
     def refer(self, documents: Documents) -> Reference:
-        texts = self.plan.texts
-        work = partial(refer, self.source, documents, texts.max_tokens, texts.cached_tokens)
+        plan = self.plan
+        work = partial(refer, self.source, documents, plan.texts.max_tokens, plan.device)
         call = StageCall(
             REFER, Reference, work, subject=documents.name, depends_on=(documents.name,)
         )
         return self.runner.stage(call)
+
+    def check_lengths(self, *sets: Documents) -> None:
+        """DataError and PlanError if texts are too short for the plan."""
+        work = partial(count_tokens, self.source, sets, self.plan.texts.max_tokens)
+        found = self.runner.stage(StageCall(COUNT, TokenCounts, work))
+        for documents, counts in zip(sets, found.counts, strict=True):
+            check_texts(documents.name, counts, self.plan)
+            if documents.name == "selection":
+                check_prompts(counts, self.plan)
 
     def build(self, recipe: LanguageCandidate) -> LanguageEngine:
         data = self.calibration if recipe.awq or recipe.scale_estimation else None
@@ -122,15 +133,14 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
     source = find_source(plan.language_model.path)
     calibration, selection, validation = read_texts(plan.texts)
     about = runner.stage(StageCall(DESCRIBE, Description, partial(describe, source, plan.context)))
-    exported = {}
+    room = room_of(plan, about)
+    run = Compile(plan, runner, source, about, room, {}, targets, missing, calibration)
+    run.check_lengths(selection, validation)
     for name in names:
         work = partial(library_of(name).export, source, about, plan.device)
         call = StageCall(EXPORT, ExportedModel, work, subject=name, target=targets[name])
-        exported[name] = runner.stage(call)
-    room = room_of(plan, about)
-    run = Compile(plan, runner, source, about, room, exported, targets, missing, calibration)
+        run.exported[name] = runner.stage(call)
     reference = run.refer(selection)
-    prompts_from(reference, plan.benchmark.prompt_tokens)
     results, engines = list[LanguageResult](), dict[str, LanguageEngine]()
     candidates = plan.candidates or tuple(
         recipe
@@ -145,7 +155,7 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
     passing = [each for each in results if each.judged and each.judged.passed]
     baseline, rows, load = None, tuple[AnswerTimes, ...](), 0.0
     if passing:
-        entrants = [in_transformers(exported[names[0]], targets[names[0]])]
+        entrants = [in_transformers(run.exported[names[0]], targets[names[0]])]
         entrants += [engines[each.label] for each in passing]
         timed = run.race({each.label: each for each in entrants}, reference)
         baseline, *others = timed.rows
@@ -172,7 +182,7 @@ def compile_language_model(plan: LanguagePlan, runner: Runner, command: str) -> 
         winner=decided.winner,
         reasons=decided.reasons,
         next_steps=decided.next_steps,
-        notes=_notes(about),
+        notes=_notes(about, plan, reference),
         candidates=tuple(results),
         baseline=baseline,
         load_1min=load,
@@ -396,10 +406,15 @@ def _why(result: LanguageResult) -> str:
     return result.times.failure or "no answer is within the limits of the objective"
 
 
-def _notes(about: Description) -> tuple[str, ...]:
-    if not about.is_quantised:
-        return ()
-    return (
-        f"The weights came with {about.stored_bits} bits ({about.stored_as}). What int4 costs here"
-        " says little about int4 of the model as it was trained.",
-    )
+def _notes(about: Description, plan: LanguagePlan, reference: Reference) -> tuple[str, ...]:
+    notes = []
+    if about.is_quantised:
+        notes.append(
+            f"The weights came with {about.stored_bits} bits ({about.stored_as}). What int4 costs"
+            " here says little about int4 of the model as it was trained."
+        )
+    if reference.device != plan.device:
+        notes.append(
+            "The reference in fp32 was computed on the CPU: the GPU's free memory was too small."
+        )
+    return tuple(notes)

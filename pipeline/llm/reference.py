@@ -17,15 +17,19 @@ from numpy.typing import NDArray
 
 from pipeline.core.artifacts import Artifact
 from pipeline.core.progress import Progress, silent
-from pipeline.errors import DataError
 from pipeline.llm.hf import load_model, load_tokenizer, token_ids
-from pipeline.llm.plan import GREEDY_PROMPT_TOKENS, GREEDY_TOKENS
+from pipeline.llm.plan import GREEDY_PROMPT_TOKENS, GREEDY_TOKENS, Device
 from pipeline.llm.source import Source
 from pipeline.llm.texts import Documents
 
 FILE = "reference.npz"
 LIKELIEST = 256
 GREEDY_PROMPTS = 4
+
+RESERVE = 1.5
+"""Free memory of a GPU, in times of the weights, from which the model runs there: scores of a text
+and what the kernels need come on top of the weights.
+"""
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -35,6 +39,7 @@ class Reference(Artifact):
     """The reference of one set of texts."""
 
     name: str
+    device: Device  # on which it was computed
     documents: int
     tokens: int  # that have a predecessor
     perplexity: float
@@ -62,30 +67,29 @@ def refer(
     source: Source,
     documents: Documents,
     max_tokens: int,
-    cached_tokens: int,
+    device: Device,
     out: Path,
     progress: Progress = silent,
 ) -> Reference:
-    """Run the model in fp32 on each text. DataError if a text is shorter than two parts need."""
+    """Run the model in fp32 on each text. A GPU whose memory is too small for it leaves it to the
+    CPU.
+    """
     import torch
 
     progress(None, "loading the model in fp32")
     tokenizer, model = load_tokenizer(source), load_model(source)
+    place = _placed(model, device)
     rows: list[ReferenceDocument] = []
     with torch.inference_mode():
         for number, text in enumerate(documents.texts):
             progress(number / len(documents), f"text {number + 1} of {len(documents)}")
             ids = token_ids(tokenizer, text, max_tokens)
-            if len(ids) < cached_tokens + 2:
-                raise DataError(
-                    f"text {number + 1} of texts.{documents.name} has {len(ids)} tokens, expected"
-                    f" at least {cached_tokens + 2}",
-                    "remove it, or lower `texts.cached_tokens`",
-                )
-            logits = model(torch.tensor([ids])).logits[0, :-1].float()
+            logits = model(torch.tensor([ids], device=place)).logits[0, :-1].float()
             rows.append(_document(np.asarray(ids), torch.log_softmax(logits, -1)))
-        progress(None, "greedy answers")
-        answers = [_greedy(model, row.ids) for row in rows[:GREEDY_PROMPTS]]
+        answers = list[Greedy]()
+        for number, row in enumerate(rows[:GREEDY_PROMPTS], 1):
+            progress(None, f"greedy answer {number} of {min(len(rows), GREEDY_PROMPTS)}")
+            answers.append(_greedy(model, row.ids))
     _write(out / FILE, rows, answers)
     total = sum(row.log_probs.size for row in rows)
     nll = -sum(float(row.log_probs.sum(dtype=np.float64)) for row in rows)
@@ -93,17 +97,34 @@ def refer(
         root=out,
         file=FILE,
         name=documents.name,
+        device="gpu" if place == "cuda" else "cpu",
         documents=len(rows),
         tokens=total,
         perplexity=float(np.exp(nll / total)),
     )
 
 
+def _placed(model: Any, device: Device) -> str:
+    """Move a model to the device, if it fits there; return what torch calls its device."""
+    import torch
+
+    if device == "cpu":
+        return "cpu"
+    torch.set_float32_matmul_precision("highest")  # the reference is in fp32, not in TF32
+    torch.backends.cudnn.allow_tf32 = False
+    weights = sum(each.numel() * each.element_size() for each in model.parameters())
+    free, _ = torch.cuda.mem_get_info()
+    if free < RESERVE * weights:
+        return "cpu"
+    model.to("cuda")
+    return "cuda"
+
+
 def _document(ids: Ids, log_probs: Any) -> ReferenceDocument:
     """`log_probs`: a tensor [n - 1, vocabulary]."""
     best = log_probs.topk(min(LIKELIEST, log_probs.shape[-1]), -1)
-    own = log_probs.numpy()[np.arange(ids.size - 1), ids[1:]]
-    return ReferenceDocument(ids, own, best.indices.numpy(), best.values.numpy())
+    own = log_probs.cpu().numpy()[np.arange(ids.size - 1), ids[1:]]
+    return ReferenceDocument(ids, own, best.indices.cpu().numpy(), best.values.cpu().numpy())
 
 
 def _greedy(model: Any, ids: Ids) -> Greedy:
@@ -111,7 +132,7 @@ def _greedy(model: Any, ids: Ids) -> Greedy:
 
     prompt = ids[:GREEDY_PROMPT_TOKENS]
     # not `generate`, which applies the generation_config.json of the model's folder
-    given, cache, answer = torch.tensor(prompt)[None], None, list[int]()
+    given, cache, answer = torch.tensor(prompt, device=model.device)[None], None, list[int]()
     for _ in range(GREEDY_TOKENS):
         out = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
         given, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values

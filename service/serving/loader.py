@@ -86,13 +86,13 @@ class Loader:
             if isinstance(spec, LanguageSpec):
                 free_here = min((each for each in free.values() if each is not None), default=None)
                 spec = replace(spec, fitting_tokens=fitting_tokens(version, free_here))
-                cache_bytes = spec.cache_bytes
+                cache = spec.cache
             else:
                 if spec.options.instances is None:
                     spec = self._with_fitting_instances(spec, free)
-                cache_bytes = 0
+                cache = None
             for device, free_here in free.items():
-                check_fit(version, spec.instances, free_here, device, cache_bytes)
+                check_fit(version, spec.instances, free_here, device, cache)
             # unlike those of other servers, which may share the home
             name = f"{version.model}-{version.version}-{secrets.token_hex(4)}"
             work = self._context.folders.serving / name

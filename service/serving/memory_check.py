@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,25 @@ class Need:
 
     bytes: int
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The cache of a language model, in equal parts that an option of the deployment counts."""
+
+    option: str
+    parts: int
+    part_bytes: float
+    least: int = 1  # parts that it must have
+
+    @property
+    def bytes(self) -> int:
+        return math.ceil(self.parts * self.part_bytes)
+
+    def smaller(self, room_bytes: int) -> str:
+        """Say which value of the option fits into this memory; "" if none does."""
+        most = int(room_bytes / self.part_bytes)
+        return f"set `{self.option}` to {most} at most" if most >= self.least else ""
 
 
 def need_of(version: Version) -> Need:
@@ -58,29 +78,26 @@ def check_fit(
     instances: int,
     free_bytes: int | None,
     device: str,
-    cache_bytes: int = 0,
+    cache: Cache | None = None,
 ) -> None:
     """Raise Conflict with both numbers if the memory is too small. None: unknown, no check.
 
-    `cache_bytes`: of a language model, beside the model.
+    `cache`: of a language model, beside the model.
     """
     if free_bytes is None:
         return
     need = need_of(version)
-    needed = need.bytes * instances + cache_bytes
+    needed = need.bytes * instances + (cache.bytes if cache else 0)
     if needed > free_bytes:
         noun = "instances" if instances > 1 else "instance"
-        source = f"{need.source}, and {_mib(cache_bytes)} of cache" if cache_bytes else need.source
+        source = f"{need.source}, and {_mib(cache.bytes)} of cache" if cache else need.source
         message = (
             f"'{version.model}' with {instances} {noun} needs at least {_mib(needed)} ({source}),"
             f" {_mib(free_bytes)} of {device} are free"
         )
-        advice = (
-            "unload another model, or set fewer `cache_tokens`"
-            if cache_bytes
-            else "unload another model, or use fewer instances or another device"
-        )
-        raise Conflict(message, advice)
+        smaller = cache.smaller(free_bytes - need.bytes) if cache else ""
+        advice = smaller or "use fewer instances or another device"
+        raise Conflict(message, f"unload another model, or {advice}")
 
 
 def _mib(count: int) -> str:

@@ -36,6 +36,7 @@ def validate_again(
     """Score an engine on the validation set against the model in fp32. Errors as `reopen`."""
     run = reopen(report, plan, engine, runner)
     _, _, validation = read_texts(plan.texts)
+    run.check_lengths(validation)
     reference = run.refer(validation)
     check_if_sealed(engine)  # again: the reference may have taken minutes
     arguments = (engine, reference, plan.texts.cached_tokens, run.room)

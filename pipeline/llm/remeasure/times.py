@@ -14,7 +14,7 @@ from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.plan import LanguagePlan
 from pipeline.llm.remeasure.reopened import reopen
 from pipeline.llm.results import LanguageReport
-from pipeline.llm.speed.race import Race, prompts_from
+from pipeline.llm.speed.race import Race
 from pipeline.llm.texts import read_texts
 from pipeline.report.bundle import check_if_sealed
 from pipeline.results.report import Step
@@ -54,8 +54,8 @@ def benchmark_again(
         largest = max(values, run.room.cache_values_per_token)
         run = replace(run, room=run.room.model_copy(update={"cache_values_per_token": largest}))
     _, selection, _ = read_texts(plan.texts)
+    run.check_lengths(selection)
     reference = run.refer(selection)
-    prompts_from(reference, plan.benchmark.prompt_tokens)
     for engine in engines.values():
         if engine.recipe is not None:
             check_if_sealed(engine)  # again: the reference may have taken minutes

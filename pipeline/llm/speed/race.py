@@ -31,7 +31,7 @@ from pipeline.benchmark.memory_reads import Buffer, buffer_beyond_caches, part_o
 from pipeline.core.frozen import Frozen
 from pipeline.core.progress import Progress, silent
 from pipeline.core.recipe import Precision
-from pipeline.errors import ChildDied, ChildStopped, PlanError, UserError
+from pipeline.errors import ChildDied, ChildStopped, UserError
 from pipeline.execution.child_process import Channel, Child, call_in_child
 from pipeline.host.contention import cpu_clock
 from pipeline.host.environment import peak_memory_bytes, usable_cores
@@ -228,17 +228,8 @@ def with_parts(
 
 
 def prompts_from(reference: Reference, tokens: int) -> tuple[Ids, ...]:
-    """Return the first tokens of the texts that are long enough. PlanError if none is."""
-    documents = list(documents_of(reference))
-    prompts = tuple(one.ids[:tokens] for one in documents if one.ids.size >= tokens)
-    if not prompts:
-        longest = max(one.ids.size for one in documents)
-        raise PlanError(
-            f"benchmark.prompt_tokens: {tokens}, but the longest text of the selection set has"
-            f" {longest} tokens",
-            "lower it, raise `texts.max_tokens`, or add a longer text",
-        )
-    return prompts
+    """Return the first tokens of the texts that are long enough. There is one: `check_prompts`."""
+    return tuple(one.ids[:tokens] for one in documents_of(reference) if one.ids.size >= tokens)
 
 
 def contend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ class Buffers:
     cosines: torch.Tensor  # [context, head] fp32
     sines: torch.Tensor
     columns: torch.Tensor  # [context] int64
+    graphs: Any = None  # the memory in which all recorded works compute; None on a CPU
 
     @classmethod
     def for_network(cls, network: Network, rows: int, context: int) -> Buffers:
@@ -47,6 +49,7 @@ class Buffers:
                 cosines=cosines,
                 sines=sines,
                 columns=torch.arange(context, device=like.device),
+                graphs=torch.cuda.graph_pool_handle() if like.is_cuda else None,
             )
 
     @property

@@ -79,9 +79,12 @@ def compiled() -> Functions:
     return Functions(of(block), of(logits), of(choice))
 
 
-def recorded(work: Work, device: torch.device) -> Work:
+def recorded(work: Work, device: torch.device, memory: Any = None) -> Work:
     """Return what does this work again: the replay of a CUDA graph, or the work itself on a CPU.
     The work is done some times first.
+
+    Works that share `memory` compute in the same place: what they leave must be outside, as in
+    Buffers, and one must end before the next begins.
     """
     if device.type != "cuda":
         return work
@@ -92,7 +95,7 @@ def recorded(work: Work, device: torch.device) -> Work:
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=memory):
         work()
     return Recording(graph.replay, work)
 
@@ -145,7 +148,7 @@ class Batch:
         self.log_probs, self.scores = self.buffers.log_probs, self.buffers.scores
         self.cosines, self.sines = own.cosines, own.sines
         with torch.no_grad():
-            self._step = recorded(self._make_step(way), self.device)
+            self._step = recorded(self._make_step(way), self.device, self.buffers.graphs)
         self._prompts = dict[int, tuple[torch.Tensor, Work]]()
 
     # -- the work of the device ------------------------------------------------
@@ -208,7 +211,8 @@ class Batch:
         if length not in self._prompts:
             given = torch.zeros((self.requests, length), dtype=torch.int64, device=self.device)
             self.positions.fill_(1)
-            work = recorded(lambda: self._read_prompts(given), self.device)
+            memory = self.buffers.graphs
+            work = recorded(lambda: self._read_prompts(given), self.device, memory)
             self._prompts[length] = given, work
         return self._prompts[length]
 

@@ -130,7 +130,7 @@ class Slots:
             self._read(given, is_start=is_start)
 
         with torch.no_grad():
-            again = recorded(work, self.device)
+            again = recorded(work, self.device, self.buffers.graphs)
 
         def read(new: torch.Tensor) -> None:
             given.copy_(new)

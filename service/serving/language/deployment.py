@@ -41,6 +41,7 @@ from service.serving.language.answer import RunningAnswer
 from service.serving.language.client import WORKER, LanguageOrder, LanguageWorker, Receiver
 from service.serving.language.messages import MAX_PROMPT_BYTES, Generate
 from service.serving.language.stats import LanguageFigures, LanguageTally
+from service.serving.memory_check import Cache
 from service.serving.replica import Supervised
 from service.serving.stats import Traffic
 from service.storage.layout import Work
@@ -102,10 +103,13 @@ class LanguageSpec:
         return max(self.context, wanted)
 
     @property
-    def cache_bytes(self) -> int:
-        """The memory of the cache when it is full."""
+    def cache(self) -> Cache:
+        """The cache when it is full."""
         assert self.version.language is not None
-        return math.ceil(self.cache_tokens * self.version.language.cache_bytes_per_token)
+        token_bytes = self.version.language.cache_bytes_per_token
+        if self._has_slots:
+            return Cache("max_batch", self.together, self.context * token_bytes)
+        return Cache("cache_tokens", self.cache_tokens, token_bytes, least=self.context)
 
 
 class LanguageDeployment:

@@ -68,6 +68,11 @@ class StepEngine(Protocol):
         ...
 
     @property
+    def device_bytes(self) -> int:
+        """Memory of a GPU that the engine surely holds, the cache included; 0 on a CPU."""
+        ...
+
+    @property
     def cache_usage(self) -> float:
         """Share of the cache that running answers use."""
         ...

@@ -33,7 +33,7 @@ class OnnxruntimeEngine:
     """An opened folder. The cache is memory that answers claim as they begin, in tokens."""
 
     keeps_prefixes = scores_prompts_alone = False
-    cache_bytes = 0
+    cache_bytes = device_bytes = 0
 
     def __init__(
         self, model: Model, tokenizer: Tokenizer, cache_tokens: int, ends: frozenset[int]

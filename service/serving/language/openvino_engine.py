@@ -25,7 +25,7 @@ class OpenvinoEngine:
     """
 
     scores_prompts_alone = True
-    cache_bytes = 0
+    cache_bytes = device_bytes = 0
 
     def __init__(self, engine: LanguageEngine, load: Load, ends: frozenset[int]) -> None:
         self._library, self._ends = genai(), ends

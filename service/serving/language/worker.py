@@ -161,10 +161,11 @@ class Generator:
         self._server.send(Accepted(message.number, len(prompt)))
         self._commands.put(Request(message, prompt, text, most))
 
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of the cache that the engine has taken before any request."""
-        return self._engine.cache_bytes
+    def bytes_beside_cache(self, more_bytes: int) -> int:
+        """Return the memory that the engine holds besides its cache. `more_bytes`: how much more of
+        the device is in use than before, by all processes: others may have freed theirs meanwhile.
+        """
+        return max(more_bytes, self._engine.device_bytes) - self._engine.cache_bytes
 
     def cancel(self, message: Cancel) -> None:
         self._commands.put(message)
@@ -352,7 +353,7 @@ def main(descriptor: int) -> NoReturn:
             raise InternalError(f"expected the message `load` first, got `{message.kind}`")
         before = held_bytes() if os.environ.get(VISIBLE) else 0  # a GPU's are of all processes
         generator = Generator(message, server)
-        server.send(Ready(max(0, held_bytes() - before - generator.cache_bytes)))
+        server.send(Ready(generator.bytes_beside_cache(held_bytes() - before)))
         reading = partial(until_the_end, server, partial(read_all, generator, server))
         threading.Thread(target=reading).start()
         while True:

@@ -53,7 +53,7 @@ def test_the_engine_says_what_the_model_says(
     assert Graph(engine).log_probs(ids, 20) == pytest.approx(wanted, abs=0.02)
 
     documents = read_documents(write_texts(tmp_path / "t.jsonl", texts(4)), "selection")
-    reference = refer(source, documents, 96, 8, folders[2])
+    reference = refer(source, documents, 96, "cpu", folders[2])
     room = Room(context=256, cache_values_per_token=about.cache_values_per_token)
     scores = score(engine, reference, 8, room)
     judged = judge(scores, LanguageAccuracy(max_perplexity_increase=0.001, max_kl=1e-4))

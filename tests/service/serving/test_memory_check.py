@@ -8,6 +8,7 @@ import pytest
 from service.errors import Conflict
 from service.registry.models import Version
 from service.serving.memory_check import (
+    Cache,
     Need,
     check_fit,
     fitting_instances,
@@ -88,3 +89,20 @@ def test_where_nobody_tells_what_is_free_nothing_is_refused(tmp_path: Path) -> N
     assert [free_bytes(f"gpu:{n}", tmp_path, nvml) for n in range(3)] == [None] * 3
     assert nvml.opened == 0
     check_fit(known(None, 0, 2**40), 2, None, "gpu:0")
+
+
+@pytest.mark.parametrize(
+    ("cache", "advice"),
+    [
+        (Cache("max_batch", 64, 2**20), "set `max_batch` to 3 at most"),
+        (Cache("cache_tokens", 900, 2**13, least=384), "set `cache_tokens` to 384 at most"),
+        (Cache("cache_tokens", 900, 2**13, least=385), "use fewer instances or another device"),
+        (Cache("max_batch", 2, 2**22), "use fewer instances or another device"),
+    ],
+)
+def test_a_cache_that_is_too_large_names_what_fits(cache: Cache, advice: str) -> None:
+    model = known(None, 0, 2**20)
+    check_fit(model, 1, 2**20 + cache.bytes, "gpu:0", cache)
+    with pytest.raises(Conflict, match=r"needs at least \d+\.0 MiB .* of cache\)") as error:
+        check_fit(model, 1, 2**22, "gpu:0", cache)
+    assert error.value.next_step == f"unload another model, or {advice}"

@@ -85,6 +85,10 @@ class TorchEngine:
         return buffers.keys.nbytes + buffers.values.nbytes if self._on_gpu else 0
 
     @property
+    def device_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved()) if self._on_gpu else 0
+
+    @property
     def cache_usage(self) -> float:
         return sum(not each.has_ended for each in self._running) / self._slots.rows
 

@@ -49,7 +49,7 @@ def scores_of(folder: Path, engine: LanguageEngine) -> Scores:
     source = find_source(str(folder / "model"))
     documents = read_documents(write_texts(folder / "t.jsonl", texts(4)), "selection")
     (folder / "reference").mkdir()
-    reference = refer(source, documents, 96, CACHED_TOKENS, folder / "reference")
+    reference = refer(source, documents, 96, "cpu", folder / "reference")
     values = read_settings(engine.root).cache_values_per_token
     return score(engine, reference, CACHED_TOKENS, Room(context=256, cache_values_per_token=values))
 

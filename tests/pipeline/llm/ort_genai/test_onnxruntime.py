@@ -108,7 +108,7 @@ def test_the_engine_says_what_the_model_says(
     exported = library.export(source, about, "cpu", folders[0])
     engine = library.build(exported, candidate(weights="fp32"), source, None, folders[1])
     documents = read_documents(write_texts(tmp_path / "t.jsonl", texts(4)), "selection")
-    reference = refer(source, documents, 96, 8, folders[2])
+    reference = refer(source, documents, 96, "cpu", folders[2])
     room = Room(context=256, cache_values_per_token=about.cache_values_per_token)
     scores = score(engine, reference, 8, room)
     judged = judge(scores, LanguageAccuracy(max_perplexity_increase=0.001, max_kl=1e-4))

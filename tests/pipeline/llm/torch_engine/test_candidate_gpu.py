@@ -14,7 +14,11 @@ from pipeline.report.bundle import load_delivered
 from tests.builders.cli import crucible
 from tests.pipeline.llm.models import language_plan, write_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # of torch's own import of inductor
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
 
 
 def test_a_random_llama_is_compiled_for_a_gpu_and_answers(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -243,3 +244,15 @@ def test_a_killed_worker_loses_what_ran_and_nothing_that_waits(tmp_path: Path, t
             assert bench.value("prompt_tokens_total") > len(TOKENS)
 
     play(story)
+
+
+@pytest.mark.parametrize(
+    ("more", "surely", "beside"), [(900, 500, 700), (-100, 500, 300), (0, 200, 0)]
+)
+def test_an_engine_holds_at_least_what_its_allocator_says(
+    more: int, surely: int, beside: int
+) -> None:
+    """Other processes may free memory of the GPU while the engine is loaded."""
+    engine = SimpleNamespace(device_bytes=surely, cache_bytes=200)
+    generator: Any = SimpleNamespace(_engine=engine)
+    assert Generator.bytes_beside_cache(generator, more) == beside
