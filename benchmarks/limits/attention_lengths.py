@@ -162,15 +162,15 @@ def memory_of(attend: Attention, given: tuple[torch.Tensor, ...]) -> int:
     """
     attend(*given)  # what the first run loads counts for no other
     if given[0].device.type == "cuda":
-        before = torch.cuda.memory_allocated()
+        before = int(torch.cuda.memory_allocated())
         torch.cuda.reset_peak_memory_stats()
         attend(*given)
         return int(torch.cuda.max_memory_allocated()) - before
     ctypes.CDLL(None).malloc_trim(0)  # what is kept for later runs would hide what this one takes
-    before = psutil.Process().memory_info().rss
+    before = int(psutil.Process().memory_info().rss)
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
     attend(*given)
     status = Path("/proc/self/status").read_text()
     highest = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert highest is not None
-    return max(int(highest[1]) * 1024 - int(before), 0)
+    return max(int(highest[1]) * 1024 - before, 0)

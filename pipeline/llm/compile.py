@@ -15,7 +15,6 @@ from pipeline.execution.stage_runner import Runner, Stage, StageCall
 from pipeline.host.environment import environment
 from pipeline.llm.engine import ExportedModel, LanguageEngine
 from pipeline.llm.gate import Judged, judge, percent_text
-from pipeline.llm.lengths import TokenCounts, check_prompts, check_texts, count_tokens
 from pipeline.llm.libraries.registry import library_of
 from pipeline.llm.plan import (
     LIBRARIES_ON,
@@ -33,7 +32,14 @@ from pipeline.llm.served import Room
 from pipeline.llm.source import Description, Source, describe, find_source
 from pipeline.llm.speed.race import Race, measure
 from pipeline.llm.speed.times import AnswerTimes
-from pipeline.llm.texts import Documents, read_texts
+from pipeline.llm.texts import (
+    Documents,
+    TokenCounts,
+    check_prompts,
+    check_texts,
+    count_tokens,
+    read_texts,
+)
 from pipeline.measurement.comparison import processes_from_samples
 from pipeline.results.report import Verdict
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import Field
 
 from pipeline.core.frozen import Frozen
-from pipeline.errors import DataError
-from pipeline.llm.plan import Texts
+from pipeline.core.progress import Progress, silent
+from pipeline.errors import DataError, PlanError
+from pipeline.llm.hf import load_tokenizer, token_ids
+from pipeline.llm.plan import LanguagePlan, Texts
+from pipeline.llm.source import Source
 
 MIN_DOCUMENTS = 4
 """Fewer do not show how much texts differ."""
@@ -105,3 +108,48 @@ def read_texts(texts: Texts) -> tuple[Documents | None, Documents, Documents]:
                     "remove it from one: a text that chose the winner cannot prove it",
                 )
     return calibration, selection, validation
+
+
+# -- in the model's tokens, before the model runs ------------------------------
+
+
+class TokenCounts(Frozen):
+    """The tokens of each text, in the order of the sets and of their texts."""
+
+    counts: tuple[tuple[int, ...], ...]
+
+
+def count_tokens(
+    source: Source, sets: Sequence[Documents], max_tokens: int, progress: Progress = silent
+) -> TokenCounts:
+    """Count the tokens of sets of texts, `max_tokens` at most of each text."""
+    progress(None, "counting tokens")
+    tokenizer = load_tokenizer(source)
+    return TokenCounts(
+        counts=tuple(
+            tuple(len(token_ids(tokenizer, text, max_tokens)) for text in documents.texts)
+            for documents in sets
+        )
+    )
+
+
+def check_texts(name: str, counts: Sequence[int], plan: LanguagePlan) -> None:
+    """DataError if a text of this set is shorter than its two parts need."""
+    least = plan.texts.cached_tokens + 2
+    for number, count in enumerate(counts, 1):
+        if count < least:
+            raise DataError(
+                f"text {number} of texts.{name} has {count} tokens, expected at least {least}",
+                "remove it, or lower `texts.cached_tokens`",
+            )
+
+
+def check_prompts(counts: Sequence[int], plan: LanguagePlan) -> None:
+    """PlanError if no text of the selection set is as long as a prompt."""
+    tokens, longest = plan.benchmark.prompt_tokens, max(counts)
+    if longest < tokens:
+        raise PlanError(
+            f"benchmark.prompt_tokens: {tokens}, but the longest text of the selection set has"
+            f" {longest} tokens",
+            "lower it, raise `texts.max_tokens`, or add a longer text",
+        )

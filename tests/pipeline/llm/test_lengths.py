@@ -12,8 +12,8 @@ import yaml
 
 from pipeline.errors import DataError, PlanError
 from pipeline.llm import reference
-from pipeline.llm.lengths import check_prompts, check_texts
 from pipeline.llm.plan import LanguagePlan
+from pipeline.llm.texts import check_prompts, check_texts
 from tests.builders.cli import crucible
 from tests.pipeline.llm.models import language_plan, texts, write_model, write_texts
 
