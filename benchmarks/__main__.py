@@ -46,6 +46,7 @@ BENCHMARKS = {
     "attention_lengths": "benchmarks.limits.attention_lengths",
     "resnet_throughput": "benchmarks.limits.resnet_throughput",
     "serving_ceiling": "benchmarks.limits.serving_ceiling",
+    "replicas": "benchmarks.limits.replicas",
     "two_gpus": "benchmarks.limits.two_gpus",
     # several, and their pages
     "run_all": "benchmarks.run_all",
@@ -86,6 +87,7 @@ QUESTIONS = {
     "attention_lengths": "What does attention in one kernel save, by the number of tokens?",
     "resnet_throughput": "How many images per second does ResNet-50 in int8 reach on this GPU?",
     "serving_ceiling": "How much goes through the server, and what binds?",
+    "replicas": "What does a proxy cost, and how does the rate grow with servers behind it?",
     "two_gpus": "How much more does one deployment answer on two GPUs than on one?",
     "run_all": "What do all benchmarks of `make bench` find here?",
     "pages": "None: it writes the pages and figures of docs/ from the results.",

@@ -23,6 +23,7 @@ from benchmarks.gpu.host import Watch
 from benchmarks.limits import (
     attention_lengths,
     host_to_host,
+    replicas,
     resnet_throughput,
     serving_ceiling,
     two_gpus,
@@ -442,3 +443,33 @@ def test_memory_that_grows_with_the_square_misses_its_target() -> None:
 
     assert list(attention_lengths.targets_of(rows(1.0, 2.0, 4.0)).values()) == [True]
     assert list(attention_lengths.targets_of(rows(1.0, 4.0, 16.0)).values()) == [False]
+
+
+# -- servers behind a proxy ----------------------------------------------------
+
+
+def test_servers_proxy_and_clients_have_cores_of_their_own() -> None:
+    cores = replicas.Cores.of(frozenset(range(16)), clients=4, proxy=2)
+    assert [sorted(each) for each in cores.servers] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert (sorted(cores.proxy), sorted(cores.clients)) == ([10, 11], [12, 13, 14, 15])
+    assert cores.are_apart
+    few = replicas.Cores.of(frozenset(range(2)), clients=4, proxy=2)
+    assert not few.are_apart
+    assert few.servers == (frozenset((0, 1)),)
+    (row,) = replicas.growth_part(Any, few, (1, 2, 4))  # type: ignore[arg-type]  # not looked at
+    assert row == {"note": "needs 12 cores: on fewer, servers, proxy and clients share them"}
+
+
+def test_growth_and_added_latency_have_targets() -> None:
+    def rows(added: float, times: float) -> list[Row]:
+        return [
+            {"part": "latency", "way": "straight", "added_ms": None},
+            {"part": "latency", "way": "proxy", "added_ms": added},
+            {"part": "growth", "servers": 0, "times_one": None},
+            {"part": "growth", "servers": 1, "times_one": 1.0},
+            {"part": "growth", "servers": 4, "times_one": times},
+        ]
+
+    assert list(replicas.targets_of(rows(0.3, 3.7)).values()) == [True, True]
+    assert list(replicas.targets_of(rows(1.1, 3.5)).values()) == [False, False]
+    assert replicas.targets_of([{"note": "failed"}]) == {}
