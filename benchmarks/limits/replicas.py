@@ -20,7 +20,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from benchmarks.limits import serving_ceiling
 from benchmarks.limits.part_results import measure_parts
 from benchmarks.limits.serving_ceiling import Asked, Setting, closed, core_sets, on_cores
 from benchmarks.serving.client import ask_once, http_request
-from benchmarks.serving.crucible import Served, is_ready, own_environment, serving
+from benchmarks.serving.crucible import MODEL, Served, is_ready, own_environment, serving
 from benchmarks.serving.models import oip_body, write_first_pixel
 from benchmarks.serving.processes import cpu_of, free_port, running, wait_until
 from service.client import Client
@@ -67,13 +67,13 @@ class Cores:
 
     @property
     def are_apart(self) -> bool:
-        return not (self.proxy & self.clients or self.proxy & frozenset().union(*self.servers))
+        return not (self.proxy & self.clients or self.proxy & frozenset[int]().union(*self.servers))
 
 
 def main(words: Sequence[str]) -> None:
     parser = argument_parser(NAME, __doc__)
     parser.add_argument("--parts", type=_parts, default=("latency", "growth"), metavar="PART,PART")
-    parser.add_argument("--servers", type=serving_ceiling._numbers, default=(1, 2, 4, 5))
+    parser.add_argument("--servers", type=serving_ceiling.numbers, default=(1, 2, 4, 5))
     parser.add_argument("--seconds", type=float, default=4.0, help="of a stretch [%(default)s]")
     parser.add_argument("--client-cores", type=int, default=4, metavar="N", help="[%(default)s]")
     parser.add_argument("--proxy-cores", type=int, default=2, metavar="N", help="[%(default)s]")
@@ -84,6 +84,7 @@ def main(words: Sequence[str]) -> None:
     cores = Cores.of(every, arguments.client_cores, arguments.proxy_cores)
     with tempfile.TemporaryDirectory(prefix="crucible-replicas-") as text:
         setting = setting_in(Path(text), arguments.seconds, cores)
+        work: dict[str, Callable[[Setting, Cores], list[Row]]]
         work = {"latency": latency_part, "growth": partial(growth_part, counts=arguments.servers)}
         chosen = {name: partial(work[name], setting, cores) for name in arguments.parts}
         run: Row = {
@@ -236,7 +237,7 @@ def servers(setting: Setting, cores: Sequence[frozenset[int]]) -> Iterator[list[
             with on_cores(own):
                 served = stack.enter_context(serving(home))
             with Client(served.url) as client:
-                client.load(serving_ceiling.MODEL, options)
+                client.load(MODEL, options)
             found.append(served)
         yield found
 
@@ -258,7 +259,7 @@ def proxied(
 def asked_of(process: psutil.Process, port: int) -> Asked:
     """One image, and what a server answers to it."""
     body, headers = oip_body(serving_ceiling.images_of(IMAGES))
-    request = http_request(port, f"/v2/models/{serving_ceiling.MODEL}/infer", body, headers)
+    request = http_request(port, f"/v2/models/{MODEL}/infer", body, headers)
     status, _, answer = ask_once(port, request)
     if status != 200:
         raise RuntimeError(f"status {status}: {answer[:300].decode(errors='replace')}")

@@ -153,7 +153,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, connections: tuple[int
     parser.add_argument("--images", type=_count, default=64, help="of one request [%(default)s]")
     parser.add_argument(
         "--connections",
-        type=_numbers,
+        type=numbers,
         default=connections,
         metavar="N,N",
         help=f"[{','.join(map(str, connections))}]",
@@ -185,7 +185,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(_count, text.split(",")))
 
 
