@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from pipeline.llm.reference import Ids
 from pipeline.llm.torch_engine.decoder import Decoder, Way
 from pipeline.llm.torch_engine.network import Network
-from pipeline.llm.torch_engine.weights import in_int8, network_of
+from pipeline.llm.torch_engine.quantise import quantised
+from pipeline.llm.torch_engine.weights import network_of
 from pipeline.measurement.clock import monotonic
 
 TOKENIZER_FREE = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
@@ -62,7 +63,7 @@ class Model:
         if "bf16" not in self.networks:
             self.networks["bf16"] = network_of(self.module)
         if weights not in self.networks:
-            self.networks[weights] = in_int8(self.networks["bf16"])
+            self.networks[weights] = quantised(self.networks["bf16"], "int8")
         return self.networks[weights]
 
     @property

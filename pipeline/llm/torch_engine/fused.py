@@ -82,7 +82,7 @@ class FusedStep:
         self._x, self._attended = (torch.zeros(hidden, **wide) for _ in range(2))
         self._qkv = torch.zeros(first.qkv.weight.shape[0], **wide)
         self._seen = torch.zeros(shape.heads * shape.head, **narrow)
-        self._activations = torch.zeros(first.down.weight.shape[1], **narrow)
+        self._activations = torch.zeros(first.gate_up.weight.shape[0] // 2, **narrow)
         parts = triton.cdiv(vocabulary, SCORES_BLOCK)
         self._best, self._sums = (torch.zeros(parts, **wide) for _ in range(2))
         self._places = torch.zeros(parts, dtype=torch.int64, device=batch.device)
@@ -158,7 +158,7 @@ class FusedStep:
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> None:
-        weight, scale, bias = matrix
+        weight, scale, bias, zero = matrix
         split = self._splits[role]
         rows, size = weight.shape[0] // (2 if gated else 1), weight.shape[1]
         kernels.product[(triton.cdiv(rows, split.rows),)](
@@ -166,6 +166,7 @@ class FusedStep:
             weight if norm is None else norm,
             weight,
             weight if scale is None else scale,
+            weight if zero is None else zero,
             weight if bias is None else bias,
             x if residual is None else residual,
             out,
@@ -175,7 +176,9 @@ class FusedStep:
             ROWS=split.rows,
             COLUMNS=split.columns,
             NORM=norm is not None,
-            SCALE=scale is not None,
+            SCALE=scale is not None and not matrix.group,
+            GROUP=matrix.group,
+            ZERO=zero is not None,
             BIAS=bias is not None,
             RESIDUAL=residual is not None,
             GATED=gated,

@@ -14,7 +14,8 @@ import transformers
 
 from pipeline.llm.torch_engine.decoder import Decoder
 from pipeline.llm.torch_engine.network import Network
-from pipeline.llm.torch_engine.weights import in_int8, network_of
+from pipeline.llm.torch_engine.quantise import quantised
+from pipeline.llm.torch_engine.weights import network_of
 
 PROMPT = np.arange(5, 70)
 FOLLOWING = (20, 30)
@@ -31,7 +32,7 @@ def main(folder: str) -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     network = network_of(module.eval())
     found = {}
-    for name, each in (("fp32", network), ("int8", in_int8(network))):
+    for name, each in (("fp32", network), ("int8", quantised(network, "int8"))):
         wanted, got = scores_of(each, "eager"), scores_of(each, "fused")
         found[name] = float((wanted - got).abs().max())
         answers = [Decoder(each, 128, "eager").generate_together([PROMPT], 2)]

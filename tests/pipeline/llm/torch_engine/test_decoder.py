@@ -18,7 +18,8 @@ import transformers
 
 from pipeline.errors import InternalError, UnsupportedError
 from pipeline.llm.torch_engine.decoder import Batch, Decoder, recorded
-from pipeline.llm.torch_engine.weights import in_int8, network_of
+from pipeline.llm.torch_engine.quantise import quantised
+from pipeline.llm.torch_engine.weights import network_of
 from tests.pipeline.llm.models import write_model
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -86,7 +87,7 @@ def test_tokens_that_are_given_are_read_through_the_cache(tmp_path: Path) -> Non
 
 def test_int8_is_near_and_reads_about_a_quarter(tmp_path: Path) -> None:
     network = network_of(module_of(write_model(tmp_path, "qwen2")))
-    small = in_int8(network)
+    small = quantised(network, "int8")
     assert 0.25 < small.weight_bytes / network.weight_bytes < 0.30
     matrix, of = small.layers[1].down, network.layers[1].down.weight
     assert matrix.scale is not None
@@ -102,7 +103,7 @@ def test_int8_is_near_and_reads_about_a_quarter(tmp_path: Path) -> None:
 def test_a_row_of_zeros_stays_zero_in_int8(tmp_path: Path) -> None:
     module = module_of(write_model(tmp_path))
     module.lm_head.weight.data[3] = 0
-    matrix = in_int8(network_of(module)).logits
+    matrix = quantised(network_of(module), "int8").logits
     assert matrix.scale is not None
     assert not matrix.weight[3].any()
     assert bool(torch.isfinite(matrix.scale).all())
