@@ -12,7 +12,7 @@ import torch
 import triton
 
 from pipeline.errors import UnsupportedError
-from pipeline.llm.torch_engine import kernels
+from pipeline.llm.torch_engine import kernels, words
 from pipeline.llm.torch_engine.network import LayerWeights, Matrix
 
 if TYPE_CHECKING:
@@ -38,6 +38,25 @@ SPLITS = (
     Split(4, 2048, 8),
 )
 """Turns as wide as all threads read at once, 16 bytes each: then no data crosses between warps."""
+
+WORD_SPLITS = (
+    Split(8, 128, 4),
+    Split(4, 128, 4),
+    Split(16, 128, 4),
+    Split(8, 256, 4),
+    Split(4, 256, 4),
+    Split(8, 64, 2),
+    Split(16, 64, 2),
+    Split(4, 128, 1),
+    Split(8, 64, 1),
+    Split(16, 32, 1),
+    Split(8, 256, 8),
+)
+"""Of quantised weights, whose columns are words of 4 or 8 values. A row of `x` is 16 to 32 times as
+long as one of the weights, so that less than 4 rows would read more of it than the caches deliver.
+"""
+
+FORMS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "int4"}
 
 UNTUNED = Split(64, 64, 4)
 BLOCKS = ((32, 4), (64, 4), (128, 8))
@@ -160,31 +179,39 @@ class FusedStep:
     ) -> None:
         weight, scale, bias, zero = matrix
         split = self._splits[role]
-        rows, size = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-        kernels.product[(triton.cdiv(rows, split.rows),)](
+        rows = weight.shape[0] // (2 if gated else 1)
+        grid = (triton.cdiv(rows, split.rows),)
+        rest = (weight if bias is None else bias, x if residual is None else residual, out, rows)
+        flags: dict[str, Any] = {
+            "ROWS": split.rows,
+            "COLUMNS": split.columns,
+            "NORM": norm is not None,
+            "BIAS": bias is not None,
+            "RESIDUAL": residual is not None,
+            "GATED": gated,
+            "OVERLAP": self._overlap,
+            "num_warps": split.warps,
+            **self._launch,
+        }
+        epsilon = self._shape.epsilon
+        norm = weight if norm is None else norm
+        if scale is None:
+            kernels.product[grid](x, norm, weight, *rest, weight.shape[1], epsilon, **flags)
+            return
+        packed = weight.view(torch.int32)
+        words.quantised_product[grid](
             x,
-            weight if norm is None else norm,
-            weight,
-            weight if scale is None else scale,
-            weight if zero is None else zero,
-            weight if bias is None else bias,
-            x if residual is None else residual,
-            out,
-            rows,
-            size,
-            self._shape.epsilon,
-            ROWS=split.rows,
-            COLUMNS=split.columns,
-            NORM=norm is not None,
-            SCALE=scale is not None and not matrix.group,
+            norm,
+            packed,
+            scale,
+            scale if zero is None else zero,
+            *rest,
+            packed.shape[1],
+            epsilon,
+            FORM=FORMS[weight.dtype],
             GROUP=matrix.group,
             ZERO=zero is not None,
-            BIAS=bias is not None,
-            RESIDUAL=residual is not None,
-            GATED=gated,
-            OVERLAP=self._overlap,
-            num_warps=split.warps,
-            **self._launch,
+            **flags,
         )
 
     def _attend(self, number: int) -> None:
@@ -229,6 +256,8 @@ class FusedStep:
             "logits": lambda _: self._multiply_logits(),
         }
         for role, work in by_role.items():
+            matrix = getattr(layers[0], role, self._batch.network.logits)
+            splits = SPLITS if matrix.scale is None else WORD_SPLITS
 
             def through_all(split: Split, role: str = role, work: object = work) -> None:
                 assert callable(work)
@@ -236,7 +265,7 @@ class FusedStep:
                 for layer in layers if role != "logits" else layers[:1]:
                     work(layer)
 
-            self._splits[role] = fastest(SPLITS, through_all)
+            self._splits[role] = fastest(splits, through_all)
 
         def attend(block: tuple[int, int]) -> None:
             self._block = block

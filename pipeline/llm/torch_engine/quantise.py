@@ -24,6 +24,9 @@ CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 Smaller ones gain nothing for normally distributed weights.
 """
 
+WORD = 4
+"""Values that kernels read at once, at the least."""
+
 MAX_VALUES = 1 << 26
 """Values that are quantised at once: some temporaries of 256 MiB."""
 
@@ -65,6 +68,12 @@ def quantised_matrix(
             f"int4 in groups of {group} needs products of a multiple of {group} inputs, and one of"
             f" this model has {size}",
             "choose another group_size, or int8",
+        )
+    if size % WORD:
+        raise UnsupportedError(
+            f"expected products of a multiple of {WORD} inputs for {form}, and one of this model"
+            f" has {size}",
+            "take bf16",
         )
     found = list[Matrix]()
     for rows in weight.split(max(MAX_VALUES // size, 1)):
