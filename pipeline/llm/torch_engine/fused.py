@@ -14,6 +14,7 @@ import triton
 from pipeline.errors import UnsupportedError
 from pipeline.llm.torch_engine import kernels, words
 from pipeline.llm.torch_engine.network import LayerWeights, Matrix
+from pipeline.llm.torch_engine.products import FORMS
 
 if TYPE_CHECKING:
     from pipeline.llm.torch_engine.decoder import Batch, Work
@@ -55,8 +56,6 @@ WORD_SPLITS = (
 """Of quantised weights, whose columns are words of 4 or 8 values. A row of `x` is 16 to 32 times as
 long as one of the weights, so that less than 4 rows would read more of it than the caches deliver.
 """
-
-FORMS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "int4"}
 
 UNTUNED = Split(64, 64, 4)
 BLOCKS = ((32, 4), (64, 4), (128, 8))

@@ -11,10 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-MAX_ROWS = 64
-"""Rows up to which quantised weights are multiplied as they are. Of more, the weights become those
-of the activations first, which takes less time than the product itself.
-"""
+from pipeline.llm.torch_engine.products import MAX_ROWS, product_of_rows
 
 
 class Matrix(NamedTuple):
@@ -115,9 +112,8 @@ def product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     if matrix.scale is None:
         return functional.linear(x, matrix.weight, matrix.bias)
     if x.is_cuda and x[..., 0].numel() <= MAX_ROWS:
-        from pipeline.llm.torch_engine.products import few_rows  # needs Triton
-
-        y = few_rows(x.flatten(0, -2), matrix).view(*x.shape[:-1], -1).to(x.dtype)
+        parts = product_of_rows(x.flatten(0, -2), matrix.weight, matrix.scale, matrix.zero)
+        y = parts.sum(0).view(*x.shape[:-1], -1).to(x.dtype)
     elif matrix.group:
         y = functional.linear(x, unpacked(matrix).to(x.dtype))
     else:
