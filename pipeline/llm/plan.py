@@ -35,9 +35,7 @@ KEYS = "docs/reference/language-plan.md"
 Effort = Literal["normal", "high"]
 Device = Literal["cpu", "gpu"]
 LibraryName = Literal["openvino_genai", "onnxruntime_genai", "torch"]
-WeightFormat = Literal[
-    "fp32", "fp16", "bf16", "int8", "fp8", "int4_sym", "int4_asym", "stored"
-]
+WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "fp8", "int4_sym", "int4_asym", "stored"]
 CacheFormat = Literal["f32", "f16", "bf16", "u8"]
 Arithmetic = Literal["auto", "f32", "bf16", "f16", "int8"]
 

@@ -28,6 +28,15 @@ class Split(NamedTuple):
     warps: int
 
 
+class Extras(NamedTuple):
+    """What a product does besides."""
+
+    norm: torch.Tensor | None = None  # [in], of the norm in front of it
+    residual: torch.Tensor | None = None  # [out] fp32, which is added
+    gated: bool = False  # the weight has gates and values, and silu(gate) * value is the result
+    epsilon: float = 0.0  # of the norm
+
+
 SPLITS = (
     Split(1, 2048, 4),
     Split(2, 1024, 4),
@@ -147,71 +156,30 @@ class FusedStep:
     # -- the parts ---------------------------------------------------------------
 
     def _multiply_qkv(self, layer: LayerWeights) -> None:
-        self._multiply("qkv", self._x, layer.qkv, self._qkv, norm=layer.attention_norm)
+        self._multiply("qkv", self._x, layer.qkv, self._qkv, Extras(layer.attention_norm))
 
     def _multiply_output(self, layer: LayerWeights) -> None:
-        self._multiply("output", self._seen, layer.output, self._attended, residual=self._x)
+        extras = Extras(residual=self._x)
+        self._multiply("output", self._seen, layer.output, self._attended, extras)
 
     def _multiply_gate_up(self, layer: LayerWeights) -> None:
-        out = self._activations
-        self._multiply(
-            "gate_up", self._attended, layer.gate_up, out, norm=layer.mlp_norm, gated=True
-        )
+        extras = Extras(layer.mlp_norm, gated=True)
+        self._multiply("gate_up", self._attended, layer.gate_up, self._activations, extras)
 
     def _multiply_down(self, layer: LayerWeights) -> None:
-        self._multiply("down", self._activations, layer.down, self._x, residual=self._attended)
+        extras = Extras(residual=self._attended)
+        self._multiply("down", self._activations, layer.down, self._x, extras)
 
     def _multiply_logits(self) -> None:
         network = self._batch.network
-        self._multiply("logits", self._x, network.logits, self._batch.scores, norm=network.norm)
+        extras = Extras(network.norm)
+        self._multiply("logits", self._x, network.logits, self._batch.scores, extras)
 
     def _multiply(
-        self,
-        role: str,
-        x: torch.Tensor,
-        matrix: Matrix,
-        out: torch.Tensor,
-        *,
-        norm: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
+        self, role: str, x: torch.Tensor, matrix: Matrix, out: torch.Tensor, extras: Extras
     ) -> None:
-        weight, scale, bias, zero = matrix
-        split = self._splits[role]
-        rows = weight.shape[0] // (2 if gated else 1)
-        grid = (triton.cdiv(rows, split.rows),)
-        rest = (weight if bias is None else bias, x if residual is None else residual, out, rows)
-        flags: dict[str, Any] = {
-            "ROWS": split.rows,
-            "COLUMNS": split.columns,
-            "NORM": norm is not None,
-            "BIAS": bias is not None,
-            "RESIDUAL": residual is not None,
-            "GATED": gated,
-            "OVERLAP": self._overlap,
-            "num_warps": split.warps,
-            **self._launch,
-        }
-        epsilon = self._shape.epsilon
-        norm = weight if norm is None else norm
-        if scale is None:
-            kernels.product[grid](x, norm, weight, *rest, weight.shape[1], epsilon, **flags)
-            return
-        packed = weight.view(torch.int32)
-        words.quantised_product[grid](
-            x,
-            norm,
-            packed,
-            scale,
-            scale if zero is None else zero,
-            *rest,
-            packed.shape[1],
-            epsilon,
-            FORM=FORMS[weight.dtype],
-            GROUP=matrix.group,
-            ZERO=zero is not None,
-            **flags,
-        )
+        extras = extras._replace(epsilon=self._shape.epsilon)
+        multiply(x, matrix, out, self._splits[role], extras, overlap=self._overlap)
 
     def _attend(self, number: int) -> None:
         batch, shape = self._batch, self._shape
@@ -274,6 +242,54 @@ class FusedStep:
         self._batch.positions.fill_(self._batch.context // 2)
         self._block = fastest(BLOCKS, attend)
         self._batch.positions.zero_()
+
+
+def multiply(
+    x: torch.Tensor,
+    matrix: Matrix,
+    out: torch.Tensor,
+    split: Split,
+    extras: Extras,
+    *,
+    overlap: bool = False,
+) -> None:
+    """Write the product of a vector and a linear layer into `out`, by the kernel of its weights."""
+    weight, scale, bias, zero = matrix
+    rows = weight.shape[0] // (2 if extras.gated else 1)
+    grid = (triton.cdiv(rows, split.rows),)
+    norm = weight if extras.norm is None else extras.norm
+    residual = x if extras.residual is None else extras.residual
+    rest = (weight if bias is None else bias, residual, out, rows)
+    flags: dict[str, Any] = {
+        "ROWS": split.rows,
+        "COLUMNS": split.columns,
+        "NORM": extras.norm is not None,
+        "BIAS": bias is not None,
+        "RESIDUAL": extras.residual is not None,
+        "GATED": extras.gated,
+        "OVERLAP": overlap,
+        "num_warps": split.warps,
+    }
+    if overlap:
+        flags["launch_pdl"] = True
+    if scale is None:
+        kernels.product[grid](x, norm, weight, *rest, weight.shape[1], extras.epsilon, **flags)
+        return
+    packed = weight.view(torch.int32)
+    words.quantised_product[grid](
+        x,
+        norm,
+        packed,
+        scale,
+        scale if zero is None else zero,
+        *rest,
+        packed.shape[1],
+        extras.epsilon,
+        FORM=FORMS[weight.dtype],
+        GROUP=matrix.group,
+        ZERO=zero is not None,
+        **flags,
+    )
 
 
 def fastest(ways: Sequence[Any], work: Callable[[Any], None]) -> Any:

@@ -58,9 +58,7 @@ def product_of_rows(
     is_packed = weight.dtype == torch.uint8
     parts = parts_of(rows, channels, size, x.device)
     out = torch.empty((parts, rows, channels), dtype=torch.float32, device=x.device)
-    row_kernels.product_of_rows[
-        lambda chosen: (triton.cdiv(channels, chosen["CHANNELS"]), parts)
-    ](
+    row_kernels.product_of_rows[lambda chosen: (triton.cdiv(channels, chosen["CHANNELS"]), parts)](
         x,
         weight if is_packed else weight.view(torch.int8),
         scale,

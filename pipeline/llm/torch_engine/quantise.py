@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch.nn import functional
 
 from pipeline.errors import UnsupportedError
 from pipeline.llm.torch_engine.network import Matrix, Network
@@ -111,32 +110,28 @@ def _in_int4(wide: torch.Tensor, group: int, dtype: torch.dtype, *, has_zeros: b
     grouped = wide.view(len(wide), -1, group)
     if has_zeros:
         low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
-    else:
+    else:  # the range of codes ends at -8 and 7, of which 7.5 is the mean
         high = grouped.abs().amax(-1)
         low = -high
-    best = best_scale = best_zero = best_error = None
+    scale = torch.zeros_like(high, dtype=dtype)
+    zero, codes = torch.zeros_like(high), torch.zeros_like(grouped)
+    error = torch.full_like(high, float("inf"))
     for clipping in CLIPPINGS:
-        # without zero points, the range ends at -8 and 7, of which 7.5 is the mean
-        scale = _positive(((high - low) * (clipping / LARGEST_INT4)).to(dtype))
+        new_scale = _positive(((high - low) * (clipping / LARGEST_INT4)).to(dtype))
+        new_zero = torch.full_like(low, MIDDLE)
         if has_zeros:
-            zero = torch.round(-low * clipping / scale).clamp_(0, LARGEST_INT4)
-        else:
-            zero = torch.full_like(low, MIDDLE)
-        codes = torch.round(grouped / scale[..., None] + zero[..., None]).clamp_(0, LARGEST_INT4)
-        back = (codes - zero[..., None]) * scale[..., None]
-        error = functional.mse_loss(back, grouped, reduction="none").sum(-1)
-        if best_error is None:
-            best, best_scale, best_zero, best_error = codes, scale, zero, error
-            continue
-        assert best is not None and best_scale is not None and best_zero is not None
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, scale, best_scale)
-        best_zero = torch.where(better, zero, best_zero)
-        best = torch.where(better[..., None], codes, best)
-    assert best is not None and best_scale is not None and best_zero is not None
-    zeros = best_zero.to(torch.uint8) if has_zeros else None
-    return Matrix(packed(best.to(torch.uint8)), best_scale.to(dtype), None, zeros)
+            new_zero = torch.round(-low * clipping / new_scale).clamp_(0, LARGEST_INT4)
+        new_codes = torch.round(grouped / new_scale[..., None] + new_zero[..., None])
+        new_codes.clamp_(0, LARGEST_INT4)
+        back = (new_codes - new_zero[..., None]) * new_scale[..., None]
+        new_error = (back - grouped).square_().sum(-1)
+        better = new_error < error
+        error = torch.where(better, new_error, error)
+        scale = torch.where(better, new_scale, scale)
+        zero = torch.where(better, new_zero, zero)
+        codes = torch.where(better[..., None], new_codes, codes)
+    zeros = zero.to(torch.uint8) if has_zeros else None
+    return Matrix(packed(codes.to(torch.uint8)), scale, None, zeros)
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:

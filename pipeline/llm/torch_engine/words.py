@@ -144,7 +144,7 @@ def fetched(
 def four_of(
     x: tl.tensor, norm: tl.tensor, places: tl.tensor, inside: tl.tensor, NORM: tl.constexpr
 ) -> tl.tensor:
-    """The four values of `x` from each place on, times the norm's weight, and their squares' sum."""
+    """Four values of `x` from each place on, times the norm's weight, and their squares' sum."""
     fours = places[:, None] + tl.arange(0, 4)[None, :]
     mask = inside[:, None]
     values = tl.load(x + fours, mask=mask, other=0.0).to(tl.float32)
@@ -158,9 +158,7 @@ def four_of(
 
 
 @triton.jit
-def of_bytes(
-    sums: tl.tensor, part: tl.tensor, values: tl.tensor, FORM: tl.constexpr
-) -> tl.tensor:
+def of_bytes(sums: tl.tensor, part: tl.tensor, values: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
     """Add the products of words [ROWS, COLUMNS] and the values of their four bytes, [COLUMNS] each.
 
     int8: as the last bits of 2^23, an integer from 0 on needs one subtraction to be a number. fp8:

@@ -83,11 +83,14 @@ def test_a_built_engine_says_what_the_model_says(
     assert torch_.weight_bytes_read(engine) < engine.weight_bytes
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])  # with biases; with norms of heads
-def test_a_network_is_the_same_after_it_was_written(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "form"),  # with biases; with norms of heads
+    [("qwen2", "int8"), ("qwen3", "fp8"), ("qwen2", "int4_asym"), ("qwen3", "int4_sym")],
+)
+def test_a_network_is_the_same_after_it_was_written(kind: str, form: Form, tmp_path: Path) -> None:
     from pipeline.llm.torch_engine.files import write_network
 
-    network = in_int8(network_of(module_of(write_model(tmp_path / "model", kind))))
+    network = quantised(network_of(module_of(write_model(tmp_path / "model", kind))), form, 32)
     write_network(network, tmp_path)
     again = read_network(tmp_path, "cpu")
     one, other = (Decoder(each, 128).generate_together(PROMPTS, 8) for each in (network, again))
