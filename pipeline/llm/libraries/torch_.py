@@ -52,7 +52,7 @@ def target(device: Device) -> Target:
 def default_candidates(
     about: Description, source: Source, plan: LanguagePlan
 ) -> tuple[LanguageCandidate, ...]:
-    forms: list[WeightFormat] = ["bf16", "int8", "int4_asym"]
+    forms: list[WeightFormat] = ["bf16", "int8", "int4_asym", "int4_sym"]
     if plan.device == "gpu" and has_fp8(target("gpu")):
         forms.append("fp8")
     return tuple(LanguageCandidate(library="torch", weights=each) for each in forms)

@@ -11,7 +11,11 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from pipeline.llm.torch_engine.products import MAX_ROWS, product_of_rows
+from pipeline.llm.torch_engine.products import (
+    MAX_ROWS,
+    product_of_rows,
+    unpacked_by_kernel,
+)
 
 
 class Matrix(NamedTuple):
@@ -28,7 +32,7 @@ class Matrix(NamedTuple):
         if self.weight.dtype != torch.uint8:
             return 0
         assert self.scale is not None
-        return 2 * self.weight.shape[1] // self.scale.shape[1]
+        return int(2 * self.weight.shape[1] // self.scale.shape[1])
 
 
 class LayerWeights(NamedTuple):
@@ -125,6 +129,8 @@ def unpacked(matrix: Matrix) -> torch.Tensor:
     """Return weights of int4 as numbers, [out, in] as the scales."""
     weight, scale, _, zero = matrix
     assert scale is not None
+    if weight.is_cuda:
+        return unpacked_by_kernel(weight, scale, zero)
     groups = weight.view(*scale.shape, -1)
     codes = torch.cat((groups & 15, groups >> 4), -1).to(scale.dtype)
     codes = codes - (8 if zero is None else zero.to(scale.dtype)[..., None])

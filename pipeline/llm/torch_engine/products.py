@@ -2,6 +2,8 @@
 which torch.compile does not look into.
 """
 
+# mypy: disable-error-code=untyped-decorator
+
 from __future__ import annotations
 
 import torch
@@ -35,7 +37,7 @@ def parts_of(rows: int, channels: int, size: int, device: torch.device) -> int:
         return 2
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = PROGRAMS * processors * CHANNELS // channels
-    return max(min(wanted, size // (INPUTS_PER_ROW * rows), MAX_PARTS), 1)
+    return max(min(int(wanted), size // (INPUTS_PER_ROW * rows), MAX_PARTS), 1)
 
 
 @torch.library.custom_op("crucible::product_of_rows", mutates_args=())
@@ -82,3 +84,35 @@ def _shape_of_products(
     rows, size = x.shape
     parts = parts_of(rows, weight.shape[0], size, x.device)
     return x.new_empty((parts, rows, weight.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("crucible::unpacked", mutates_args=())
+def unpacked_by_kernel(
+    weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+) -> torch.Tensor:
+    """Return weights of int4 as numbers, [out, in] as the scales, in one pass over the memory."""
+    import triton
+
+    from pipeline.llm.torch_engine import row_kernels
+
+    channels, groups = scale.shape
+    out = scale.new_empty((channels, 2 * weight.shape[1]))
+    row_kernels.unpack[(triton.cdiv(channels, CHANNELS), groups)](
+        weight,
+        scale,
+        scale if zero is None else zero,
+        out,
+        channels,
+        groups,
+        CHANNELS=CHANNELS,
+        GROUP=out.shape[1] // groups,
+        ZERO=zero is not None,
+    )
+    return out
+
+
+@unpacked_by_kernel.register_fake
+def _shape_of_numbers(
+    weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+) -> torch.Tensor:
+    return scale.new_empty((weight.shape[0], 2 * weight.shape[1]))

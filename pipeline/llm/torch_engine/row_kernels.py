@@ -146,3 +146,30 @@ def of_bytes(codes: tl.tensor, FORM: tl.constexpr, dtype: tl.constexpr) -> tl.te
     if FORM == "int8":
         return codes.to(dtype)
     return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
+
+
+@triton.jit
+def unpack(
+    weight: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    out: tl.tensor,
+    channels: tl.tensor,
+    groups: tl.tensor,
+    CHANNELS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+) -> None:
+    """out [channels, groups x GROUP] = int4 as numbers, a group of some channels."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    group = tl.program_id(1)
+    mask = (channel < channels)[:, None]
+    half = tl.arange(0, GROUP // 2)
+    at = channel.to(tl.int64) * groups + group
+    codes = tl.load(weight + at[:, None] * (GROUP // 2) + half[None, :], mask=mask, other=0)
+    scales, middle = scales_of(scale, zero, at, channel < channels, ZERO)
+    lows = of_four_bits(codes & 15, middle, scales.dtype, ZERO) * scales[:, None]
+    highs = of_four_bits(codes >> 4, middle, scales.dtype, ZERO) * scales[:, None]
+    place = out + at[:, None] * GROUP + half[None, :]
+    tl.store(place, lows.to(out.dtype.element_ty), mask=mask)
+    tl.store(place + GROUP // 2, highs.to(out.dtype.element_ty), mask=mask)

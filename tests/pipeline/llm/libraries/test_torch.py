@@ -150,7 +150,7 @@ def test_a_plan_for_a_gpu_has_our_candidates(tmp_path: Path) -> None:
     source = find_source(str(write_model(tmp_path / "model")))
     about = describe(source, 256)
     labels = [each.label for each in torch_.default_candidates(about, source, plan)]
-    assert labels == ["torch bf16", "torch int8", "torch int4_asym g64"]
+    assert labels == ["torch bf16", "torch int8", "torch int4_asym g64", "torch int4_sym g64"]
     assert language_plan(tmp_path, "m").get("device") is None, "the default is a CPU"
 
 

@@ -9,8 +9,8 @@ import json
 
 import torch
 
-from pipeline.llm.torch_engine.network import Matrix, product
-from pipeline.llm.torch_engine.products import product_of_rows
+from pipeline.llm.torch_engine.network import Matrix, product, unpacked
+from pipeline.llm.torch_engine.products import product_of_rows, unpacked_by_kernel
 from pipeline.llm.torch_engine.quantise import Form, quantised_matrix
 
 FORMS: tuple[tuple[Form, int], ...] = (
@@ -32,6 +32,9 @@ def error_of(form: Form, group: int, rows: int) -> float:
     compiled = torch.compile(product_of_rows, fullgraph=True, backend="aot_eager")
     parts = compiled(x, matrix.weight, matrix.scale, matrix.zero)
     assert parts.shape == (2, rows, CHANNELS)
+    if group:
+        numbers = unpacked_by_kernel(matrix.weight, matrix.scale, matrix.zero)
+        assert torch.equal(numbers, unpacked(matrix))
     wanted = product(x, matrix)
     return float((parts.sum(0) - wanted).abs().max() / wanted.abs().max())
 

@@ -22,8 +22,9 @@ def numbers_of(matrix: Matrix) -> torch.Tensor:
     """The weights that a quantised matrix stands for, fp64."""
     assert matrix.scale is not None
     if matrix.group:
-        back = matrix._replace(scale=matrix.scale.double())
-        return unpacked(back)
+        on_cpu = (part if part is None else part.cpu() for part in matrix)
+        exact = Matrix(*on_cpu)._replace(scale=matrix.scale.double().cpu())
+        return unpacked(exact).cuda()
     return matrix.weight.double() * matrix.scale.double()[:, None]
 
 
@@ -46,6 +47,9 @@ def test_few_rows_are_multiplied_as_by_torch(
         again = product_of_rows(x, matrix.weight, matrix.scale, matrix.zero)
         assert torch.equal(parts, again), "sums have one order"
         assert (compiled(x, matrix) - wanted).abs().max() < 1e-2 * largest, rows
+    many = drawn(200, size)  # the weights become numbers in memory first
+    wanted = many.double() @ numbers_of(matrix).T
+    assert (product(many, matrix) - wanted).abs().max() < 1e-2 * wanted.abs().max()
 
 
 @pytest.mark.parametrize(("form", "group"), FORMS)
