@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from pipeline.llm.reference import Ids
 from pipeline.llm.torch_engine.decoder import Decoder, Way
 from pipeline.llm.torch_engine.network import Network
-from pipeline.llm.torch_engine.weights import in_int8, network_of
+from pipeline.llm.torch_engine.quantise import Form, quantised
+from pipeline.llm.torch_engine.weights import network_of
 from pipeline.measurement.clock import monotonic
+
+Weights = Literal["bf16"] | Form
 
 TOKENIZER_FREE = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 """No token ends an answer: all have the same length."""
@@ -58,11 +61,11 @@ class Model:
     module: Any
     networks: dict[str, Network] = field(default_factory=dict)
 
-    def network(self, weights: str) -> Network:
+    def network(self, weights: Weights) -> Network:
         if "bf16" not in self.networks:
             self.networks["bf16"] = network_of(self.module)
-        if weights not in self.networks:
-            self.networks[weights] = in_int8(self.networks["bf16"])
+        if weights != "bf16" and weights not in self.networks:
+            self.networks[weights] = quantised(self.networks["bf16"], weights)
         return self.networks[weights]
 
     @property
@@ -186,7 +189,7 @@ class Ours:
 Opener = Callable[[Model, int], Contestant]
 
 
-def _ours(way: Way, weights: str) -> Opener:
+def _ours(way: Way, weights: Weights) -> Opener:
     return lambda model, context: Ours(model.network(weights), context, way)
 
 
@@ -199,7 +202,13 @@ WAYS: dict[str, Opener] = {
     "ours fused int8": _ours("fused", "int8"),
     "ours overlapped": _ours("overlapped", "bf16"),
     "ours overlapped int8": _ours("overlapped", "int8"),
+    "ours overlapped int4": _ours("overlapped", "int4_asym"),
+    "ours overlapped int4_sym": _ours("overlapped", "int4_sym"),
+    "ours overlapped fp8": _ours("overlapped", "fp8"),
     "ours compiled int8": _ours("compiled", "int8"),
+    "ours compiled int4": _ours("compiled", "int4_asym"),
+    "ours compiled int4_sym": _ours("compiled", "int4_sym"),
+    "ours compiled fp8": _ours("compiled", "fp8"),
     "transformers static": lambda model, context: Transformers(model, static=True),
 }
 """In the order in which they are opened. transformers' own compilation is last: it takes longest
@@ -211,7 +220,9 @@ ONE_REQUEST = (
     "ours fused int8",
     "ours overlapped",
     "ours overlapped int8",
-    "ours compiled int8",
+    "ours overlapped int4",
+    "ours overlapped int4_sym",
+    "ours overlapped fp8",
     "transformers static",
 )
 """Left out for several requests: kernels for one row, or long compilations."""

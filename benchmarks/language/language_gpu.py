@@ -379,7 +379,8 @@ def targets_of(rows: Sequence[Row]) -> Mapping[str, bool]:
             for row in measured_rows
             if row["part"] == part and str(row["way"]).startswith("ours")
         }
-        in_bf16 = {way: share for way, share in shares.items() if "int8" not in way}
+        quantised = ("int8", "int4", "int4_sym", "fp8")
+        in_bf16 = {way: share for way, share in shares.items() if not way.endswith(quantised)}
         if in_bf16:
             best = max(in_bf16, key=in_bf16.__getitem__)
             goal = f"{part}: at least {least:g} % of the roofline"

@@ -92,6 +92,7 @@ class LanguageEngine(Artifact):
             "fp16": Precision.FP16,
             "bf16": Precision.BF16,
             "int8": Precision.INT8,
+            "fp8": Precision.FP8,
         }
         return known.get(weights, Precision.INT4)
 

@@ -35,7 +35,7 @@ KEYS = "docs/reference/language-plan.md"
 Effort = Literal["normal", "high"]
 Device = Literal["cpu", "gpu"]
 LibraryName = Literal["openvino_genai", "onnxruntime_genai", "torch"]
-WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4_sym", "int4_asym", "stored"]
+WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "fp8", "int4_sym", "int4_asym", "stored"]
 CacheFormat = Literal["f32", "f16", "bf16", "u8"]
 Arithmetic = Literal["auto", "f32", "bf16", "f16", "int8"]
 
@@ -44,7 +44,7 @@ MAX_CONCURRENCY = 64
 WEIGHTS: dict[LibraryName, tuple[WeightFormat, ...]] = {
     "openvino_genai": ("fp16", "int8", "int4_sym", "int4_asym", "stored"),
     "onnxruntime_genai": ("fp32", "int8", "int4_sym", "int4_asym"),
-    "torch": ("fp32", "fp16", "bf16", "int8"),
+    "torch": ("fp32", "fp16", "bf16", "int8", "fp8", "int4_sym", "int4_asym"),
 }
 """The formats that each library has."""
 
@@ -140,14 +140,12 @@ class LanguageAccuracy(Frozen):
     )
 
 
-ACTIVATIONS: dict[str, CacheFormat] = {
-    "fp32": "f32",
-    "fp16": "f16",
-    "bf16": "bf16",
-    "int8": "bf16",
-}
-"""The format of activations, keys and values of our decoder, by that of its weights."""
+ACTIVATIONS: dict[str, CacheFormat] = {"fp32": "f32", "fp16": "f16"}
+"""The format of activations, keys and values of our decoder, by that of its weights. Others: bf16.
+"""
 
+TORCH_GROUPS = (32, 64, 128)
+DEFAULT_TORCH_GROUP = 64
 
 ORT_GROUPS = (16, 32, 64, 128, 256)
 """Sizes of groups that the builder of ONNX Runtime GenAI has."""
@@ -156,7 +154,18 @@ DEFAULT_ORT_GROUP = 32
 
 
 def _default_group(written: Mapping[object, object]) -> int:
-    return 0 if written.get("weights") == "fp32" else DEFAULT_ORT_GROUP
+    weights = str(written.get("weights"))
+    if written.get("library") == "torch":
+        return DEFAULT_TORCH_GROUP if weights.startswith("int4") else 0
+    return 0 if weights == "fp32" else DEFAULT_ORT_GROUP
+
+
+def _check_group(candidate: LanguageCandidate, known: tuple[int, ...]) -> None:
+    if candidate.group_size not in known:
+        raise ValueError(
+            f"group_size of {candidate.library} {candidate.weights}: expected"
+            f" {', '.join(map(str, known))}, got {candidate.group_size}"
+        )
 
 
 class LanguageCandidate(Frozen):
@@ -172,9 +181,9 @@ class LanguageCandidate(Frozen):
     weights: WeightFormat = Field(
         description=(
             "`fp16`; `int8`; `int4_sym` and `int4_asym`: without and with a zero point;"
-            " `stored`: the file as GenAI itself reads it. `torch`: `fp32`, `fp16`, `bf16`, and"
-            " `int8` with one scale per output channel. `onnxruntime_genai`: `fp32`, and `int8`"
-            " or int4 in groups."
+            " `stored`: the file as GenAI itself reads it. `torch`: `fp32`, `fp16`, `bf16`,"
+            " `int8` and `fp8` (a GPU's) with one scale per output channel, and int4 in groups."
+            " `onnxruntime_genai`: `fp32`, and `int8` or int4 in groups."
         )
     )
     group_size: int = Field(
@@ -182,7 +191,7 @@ class LanguageCandidate(Frozen):
         ge=0,
         description=(
             "int4, and int8 of `onnxruntime_genai`: weights that share a scale. 0: all of one"
-            " output channel; with `onnxruntime_genai` 32."
+            " output channel; with `onnxruntime_genai` 32. `torch`: 32, 64 (default) or 128."
         ),
     )
     kv_cache: CacheFormat = Field(
@@ -216,7 +225,8 @@ class LanguageCandidate(Frozen):
             return {"kv_cache": "f32", "group_size": _default_group(written), **written}
         if written.get("library") != "torch":
             return written
-        return {"kv_cache": ACTIVATIONS.get(str(written.get("weights")), "bf16"), **written}
+        cache = ACTIVATIONS.get(str(written.get("weights")), "bf16")
+        return {"kv_cache": cache, "group_size": _default_group(written), **written}
 
     @model_validator(mode="after")
     def _library_has_the_format(self) -> LanguageCandidate:
@@ -226,11 +236,14 @@ class LanguageCandidate(Frozen):
                 f"weights of {self.library}: expected {', '.join(known)}, got {self.weights}"
             )
         if self.library == "torch":
-            wanted = ACTIVATIONS[self.weights]
+            wanted = ACTIVATIONS.get(self.weights, "bf16")
             if self.kv_cache != wanted or self.arithmetic != "auto":
                 raise ValueError(
                     f"torch {self.weights}: leave out arithmetic and kv_cache, which is {wanted}"
                 )
+            if self.weights.startswith("int4"):
+                _check_group(self, TORCH_GROUPS)
+            self._check_no_texts()
         if self.library == "onnxruntime_genai":
             self._check_onnxruntime()
         return self
@@ -242,13 +255,10 @@ class LanguageCandidate(Frozen):
             raise ValueError(
                 f"arithmetic of onnxruntime_genai: expected auto or f32, got {self.arithmetic}"
             )
-        groups = ORT_GROUPS if self.weights != "fp32" else (0,)
-        if self.group_size not in groups:
-            known = ", ".join(map(str, groups))
-            raise ValueError(
-                f"group_size of onnxruntime_genai {self.weights}: expected {known}, got"
-                f" {self.group_size}"
-            )
+        _check_group(self, ORT_GROUPS if self.weights != "fp32" else (0,))
+        self._check_no_texts()
+
+    def _check_no_texts(self) -> None:
         if self.awq or self.scale_estimation:
             raise ValueError("awq and scale_estimation are for int4 weights of openvino_genai")
 
@@ -269,10 +279,10 @@ class LanguageCandidate(Frozen):
 
     @property
     def label(self) -> str:
-        """The unique short name for tables: `int4_asym g64 kv-u8`, `torch bf16`,
-        `ort-genai int8 g32`."""
+        """The unique short name for tables: `int4_asym g64 kv-u8`,
+        `torch int4_sym g64`, `ort-genai int8 g32`."""
         if self.library == "torch":
-            return f"torch {self.weights}"
+            return f"torch {self.weights}" + f" g{self.group_size}" * bool(self.group_size)
         is_ort = self.library == "onnxruntime_genai"
         parts: list[str] = ["ort-genai"] * is_ort + [self.weights]
         if self.group_size:
@@ -466,6 +476,11 @@ def _check_lengths(plan: LanguagePlan) -> None:
                 f"candidates: '{candidate.label}' is of {candidate.library}, expected"
                 f" {' or '.join(known)} with `device: {plan.device}`",
                 f"write `library: {known[0]}`, or set another `device`",
+            )
+        if candidate.weights == "fp8" and plan.device == "cpu":
+            raise PlanError(
+                f"candidates: '{candidate.label}' needs a GPU that has fp8, got `device: cpu`",
+                "take int8 instead, or set `device: gpu`",
             )
     labels = [candidate.label for candidate in plan.candidates]
     if twice := next((label for label in labels if labels.count(label) > 1), ""):

@@ -19,7 +19,7 @@ from pipeline.llm.engine import SETTINGS_FILE, ExportedModel, LanguageEngine
 from pipeline.llm.export import settings_of
 from pipeline.llm.hf import check_tokenizer, load_model, load_tokenizer
 from pipeline.llm.libraries.protocol import ScoredGenerator, ScoredGraph
-from pipeline.llm.plan import Device, LanguageCandidate, LanguagePlan
+from pipeline.llm.plan import Device, LanguageCandidate, LanguagePlan, WeightFormat
 from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation, Room
 from pipeline.llm.source import INSTALL as INSTALL
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pipeline.llm.torch_engine.scored import ScoredDecoder
 
 PACKAGES: tuple[str, ...] = ("safetensors", "tokenizers")
+FP8_CAPABILITY = (8, 9)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -51,10 +52,16 @@ def target(device: Device) -> Target:
 def default_candidates(
     about: Description, source: Source, plan: LanguagePlan
 ) -> tuple[LanguageCandidate, ...]:
-    return (
-        LanguageCandidate(library="torch", weights="bf16"),
-        LanguageCandidate(library="torch", weights="int8"),
-    )
+    forms: list[WeightFormat] = ["bf16", "int8", "int4_asym", "int4_sym"]
+    if plan.device == "gpu" and has_fp8(target("gpu")):
+        forms.append("fp8")
+    return tuple(LanguageCandidate(library="torch", weights=each) for each in forms)
+
+
+def has_fp8(device: Target) -> bool:
+    """Return True if a device multiplies fp8."""
+    numbers = (device.compute_capability or "0.0").split(".")
+    return tuple(map(int, numbers)) >= FP8_CAPABILITY
 
 
 def export(
@@ -85,13 +92,25 @@ def build(
     out: Path,
     progress: Progress = silent,
 ) -> LanguageEngine:
-    """Write an engine into `out`."""
+    """Write an engine into `out`. UnsupportedError for fp8 on a device without it."""
     from pipeline.llm.torch_engine.files import WEIGHTS_FILE, write_network
-    from pipeline.llm.torch_engine.weights import DTYPES, in_int8, network_of
+    from pipeline.llm.torch_engine.quantise import quantised
+    from pipeline.llm.torch_engine.weights import DTYPES, network_of
+
+    found = target(exported.device)
+    if recipe.weights == "fp8" and not has_fp8(found):
+        raise UnsupportedError(
+            "fp8 needs a GPU of compute capability 8.9 or later, and this device has"
+            f" {found.compute_capability or 'none'}",
+            "take int8 instead",
+        )
 
     progress(None, f"weights as {recipe.weights}")
     network = network_of(load_model(source).to(DTYPES[recipe.kv_cache]))
-    write_network(in_int8(network) if recipe.weights == "int8" else network, out)
+    if recipe.weights in ("int8", "fp8", "int4_sym", "int4_asym"):
+        where = "cuda" if found.compute_capability else "cpu"
+        network = quantised(network, recipe.weights, recipe.group_size, where)
+    write_network(network, out)
     for name in (*TOKENIZER_FILES, SETTINGS_FILE):
         if (exported.root / name).is_file():
             shutil.copyfile(exported.root / name, out / name)
@@ -100,7 +119,7 @@ def build(
         file=WEIGHTS_FILE,
         library="torch",
         recipe=recipe,
-        target=target(exported.device),
+        target=found,
         weight_bytes=(out / WEIGHTS_FILE).stat().st_size,
     )
 

@@ -85,8 +85,8 @@ def _named_parts(name: str, matrix: Matrix) -> Iterator[tuple[str, torch.Tensor]
 
 def _network(facts: NetworkFacts, tensors: dict[str, torch.Tensor]) -> Network:
     def matrix(name: str) -> Matrix:
-        scale, bias = tensors.get(f"{name}.scale"), tensors.get(f"{name}.bias")
-        return Matrix(tensors[f"{name}.weight"], scale, bias)
+        others = (tensors.get(f"{name}.{part}") for part in Matrix._fields[1:])
+        return Matrix(tensors[f"{name}.weight"], *others)
 
     def layer(name: str) -> LayerWeights:
         return LayerWeights(

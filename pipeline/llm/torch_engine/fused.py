@@ -12,8 +12,9 @@ import torch
 import triton
 
 from pipeline.errors import UnsupportedError
-from pipeline.llm.torch_engine import kernels
+from pipeline.llm.torch_engine import kernels, words
 from pipeline.llm.torch_engine.network import LayerWeights, Matrix
+from pipeline.llm.torch_engine.products import FORMS
 
 if TYPE_CHECKING:
     from pipeline.llm.torch_engine.decoder import Batch, Work
@@ -27,6 +28,15 @@ class Split(NamedTuple):
     warps: int
 
 
+class Extras(NamedTuple):
+    """What a product does besides."""
+
+    norm: torch.Tensor | None = None  # [in], of the norm in front of it
+    residual: torch.Tensor | None = None  # [out] fp32, which is added
+    gated: bool = False  # the weight has gates and values, and silu(gate) * value is the result
+    epsilon: float = 0.0  # of the norm
+
+
 SPLITS = (
     Split(1, 2048, 4),
     Split(2, 1024, 4),
@@ -38,6 +48,23 @@ SPLITS = (
     Split(4, 2048, 8),
 )
 """Turns as wide as all threads read at once, 16 bytes each: then no data crosses between warps."""
+
+WORD_SPLITS = (
+    Split(8, 128, 4),
+    Split(4, 128, 4),
+    Split(16, 128, 4),
+    Split(8, 256, 4),
+    Split(4, 256, 4),
+    Split(8, 64, 2),
+    Split(16, 64, 2),
+    Split(4, 128, 1),
+    Split(8, 64, 1),
+    Split(16, 32, 1),
+    Split(8, 256, 8),
+)
+"""Of quantised weights, whose columns are words of 4 or 8 values. A row of `x` is 16 to 32 times as
+long as one of the weights, so that less than 4 rows would read more of it than the caches deliver.
+"""
 
 UNTUNED = Split(64, 64, 4)
 BLOCKS = ((32, 4), (64, 4), (128, 8))
@@ -82,7 +109,7 @@ class FusedStep:
         self._x, self._attended = (torch.zeros(hidden, **wide) for _ in range(2))
         self._qkv = torch.zeros(first.qkv.weight.shape[0], **wide)
         self._seen = torch.zeros(shape.heads * shape.head, **narrow)
-        self._activations = torch.zeros(first.down.weight.shape[1], **narrow)
+        self._activations = torch.zeros(first.gate_up.weight.shape[0] // 2, **narrow)
         parts = triton.cdiv(vocabulary, SCORES_BLOCK)
         self._best, self._sums = (torch.zeros(parts, **wide) for _ in range(2))
         self._places = torch.zeros(parts, dtype=torch.int64, device=batch.device)
@@ -129,60 +156,30 @@ class FusedStep:
     # -- the parts ---------------------------------------------------------------
 
     def _multiply_qkv(self, layer: LayerWeights) -> None:
-        self._multiply("qkv", self._x, layer.qkv, self._qkv, norm=layer.attention_norm)
+        self._multiply("qkv", self._x, layer.qkv, self._qkv, Extras(layer.attention_norm))
 
     def _multiply_output(self, layer: LayerWeights) -> None:
-        self._multiply("output", self._seen, layer.output, self._attended, residual=self._x)
+        extras = Extras(residual=self._x)
+        self._multiply("output", self._seen, layer.output, self._attended, extras)
 
     def _multiply_gate_up(self, layer: LayerWeights) -> None:
-        out = self._activations
-        self._multiply(
-            "gate_up", self._attended, layer.gate_up, out, norm=layer.mlp_norm, gated=True
-        )
+        extras = Extras(layer.mlp_norm, gated=True)
+        self._multiply("gate_up", self._attended, layer.gate_up, self._activations, extras)
 
     def _multiply_down(self, layer: LayerWeights) -> None:
-        self._multiply("down", self._activations, layer.down, self._x, residual=self._attended)
+        extras = Extras(residual=self._attended)
+        self._multiply("down", self._activations, layer.down, self._x, extras)
 
     def _multiply_logits(self) -> None:
         network = self._batch.network
-        self._multiply("logits", self._x, network.logits, self._batch.scores, norm=network.norm)
+        extras = Extras(network.norm)
+        self._multiply("logits", self._x, network.logits, self._batch.scores, extras)
 
     def _multiply(
-        self,
-        role: str,
-        x: torch.Tensor,
-        matrix: Matrix,
-        out: torch.Tensor,
-        *,
-        norm: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
+        self, role: str, x: torch.Tensor, matrix: Matrix, out: torch.Tensor, extras: Extras
     ) -> None:
-        weight, scale, bias = matrix
-        split = self._splits[role]
-        rows, size = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-        kernels.product[(triton.cdiv(rows, split.rows),)](
-            x,
-            weight if norm is None else norm,
-            weight,
-            weight if scale is None else scale,
-            weight if bias is None else bias,
-            x if residual is None else residual,
-            out,
-            rows,
-            size,
-            self._shape.epsilon,
-            ROWS=split.rows,
-            COLUMNS=split.columns,
-            NORM=norm is not None,
-            SCALE=scale is not None,
-            BIAS=bias is not None,
-            RESIDUAL=residual is not None,
-            GATED=gated,
-            OVERLAP=self._overlap,
-            num_warps=split.warps,
-            **self._launch,
-        )
+        extras = extras._replace(epsilon=self._shape.epsilon)
+        multiply(x, matrix, out, self._splits[role], extras, overlap=self._overlap)
 
     def _attend(self, number: int) -> None:
         batch, shape = self._batch, self._shape
@@ -226,6 +223,8 @@ class FusedStep:
             "logits": lambda _: self._multiply_logits(),
         }
         for role, work in by_role.items():
+            matrix = getattr(layers[0], role, self._batch.network.logits)
+            splits = SPLITS if matrix.scale is None else WORD_SPLITS
 
             def through_all(split: Split, role: str = role, work: object = work) -> None:
                 assert callable(work)
@@ -233,7 +232,7 @@ class FusedStep:
                 for layer in layers if role != "logits" else layers[:1]:
                     work(layer)
 
-            self._splits[role] = fastest(SPLITS, through_all)
+            self._splits[role] = fastest(splits, through_all)
 
         def attend(block: tuple[int, int]) -> None:
             self._block = block
@@ -243,6 +242,54 @@ class FusedStep:
         self._batch.positions.fill_(self._batch.context // 2)
         self._block = fastest(BLOCKS, attend)
         self._batch.positions.zero_()
+
+
+def multiply(
+    x: torch.Tensor,
+    matrix: Matrix,
+    out: torch.Tensor,
+    split: Split,
+    extras: Extras,
+    *,
+    overlap: bool = False,
+) -> None:
+    """Write the product of a vector and a linear layer into `out`, by the kernel of its weights."""
+    weight, scale, bias, zero = matrix
+    rows = weight.shape[0] // (2 if extras.gated else 1)
+    grid = (triton.cdiv(rows, split.rows),)
+    norm = weight if extras.norm is None else extras.norm
+    residual = x if extras.residual is None else extras.residual
+    rest = (weight if bias is None else bias, residual, out, rows)
+    flags: dict[str, Any] = {
+        "ROWS": split.rows,
+        "COLUMNS": split.columns,
+        "NORM": extras.norm is not None,
+        "BIAS": bias is not None,
+        "RESIDUAL": extras.residual is not None,
+        "GATED": extras.gated,
+        "OVERLAP": overlap,
+        "num_warps": split.warps,
+    }
+    if overlap:
+        flags["launch_pdl"] = True
+    if scale is None:
+        kernels.product[grid](x, norm, weight, *rest, weight.shape[1], extras.epsilon, **flags)
+        return
+    packed = weight.view(torch.int32)
+    words.quantised_product[grid](
+        x,
+        norm,
+        packed,
+        scale,
+        scale if zero is None else zero,
+        *rest,
+        packed.shape[1],
+        extras.epsilon,
+        FORM=FORMS[weight.dtype],
+        GROUP=matrix.group,
+        ZERO=zero is not None,
+        **flags,
+    )
 
 
 def fastest(ways: Sequence[Any], work: Callable[[Any], None]) -> Any:

@@ -33,7 +33,6 @@ def product(
     x: tl.tensor,
     norm: tl.tensor,
     weight: tl.tensor,
-    scale: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
     out: tl.tensor,
@@ -43,7 +42,6 @@ def product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NORM: tl.constexpr,
-    SCALE: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
@@ -93,10 +91,24 @@ def product(
         shrink = tl.rsqrt(tl.sum(squares, 0) / size + epsilon)
         total *= shrink
         other *= shrink
-    if SCALE:
-        total *= tl.load(scale + rows, mask=exists, other=0.0)
-        if GATED:
-            other *= tl.load(scale + rows_out + rows, mask=exists, other=0.0)
+    finish(total, other, bias, residual, out, rows, rows_out, BIAS, RESIDUAL, GATED)
+
+
+@triton.jit
+def finish(
+    total: tl.tensor,
+    other: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    rows_out: tl.tensor,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+) -> None:
+    """Write the sums of a product with what the flags add."""
+    exists = rows < rows_out
     if BIAS:
         total += tl.load(bias + rows, mask=exists, other=0.0).to(tl.float32)
     if GATED:

@@ -11,13 +11,28 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from pipeline.llm.torch_engine.products import (
+    MAX_ROWS,
+    product_of_rows,
+    unpacked_by_kernel,
+)
+
 
 class Matrix(NamedTuple):
     """A linear layer."""
 
-    weight: torch.Tensor  # [out, in], as activations or int8
-    scale: torch.Tensor | None = None  # [out] fp32, of int8
+    weight: torch.Tensor  # [out, in] as activations, int8 or fp8; int4: [out, in / 2] uint8
+    scale: torch.Tensor | None = None  # [out] fp32, of int8 and fp8; int4: [out, groups]
     bias: torch.Tensor | None = None  # [out]
+    zero: torch.Tensor | None = None  # [out, groups] uint8, of int4; None: 8
+
+    @property
+    def group(self) -> int:
+        """Return how many input values share a scale; 0: those of an output channel."""
+        if self.weight.dtype != torch.uint8:
+            return 0
+        assert self.scale is not None
+        return int(2 * self.weight.shape[1] // self.scale.shape[1])
 
 
 class LayerWeights(NamedTuple):
@@ -97,10 +112,29 @@ def rotations(network: Network, context: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """Return the product of [..., in] and a linear layer, [..., out] as `x`."""
     if matrix.scale is None:
         return functional.linear(x, matrix.weight, matrix.bias)
-    y = (functional.linear(x, matrix.weight.to(x.dtype)) * matrix.scale).to(x.dtype)
+    if x.is_cuda and x[..., 0].numel() <= MAX_ROWS:
+        parts = product_of_rows(x.flatten(0, -2), matrix.weight, matrix.scale, matrix.zero)
+        y = parts.sum(0).view(*x.shape[:-1], -1).to(x.dtype)
+    elif matrix.group:
+        y = functional.linear(x, unpacked(matrix).to(x.dtype))
+    else:
+        y = (functional.linear(x, matrix.weight.to(x.dtype)) * matrix.scale).to(x.dtype)
     return y if matrix.bias is None else y + matrix.bias
+
+
+def unpacked(matrix: Matrix) -> torch.Tensor:
+    """Return weights of int4 as numbers, [out, in] as the scales."""
+    weight, scale, _, zero = matrix
+    assert scale is not None
+    if weight.is_cuda:
+        return unpacked_by_kernel(weight, scale, zero)
+    groups = weight.view(*scale.shape, -1)
+    codes = torch.cat((groups & 15, groups >> 4), -1).to(scale.dtype)
+    codes = codes - (8 if zero is None else zero.to(scale.dtype)[..., None])
+    return (codes * scale[..., None]).flatten(1)
 
 
 def normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -91,8 +91,10 @@ class SteppedDecoder:
             "device": engine.target.device,
             "step": decoder.batch(1).way,
             "weights": weights,
-            "activations": str(decoder.network.embedding.dtype).removeprefix("torch."),
+            "activations": name_of(decoder.network.embedding.dtype),
         }
+        if weights.startswith("int4"):
+            self.facts["output head"] = name_of(decoder.network.logits.weight.dtype)
 
     def log_probs(self, ids: Ids, one_by_one: int) -> Logs:
         """Return the log-probabilities of all successors, [n, vocabulary]."""
@@ -102,3 +104,7 @@ class SteppedDecoder:
         parts += [batch.read_next([int(token)]) for token in ids[first:]]
         found: Logs = torch.cat(parts).double().log_softmax(-1).cpu().numpy()
         return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""From a module of transformers to our network: products joined, weights in fewer bits."""
+"""From a module of transformers to our network, with joined products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 """Of activations, by the format of the cache in a plan."""
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
-LARGEST = 127
 MOVING = ("dynamic", "longrope")
 """Rotations that depend on the length of the text."""
 
@@ -92,27 +91,3 @@ def joined(linears: Sequence[Any]) -> Matrix:
         raise ModelError("a bias is missing in part of the attention", "check config.json")
     bias = torch.cat([each.detach() for each in biases]) if biases else None
     return Matrix(weight, bias=bias)
-
-
-def in_int8(network: Network) -> Network:
-    """Return the network with all products in int8, one scale per output channel, symmetric.
-    Embedding and norms stay.
-    """
-    layers = tuple(
-        layer._replace(
-            qkv=quantised(layer.qkv),
-            output=quantised(layer.output),
-            gate_up=quantised(layer.gate_up),
-            down=quantised(layer.down),
-        )
-        for layer in network.layers
-    )
-    return network._replace(layers=layers, logits=quantised(network.logits))
-
-
-def quantised(matrix: Matrix) -> Matrix:
-    wide = matrix.weight.float()
-    scale = (wide.abs().amax(1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-    return Matrix(
-        torch.round(wide / scale[:, None]).to(torch.int8).contiguous(), scale, matrix.bias
-    )

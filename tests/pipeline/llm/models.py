@@ -55,12 +55,11 @@ def write_model(folder: Path, kind: str = "llama", scale: float = 0.08, **option
     tokenizer = trained_tokenizer()
     config = transformers.AutoConfig.for_model(
         kind,
-        **SIZES,
+        **SIZES | options,
         vocab_size=VOCABULARY,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=2,
-        **options,
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).float()

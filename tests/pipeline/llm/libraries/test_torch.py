@@ -25,7 +25,8 @@ from pipeline.llm.source import describe, find_source
 from pipeline.llm.texts import read_documents
 from pipeline.llm.torch_engine.decoder import Decoder
 from pipeline.llm.torch_engine.files import NETWORK_FILE, read_network
-from pipeline.llm.torch_engine.weights import in_int8, network_of
+from pipeline.llm.torch_engine.quantise import Form, quantised
+from pipeline.llm.torch_engine.weights import network_of
 from tests.pipeline.llm.models import language_plan, texts, write_model, write_texts
 from tests.pipeline.llm.torch_engine.test_decoder import PROMPTS, module_of
 
@@ -60,14 +61,17 @@ def scores_of(folder: Path, engine: LanguageEngine) -> Scores:
         ({"tie_word_embeddings": True}, "fp32", 1e-4, 1e-4),
         ({}, "bf16", 0.01, 0.03),  # a text read at once and one by one is rounded otherwise
         ({}, "int8", 0.02, 0.03),
+        ({}, "int4_sym", 0.6, 0.03),  # of random weights, four bits tell little
+        ({}, "int4_asym", 0.6, 0.03),
     ],
-    ids=["fp32, tied", "bf16", "int8"],
+    ids=["fp32, tied", "bf16", "int8", "int4_sym", "int4_asym"],
 )
 def test_a_built_engine_says_what_the_model_says(
     tmp_path: Path, options: dict[str, Any], weights: str, limit: float, path_limit: float
 ) -> None:
     engine = built(tmp_path, weights, **options)
-    assert (engine.label, engine.is_on_gpu) == (f"torch {weights}", False)
+    label = f"torch {weights} g64" if weights.startswith("int4") else f"torch {weights}"
+    assert (engine.label, engine.is_on_gpu) == (label, False)
     scores = scores_of(tmp_path, engine)
     judged = judge(scores, LanguageAccuracy(max_perplexity_increase=1.0, max_kl=limit))
     assert judged.passed, judged.failures
@@ -75,14 +79,18 @@ def test_a_built_engine_says_what_the_model_says(
     ways = ["in a batch of 4", "in slots, prompt in chunks of 24"]
     assert [each.way for each in scores.ways] == ways
     assert scores.facts["step"] == "eager"
+    assert scores.facts.get("output head") == ("int8" if "int4" in weights else None)
     assert torch_.weight_bytes_read(engine) < engine.weight_bytes
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])  # with biases; with norms of heads
-def test_a_network_is_the_same_after_it_was_written(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "form"),  # with biases; with norms of heads
+    [("qwen2", "int8"), ("qwen3", "fp8"), ("qwen2", "int4_asym"), ("qwen3", "int4_sym")],
+)
+def test_a_network_is_the_same_after_it_was_written(kind: str, form: Form, tmp_path: Path) -> None:
     from pipeline.llm.torch_engine.files import write_network
 
-    network = in_int8(network_of(module_of(write_model(tmp_path / "model", kind))))
+    network = quantised(network_of(module_of(write_model(tmp_path / "model", kind))), form, 32)
     write_network(network, tmp_path)
     again = read_network(tmp_path, "cpu")
     one, other = (Decoder(each, 128).generate_together(PROMPTS, 8) for each in (network, again))
@@ -142,7 +150,7 @@ def test_a_plan_for_a_gpu_has_our_candidates(tmp_path: Path) -> None:
     source = find_source(str(write_model(tmp_path / "model")))
     about = describe(source, 256)
     labels = [each.label for each in torch_.default_candidates(about, source, plan)]
-    assert labels == ["torch bf16", "torch int8"]
+    assert labels == ["torch bf16", "torch int8", "torch int4_asym g64", "torch int4_sym g64"]
     assert language_plan(tmp_path, "m").get("device") is None, "the default is a CPU"
 
 
@@ -151,7 +159,23 @@ def test_a_plan_for_a_gpu_has_our_candidates(tmp_path: Path) -> None:
     [
         ({"device": "gpu", "candidates": [{"weights": "int8"}]}, "is of openvino_genai, expected"),
         ({"device": "tpu"}, "device"),
-        ({"candidates": [{"library": "torch", "weights": "int4_sym"}]}, "got int4_sym"),
+        ({"candidates": [{"library": "torch", "weights": "stored"}]}, "got stored"),
+        (
+            {"candidates": [{"library": "torch", "weights": "int4_sym", "group_size": 48}]},
+            "expected 32, 64, 128, got 48",
+        ),
+        (
+            {"candidates": [{"library": "torch", "weights": "int4_sym", "awq": True}]},
+            "awq and scale_estimation are for int4 weights of openvino_genai",
+        ),
+        (
+            {"candidates": [{"library": "torch", "weights": "fp8", "group_size": 64}]},
+            "are for int4 weights",
+        ),
+        (
+            {"candidates": [{"library": "torch", "weights": "fp8"}]},
+            "'torch fp8' needs a GPU that has fp8, got `device: cpu`",
+        ),
         ({"candidates": [{"weights": "bf16"}]}, "weights of openvino_genai"),
         (
             {"candidates": [{"library": "torch", "weights": "bf16", "kv_cache": "u8"}]},

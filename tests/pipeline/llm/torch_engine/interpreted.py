@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import get_args
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ import transformers
 
 from pipeline.llm.torch_engine.decoder import Decoder
 from pipeline.llm.torch_engine.network import Network
-from pipeline.llm.torch_engine.weights import in_int8, network_of
+from pipeline.llm.torch_engine.quantise import Form, quantised
+from pipeline.llm.torch_engine.weights import network_of
 
 PROMPT = np.arange(5, 70)
 FOLLOWING = (20, 30)
@@ -31,7 +33,10 @@ def main(folder: str) -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     network = network_of(module.eval())
     found = {}
-    for name, each in (("fp32", network), ("int8", in_int8(network))):
+    networks = {"fp32": network}
+    for form in get_args(Form):
+        networks[form] = quantised(network, form, 32)
+    for name, each in networks.items():
         wanted, got = scores_of(each, "eager"), scores_of(each, "fused")
         found[name] = float((wanted - got).abs().max())
         answers = [Decoder(each, 128, "eager").generate_together([PROMPT], 2)]

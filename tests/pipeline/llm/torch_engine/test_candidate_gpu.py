@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from pipeline.llm.engine import LanguageEngine
@@ -24,8 +25,11 @@ pytestmark = [
 def test_a_random_llama_is_compiled_for_a_gpu_and_answers(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", scale=0.2)
     benchmark = {"prompt_tokens": 16, "output_tokens": 8, "concurrency": [1, 2], "budget_s": 60}
-    candidates = [{"library": "torch", "weights": each} for each in ("fp32", "bf16", "int8")]
-    accuracy = {"max_perplexity_increase": 1.0, "max_kl": 0.05}
+    forms = ["fp32", "bf16", "int8", "int4_sym", "int4_asym"]
+    forms += ["fp8"] * (torch.cuda.get_device_capability() >= (8, 9))
+    candidates = [{"library": "torch", "weights": each} for each in forms]
+    # of random weights, int4 keeps little
+    accuracy = {"max_perplexity_increase": 1.0, "max_kl": 0.8}
     plan = language_plan(
         tmp_path,
         model,
@@ -38,10 +42,13 @@ def test_a_random_llama_is_compiled_for_a_gpu_and_answers(tmp_path: Path) -> Non
     done = crucible("compile", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out"))
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     rows = {each["label"]: each for each in report["candidates"]}
-    assert set(rows) == {"torch fp32", "torch bf16", "torch int8"}, done.err
-    assert [each["failure"] for each in rows.values()] == ["", "", ""]
+    labels = {f"torch {each}{' g64' * each.startswith('int4')}" for each in forms}
+    assert set(rows) == labels, done.err
+    assert {each["failure"] for each in rows.values()} == {""}
     for label, row in rows.items():
         assert row["judged"]["failures"] == [], label
+        limit = 0.8 if "int4" in label else 0.15 if "fp8" in label else 0.05
+        assert row["judged"]["divergence"]["value"] < limit, label
         assert row["facts"]["step"] in ("fused", "overlapped"), label
         levels = {each["concurrency"] for each in row["times"]["levels"]}
         assert levels == {1, 2}, label
