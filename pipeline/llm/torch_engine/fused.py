@@ -53,17 +53,14 @@ WORD_SPLITS = (
     Split(8, 128, 4),
     Split(4, 128, 4),
     Split(16, 128, 4),
-    Split(8, 256, 4),
     Split(4, 256, 4),
     Split(8, 64, 2),
-    Split(16, 64, 2),
-    Split(4, 128, 1),
-    Split(8, 64, 1),
     Split(16, 32, 1),
     Split(8, 256, 8),
 )
-"""Of quantised weights, whose columns are words of 4 or 8 values. A row of `x` is 16 to 32 times as
-long as one of the weights, so that less than 4 rows would read more of it than the caches deliver.
+"""Of quantised weights, whose columns are words of 4 or 8 values. `x` and its norm have 6 to 12 times
+the bytes of a row of weights: programs of less than 4 rows would read more of them than a cache
+delivers.
 """
 
 UNTUNED = Split(64, 64, 4)

@@ -116,7 +116,9 @@ def product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     if matrix.scale is None:
         return functional.linear(x, matrix.weight, matrix.bias)
     if x.is_cuda and x[..., 0].numel() <= MAX_ROWS:
-        parts = product_of_rows(x.flatten(0, -2), matrix.weight, matrix.scale, matrix.zero)
+        parts = product_of_rows(
+            x.reshape(-1, x.shape[-1]), matrix.weight, matrix.scale, matrix.zero
+        )
         y = parts.sum(0).view(*x.shape[:-1], -1).to(x.dtype)
     elif matrix.group:
         y = functional.linear(x, unpacked(matrix).to(x.dtype))
