@@ -1,13 +1,25 @@
 """The kernels of quantised weights beside plain torch, on a GPU."""
 
+import gc
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from pipeline.llm.torch_engine.network import Matrix, product, unpacked
+from pipeline.llm.torch_engine.decoder import Decoder
+from pipeline.llm.torch_engine.network import Matrix, matrices_of, product, unpacked
 from pipeline.llm.torch_engine.products import product_of_rows
-from pipeline.llm.torch_engine.quantise import Form, quantised_matrix
+from pipeline.llm.torch_engine.quantise import Form, quantised, quantised_matrix
+from pipeline.llm.torch_engine.weights import network_of
+from tests.pipeline.llm.models import write_model
+from tests.pipeline.llm.torch_engine.test_decoder import module_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # of torch's own import of inductor
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
 
 FORMS = [("int8", 64), ("fp8", 64), ("int4_sym", 32), ("int4_sym", 128), ("int4_asym", 64)]
 ROWS = (1, 2, 8, 33, 64)
@@ -78,3 +90,21 @@ def test_one_row_is_multiplied_as_by_torch(form: Form, group: int, gated: bool) 
         extras = fused.Extras(norm, residual[:rows], gated, epsilon=1e-5)
         fused.multiply(x, matrix, out, split, extras)
         assert (out - wanted).abs().max() < 1e-3 * wanted.abs().max(), split
+
+
+def test_weights_outlive_the_steps_that_were_recorded(tmp_path: Path) -> None:
+    """Scratch of a step that was free again became scales, and the step wrote into them."""
+    network = network_of(module_of(write_model(tmp_path)).to("cuda", torch.bfloat16))
+    prompt = np.arange(5, 21)
+    Decoder(network, 64).generate_together([prompt], 4)
+    gc.collect()
+    narrow = quantised(network, "int8")
+    weights = [part for layer in narrow.layers for each in matrices_of(layer) for part in each]
+    kept = [part.clone() for part in weights if part is not None]
+    others = [Decoder(each, 64) for each in (network, narrow)]
+    for _ in range(20):
+        for decoder in others:
+            decoder.generate_together([prompt], 32)
+            decoder.generate_together([prompt, prompt[::-1].copy()], 8)
+    now = [part for part in weights if part is not None]
+    assert all(map(torch.equal, now, kept))
