@@ -144,28 +144,16 @@ ACTIVATIONS: dict[str, CacheFormat] = {"fp32": "f32", "fp16": "f16"}
 """The format of activations, keys and values of our decoder, by that of its weights. Others: bf16.
 """
 
-TORCH_GROUPS = (32, 64, 128)
-DEFAULT_TORCH_GROUP = 64
-
-ORT_GROUPS = (16, 32, 64, 128, 256)
-"""Sizes of groups that the builder of ONNX Runtime GenAI has."""
-
-DEFAULT_ORT_GROUP = 32
+GROUPS: dict[str, tuple[int, ...]] = {
+    "onnxruntime_genai": (32, 16, 64, 128, 256),
+    "torch": (64, 32, 128),
+}
+"""Sizes of groups that a library has; the first one is the default."""
 
 
-def _default_group(written: Mapping[object, object]) -> int:
-    weights = str(written.get("weights"))
-    if written.get("library") == "torch":
-        return DEFAULT_TORCH_GROUP if weights.startswith("int4") else 0
-    return 0 if weights == "fp32" else DEFAULT_ORT_GROUP
-
-
-def _check_group(candidate: LanguageCandidate, known: tuple[int, ...]) -> None:
-    if candidate.group_size not in known:
-        raise ValueError(
-            f"group_size of {candidate.library} {candidate.weights}: expected"
-            f" {', '.join(map(str, known))}, got {candidate.group_size}"
-        )
+def _groups(library: str, weights: str) -> tuple[int, ...]:
+    in_groups = weights.startswith("int4") or (weights, library) == ("int8", "onnxruntime_genai")
+    return GROUPS[library] if in_groups else (0,)
 
 
 class LanguageCandidate(Frozen):
@@ -221,12 +209,11 @@ class LanguageCandidate(Frozen):
         """Two libraries have one format of the cache: a plan need not name it."""
         if not isinstance(written, Mapping):
             return written
-        if written.get("library") == "onnxruntime_genai":
-            return {"kv_cache": "f32", "group_size": _default_group(written), **written}
-        if written.get("library") != "torch":
+        library, weights = str(written.get("library")), str(written.get("weights"))
+        if library not in GROUPS:
             return written
-        cache = ACTIVATIONS.get(str(written.get("weights")), "bf16")
-        return {"kv_cache": cache, "group_size": _default_group(written), **written}
+        cache = ACTIVATIONS.get(weights, "bf16") if library == "torch" else "f32"
+        return {"kv_cache": cache, "group_size": _groups(library, weights)[0], **written}
 
     @model_validator(mode="after")
     def _library_has_the_format(self) -> LanguageCandidate:
@@ -241,26 +228,23 @@ class LanguageCandidate(Frozen):
                 raise ValueError(
                     f"torch {self.weights}: leave out arithmetic and kv_cache, which is {wanted}"
                 )
-            if self.weights.startswith("int4"):
-                _check_group(self, TORCH_GROUPS)
-            self._check_no_texts()
         if self.library == "onnxruntime_genai":
-            self._check_onnxruntime()
+            if self.kv_cache != "f32":
+                raise ValueError("onnxruntime_genai: leave out kv_cache, which is f32")
+            if self.arithmetic not in ("auto", "f32"):
+                raise ValueError(
+                    f"arithmetic of {self.library}: expected auto or f32, got {self.arithmetic}"
+                )
+        if self.library in GROUPS:
+            groups = sorted(_groups(self.library, self.weights))
+            if self.group_size not in groups:
+                raise ValueError(
+                    f"group_size of {self.library} {self.weights}: expected"
+                    f" {', '.join(map(str, groups))}, got {self.group_size}"
+                )
+            if self.awq or self.scale_estimation:
+                raise ValueError("awq and scale_estimation are for int4 weights of openvino_genai")
         return self
-
-    def _check_onnxruntime(self) -> None:
-        if self.kv_cache != "f32":
-            raise ValueError("onnxruntime_genai: leave out kv_cache, which is f32")
-        if self.arithmetic not in ("auto", "f32"):
-            raise ValueError(
-                f"arithmetic of onnxruntime_genai: expected auto or f32, got {self.arithmetic}"
-            )
-        _check_group(self, ORT_GROUPS if self.weights != "fp32" else (0,))
-        self._check_no_texts()
-
-    def _check_no_texts(self) -> None:
-        if self.awq or self.scale_estimation:
-            raise ValueError("awq and scale_estimation are for int4 weights of openvino_genai")
 
     @model_validator(mode="after")
     def _int8_needs_few_bits(self) -> LanguageCandidate:
@@ -270,17 +254,14 @@ class LanguageCandidate(Frozen):
 
     @model_validator(mode="after")
     def _only_int4_has_groups(self) -> LanguageCandidate:
-        has_groups = self.group_size and self.library != "onnxruntime_genai"
-        if not self.weights.startswith("int4") and (
-            has_groups or self.awq or self.scale_estimation
-        ):
+        is_asked = self.group_size or self.awq or self.scale_estimation
+        if self.library not in GROUPS and is_asked and not self.weights.startswith("int4"):
             raise ValueError("group_size, awq and scale_estimation are for int4 weights")
         return self
 
     @property
     def label(self) -> str:
-        """The unique short name for tables: `int4_asym g64 kv-u8`,
-        `torch int4_sym g64`, `ort-genai int8 g32`."""
+        """The unique short name for tables: `int4_asym g64 kv-u8`, `torch int4_sym g64`."""
         if self.library == "torch":
             return f"torch {self.weights}" + f" g{self.group_size}" * bool(self.group_size)
         is_ort = self.library == "onnxruntime_genai"

@@ -58,9 +58,9 @@ WORD_SPLITS = (
     Split(16, 32, 1),
     Split(8, 256, 8),
 )
-"""Of quantised weights, whose columns are words of 4 or 8 values. `x` and its norm have 6 to 12 times
-the bytes of a row of weights: programs of less than 4 rows would read more of them than a cache
-delivers.
+"""Of quantised weights, whose columns are words of 4 or 8 values. `x` and its norm have 6 to 12
+times the bytes of a row of weights: programs of less than 4 rows would read more of them than a
+cache delivers.
 """
 
 UNTUNED = Split(64, 64, 4)

@@ -170,7 +170,7 @@ def test_a_plan_for_a_gpu_has_our_candidates(tmp_path: Path) -> None:
         ),
         (
             {"candidates": [{"library": "torch", "weights": "fp8", "group_size": 64}]},
-            "are for int4 weights",
+            "group_size of torch fp8: expected 0, got 64",
         ),
         (
             {"candidates": [{"library": "torch", "weights": "fp8"}]},
