@@ -377,7 +377,10 @@ class LanguagePlan(Frozen):
     )
     effort: Effort = Field(
         default="normal",
-        description="`high`: int4 by AWQ and scale estimation, too. It takes minutes more.",
+        description=(
+            "`high`: on a CPU int4 by AWQ and scale estimation, on a GPU int4_sym and fp8, too. It"
+            " takes minutes more."
+        ),
     )
     benchmark: LanguageBenchmark = Field(
         default=LanguageBenchmark(), description="The request that decides about speed."
@@ -467,7 +470,7 @@ def _check_lengths(plan: LanguagePlan) -> None:
     if twice := next((label for label in labels if labels.count(label) > 1), ""):
         raise PlanError(f"candidates: '{twice}' is listed twice", "remove one")
     asks = any(candidate.awq or candidate.scale_estimation for candidate in plan.candidates)
-    asks = asks or (not plan.candidates and plan.effort == "high")
+    asks = asks or (not plan.candidates and plan.effort == "high" and plan.device == "cpu")
     if asks and plan.texts.calibration is None:
         raise PlanError(
             "expected texts.calibration, because a candidate has awq or scale_estimation",

@@ -52,9 +52,12 @@ def target(device: Device) -> Target:
 def default_candidates(
     about: Description, source: Source, plan: LanguagePlan
 ) -> tuple[LanguageCandidate, ...]:
-    forms: list[WeightFormat] = ["bf16", "int8", "int4_asym", "int4_sym"]
-    if plan.device == "gpu" and has_fp8(target("gpu")):
-        forms.append("fp8")
+    forms: list[WeightFormat] = ["bf16", "int8", "int4_asym"]
+    if plan.effort == "high":
+        forms.append("int4_sym")
+        # of the bits of int8, and less exact
+        if plan.device == "gpu" and has_fp8(target("gpu")):
+            forms.append("fp8")
     return tuple(LanguageCandidate(library="torch", weights=each) for each in forms)
 
 

@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
 
 class Split(NamedTuple):
-    """How a product is split: rows of one program, columns of one turn of its loop."""
+    """How a product is split: rows of one program, columns of one turn of its loop.
+
+    `in_words`: quantised weights are read as words of 32 bits, which are the columns. int4 always
+    is.
+    """
 
     rows: int
     columns: int
     warps: int
+    in_words: bool = False
 
 
 class Extras(NamedTuple):
@@ -50,13 +55,13 @@ SPLITS = (
 """Turns as wide as all threads read at once, 16 bytes each: then no data crosses between warps."""
 
 WORD_SPLITS = (
-    Split(8, 128, 4),
-    Split(4, 128, 4),
-    Split(16, 128, 4),
-    Split(4, 256, 4),
-    Split(8, 64, 2),
-    Split(16, 32, 1),
-    Split(8, 256, 8),
+    Split(8, 128, 4, in_words=True),
+    Split(4, 128, 4, in_words=True),
+    Split(16, 128, 4, in_words=True),
+    Split(4, 256, 4, in_words=True),
+    Split(8, 64, 2, in_words=True),
+    Split(16, 32, 1, in_words=True),
+    Split(8, 256, 8, in_words=True),
 )
 """Of quantised weights, whose columns are words of 4 or 8 values. `x` and its norm have 6 to 12
 times the bytes of a row of weights: programs of less than 4 rows would read more of them than a
@@ -221,7 +226,7 @@ class FusedStep:
         }
         for role, work in by_role.items():
             matrix = getattr(layers[0], role, self._batch.network.logits)
-            splits = SPLITS if matrix.scale is None else WORD_SPLITS
+            splits = splits_of(matrix)
 
             def through_all(split: Split, role: str = role, work: object = work) -> None:
                 assert callable(work)
@@ -241,6 +246,13 @@ class FusedStep:
         self._batch.positions.zero_()
 
 
+def splits_of(matrix: Matrix) -> tuple[Split, ...]:
+    """Return the splits of which the fastest is looked for."""
+    if matrix.scale is None:
+        return SPLITS
+    return WORD_SPLITS if matrix.group else (*SPLITS, *WORD_SPLITS)
+
+
 def multiply(
     x: torch.Tensor,
     matrix: Matrix,
@@ -250,7 +262,7 @@ def multiply(
     *,
     overlap: bool = False,
 ) -> None:
-    """Write the product of a vector and a linear layer into `out`, by the kernel of its weights."""
+    """Write the product of a vector and a linear layer into `out`, by the kernel of the split."""
     weight, scale, bias, zero = matrix
     rows = weight.shape[0] // (2 if extras.gated else 1)
     grid = (triton.cdiv(rows, split.rows),)
@@ -269,8 +281,19 @@ def multiply(
     }
     if overlap:
         flags["launch_pdl"] = True
-    if scale is None:
-        kernels.product[grid](x, norm, weight, *rest, weight.shape[1], extras.epsilon, **flags)
+    if scale is None or not (split.in_words or matrix.group):
+        scales = weight if scale is None else scale
+        kernels.product[grid](
+            x,
+            norm,
+            weight,
+            scales,
+            *rest,
+            weight.shape[1],
+            extras.epsilon,
+            SCALE=scale is not None,
+            **flags,
+        )
         return
     packed = weight.view(torch.int32)
     words.quantised_product[grid](

@@ -33,6 +33,7 @@ def product(
     x: tl.tensor,
     norm: tl.tensor,
     weight: tl.tensor,
+    scale: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
     out: tl.tensor,
@@ -46,6 +47,7 @@ def product(
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
+    SCALE: tl.constexpr,
 ) -> None:
     """out [rows_out] = weight [rows_out, size] @ x [size], with what the flags add.
 
@@ -91,6 +93,10 @@ def product(
         shrink = tl.rsqrt(tl.sum(squares, 0) / size + epsilon)
         total *= shrink
         other *= shrink
+    if SCALE:
+        total *= tl.load(scale + rows, mask=exists, other=0.0)
+        if GATED:
+            other *= tl.load(scale + rows_out + rows, mask=exists, other=0.0)
     finish(total, other, bias, residual, out, rows, rows_out, BIAS, RESIDUAL, GATED)
 
 

@@ -139,7 +139,9 @@ def plan_with(**keys: Any) -> LanguagePlan:
     return language_plan_from_document({**PLAN, **keys}, Path("/"))
 
 
-def test_a_plan_for_a_gpu_has_our_candidates(tmp_path: Path) -> None:
+def test_a_plan_for_a_gpu_has_our_candidates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert libraries_of(plan_with()) == ("openvino_genai",)
     assert libraries_of(plan_with(device="gpu")) == ("torch",)
     mixed = [{"weights": "int8"}, {"library": "torch", "weights": "bf16"}]
@@ -150,7 +152,13 @@ def test_a_plan_for_a_gpu_has_our_candidates(tmp_path: Path) -> None:
     source = find_source(str(write_model(tmp_path / "model")))
     about = describe(source, 256)
     labels = [each.label for each in torch_.default_candidates(about, source, plan)]
-    assert labels == ["torch bf16", "torch int8", "torch int4_asym g64", "torch int4_sym g64"]
+    assert labels == ["torch bf16", "torch int8", "torch int4_asym g64"]
+    thorough = plan_with(device="gpu", effort="high")
+    for has_fp8 in (False, True):
+        monkeypatch.setattr(torch_, "target", lambda _: None)
+        monkeypatch.setattr(torch_, "has_fp8", lambda _, has_fp8=has_fp8: has_fp8)
+        more = [each.label for each in torch_.default_candidates(about, source, thorough)]
+        assert more == [*labels, "torch int4_sym g64", *["torch fp8"] * has_fp8]
     assert language_plan(tmp_path, "m").get("device") is None, "the default is a CPU"
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 
+from pipeline.llm.torch_engine import fused
 from pipeline.llm.torch_engine.decoder import Decoder
 from pipeline.llm.torch_engine.network import Network
 from pipeline.llm.torch_engine.quantise import Form, quantised
@@ -33,10 +34,14 @@ def main(folder: str) -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     network = network_of(module.eval())
     found = {}
-    networks = {"fp32": network}
+    networks = {"fp32": (network, False)}
     for form in get_args(Form):
-        networks[form] = quantised(network, form, 32)
-    for name, each in networks.items():
+        narrow = quantised(network, form, 32)
+        networks[f"{form} in words"] = narrow, True
+        if not form.startswith("int4"):
+            networks[form] = narrow, False
+    for name, (each, in_words) in networks.items():
+        fused.UNTUNED = fused.UNTUNED._replace(in_words=in_words)
         wanted, got = scores_of(each, "eager"), scores_of(each, "fused")
         found[name] = float((wanted - got).abs().max())
         answers = [Decoder(each, 128, "eager").generate_together([PROMPT], 2)]

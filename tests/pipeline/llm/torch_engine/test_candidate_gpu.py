@@ -22,10 +22,11 @@ pytestmark = [
 ]
 
 
+@pytest.mark.timeout(900)  # each candidate is compiled by several processes
 def test_a_random_llama_is_compiled_for_a_gpu_and_answers(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", scale=0.2)
     benchmark = {"prompt_tokens": 16, "output_tokens": 8, "concurrency": [1, 2], "budget_s": 60}
-    forms = ["fp32", "bf16", "int8", "int4_sym", "int4_asym"]
+    forms = ["bf16", "int8", "int4_asym"]
     forms += ["fp8"] * (torch.cuda.get_device_capability() >= (8, 9))
     candidates = [{"library": "torch", "weights": each} for each in forms]
     # of random weights, int4 keeps little

@@ -62,7 +62,7 @@ def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], cach
     ("name", "constants"),
     [
         ("embed", {"BLOCK": 1024}),
-        ("product", {"ROWS": 4, "COLUMNS": 1024, **FLAGS}),
+        ("product", {"ROWS": 4, "COLUMNS": 1024, "SCALE": True, **FLAGS}),
         ("attention", {"HEADS": 32, "CACHE_HEADS": 8, "HALF": 64, "BLOCK": 64, "NORMS": True}),
         ("best_of_parts", {"BLOCK": 1024}),
         ("choice", {"BLOCK": 128}),

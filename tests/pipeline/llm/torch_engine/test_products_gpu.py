@@ -86,7 +86,7 @@ def test_one_row_is_multiplied_as_by_torch(form: Form, group: int, gated: bool) 
     wanted = wanted + residual[:rows].double()
     if gated:
         matrix = matrix._replace(bias=None)
-    for split in (*fused.WORD_SPLITS, fused.UNTUNED):
+    for split in (*fused.splits_of(matrix), fused.UNTUNED):
         out = torch.zeros(rows, device="cuda")
         extras = fused.Extras(norm, residual[:rows], gated, epsilon=1e-5)
         fused.multiply(x, matrix, out, split, extras)
