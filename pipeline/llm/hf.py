@@ -55,8 +55,8 @@ def load_model(source: Source) -> Any:
 def use_cores(threads: int = 0) -> None:
     """Let torch compute on this number of threads, or on the cores that this process may use.
 
-    torch itself counts the cores of the machine: in a container with a quota, threads beyond it
-    wait for each other. A lower OMP_NUM_THREADS counts.
+    torch itself knows no quota of a container: threads beyond it wait for each other. A lower
+    OMP_NUM_THREADS counts.
     """
     import torch
 
