@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.errors import BackendUnavailable, ModelError
+from pipeline.host.environment import usable_cores
 from pipeline.llm.source import INSTALL, Source
 
 
@@ -49,6 +50,17 @@ def load_model(source: Source) -> Any:
             place, dtype=torch.float32, local_files_only=True, **arguments
         )
         return model.eval()
+
+
+def use_cores(threads: int = 0) -> None:
+    """Let torch compute on this number of threads, or on the cores that this process may use.
+
+    torch itself knows no quota of a container: threads beyond it wait for each other. A lower
+    OMP_NUM_THREADS counts.
+    """
+    import torch
+
+    torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
 
 
 def load_tokenizer(source: Source) -> Any:

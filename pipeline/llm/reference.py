@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.core.artifacts import Artifact
 from pipeline.core.progress import Progress, silent
-from pipeline.llm.hf import load_model, load_tokenizer, token_ids
+from pipeline.llm.hf import load_model, load_tokenizer, token_ids, use_cores
 from pipeline.llm.plan import GREEDY_PROMPT_TOKENS, GREEDY_TOKENS, Device
 from pipeline.llm.source import Source
 from pipeline.llm.texts import Documents
@@ -77,6 +77,7 @@ def refer(
     import torch
 
     progress(None, "loading the model in fp32")
+    use_cores()
     tokenizer, model = load_tokenizer(source), load_model(source)
     place = _placed(model, device)
     rows: list[ReferenceDocument] = []

@@ -14,7 +14,7 @@ from pipeline.core.frozen import Frozen
 from pipeline.errors import InternalError, ModelError
 from pipeline.llm.engine import LanguageEngine
 from pipeline.llm.export import genai, last_line
-from pipeline.llm.hf import load_model
+from pipeline.llm.hf import load_model, use_cores
 from pipeline.llm.reference import Ids
 from pipeline.llm.source import Source
 from pipeline.measurement.clock import monotonic
@@ -202,8 +202,7 @@ class InTransformers:
     def __init__(self, source: Source, threads: int = 0, *, on_gpu: bool = False) -> None:
         import torch
 
-        if threads:
-            torch.set_num_threads(threads)
+        use_cores(threads)
         self._model = load_model(source)
         if on_gpu:
             self._model = self._model.to("cuda", torch.bfloat16)

@@ -15,6 +15,11 @@ from service.registry.models import Version
 
 CGROUP = Path("/sys/fs/cgroup")
 
+LANGUAGE_RESERVE_BYTES = 2**30
+"""Memory of a GPU that a language model needs beside weights and cache, before its first load has
+told: the context of CUDA, the workspaces of its libraries and the work on a part of a prompt.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -46,12 +51,16 @@ class Cache:
 def need_of(version: Version) -> Need:
     """Estimate the memory of one instance.
 
-    The sources, best first: its last load, its benchmark, the size of its files (too low).
+    The sources, best first: its last load, its benchmark, the size of its files (too low). For a
+    language model on a GPU there is a reserve on top of its files.
     """
     if version.memory_bytes:
         return Need(max(version.memory_bytes, version.size_bytes), "as when it was loaded before")
     if version.peak_bytes:
         return Need(max(version.peak_bytes, version.size_bytes), "as in its benchmark")
+    if version.language and version.on_gpu:
+        reserve = LANGUAGE_RESERVE_BYTES
+        return Need(version.size_bytes + reserve, f"its files, {_mib(reserve)} to compute in")
     return Need(version.size_bytes, "its files alone")
 
 

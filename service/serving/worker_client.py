@@ -191,6 +191,8 @@ class WorkerProcess(ABC):
             return DamagedError(self._failed.message, self._failed.next_step)
         kind = TimedOut if is_late else HostError
         advice = "the server's log holds the output of the worker"
+        if is_late:
+            advice = f"load it while the host is less busy, or raise `load_timeout_s`; {advice}"
         return kind(f"the worker of '{name}' on {self._about.device} {message}", advice)
 
     @property

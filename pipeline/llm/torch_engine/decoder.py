@@ -83,19 +83,23 @@ def recorded(work: Work, device: torch.device, memory: Any = None) -> Work:
     """Return what does this work again: the replay of a CUDA graph, or the work itself on a CPU.
     The work is done some times first.
 
-    Works that share `memory` compute in the same place: what they leave must be outside, as in
-    Buffers, and one must end before the next begins.
+    Works that share `memory` compute in the same place, and each overwrites what the others left
+    there. So their results must be outside, where they were allocated before: a step and a reader
+    of prompts copy theirs into Buffers, and what a step of fused kernels keeps is made before.
+    And one must end before the next begins: all are replayed by one thread on one stream.
     """
     if device.type != "cuda":
         return work
-    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    recording = torch.cuda.graph(graph, pool=memory)
+    # one for all works: cuBLAS has a workspace of many MiB for each stream, and keeps it
+    stream = recording.capture_stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):  # compiles, tunes and fills the workspaces of cuBLAS
+        for _ in range(2):  # compiles, tunes and makes the workspace of cuBLAS
             work()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory):
+    with recording:
         work()
     return Recording(graph.replay, work)
 

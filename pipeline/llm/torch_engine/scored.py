@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.hf import use_cores
 from pipeline.llm.reference import Ids
 from pipeline.llm.served import Generation, Room
 from pipeline.llm.torch_engine.decoder import Decoder
@@ -23,8 +24,7 @@ class ScoredDecoder:
     """Answers by the steps that serve, and scores texts that are read at once."""
 
     def __init__(self, engine: LanguageEngine, room: Room) -> None:
-        if room.threads:
-            torch.set_num_threads(room.threads)
+        use_cores(room.threads)
         network = read_network(engine.root, "cuda" if engine.is_on_gpu else "cpu")
         self._decoder = Decoder(network, room.context)
         self.graph = SteppedDecoder(self._decoder, engine)

@@ -46,7 +46,7 @@ from service.serving.replica import Supervised
 from service.serving.stats import Traffic
 from service.storage.layout import Work
 
-SLOTS_LOAD_S = 600.0  # on a GPU: a step is compiled for each size of a batch
+STEP_COMPILE_S = 120.0  # on a GPU, at most, for each size of a batch
 STUCK_S = 120.0  # a worker that is silent for so long hangs: it speaks after each step
 
 
@@ -85,8 +85,10 @@ class LanguageSpec:
     @property
     def ready_s(self) -> float:
         """The time-out for the worker, with what it compiles while it loads."""
-        compiles = self._has_slots and self.engine.is_on_gpu
-        return max(self.load_s, SLOTS_LOAD_S) if compiles else self.load_s
+        if not (self._has_slots and self.engine.is_on_gpu):
+            return self.load_s
+        sizes = 1 + (self.together - 1).bit_length()  # 1, 2, 4 ... and all answers
+        return self.load_s + sizes * STEP_COMPILE_S
 
     @property
     def _has_slots(self) -> bool:

@@ -6,12 +6,13 @@ import psutil
 import pytest
 
 from service.errors import Conflict
-from service.registry.models import Version
+from service.registry.models import LanguageSize, Version
 from service.serving.memory_check import (
     Cache,
     Need,
     check_fit,
     fitting_instances,
+    fitting_tokens,
     free_bytes,
     need_of,
 )
@@ -39,6 +40,23 @@ def test_what_is_known_best_counts(
     memory: int | None, peak: int, size: int, needed: int, how: str
 ) -> None:
     assert need_of(known(memory, peak, size)) == Need(needed, how)
+
+
+@pytest.mark.parametrize(
+    ("memory", "on_gpu", "needed"),
+    [(None, True, 2**30 + 2**20), (None, False, 2**20), (2**25, True, 2**25)],
+)
+def test_a_language_model_has_a_reserve_until_a_gpu_has_loaded_it(
+    memory: int | None, on_gpu: bool, needed: int
+) -> None:
+    size = LanguageSize(context=64, vocabulary=8, cache_bytes_per_token=2.0**20)
+    model = known(memory, 0, 2**20).model_copy(update={"on_gpu": on_gpu, "language": size})
+    assert need_of(model).bytes == needed
+    assert fitting_tokens(model, needed + 6 * 2**20) == 3
+    cache = Cache("max_batch", 3, 2**26)
+    with pytest.raises(Conflict) as error:
+        check_fit(model, 1, needed + cache.bytes - 1, "gpu:0", cache)
+    assert error.value.next_step.endswith("set `max_batch` to 2 at most")
 
 
 def test_both_numbers_are_told() -> None:

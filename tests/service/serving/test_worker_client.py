@@ -98,9 +98,10 @@ def test_a_worker_that_hangs_while_it_loads_has_its_time_and_no_more(
     tmp_path: Path, engine: Engine
 ) -> None:
     async def story() -> None:
-        with pytest.raises(TimedOut, match=r"did not load its engine within 0.5 s"):
+        with pytest.raises(TimedOut, match=r"did not load its engine within 0.5 s") as error:
             async with deployed(tmp_path, engine, worker=double("mute"), load_s=0.5):
                 pass
+        assert "raise `load_timeout_s`" in error.value.next_step
         assert processes_of(f"serve-{MODEL}-") == []
         assert list(tmp_path.iterdir()) == []
 

@@ -187,3 +187,13 @@ def test_a_recording_keeps_the_work_whose_buffers_it_uses(monkeypatch: pytest.Mo
     (kept,) = dying
     assert kept.call_count == 3
     replay.assert_called_once_with()
+
+
+def test_works_are_warmed_up_where_they_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other streams cuBLAS made a workspace for each work, and one more for the recording."""
+    cuda = MagicMock()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    recorded(MagicMock(), torch.device("cuda"), "pool")
+    cuda.graph.assert_called_once_with(cuda.CUDAGraph(), pool="pool")
+    cuda.stream.assert_called_once_with(cuda.graph().capture_stream)
+    cuda.Stream.assert_not_called()
