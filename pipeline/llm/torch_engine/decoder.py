@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -90,18 +91,22 @@ def recorded(work: Work, device: torch.device, memory: Any = None) -> Work:
     """
     if device.type != "cuda":
         return work
-    graph = torch.cuda.CUDAGraph()
-    recording = torch.cuda.graph(graph, pool=memory)
-    # one for all works: cuBLAS has a workspace of many MiB for each stream, and keeps it
-    stream = recording.capture_stream
+    stream = recording_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):  # compiles, tunes and makes the workspace of cuBLAS
             work()
     torch.cuda.current_stream().wait_stream(stream)
-    with recording:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, stream=stream):
         work()
     return Recording(graph.replay, work)
+
+
+@cache
+def recording_stream() -> Any:
+    """One stream for all works: cuBLAS has a workspace of many MiB for each, and keeps it."""
+    return torch.cuda.Stream()
 
 
 class Recording:

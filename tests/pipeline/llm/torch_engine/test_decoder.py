@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import MagicMock
@@ -17,7 +18,7 @@ import torch
 import transformers
 
 from pipeline.errors import InternalError, UnsupportedError
-from pipeline.llm.torch_engine.decoder import Batch, Decoder, recorded
+from pipeline.llm.torch_engine.decoder import Batch, Decoder, recorded, recording_stream
 from pipeline.llm.torch_engine.quantise import Form, quantised
 from pipeline.llm.torch_engine.weights import network_of
 from tests.pipeline.llm.models import write_model
@@ -126,7 +127,8 @@ def test_the_fused_kernels_give_the_same_scores(kind: str, tmp_path: Path) -> No
     # 160 is no multiple of the rows and columns that a program takes
     write_model(tmp_path, kind, intermediate_size=160)
     found = interpreted("interpreted", str(tmp_path))
-    for name in ("fp32", *get_args(Form)):
+    in_words = [f"{form} in words" for form in get_args(Form)]
+    for name in ("fp32", "int8", "fp8", *in_words):
         assert found.pop(f"{name} tokens"), name
     assert max(found.values()) < 1e-4
 
@@ -173,12 +175,21 @@ def test_fused_kernels_refuse_several_requests(tmp_path: Path) -> None:
         Batch(network, 2, 64, "fused")
 
 
-def test_a_recording_keeps_the_work_whose_buffers_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
+    """A double of torch.cuda."""
+    double = MagicMock()
+    monkeypatch.setattr(torch, "cuda", double)
+    recording_stream.cache_clear()
+    yield double
+    recording_stream.cache_clear()
+
+
+def test_a_recording_keeps_the_work_whose_buffers_it_uses(cuda: MagicMock) -> None:
     """Without it, scratch of a fused step became the scales of an int8 network, and was written."""
-    monkeypatch.setattr(torch, "cuda", MagicMock())
     work = MagicMock()
     dying = weakref.WeakSet([work])
-    replay = torch.cuda.CUDAGraph().replay
+    replay = cuda.CUDAGraph().replay
     again = recorded(work, torch.device("cuda"))
     assert work.call_count == 3  # twice to warm up
     del work
@@ -189,11 +200,11 @@ def test_a_recording_keeps_the_work_whose_buffers_it_uses(monkeypatch: pytest.Mo
     replay.assert_called_once_with()
 
 
-def test_works_are_warmed_up_where_they_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_works_are_warmed_up_where_they_are_recorded(cuda: MagicMock) -> None:
     """On other streams cuBLAS made a workspace for each work, and one more for the recording."""
-    cuda = MagicMock()
-    monkeypatch.setattr(torch, "cuda", cuda)
-    recorded(MagicMock(), torch.device("cuda"), "pool")
-    cuda.graph.assert_called_once_with(cuda.CUDAGraph(), pool="pool")
-    cuda.stream.assert_called_once_with(cuda.graph().capture_stream)
-    cuda.Stream.assert_not_called()
+    for _ in range(2):
+        recorded(MagicMock(), torch.device("cuda"), "pool")
+    (stream,) = {cuda.Stream()}
+    cuda.graph.assert_called_with(cuda.CUDAGraph(), pool="pool", stream=stream)
+    cuda.stream.assert_called_with(stream)
+    assert cuda.Stream.call_count == 2, "once here, and once for both works"
