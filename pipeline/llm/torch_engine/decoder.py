@@ -6,9 +6,9 @@ position there, so the host only sends steps ahead and reads tokens as they come
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -103,7 +103,7 @@ def recorded(work: Work, device: torch.device, memory: Any = None) -> Work:
     return Recording(graph.replay, work)
 
 
-@cache
+@functools.cache
 def recording_stream() -> Any:
     """One stream for all works: cuBLAS has a workspace of many MiB for each, and keeps it."""
     return torch.cuda.Stream()
