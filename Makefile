@@ -31,14 +31,20 @@ GPU_PYTHON := $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$(CURDIR)$${PYTHONPATH:+:$$
 demo: $(VENV)/.ready
 	$(BIN)/crucible compile configs/digits.yaml
 
-# Two processes side by side take one part after the other. Progress comes at once, the rest of a part when it has ended.
-TEST_PARTS = 'tests/pipeline' \
-	'tests/service/integration tests/service/cluster tests/service/jobs tests/service/routing' \
-	'tests/service --ignore tests/service/integration --ignore tests/service/cluster --ignore tests/service/jobs --ignore tests/service/routing' \
-	'--ignore tests/pipeline --ignore tests/service'
+# TEST_PROCESSES side by side take one part after the other, the longest first. Tests that start servers wait a third of their time, so one process
+# more than 2 cores pays. Progress comes at once, the rest of a part when it has ended, with its minutes.
+TEST_PROCESSES ?= 3
+TEST_PARTS = 'tests/service/integration' \
+	'tests/pipeline --ignore tests/pipeline/llm --ignore tests/pipeline/backends' \
+	'tests/service/cluster tests/service/jobs tests/service/routing' \
+	'tests/pipeline/llm tests/pipeline/backends' \
+	'tests/service/serving tests/service/language tests/service/language_jobs' \
+	'tests/benchmarks tests/docs' \
+	'tests/service $(patsubst %,--ignore tests/service/%,integration cluster jobs routing serving language language_jobs)' \
+	'--ignore tests/pipeline --ignore tests/service --ignore tests/benchmarks --ignore tests/docs'
 test: $(VENV)/.ready
 	@mkdir -p build
-	@printf '%s\n' $(TEST_PARTS) | xargs -P 2 -I PART sh -c 'log=build/tests-$$$$; \
+	@printf '%s\n' $(TEST_PARTS) | xargs -P $(TEST_PROCESSES) -I PART sh -c 'log=build/tests-$$$$; \
 	{ $(BIN)/python -m pytest PART 2>&1; echo $$? > $$log.code; } | tee $$log.log | grep --line-buffered "%\]$$"; \
 	grep -v "%\]$$" $$log.log; exit $$(cat $$log.code)'
 

@@ -182,6 +182,13 @@ def test_a_child_that_is_killed_fails_its_job_and_the_server_lives(
     check_that_the_next_succeeds(limited)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
+
+
 def test_deleting_a_job_that_compiles_ends_all_that_it_started(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model.onnx")
     plan = b"name: tiny\nbenchmark: {duration_s: 600}"
@@ -208,10 +215,7 @@ def test_deleting_a_job_that_compiles_ends_all_that_it_started(tmp_path: Path) -
         processes = of_jobs([job])
         begin = time.monotonic()
         assert client.delete(f"/jobs/{job}").status_code == 202
-        while any(
-            process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-            for process in processes
-        ) or of_jobs([job]):
+        while any(map(is_alive, processes)) or of_jobs([job]):
             assert time.monotonic() - begin < GONE_S
             time.sleep(0.05)
         until(lambda: client.get(f"/jobs/{job}").json()["state"] == "cancelled")
