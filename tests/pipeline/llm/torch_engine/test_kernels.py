@@ -83,6 +83,16 @@ def test_it_compiles(
     assert waits == (1 if overlap and name != "embed" else 0)
 
 
+@pytest.mark.parametrize("weight", ["*i8", "*fp8e4nv"])
+def test_rows_of_bytes_compile_too(weight: str, tmp_path: Path) -> None:
+    from pipeline.llm.torch_engine import kernels
+
+    constants = {"ROWS": 4, "COLUMNS": 1024, "SCALE": True, **FLAGS, "OVERLAP": True}
+    types = {"weight": weight, "scale": "*fp32"}
+    made = compiled(kernels.product, constants, types, tmp_path)
+    assert made.asm["ptx"].count("griddepcontrol.wait") == 1
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form['FORM']} g{form['GROUP']}")
 def test_words_reach_the_registers_of_their_inputs(form: dict[str, Any], tmp_path: Path) -> None:
     """No data crosses between warps in the loop: that would take a barrier for each turn."""
