@@ -36,6 +36,7 @@ from pipeline.errors import (
     LoadCrashed,
     ModelError,
 )
+from pipeline.execution import fork_server
 from pipeline.execution.child_process import TimeLimit, call_in_child
 from pipeline.execution.stage_event import StageEvent
 from pipeline.execution.stage_runner import Emit, Run, Runner
@@ -262,8 +263,14 @@ def ended(folder: Path, end: Callable[[], None], again: bool) -> tuple[str, int,
 
 
 def living_children() -> list[psutil.Process]:
+    """Those but the server that forks them: it goes on if a child was just about to start."""
+    server = fork_server._server
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [
+        child
+        for child in children
+        if child.status() != psutil.STATUS_ZOMBIE and (server is None or child.pid != server.pid)
+    ]
 
 
 # -- one after another -------------------------------------------------------
