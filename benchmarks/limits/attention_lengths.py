@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -55,6 +56,8 @@ def main(words: Sequence[str]) -> None:
     arguments = parser.parse_args(words)
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", arguments.tokens):
         parser.error(f"--tokens: expected numbers such as 512,2048, got '{arguments.tokens}'")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("expected a GPU that torch can use, found none\n  next: --device cpu")
     with torch.no_grad():
         rows = [
             row

@@ -31,7 +31,7 @@ import psutil
 from benchmarks.common import RESULTS, Row, argument_parser
 from benchmarks.limits import serving_ceiling
 from benchmarks.limits.part_results import measure_parts
-from benchmarks.limits.serving_ceiling import Asked, Setting, closed, core_sets, on_cores
+from benchmarks.limits.serving_ceiling import Asked, Setting, closed, core_sets, count_of, on_cores
 from benchmarks.serving.client import ask_once, http_request
 from benchmarks.serving.crucible import MODEL, Served, is_ready, own_environment, serving
 from benchmarks.serving.models import oip_body, write_first_pixel
@@ -75,8 +75,12 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--parts", type=_parts, default=("latency", "growth"), metavar="PART,PART")
     parser.add_argument("--servers", type=serving_ceiling.numbers, default=(1, 2, 4, 5))
     parser.add_argument("--seconds", type=float, default=4.0, help="of a stretch [%(default)s]")
-    parser.add_argument("--client-cores", type=int, default=4, metavar="N", help="[%(default)s]")
-    parser.add_argument("--proxy-cores", type=int, default=2, metavar="N", help="[%(default)s]")
+    parser.add_argument(
+        "--client-cores", type=count_of, default=4, metavar="N", help="[%(default)s]"
+    )
+    parser.add_argument(
+        "--proxy-cores", type=count_of, default=2, metavar="N", help="[%(default)s]"
+    )
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--limit", type=float, default=420.0, metavar="SECONDS", help="[420]")
     arguments = parser.parse_args(words)

@@ -150,7 +150,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def add_server_arguments(parser: argparse.ArgumentParser, connections: tuple[int, ...]) -> None:
     """Add the options of the server and of its clients."""
-    parser.add_argument("--images", type=_count, default=64, help="of one request [%(default)s]")
+    parser.add_argument("--images", type=count_of, default=64, help="of one request [%(default)s]")
     parser.add_argument(
         "--connections",
         type=numbers,
@@ -158,12 +158,18 @@ def add_server_arguments(parser: argparse.ArgumentParser, connections: tuple[int
         metavar="N,N",
         help=f"[{','.join(map(str, connections))}]",
     )
-    parser.add_argument("--client-cores", type=_count, default=6, metavar="N", help="[%(default)s]")
     parser.add_argument(
-        "--instances", type=_count, default=2, metavar="N", help="of the model [%(default)s]"
+        "--client-cores", type=count_of, default=6, metavar="N", help="[%(default)s]"
     )
     parser.add_argument(
-        "--http-processes", type=_count, default=4, metavar="N", help="of the server [%(default)s]"
+        "--instances", type=count_of, default=2, metavar="N", help="of the model [%(default)s]"
+    )
+    parser.add_argument(
+        "--http-processes",
+        type=count_of,
+        default=4,
+        metavar="N",
+        help="of the server [%(default)s]",
     )
     parser.add_argument(
         "--home",
@@ -179,14 +185,14 @@ def _parts(text: str) -> tuple[str, ...]:
     return parts
 
 
-def _count(text: str) -> int:
+def count_of(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got '{text}'")
     return int(text)
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(_count, text.split(",")))
+    return tuple(map(count_of, text.split(",")))
 
 
 def setting_from(arguments: argparse.Namespace, folder: Path) -> Setting:
