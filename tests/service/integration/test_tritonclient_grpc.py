@@ -316,7 +316,8 @@ def test_the_client_and_the_server_live_in_one_process(first: str) -> None:
         timeout=600,
         check=False,
     )
-    assert (result.returncode, result.stdout.splitlines()[-1:]) == (0, ["[[1. 1.]]"]), result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "[[1. 1.]]" in result.stdout.splitlines()  # the app's own lines of the log are beside it
 
 
 def test_the_double_has_all_dtypes() -> None:
