@@ -40,6 +40,7 @@ BLOCK, GENERATION = (
     0.01,
 )  # std of the noise of a process, and of a level that both engines share
 QUIET_WAITING = 0.03  # the largest share of its time that an undisturbed process waits for a CPU
+ROUNDS = 17  # of a generation, with the defaults of a plan
 SEEN = 0.5  # share of the stalls that the kernel's counts show; the hypervisor hides the others
 RATIOS = (1.0, 1.05, 1.2, 9.0)
 
@@ -51,37 +52,50 @@ class Host:
     quiet: Floats  # logarithm of what each process would take, undisturbed
     slowed: Floats  # what disturbances add to it
     waiting: Floats
+    blocks: Floats | None  # [2 engines, generations, rounds]: what they add to single blocks
 
     def processes(self, engine: int, generations: int) -> Processes:
         """What the first so many processes of one engine show."""
         level = self.quiet[engine, :generations] + self.slowed[engine, :generations]
         waiting = self.waiting[engine, :generations]
-        return Processes(np.arange(generations), np.exp(level), waiting)
+        if self.blocks is None:
+            return Processes(np.arange(generations), np.exp(level), waiting)
+        blocks = np.exp(level[:, None] + self.blocks[engine, :generations])
+        return Processes(np.arange(generations), np.median(blocks, axis=1), waiting, tuple(blocks))
 
 
-Disturb = Callable[[np.random.Generator, int, int], tuple[Floats, Floats]]
-"""Random numbers, generations wanted and generations at most, to `slowed` and the waiting that is
-added.
-"""
+@dataclass(frozen=True)
+class Disturbed:
+    """What disturbances add: to the logarithm of the time of each process, [2 engines,
+    generations]; to its waiting; and to single blocks, [2 engines, generations, rounds].
+    """
+
+    slowed: Floats
+    waiting: Floats
+    blocks: Floats | None = None
 
 
-def nothing(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
-    return np.zeros((2, most)), np.zeros((2, most))
+Disturb = Callable[[np.random.Generator, int, int], Disturbed]
+"""Random numbers, generations wanted and generations at most."""
 
 
-def drift(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
+def nothing(random: np.random.Generator, wanted: int, most: int) -> Disturbed:
+    return Disturbed(np.zeros((2, most)), np.zeros((2, most)))
+
+
+def drift(random: np.random.Generator, wanted: int, most: int) -> Disturbed:
     """The host becomes half as slow again; the blocks of a generation take turns, three of each
     engine.
     """
     step = math.log(1.5) / most
     lag = random.uniform(-0.5, 0.5, (2, most)) / 3
-    return (np.arange(most) + lag) * step, np.zeros((2, most))
+    return Disturbed((np.arange(most) + lag) * step, np.zeros((2, most)))
 
 
 def stalls(share: float | None, engines: Sequence[int], factor: float) -> Disturb:
     """Some processes take `factor` times as long; `share` None: exactly one of those wanted."""
 
-    def disturb(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
+    def disturb(random: np.random.Generator, wanted: int, most: int) -> Disturbed:
         hit = (
             np.arange(most) == random.integers(wanted)
             if share is None
@@ -92,7 +106,7 @@ def stalls(share: float | None, engines: Sequence[int], factor: float) -> Distur
         for engine in engines:
             slowed[engine] = np.where(hit, math.log(factor), 0.0)
             waiting[engine] = np.where(seen, 1 - 1 / factor, 0.0)
-        return slowed, waiting
+        return Disturbed(slowed, waiting)
 
     return disturb
 
@@ -102,9 +116,10 @@ def neighbour(share: float) -> Disturb:
     nearly alike. No count shows it.
     """
 
-    def disturb(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
+    def disturb(random: np.random.Generator, wanted: int, most: int) -> Disturbed:
         slow = np.where(random.random(most) < share, np.log(random.uniform(2, 4, most)), 0.0)
-        return slow + random.normal(0, 0.03, (2, most)) * (slow > 0), np.zeros((2, most))
+        slowed = slow + random.normal(0, 0.03, (2, most)) * (slow > 0)
+        return Disturbed(slowed, np.zeros((2, most)))
 
     return disturb
 
@@ -112,9 +127,9 @@ def neighbour(share: float) -> Disturb:
 def load(per_core: float) -> Disturb:
     """So many other processes on each core want it all the time."""
 
-    def disturb(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
+    def disturb(random: np.random.Generator, wanted: int, most: int) -> Disturbed:
         others = per_core * random.uniform(0.5, 1, (2, most))
-        return np.log1p(others), others / (1 + others)
+        return Disturbed(np.log1p(others), others / (1 + others))
 
     return disturb
 
@@ -126,11 +141,22 @@ def slow_blocks(share: float) -> Disturb:
     of an undisturbed block as long as there is one.
     """
 
-    def disturb(random: np.random.Generator, wanted: int, most: int) -> tuple[Floats, Floats]:
+    def disturb(random: np.random.Generator, wanted: int, most: int) -> Disturbed:
         all_slow = (random.random((2, most, 3)) < share).all(axis=2)
-        return np.where(all_slow, math.log(10), 0.0), np.zeros((2, most))
+        return Disturbed(np.where(all_slow, math.log(10), 0.0), np.zeros((2, most)))
 
     return disturb
+
+
+def spells(random: np.random.Generator, wanted: int, most: int) -> Disturbed:
+    """Another machine on the same hardware slows half of the rounds by half, both engines alike; of
+    one round in five only one engine, because a spell begins or ends there.
+    """
+    shape = (2, most, ROUNDS)
+    alike = np.broadcast_to(random.random(shape[1:]) < 0.5, shape)
+    apart = np.broadcast_to(random.random(shape[1:]) < 0.2, shape)
+    slow = np.where(apart, random.random(shape) < 0.5, alike)
+    return Disturbed(np.zeros((2, most)), np.zeros((2, most)), slow * math.log(1.5))
 
 
 def kinds() -> dict[str, Disturb]:
@@ -143,6 +169,7 @@ def kinds() -> dict[str, Disturb]:
     for share, name in ((1 / 6, "a sixth"), (1 / 3, "a third")):
         found[f"{name} of the blocks slowed tenfold"] = slow_blocks(share)
     found["a third of the generations slowed alike"] = neighbour(1 / 3)
+    found["half of the time slowed by half, in spells"] = spells
     for per_core in (1, 2, 4):
         found[f"load {per_core} per core"] = load(per_core)
     return found
@@ -185,9 +212,9 @@ def draw(
 ) -> Host:
     shared = random.normal(0, GENERATION, most)
     quiet = shared + random.normal(0, spread, (2, most)) + random.normal(0, BLOCK, (2, most))
-    slowed, added = disturb(random, wanted, most)
-    waiting = np.minimum(random.uniform(0, QUIET_WAITING, (2, most)) + added, 1.0)
-    return Host(quiet, slowed, waiting)
+    met = disturb(random, wanted, most)
+    waiting = np.minimum(random.uniform(0, QUIET_WAITING, (2, most)) + met.waiting, 1.0)
+    return Host(quiet, met.slowed, waiting, met.blocks)
 
 
 def ends_after(host: Host, wanted: int) -> int:
@@ -267,10 +294,7 @@ def ended(ratio: float, spread: float, trials: int = TRIALS) -> Ended:
 def is_over(host: Host, generations: int) -> bool:
     """Whether a race between a baseline and a candidate is decided after so many generations."""
     ours, theirs = host.processes(0, generations), host.processes(1, generations)
-    runners = [
-        Runner("0", Role.BASELINE, ours, 0.0, 0.0),
-        Runner("1", Role.CANDIDATE, theirs, 0.0, 0.0),
-    ]
+    runners = [Runner("0", Role.BASELINE, ours), Runner("1", Role.CANDIDATE, theirs)]
     return generations == MAX_PAIRS or is_decided(runners)
 
 

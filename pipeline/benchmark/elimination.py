@@ -13,10 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from pipeline.measurement.comparison import (
     MAX_WAITING,
     MIN_PAIRS,
     NotMeasurable,
+    Pairs,
     Processes,
     compare_processes,
     pairs_of,
@@ -81,8 +84,6 @@ class Runner:
     label: str
     role: Role
     processes: Processes
-    fastest_block_s: float  # smallest block median of all its processes
-    slowest_block_s: float  # largest block median of all its processes
 
     @property
     def level_s(self) -> float:
@@ -116,20 +117,17 @@ def _stop_behind(best: Runner, other: Runner) -> Stop | None:
         if slower is not None and slower.low > NEAR:
             return Stop(StopReason.SLOWER, best.label, slower.value)
         return None
-    if not pairs.has_waited.all() and _fastest_s(other) > FAR_BEHIND * _typical_s(best):
+    if not pairs.has_waited.all() and _surely_behind(pairs) > math.log(FAR_BEHIND):
         return Stop(StopReason.FAR_BEHIND, best.label, other.level_s / best.level_s)
     return None
 
 
-def _fastest_s(runner: Runner) -> float:
-    """Return the best time of an engine: its fastest process, or the only one's fastest block."""
-    medians_s = runner.processes.medians_s
-    return float(medians_s.min()) if medians_s.size > 1 else runner.fastest_block_s
+def _surely_behind(pairs: Pairs) -> float:
+    """Return by how much one engine was at least slower in three of four rounds, in logarithms.
 
-
-def _typical_s(runner: Runner) -> float:
-    """Return an engine's typical time: its level, or the slowest block of a single process."""
-    return runner.level_s if runner.processes.medians_s.size > 1 else runner.slowest_block_s
+    Of several pairs, the one that favours it most decides.
+    """
+    return min(float(np.sort(rounds)[rounds.size // 4]) for rounds in pairs.logs_of_rounds)
 
 
 def is_decided(runners: Sequence[Runner]) -> bool:

@@ -6,10 +6,12 @@
     per round, in random order: Take  -->  run for one block, then sleep on the pipe again; stop all
     between generations: slow engines stop, and the race ends once its intervals are narrow
 
-Only one child runs at a time. So no two engines share the cores, and changes on the host affect all
-of them alike. Two processes of the same engine can differ for as long as they live (memory layout,
-cores of the threads). So every engine runs in several processes, one in each generation.
-pipeline/benchmark/elimination.py decides which engines stop and when the race ends.
+Only one child runs at a time, so no two engines share the cores. Blocks are short, because other
+work on the host slows it in spells: a round that is shorter than a spell slows all engines alike,
+and the ratios of engines are taken round by round. Two processes of the same engine can differ for
+as long as they live (memory layout, cores of the threads). So every engine runs in several
+processes, one in each generation. pipeline/benchmark/elimination.py decides which engines stop and
+when the race ends.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -56,11 +58,14 @@ from pipeline.results.gpu_cost import GpuCost
 if TYPE_CHECKING:  # a contestant's child needs no plan
     from pipeline.plan.schema import BenchmarkConfig
 
-BLOCK_S = 0.5
-"""The longest block: long enough that the caches' contents of the last child do not matter."""
+BLOCK_S = 0.03
+"""Length of a block of short runs. `python -m benchmarks same_engine` shows what it is worth."""
 
-BLOCKS_PER_PROCESS = 3
-"""Minimum number of blocks, so that one stalled block does not decide a process's median."""
+LONG_BLOCK_S = 0.5
+"""The same where a block has a beginning and an end: several sessions at once, whole answers."""
+
+MIN_ROUNDS = 3
+"""Minimum number of rounds, so that one stalled block does not decide a process's median."""
 
 USUAL_PROCESSES = 6
 """Processes that share an engine's times for measuring and for warm-up in the plan."""
@@ -71,13 +76,15 @@ MAX_GENERATIONS = 2 * MAX_PAIRS
 MAX_WARMUP_S = 3.0
 """Maximum warm-up of the usual processes of an engine together, at one shape."""
 
-REWARM_SHARE = 0.1
-"""Share of a block for a short warm-up before it: the caches hold the last child's data."""
+REWARM_S, REWARM_SHARE = 0.01, 0.1
+"""Time, and share of a block, for a short warm-up before it: the caches hold the last child's data,
+and its threads may still spin (PyTorch's for up to 9 ms).
+"""
 
 PHASES_SHARE = 0.2
 """Share of a block, after it, in which upload, compute and download are timed separately."""
 
-VALUES_PER_BLOCK = 2000
+VALUES_PER_BLOCK = 400
 """Maximum number of stored times: of more, every k-th is stored, to limit the report's size."""
 
 POLL_S = 0.02
@@ -208,10 +215,13 @@ class Contestant(Generic[R]):
     may_pass: bool = False  # True if the failure may not occur again
     started_s: float = 0.0  # start of its last child
     loading_s: float = 0.0  # time that its last child took to load
-    # Number of blocks of each child, the same at every workload.
-    processes: list[int] = field(default_factory=list)
+    # Per workload: number of blocks of each child.
+    processes: list[list[int]] = field(init=False)
     generations: list[int] = field(default_factory=list)  # generation of each child
     stop: Stop | None = None  # why it gets no further child
+
+    def __post_init__(self) -> None:
+        self.processes = [[] for _ in self.blocks]
 
     @property
     def is_racing(self) -> bool:
@@ -224,10 +234,15 @@ class Contestant(Generic[R]):
 
     def waiting(self, workload: int) -> list[float]:
         """Return each child's share of time spent waiting for a CPU: the median of its blocks."""
-        shares = np.array([block.waiting for block in self.blocks[workload]])
-        ends = np.cumsum(self.processes)
-        starts = ends - self.processes
-        return [float(np.median(shares[a:b])) for a, b in zip(starts, ends, strict=True)]
+        return [
+            float(np.median([block.waiting for block in blocks]))
+            for blocks in self.by_process(workload)
+        ]
+
+    def by_process(self, workload: int) -> list[list[Block]]:
+        """Return the blocks of each child at a workload."""
+        blocks = iter(self.blocks[workload])
+        return [list(islice(blocks, count)) for count in self.processes[workload]]
 
     def figures(self, shape: str) -> CandidateFigures:
         """Return its latency so far at the first workload, whose `shape` is given in words."""
@@ -240,18 +255,14 @@ class Contestant(Generic[R]):
 
     def runner(self) -> Runner:
         """Return the results at the first workload, which decide whether it continues."""
-        blocks = [np.asarray(block.end_to_end_s) for block in self.blocks[0]]
-        block_medians_s = [float(np.median(block)) for block in blocks]
-        ends = np.cumsum(self.processes)
-        starts = ends - self.processes
-        medians_s = [
-            float(np.median(np.concatenate(blocks[a:b]))) for a, b in zip(starts, ends, strict=True)
-        ]
+        times = [[block.end_to_end_s for block in blocks] for blocks in self.by_process(0)]
         processes = Processes(
-            np.asarray(self.generations), np.asarray(medians_s), np.asarray(self.waiting(0))
+            np.asarray(self.generations),
+            np.array([np.median(np.concatenate(blocks)) for blocks in times]),
+            np.asarray(self.waiting(0)),
+            tuple(np.array([np.median(block) for block in blocks]) for blocks in times),
         )
-        label = self.engine.recipe.label
-        return Runner(label, self.role, processes, min(block_medians_s), max(block_medians_s))
+        return Runner(self.engine.recipe.label, self.role, processes)
 
 
 # -- the race, in the parent -------------------------------------------------
@@ -266,10 +277,11 @@ def race(
     clock: Clock = monotonic,
     enough_runs: int | None = None,
     gpu: str = "",
+    block_s: float = LONG_BLOCK_S,
 ) -> list[Contestant[R]]:
     """Run generations until the race is decided or its time is over.
 
-    `gpu` is the UUID of the GPU that its engines use, or "".
+    `gpu` is the UUID of the GPU that its engines use, or "". `block_s` is the length of a block.
 
     Each generation has one child for every contestant that is still in the race. A contestant that
     fails leaves the race and keeps its position in the list. `shapes` names each workload of a
@@ -279,7 +291,7 @@ def race(
         Contestant(entry.engine, entry.role, [[] for _ in shapes], [[] for _ in shapes])
         for entry in entries
     ]
-    run = Race(contestants, shapes, options, start, progress, clock, enough_runs, gpu)
+    run = Race(contestants, shapes, options, start, progress, clock, enough_runs, gpu, block_s)
     while run.goes_on():
         with ExitStack() as stack:
             run.load(stack)
@@ -300,6 +312,7 @@ class Race(Generic[R]):
     clock: Clock = monotonic
     enough_runs: int | None = None  # of a block
     gpu: str = ""  # UUID
+    block_s: float = LONG_BLOCK_S
     generation: int = 0
     cores: int = field(default_factory=usable_cores)
     order: random.Random = field(default_factory=lambda: random.Random(0))
@@ -342,9 +355,13 @@ class Race(Generic[R]):
         self.generation_s, self.generation_began_s = now_s - self.generation_began_s, now_s
         self.generation += 1
 
-    def rounds(self) -> int:
-        """Return the number of rounds in a generation."""
-        return max(BLOCKS_PER_PROCESS, round(self.options.duration_s / USUAL_PROCESSES / BLOCK_S))
+    def rounds(self, slowest_s: float) -> int:
+        """Return the number of rounds in a generation, if the slowest engine's run takes so long.
+
+        The usual processes of an engine share its time for measuring in the plan.
+        """
+        share_s = self.options.duration_s / USUAL_PROCESSES
+        return max(MIN_ROUNDS, round(share_s / max(self.block_s, slowest_s)))
 
     def load(self, stack: ExitStack) -> None:
         """Start a child for each contestant in the race, and wait until all are loaded.
@@ -366,16 +383,13 @@ class Race(Generic[R]):
             loading.remove(first)
 
     def measure(self) -> None:
-        """Measure every shape: all contestants warm up, then run their rounds.
-
-        The usual processes of an engine share its times for warm-up and measuring in the plan.
-        """
-        rounds, warm = self.rounds(), warm_up_of_process(self.options)
-        take = Take(self.options.duration_s / (USUAL_PROCESSES * rounds), self.enough_runs)
+        """Measure every shape: all contestants warm up, then run their rounds."""
         racing = self.racing()
         for index, shape in enumerate(self.shapes):
-            for contestant in self._in_random_order():
-                contestant.warmups[index] += self._turn(contestant, f"warm up, {shape}", warm) or ()
+            rounds = self.rounds(self._warm_up(index))
+            take = Take(self.options.duration_s / (USUAL_PROCESSES * rounds), self.enough_runs)
+            for contestant in racing:
+                contestant.processes[index].append(rounds)
             for _ in range(rounds):
                 for contestant in self._in_random_order():
                     self._take(contestant, index, take)
@@ -385,8 +399,17 @@ class Race(Generic[R]):
                 if contestant.peer:
                     contestant.peer.send(NextShape())
         for contestant in racing:
-            contestant.processes.append(rounds)
             contestant.generations.append(self.generation)
+
+    def _warm_up(self, index: int) -> float:
+        """Warm up all contestants at a shape; return how long the slowest one's run takes then."""
+        warm, slowest_s = warm_up_of_process(self.options), 0.0
+        for contestant in self._in_random_order():
+            times = self._turn(contestant, f"warm up, {self.shapes[index]}", warm)
+            if times:
+                contestant.warmups[index] += times
+                slowest_s = max(slowest_s, float(np.median(times[len(times) // 2 :])))
+        return slowest_s
 
     def _take(self, contestant: Contestant[R], index: int, take: Take) -> None:
         """Run one block of a contestant at a shape, and report the first one of all."""
@@ -524,7 +547,7 @@ def take_block(
     on the session's own timer.
     """
     run = partial(run_session, session, feeds)
-    rewarm = measure_block(run, clock, seconds * REWARM_SHARE, enough_runs=enough_runs)
+    rewarm = measure_block(run, clock, max(REWARM_S, seconds * REWARM_SHARE))
     before = cpu()
     end_to_end = measure_block(run, clock, seconds, enough_runs=enough_runs)
     waiting = cpu().held_up_since(before, len(end_to_end))

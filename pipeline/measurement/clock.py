@@ -113,6 +113,11 @@ class Samples(Frozen):
             return (values,)
         return tuple(np.split(values, np.cumsum(self.blocks)[:-1]))
 
+    def block_medians_s(self) -> tuple[Floats, ...]:
+        """Return the medians of each process's blocks, in order: of each process, [blocks]."""
+        medians_s = np.array([np.median(block) for block in self.by_block()])
+        return tuple(np.split(medians_s, np.cumsum(self.processes)[:-1].astype(int)))
+
     def process_medians_s(self) -> Floats:
         """Return the median of each process's values, in order: [processes]."""
         if not self.processes:

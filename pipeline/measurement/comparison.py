@@ -1,8 +1,10 @@
 """Compare the speed of two engines: the ratio of their times with its interval.
 
 Every engine runs in several processes, one after another. Process i of both engines ran in the same
-generation, so an influence on that generation slowed both. The logarithm of the ratio of their
-medians is one observation, and the result is Student's interval over these observations.
+generation, and block j of both processes in the same round, within some 0.1 s. Other work on the
+host slows it in spells, which so slow both blocks of most rounds. The median over the rounds of the
+logarithm of the ratio of both blocks' medians is one observation, and the result is Student's
+interval over the observations of the generations.
 
 One process that was stalled by something else on the host makes a mean worthless. So a *disturbed*
 process is excluded, and another one runs instead. A process is disturbed if it was much slower than
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +72,8 @@ class Processes:
     generations: NDArray[np.int64]  # processes of one generation ran in turn
     medians_s: Floats
     waiting: Floats  # share of its time for which each process waited for a CPU, 0 to 1
+    # Of each process, the median of each of its blocks. Empty: each process counts as one block.
+    block_medians_s: tuple[Floats, ...] = ()
 
     @property
     def slowdowns(self) -> Floats:
@@ -98,7 +103,16 @@ class Processes:
 
     def taken(self, keep: NDArray[np.bool_]) -> Processes:
         """Return the processes that the mask selects."""
-        return Processes(self.generations[keep], self.medians_s[keep], self.waiting[keep])
+        blocks = compress(self.block_medians_s, keep) if self.block_medians_s else ()
+        return Processes(
+            self.generations[keep], self.medians_s[keep], self.waiting[keep], tuple(blocks)
+        )
+
+    def blocks_of(self, process: int) -> Floats:
+        """Return the medians of the blocks of a process: [blocks]."""
+        if not self.block_medians_s:
+            return self.medians_s[process : process + 1]
+        return self.block_medians_s[process]
 
 
 def processes_from_samples(samples: Samples) -> Processes:
@@ -112,6 +126,7 @@ def processes_from_samples(samples: Samples) -> Processes:
         np.asarray(samples.generations or range(count), dtype=np.int64),
         medians_s,
         np.asarray(samples.waiting or (0.0,) * count, dtype=np.float64),
+        samples.block_medians_s(),
     )
 
 
@@ -145,6 +160,28 @@ class Pairs:
         slowdowns = self.baseline.slowdowns / self.candidate.slowdowns
         alike = np.abs(np.log(slowdowns)) <= math.log(MAX_SLOWDOWN)
         return np.asarray(disturbed & ~alike)
+
+    @property
+    def logs(self) -> Floats:
+        """Return the logarithm of each pair's ratio, baseline to candidate: [pairs].
+
+        It is the median over the rounds, or the ratio of the processes' medians for processes that
+        did not run equally many blocks.
+        """
+        return np.array([float(np.median(rounds)) for rounds in self.logs_of_rounds])
+
+    @property
+    def logs_of_rounds(self) -> tuple[Floats, ...]:
+        """Return the logarithm of the ratio of each round, for each pair."""
+        found = []
+        for index in range(self.baseline.medians_s.size):
+            one, other = self.baseline.blocks_of(index), self.candidate.blocks_of(index)
+            if one.size != other.size:
+                one, other = (
+                    side.medians_s[index : index + 1] for side in (self.baseline, self.candidate)
+                )
+            found.append(np.asarray(np.log(one / other)))
+        return tuple(found)
 
     @property
     def has_waited(self) -> NDArray[np.bool_]:
@@ -200,7 +237,7 @@ def compare_processes(baseline: Processes, candidate: Processes) -> Interval:
         text = f"{processes} of each engine, expected at least {MIN_PAIRS}"
         raise NotMeasurable(Obstacle.OUT_OF_TIME, text)
     keep = ~unusable
-    logs = np.log(pairs.baseline.medians_s[keep] / pairs.candidate.medians_s[keep])  # [pairs]
+    logs = pairs.logs[keep]
     centre = float(logs.mean())
     error = float(logs.std(ddof=1)) / math.sqrt(used)
     half = WIDENING * student_quantile(used - 1) * error

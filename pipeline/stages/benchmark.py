@@ -16,6 +16,7 @@ from functools import partial
 from pipeline.backends.timing_cache import other_processes
 from pipeline.benchmark.elimination import Role, StopReason
 from pipeline.benchmark.interleaved import (
+    BLOCK_S,
     VALUES_PER_BLOCK,
     Block,
     Contestant,
@@ -61,7 +62,7 @@ from pipeline.results.benchmarks import (
 )
 
 OUT_OF_TIME = "the time for measuring (`benchmark.budget_s`) was over after {processes}"
-ENOUGH_RUNS = 500
+ENOUGH_RUNS = 200
 """Runs that determine a block's median.
 
 More runs of a very fast engine waste time unless far percentiles are needed.
@@ -95,7 +96,14 @@ def benchmark(
     others = other_processes(gpu).pids if gpu else ()
     with watching(gpu) as watch:
         contestants = race(
-            entries, shapes, options, start, progress, enough_runs=enough_runs, gpu=gpu
+            entries,
+            shapes,
+            options,
+            start,
+            progress,
+            enough_runs=enough_runs,
+            gpu=gpu,
+            block_s=BLOCK_S,
         )
     use = watch.use((*others, *(other_processes(gpu).pids if gpu else ())))
     host = BusyHost(os.getloadavg()[0], usable_cores())
@@ -416,7 +424,7 @@ def baseline_of(contestants: Sequence[Contestant[R]]) -> Contestant[R] | None:
 
 def stop_text(contestant: Contestant[R]) -> str:
     """Return why a contestant was stopped early, or "" for one that ran to the end."""
-    stop, count = contestant.stop, len(contestant.processes)
+    stop, count = contestant.stop, len(contestant.generations)
     if stop is None:
         return ""
     processes = "1 process" if count == 1 else f"{count} processes"
@@ -455,7 +463,7 @@ def _row(
         samples_from_blocks,
         warmup_s=(),
         clock="device" if on_gpu else "host",
-        processes=contestant.processes,
+        processes=contestant.processes[index],
         generations=contestant.generations,
     )
     end_to_end = end_to_end_samples(contestant, index)
@@ -497,7 +505,7 @@ def end_to_end_samples(contestant: Contestant[R], index: int) -> Samples:
     return samples_from_blocks(
         [block.end_to_end_s for block in blocks],
         [*contestant.warmups[index], *rewarm],
-        processes=contestant.processes,
+        processes=contestant.processes[index],
         generations=contestant.generations,
         waiting=contestant.waiting(index),
     )

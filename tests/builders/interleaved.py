@@ -15,6 +15,7 @@ import numpy as np
 from pipeline.backends.base import run_session
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import (
+    LONG_BLOCK_S,
     MeasureGpuCost,
     RaceEntry,
     Ready,
@@ -50,9 +51,13 @@ WORKLOAD = Workload(
 
 @dataclass
 class Host:
-    """A synthetic clock; every run takes its time with some noise."""
+    """A synthetic clock; every run takes its time with some noise.
+
+    Other work makes it half as fast in every other spell of `spell_s`.
+    """
 
     seed: int = 0
+    spell_s: float = 0.0
     now_s: float = 0.0
     running: list[str] = field(default_factory=list)
 
@@ -63,7 +68,8 @@ class Host:
         return self.now_s
 
     def spend(self, seconds: float) -> None:
-        self.now_s += seconds * float(np.exp(self.random.normal(0, 0.03)))
+        in_spell = bool(self.spell_s) and int(self.now_s / self.spell_s) % 2 == 1
+        self.now_s += seconds * (1 + in_spell) * float(np.exp(self.random.normal(0, 0.03)))
 
 
 @dataclass
@@ -219,6 +225,7 @@ def run_race(
     loading_s: float = 0.0,
     enough_runs: int | None = None,
     progress: Progress = silent,
+    block_s: float = LONG_BLOCK_S,
 ) -> tuple[list[LocalPeer], Any]:
     """A race whose first engine is the baseline unless `roles` say otherwise; `stalled` and
     `waits_in` are by engine.
@@ -254,6 +261,7 @@ def run_race(
         progress,
         clock=lambda: wall_s,
         enough_runs=enough_runs,
+        block_s=block_s,
     )
     assert all(peer.stopped for peer in peers)
     return peers, results(contestants, [WORKLOAD], QUIET_HOST)

@@ -5,7 +5,7 @@ A round is a number of requests that are sent at once. Its time ends with the la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,14 +144,14 @@ def answer_times(
     ratio, missing = levels[0].ratio, levels[0].ratio_missing
     if limits is not None and compared is not None:
         ratio, missing = goodput_ratio(compared, contestant, len(concurrency), limits, host)
-    first = _blocks(contestant, 0)
+    first = _answers(contestant.blocks[0])
     return AnswerTimes(
         label=label,
         levels=levels,
         memory_bytes=max(
             block.peak_memory_bytes
             for index in range(len(concurrency))
-            for block in _blocks(contestant, index)
+            for block in _answers(contestant.blocks[index])
         ),
         cache_bytes_per_token=max(block.cache_bytes_per_token for block in first),
         ratio=ratio,
@@ -160,8 +160,8 @@ def answer_times(
     )
 
 
-def _blocks(contestant: Contestant[R], index: int) -> list[AnswerBlock]:
-    return [block for block in contestant.blocks[index] if isinstance(block, AnswerBlock)]
+def _answers(blocks: Iterable[Block]) -> list[AnswerBlock]:
+    return [block for block in blocks if isinstance(block, AnswerBlock)]
 
 
 def _level(
@@ -172,7 +172,7 @@ def _level(
     limits: Goodput | None,
     host: BusyHost,
 ) -> LevelTimes:
-    blocks = _blocks(contestant, index)
+    blocks = _answers(contestant.blocks[index])
     answers = [answer for block in blocks for answer in block.answers]
     gaps = np.concatenate([np.diff(answer) for answer in answers])
     between = Samples(values_s=tuple(float(gap) for gap in gaps))
@@ -202,13 +202,11 @@ def seconds_per_good_answer(
     contestant: Contestant[R], index: int, limits: Goodput
 ) -> NDArray[np.float64]:
     """Return the time of each process per answer within the limits: [processes], inf for none."""
-    blocks = _blocks(contestant, index)
-    ends = np.cumsum(contestant.processes)
     found = []
-    for start, end in zip(ends - contestant.processes, ends, strict=True):
-        part = blocks[start:end]
-        good = sum(is_good(answer, limits) for block in part for answer in block.answers)
-        found.append(sum(block.run_s for block in part) / good if good else np.inf)
+    for blocks in contestant.by_process(index):
+        answers = [each for block in _answers(blocks) for each in block.answers]
+        good = sum(is_good(answer, limits) for answer in answers)
+        found.append(sum(block.run_s for block in blocks) / good if good else np.inf)
     return np.asarray(found, dtype=np.float64)
 
 

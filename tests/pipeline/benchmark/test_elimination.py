@@ -21,7 +21,7 @@ def runner(
     values = np.asarray(medians_s, dtype=float)
     shares = np.asarray(waiting or [0.0] * len(values))
     processes = Processes(np.arange(len(values)), values, shares)
-    return Runner(label, role, processes, float(values.min()) * 0.95, float(values.max()) * 1.05)
+    return Runner(label, role, processes)
 
 
 def stops(runners: Sequence[Runner]) -> dict[str, Stop]:
@@ -33,6 +33,21 @@ def stops(runners: Sequence[Runner]) -> dict[str, Stop]:
 def test_after_one_process_only_who_is_far_behind_stops() -> None:
     losers = stops([runner("best", [1.0]), runner("near", [1.5]), runner("far", [2.0])])
     assert losers == {"far": Stop(StopReason.FAR_BEHIND, "best", 2.0)}
+
+
+@pytest.mark.parametrize(("far", "stopped"), [(1.0, True), (0.8, False)])
+def test_three_of_four_rounds_tell_who_is_far_behind(far: float, stopped: bool) -> None:
+    """One of the four blocks of the other is stalled, and so favours it."""
+    best = np.array([1.0, 1.0, 90.0, 1.0])
+    both = [
+        Runner(
+            label,
+            Role.CANDIDATE,
+            Processes(np.arange(1), np.array([np.median(blocks)]), np.zeros(1), (blocks,)),
+        )
+        for label, blocks in (("best", best), ("far", np.full(4, 1.8 * far)))
+    ]
+    assert bool(stops(both)) == stopped
 
 
 def test_a_process_that_waited_for_a_cpu_stops_nobody() -> None:

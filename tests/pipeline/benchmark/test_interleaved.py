@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from pipeline.backends.base import run_session
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import (
+    BLOCK_S,
+    LONG_BLOCK_S,
     Contestant,
     MeasureGpuCost,
     NextShape,
@@ -256,9 +259,34 @@ def test_the_times_of_the_plan_are_shared_by_the_usual_processes() -> None:
     ] * 18
 
 
+def test_blocks_are_short_unless_a_run_is_longer() -> None:
+    options = BenchmarkConfig(duration_s=3.0)
+    peers, _ = run_race(Host(), [0.001, 0.001], options=options, block_s=BLOCK_S)
+    takes = [message for message in peers[0].received if isinstance(message, Take)]
+    assert takes == [Take(3.0 / (6 * 17))] * 6 * 17, "17 blocks of some 30 ms in each process"
+    peers, (_, slow) = run_race(Host(), [0.001, 0.1], options=options, block_s=BLOCK_S)
+    takes = [message for message in peers[0].received if isinstance(message, Take)]
+    assert takes == [Take(0.1)] * 6 * 5, "a run of the slow one fills its block"
+    assert set(slow.rows[0].end_to_end.processes) == {5}
+
+
+@pytest.mark.parametrize(("block_s", "narrow"), [(BLOCK_S, True), (LONG_BLOCK_S, False)])
+def test_engines_that_take_short_turns_are_slowed_alike(block_s: float, narrow: bool) -> None:
+    """In every other 0.6 s the host is half as fast."""
+    options = BenchmarkConfig(duration_s=3.0)
+    ratios = [
+        run_race(Host(seed, spell_s=0.6), [0.002, 0.001], options=options, block_s=block_s)[1][1]
+        .rows[0]
+        .ratio
+        for seed in range(4)
+    ]
+    assert all(ratio.high / ratio.low < 1.05 for ratio in ratios) == narrow
+    assert all(ratio.low < 2.0 < ratio.high for ratio in ratios)
+
+
 @pytest.mark.parametrize(
     ("enough_runs", "fewest", "most"),
-    [(None, 900, 1100), (500, 500, 500), (5, 90, 110), (2000, 900, 1100)],
+    [(None, 300, 400), (300, 300, 300), (5, 90, 110), (2000, 300, 400)],
     ids=["whole", "enough", "at least a tenth", "never enough"],
 )
 def test_blocks_may_end_once_they_hold_enough_runs(
@@ -266,10 +294,11 @@ def test_blocks_may_end_once_they_hold_enough_runs(
     fewest: int,
     most: int,
 ) -> None:
-    """A block of half a second holds 1,000 runs of this engine; its median is the same."""
+    """A block of half a second holds 350 runs of this engine; its median is the same."""
     options = SHORT.model_copy(update={"duration_s": 18.0})
     host = Host()
-    peers, (_, report) = run_race(host, [0.0005, 0.0005], options=options, enough_runs=enough_runs)
+    runs_s = [0.0005, 0.0005]
+    peers, (_, report) = run_race(host, runs_s, options=options, enough_runs=enough_runs)
     blocks = report.rows[0].end_to_end.blocks
     takes = {message for message in peers[0].received if isinstance(message, Take)}
     assert takes == {Take(0.5, enough_runs)}
@@ -283,8 +312,9 @@ def test_blocks_may_end_once_they_hold_enough_runs(
 def test_who_is_far_behind_stops_after_one_process_and_the_report_says_so() -> None:
     peers, (baseline, best, far) = run_race(Host(), [0.003, 0.001, 0.004])
     assert [peer.starts for peer in peers] == [6, 6, 1]
-    assert far.stopped.startswith("stopped after 1 process: 3.96")
-    assert far.stopped.endswith("times as slow as onnxruntime 1 fp32")
+    assert re.fullmatch(
+        r"stopped after 1 process: (3\.9|4\.0)\d times as slow as onnxruntime 1 fp32", far.stopped
+    )
     assert far.rows[0].ratio is None
     assert far.rows[0].ratio_missing == far.stopped
     assert far.rows[0].end_to_end.median_s == pytest.approx(0.004, rel=0.1), (
@@ -306,9 +336,9 @@ def test_of_several_baselines_the_fastest_is_the_one_that_counts() -> None:
     assert [peer.starts for peer in peers] == [1, 6, 6]
     assert traced.rows[0].ratio is None
     assert traced.rows[0].ratio_missing == ""
-    assert (
-        eager.rows[0].ratio_missing
-        == "stopped after 1 process: 1.96 times as slow as onnxruntime 1 fp32"
+    assert re.fullmatch(
+        r"stopped after 1 process: (1\.9|2\.0)\d times as slow as onnxruntime 1 fp32",
+        eager.rows[0].ratio_missing,
     )
     assert best.rows[0].ratio.value == pytest.approx(2.0, rel=0.05)
 
@@ -454,11 +484,11 @@ def test_drift_and_thinning_are_said() -> None:
     session = TimedSession(host, 1e-6)
     block = take_block(session, WORKLOAD.feeds, 0.01, host.clock)
     assert block.runs > 9000
-    assert 1000 <= len(block.end_to_end_s) <= 2000
+    assert 200 <= len(block.end_to_end_s) <= 400
     assert block.run_s > 4 * sum(block.end_to_end_s), "the sum is of all runs"
     _, (fast,) = run_race(host, [1e-6])
     assert [note.text for note in fast.notes] == [
-        "of a block with over 2,000 runs every k-th time is kept"
+        "of a block with over 400 runs every k-th time is kept"
     ]
     peer = LocalPeer(
         "0", TimedSession(host, 0.001), stalled={number: 1.1**number for number in range(10)}

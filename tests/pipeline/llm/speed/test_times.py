@@ -37,9 +37,9 @@ def contestant(weights: str | None, *levels: tuple[int, float, float]) -> Contes
     made = Contestant(entrant(weights), role, [[] for _ in levels], [[] for _ in levels])
     noise = np.random.default_rng(len(weights or ""))
     for generation in range(PROCESSES):
-        made.processes.append(BLOCKS)
         made.generations.append(generation)
         for index, (requests, first_s, next_s) in enumerate(levels):
+            made.processes[index].append(BLOCKS)
             for _ in range(BLOCKS):
                 factor = 1 + noise.uniform(0, 0.01)
                 answer = tuple(factor * (first_s + step * next_s) for step in range(TOKENS))
