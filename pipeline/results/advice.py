@@ -117,7 +117,9 @@ def judged(attempt: Attempt, ratio: Interval, why_wide: str) -> Attempt:
     gain = found.gain
     assert gain is not None
     outcome, detail = Outcome.ADVISED, ""
-    if gain.high - gain.low > MAX_WIDTH:
+    if gain.high <= MIN_GAIN:
+        outcome = Outcome.TOO_SMALL  # however wide the interval is
+    elif gain.high - gain.low > MAX_WIDTH:
         outcome = Outcome.TOO_WIDE
         detail = f"the interval is wider than 10 % of the latency: {why_wide}"
     elif gain.low <= MIN_GAIN:
