@@ -11,7 +11,22 @@ What this package exports is its public API; all else may change. Importing it l
 library.
 """
 
-from pipeline.api import OpenEngine, compile, open_engine, read_plan, read_report
+from pipeline.api import (
+    OpenEngine,
+    compile,
+    open_engine,
+    quantize_aware,
+    read_plan,
+    read_report,
+)
 from pipeline.errors import CrucibleError
 
-__all__ = ["compile", "open_engine", "OpenEngine", "read_plan", "read_report", "CrucibleError"]
+__all__ = [
+    "compile",
+    "open_engine",
+    "OpenEngine",
+    "quantize_aware",
+    "read_plan",
+    "read_report",
+    "CrucibleError",
+]

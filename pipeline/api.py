@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from pipeline.errors import PlanError, UserError
 if TYPE_CHECKING:
     from typing import Any, Self
 
+    import torch
     from numpy.typing import NDArray
 
     from pipeline.backends.base import Loaded, Session
@@ -146,6 +147,33 @@ def open_engine(folder: Path | str, device: str = "") -> OpenEngine:
 
     engine = load_engine(Path(folder))
     return OpenEngine(engine, backends.load(engine, device))
+
+
+def quantize_aware(
+    module: torch.nn.Module,
+    backend: str = "onnxruntime",
+    keep_fp32: Sequence[str] = (),
+    first_layer: bool = True,
+    last_layer: bool = False,
+) -> torch.nn.Module:
+    """Return a copy of a trained module with fake quantisers, to be trained further.
+
+    They are where Crucible places the Q/DQ pairs of int8 for `backend` (onnxruntime, openvino,
+    tensorrt): activations symmetric per tensor, weights per channel, batch norms folded. Train it
+    as any module, which takes a part of the epochs of the first training; in training mode it
+    learns its ranges too. Then a plan whose entrypoint returns `quantize_aware(...)`, with the
+    trained weights, compiles to int8 without calibration.
+
+    `keep_fp32` names modules that stay in floats, by the names of `named_modules()`, with `*` as a
+    wildcard. The answer of the last layer is not quantised, and with `last_layer=False` neither are
+    its weights.
+
+    Raises ModelError if torch.fx cannot trace the module, if nothing can be quantised, and for a
+    name that no module has; PlanError for an unknown backend.
+    """
+    from pipeline.backends.pytorch.quantize_aware.placement import quantize_aware as quantize
+
+    return quantize(module, backend, keep_fp32, first_layer, last_layer)
 
 
 class OpenEngine:

@@ -20,6 +20,7 @@ from pipeline.onnx_graph.activations import Bounds, observe, open_probe
 from pipeline.onnx_graph.files import copy_model, onnx_model, read_proto, write_proto
 from pipeline.onnx_graph.inspect import kept_nodes, with_same_interface
 from pipeline.onnx_graph.recurrent import parser_reasons
+from pipeline.plan.baselines import AS_GIVEN
 from pipeline.quantization.existing_qdq import Scale, scales_by_node
 from pipeline.quantization.half_precision import (
     MIN_OPSET,
@@ -35,11 +36,13 @@ from pipeline.quantization.half_precision import (
     reasons_for_fp32,
 )
 from pipeline.quantization.insert_qdq import Scheme, holds_qdq, insert_qdq
+from pipeline.quantization.lint.fixes import mend
 from pipeline.quantization.placement import KERNELS, Kernels, place
 
 LOW = (Precision.FP16, Precision.BF16)
 QUANTISED = (Precision.INT8, Precision.FP8)
 TENSORRTS = ("tensorrt", "tensorrt_rtx")
+EVERY_SCALE = "the model has Q/DQ pairs: every scale is kept, nothing is calibrated"
 HALF_STEP = 1 / 255  # of the largest value: the rounding error of int8 itself
 
 
@@ -55,7 +58,8 @@ def convert(
 
     The nodes that overflow in fp16 are found by the ranges in `table`, or else by runs of
     `samples`. Without both, a note says that overflow was not checked. A model with Q/DQ nodes
-    keeps all its scales. Raises PlanError, UnsupportedError.
+    keeps all its scales; its pairs are repaired as by `crucible lint --fix`, unless the recipe is
+    "as given". Raises PlanError, UnsupportedError.
     """
     proto = read_proto(model.path)
     quantised = holds_qdq(proto.graph)
@@ -68,9 +72,13 @@ def convert(
     low = next((precision for precision in precisions if precision in LOW), None)
     proto = flatten(raise_opset(proto, _least_opset(low, quantise, quantised)))
     kept = kept_nodes(proto.graph, recipe.keep_fp32)
-    if recipe.realised_in == "runtime" or not (quantise or low):
-        return _unchanged(model, recipe, quantised, out)
     notes: list[Note] = []
+    if quantised and recipe.quantizer == "given" and recipe.variant != AS_GIVEN:
+        notes += _repair(proto, recipe.backend)
+    if recipe.realised_in == "runtime":
+        quantise, low = False, None
+    if not (quantise or low or notes):
+        return _unchanged(model, recipe, quantised, out)
     reasons: dict[str, str] = {}
     if low is Precision.FP16:
         progress(0.1, "checking for values that overflow fp16")
@@ -98,6 +106,16 @@ def convert(
     return converted.model_copy(update={"kept_fp32": kept_in_fp32(proto.graph, unnamed)})
 
 
+def _repair(proto: onnx.ModelProto, backend: str) -> list[Note]:
+    """Repair the model's own Q/DQ pairs for a backend in place; return a note if any needed it."""
+    applied = mend(proto, backend)
+    if not applied:
+        return []
+    repairs = ", ".join(f"{rule} {count}x" for rule, count in applied.items())
+    text = f"{EVERY_SCALE}; repairs that do not change the arithmetic: {repairs}"
+    return [Note(stage="convert", text=text, level="info")]
+
+
 def _least_opset(low: Precision | None, quantise: bool, quantised: bool) -> int:
     """Return the lowest opset that can express the converted graph; 0 without a conversion."""
     return max(
@@ -112,11 +130,7 @@ def _unchanged(model: OnnxModel, recipe: Recipe, quantised: bool, out: Path) -> 
     copy_model(model.path, out / model.file)
     if not quantised:
         return onnx_model(out, model.file, model.precision)
-    note = Note(
-        stage="convert",
-        text="the model has Q/DQ pairs: every scale is kept, nothing is calibrated",
-        level="info",
-    )
+    note = Note(stage="convert", text=EVERY_SCALE, level="info")
     precision = recipe.precision if recipe.precision in QUANTISED else model.precision
     return onnx_model(out, model.file, precision, (note,))
 

@@ -30,7 +30,11 @@ from pipeline.backends.pytorch.export import (
     torchscript,
 )
 from pipeline.backends.pytorch.module import load_module, load_program, run_module
-from pipeline.backends.pytorch.qat import check_ranges, holds_fake_quantizers, scales_run
+from pipeline.backends.pytorch.quantize_aware.frozen import (
+    check_ranges,
+    holds_fake_quantizers,
+    scales_run,
+)
 from pipeline.core.artifacts import ModelSource, Note, OnnxModel
 from pipeline.core.progress import Progress, silent
 from pipeline.core.shapes import Point, Profile, Tensors, TensorSpec, dtype_of

@@ -20,9 +20,10 @@ TUTORIALS, MIGRATE = ROOT / "docs" / "tutorials", ROOT / "docs" / "migrate"
 ORDER = ("first-compile", "bert-int8", "resnet-on-gpu", "qat")  # migrations use the first's model
 PAGES = [TUTORIALS / f"{name}.md" for name in ORDER] + sorted(MIGRATE.glob("*.md"))
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-NOT_EXECUTED = Counter(console=8, json=1, python=2, yaml=4)
+NOT_EXECUTED = Counter(console=8, json=1, python=3, yaml=4)
 QUICK = "benchmark={duration_s: 0.3, warmup_s: 0.05, budget_s: 0.01, threads: 1}"
 INT8 = "[{backend: onnxruntime, precision: int8}, {backend: openvino, precision: int8}]"
+REJECTED = ("crucible compile my-qat/qat_before.yaml",)
 SHORT_TEXTS = "profiles=[{batch: [1, 2, 4], sequence: [4, 16, 128]}]"
 
 
@@ -32,6 +33,8 @@ def quick(line: str) -> str:
     """
     if not line.startswith("crucible compile"):
         return line
+    if line in REJECTED:
+        return f"{line} || [ $? -eq 2 ]"
     overrides = [QUICK]
     if "candidates=" not in line:
         overrides.append(f"candidates={INT8}")
@@ -86,7 +89,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 EXPECTED: dict[str, dict[str, str]] = {
     "first-compile": {"python my-model/own_ask.py": "32 of 32 answers are right"},
     "bert-int8": {"bert_ask.py": "the same meaning"},
-    "qat": {"compile my-qat/qat.yaml": "wrong precision: called int8"},
+    "qat": {"compile my-qat/qat_before.yaml": "failed accuracy"},
     "from-polygraphy": {"--onnxrt": "PASSED"},
     "from-triton": {"cat model-repository": "max_batch_size: 32"},
 }
@@ -106,12 +109,10 @@ def test_the_commands_of_the_page_run(page: Path, checkout: Path) -> None:
     outputs = run(commands(page.read_text()), checkout)
     ((part, text),) = EXPECTED[page.stem].items()
     assert [text in output for line, output in outputs.items() if part in line] == [True]
-    compiled = [output for line, output in outputs.items() if line.startswith("crucible compile")]
-    assert all('{"verdict": "unproven"' in output for output in compiled), compiled
-    if page.stem == "qat":
-        *_, findings, repaired = outputs.values()
-        assert "wrong precision" not in repaired
-        assert [line.split()[0] for line in findings.splitlines() if line] == ["classifier"]
+    for line, output in outputs.items():
+        if line.startswith("crucible compile"):
+            verdict = "rejected" if line in REJECTED else "unproven"
+            assert f'{{"verdict": "{verdict}"' in output, output
     for example in examples(page):
         ran = run([f"python -c {shlex.quote(example)}"], checkout)
         assert "True" in "".join(ran.values())

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.backends.cuda import OutOfDeviceMemory
 from pipeline.backends.feed_checks import installed_version
-from pipeline.backends.pytorch.qat import freeze_fake_quantizers
+from pipeline.backends.pytorch.quantize_aware.frozen import freeze_fake_quantizers
 from pipeline.core.artifacts import ModelSource
 from pipeline.core.recipe import Precision
 from pipeline.core.shapes import Tensors, TensorSpec

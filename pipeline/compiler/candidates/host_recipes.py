@@ -7,7 +7,7 @@ from itertools import chain
 
 from pipeline import backends
 from pipeline.backends.onnxruntime.backend import gpu_providers
-from pipeline.backends.pytorch.qat import quantises
+from pipeline.backends.pytorch.quantize_aware.frozen import quantises
 from pipeline.backends.tensorrt.library import release_warnings
 from pipeline.compiler.context import CompileContext
 from pipeline.core.artifacts import Note, Target

@@ -223,7 +223,8 @@ def unused_range(view: View) -> Iterator[Finding]:
 def float_weight(view: View) -> Iterator[Finding]:
     for node in view.weighted():
         weight = next((name for name in node.input[:2] if name in view.constants), "")
-        if weight and any(name in view.pairs for name in node.input[:2]):
+        paired = [name for name in node.input[:2] if name in view.pairs]
+        if weight and paired and not _returns_8_bits(view, paired[0]):
             why = (
                 f"its input is quantised, and its weight '{weight}' is in floats: the weight's DQ"
                 " was folded, or never there"
@@ -234,6 +235,18 @@ def float_weight(view: View) -> Iterator[Finding]:
                 why=why,
                 cost="the operator runs in floats, and its input is rounded for nothing",
             )
+
+
+def _returns_8_bits(view: View, name: str) -> bool:
+    """Return True if a pair is the result of a quantised operator with an activation.
+
+    ONNX Runtime computes that in 8 bits only with the pair, whoever reads it.
+    """
+    maker = view.makers.get(view.before(name))
+    if maker is None or maker.op_type not in FUSED_AFTER:
+        return False
+    operator = view.makers.get(maker.input[0])
+    return operator is not None and view.quantised(operator)
 
 
 def float_input(view: View) -> Iterator[Finding]:
@@ -493,8 +506,9 @@ def rest_in_fp32(view: View) -> Iterator[Finding]:
         value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT for value in view.graph.input
     )
     casts = [node for node in view.graph.node if node.op_type == "Cast"]
-    targets = [onnx.helper.get_node_attr_value(node, "to") for node in casts]
-    if takes_floats and onnx.TensorProto.FLOAT16 not in targets:
+    dtypes = [onnx.helper.get_node_attr_value(node, "to") for node in casts]
+    dtypes += [tensor.data_type for tensor in view.graph.initializer]  # scales of DQs too
+    if takes_floats and onnx.TensorProto.FLOAT16 not in dtypes:
         cost = (
             "strongly typed, such a graph ran slower than plain fp16 (ResNet-50, H200); `crucible"
             " compile` lowers the rest to fp16"

@@ -34,11 +34,14 @@ FULL_RANGES = ((-128, 127), (0, 255))
 
 
 def freeze_fake_quantizers(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module with every fake quantiser of torch.ao frozen at its learnt scale.
+    """Return the module with every fake quantiser, ours or torch.ao's, frozen at its learnt scale.
 
-    ModelError for a kind of quantisation that no exporter supports.
+    ModelError for a kind of quantisation that no exporter supports, and for one of ours that has
+    seen no data.
     """
     import torch
+
+    from pipeline.backends.pytorch.quantize_aware.fake_quantizer import HIGH, LOW, FakeQuantizer
 
     for name, child in module.named_modules():
         kind = f"{type(child).__module__}.{type(child).__qualname__}"
@@ -49,11 +52,24 @@ def freeze_fake_quantizers(module: torch.nn.Module) -> torch.nn.Module:
                 "give the model as torch.ao's prepare_qat left it, before `convert`; or export it"
                 " by other means and give the .onnx",
             )
+    unseen = [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, FakeQuantizer) and not child.has_range
+    ]
+    if unseen:
+        raise ModelError(
+            f"{len(unseen)} fake quantisers have seen no data (the first is '{unseen[0]}')",
+            "run some batches in training mode after `quantize_aware`, and save the weights then",
+        )
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if _is_known(child):
+            if isinstance(child, FakeQuantizer):
+                weight = None if child.axis is None else parent.original
+                setattr(parent, name, _frozen(child.scale(weight), (LOW, HIGH), child.axis))
+            elif _is_known(child):
                 is_enabled = bool(child.fake_quant_enabled[0])
-                setattr(parent, name, _frozen(child) if is_enabled else torch.nn.Identity())
+                setattr(parent, name, _frozen_ao(child) if is_enabled else torch.nn.Identity())
     return module
 
 
@@ -66,11 +82,25 @@ def _is_known(module: Any) -> bool:
     return isinstance(module, kinds) and type(module).forward in [kind.forward for kind in kinds]
 
 
-def _frozen(trained: Any) -> torch.nn.Module:
+def _frozen_ao(trained: Any) -> torch.nn.Module:
+    observer = trained.activation_post_process
+    axis = int(trained.ch_axis) if trained.is_per_channel else None
+    return _frozen(
+        trained.scale, (observer.quant_min, observer.quant_max), axis, trained.zero_point
+    )
+
+
+def _frozen(
+    scales: torch.Tensor,
+    limits: tuple[int, int],
+    axis: int | None,
+    zeros: torch.Tensor | None = None,
+) -> torch.nn.Module:
+    """Return a fake quantiser with these scales. Without `zeros`, zero points are 0."""
     import torch
 
-    low, high = trained.activation_post_process.quant_min, trained.activation_post_process.quant_max
-    axis = int(trained.ch_axis) if trained.is_per_channel else None
+    low, high = limits
+    zero_points = torch.zeros_like(scales) if zeros is None else zeros
 
     class FrozenFakeQuantize(torch.nn.Module):  # type: ignore[misc]  # torch is not looked into
         """A fake quantiser with a constant scale."""
@@ -78,9 +108,9 @@ def _frozen(trained: Any) -> torch.nn.Module:
         def __init__(self) -> None:
             super().__init__()
             shape = () if axis is None else (-1,)
-            self.register_buffer("scale", trained.scale.detach().clone().reshape(shape))
+            self.register_buffer("scale", scales.detach().clone().reshape(shape))
             self.register_buffer(
-                "zero_point", trained.zero_point.detach().clone().reshape(shape).to(torch.int32)
+                "zero_point", zero_points.detach().clone().reshape(shape).to(torch.int32)
             )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 
 from pipeline.backends.pytorch.export import Job, Refused, torchscript
 from pipeline.backends.pytorch.module import load_module, run_module
-from pipeline.backends.pytorch.qat import (
+from pipeline.backends.pytorch.quantize_aware.frozen import (
     check_ranges,
     freeze_fake_quantizers,
     holds_fake_quantizers,

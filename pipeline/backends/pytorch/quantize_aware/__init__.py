@@ -1,0 +1,1 @@
+"""Modules trained with fake quantisers: where ours go, and what an export makes of them."""
