@@ -203,7 +203,7 @@ class Single:
         """As the pipeline takes it, with as much time for the GPU's work as for whole runs: it is
         what the targets are about.
         """
-        block = take_block(self.session, self.feeds, seconds)
+        block = take_block(self.session, self.feeds, Take(seconds))
         return replace(
             block,
             compute_s=thinned(device_times(self.session, self.feeds, seconds), VALUES_PER_BLOCK),

@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -66,6 +67,14 @@ LONG_BLOCK_S = 0.5
 
 MIN_ROUNDS = 3
 """Minimum number of rounds, so that one stalled block does not decide a process's median."""
+
+SLOW_RUN_S, SLOW_ROUNDS = 0.1, 9
+"""A run that is so long fills a block alone, without a warm-up before it, so that the runs of a
+round are near to each other; and the minimum of rounds then: the loading takes longer than they do.
+"""
+
+PHASES_ROUNDS = 3
+"""Rounds of a process with timed phases."""
 
 USUAL_PROCESSES = 6
 """Processes that share an engine's times for measuring and for warm-up in the plan."""
@@ -123,6 +132,7 @@ class Take:
 
     seconds: float
     enough_runs: int | None = None  # a block of very short runs may end earlier
+    with_phases: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +371,9 @@ class Race(Generic[R]):
         The usual processes of an engine share its time for measuring in the plan.
         """
         share_s = self.options.duration_s / USUAL_PROCESSES
-        return max(MIN_ROUNDS, round(share_s / max(self.block_s, slowest_s)))
+        is_slow = slowest_s >= SLOW_RUN_S > self.block_s
+        least = SLOW_ROUNDS if is_slow else MIN_ROUNDS
+        return max(least, round(share_s / max(self.block_s, slowest_s)))
 
     def load(self, stack: ExitStack) -> None:
         """Start a child for each contestant in the race, and wait until all are loaded.
@@ -387,10 +399,11 @@ class Race(Generic[R]):
         racing = self.racing()
         for index, shape in enumerate(self.shapes):
             rounds = self.rounds(self._warm_up(index))
-            take = Take(self.options.duration_s / (USUAL_PROCESSES * rounds), self.enough_runs)
+            seconds = self.options.duration_s / (USUAL_PROCESSES * rounds)
             for contestant in racing:
                 contestant.processes[index].append(rounds)
-            for _ in range(rounds):
+            for number in range(rounds):
+                take = Take(seconds, self.enough_runs, number < PHASES_ROUNDS)
                 for contestant in self._in_random_order():
                     self._take(contestant, index, take)
             if self.gpu and self.generation == 0:
@@ -408,7 +421,7 @@ class Race(Generic[R]):
             times = self._turn(contestant, f"warm up, {self.shapes[index]}", warm)
             if times:
                 contestant.warmups[index] += times
-                slowest_s = max(slowest_s, float(np.median(times[len(times) // 2 :])))
+                slowest_s = max(slowest_s, settled_s(times))
         return slowest_s
 
     def _take(self, contestant: Contestant[R], index: int, take: Take) -> None:
@@ -517,14 +530,21 @@ def contend(channel: Channel, engine: Engine, workloads: Sequence[Workload]) -> 
             with closing(loaded.session(profile_for(engine, workload))) as session:
                 times = warm_up(partial(run_session, session, workload.feeds), options)
                 channel.send(thinned(times, VALUES_PER_BLOCK))
+                is_slow = settled_s(times) >= SLOW_RUN_S
                 while not isinstance(message := channel.receive(), NextShape):
-                    channel.send(_reply(message, session, workload))
+                    channel.send(_reply(message, session, workload, is_slow))
 
 
-def _reply(message: Take | MeasureGpuCost, session: Session, workload: Workload) -> Block | GpuCost:
+def settled_s(times: Sequence[float]) -> float:
+    """Return how long a run takes at the end of a warm-up."""
+    return float(np.median(times[len(times) // 2 :]))
+
+
+def _reply(
+    message: Take | MeasureGpuCost, session: Session, workload: Workload, is_slow: bool
+) -> Block | GpuCost:
     if isinstance(message, Take):
-        seconds, enough_runs = message.seconds, message.enough_runs
-        return take_block(session, workload.feeds, seconds, enough_runs=enough_runs)
+        return take_block(session, workload.feeds, message, is_slow=is_slow)
     return measure_gpu_cost(session, partial(run_session, session, workload.feeds), message.gpu)
 
 
@@ -536,22 +556,28 @@ def profile_for(engine: Engine, workload: Workload) -> int:
 def take_block(
     session: Session,
     feeds: Tensors,
-    seconds: float,
+    take: Take,
     clock: Clock = monotonic,
     cpu: Callable[[], CpuClock] = cpu_clock,
-    enough_runs: int | None = None,
+    is_slow: bool = False,
 ) -> Block:
     """Run one block and return its times.
 
     It consists of a short warm-up, complete runs on the host's clock, and further runs with phases
-    on the session's own timer.
+    on the session's own timer. A slow engine only waits until the last child's threads sleep.
     """
     run = partial(run_session, session, feeds)
-    rewarm = measure_block(run, clock, max(REWARM_S, seconds * REWARM_SHARE))
+    rewarm: tuple[float, ...] = ()
+    if is_slow:
+        time.sleep(REWARM_S)
+    else:
+        rewarm = measure_block(run, clock, max(REWARM_S, take.seconds * REWARM_SHARE))
     before = cpu()
-    end_to_end = measure_block(run, clock, seconds, enough_runs=enough_runs)
+    end_to_end = measure_block(run, clock, take.seconds, enough_runs=take.enough_runs)
     waiting = cpu().held_up_since(before, len(end_to_end))
-    phases = _phases(session, feeds, min(seconds, sum(end_to_end)) * PHASES_SHARE, clock)
+    phases = _Phases()
+    if take.with_phases:
+        phases = _phases(session, feeds, min(take.seconds, sum(end_to_end)) * PHASES_SHARE, clock)
     return Block(
         runs=len(end_to_end),
         run_s=sum(end_to_end),

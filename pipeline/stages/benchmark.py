@@ -458,25 +458,30 @@ def _row(
     host: BusyHost,
 ) -> LatencyRow:
     blocks = contestant.blocks[index]
+    timed = [
+        [block for block in of_process if block.timed_runs]
+        for of_process in contestant.by_process(index)
+    ]
+    phases = [block for of_process in timed for block in of_process]
     on_gpu = contestant.engine.is_on_gpu
     device = partial(
         samples_from_blocks,
         warmup_s=(),
         clock="device" if on_gpu else "host",
-        processes=contestant.processes[index],
+        processes=[len(of_process) for of_process in timed],
         generations=contestant.generations,
     )
     end_to_end = end_to_end_samples(contestant, index)
     median_s = end_to_end.median_s
     ratio, ratio_missing = ratio_to(contestant, baseline, index, host)
-    enqueue = device([block.enqueue_s for block in blocks], clock="host") if on_gpu else None
+    enqueue = device([block.enqueue_s for block in phases], clock="host") if on_gpu else None
     return LatencyRow(
         sizes=workload.sizes,
         end_to_end=end_to_end,
-        upload=device([block.upload_s for block in blocks]),
-        compute=device([block.compute_s for block in blocks]),
-        download=device([block.download_s for block in blocks]),
-        latency=device([block.latency_s for block in blocks]),
+        upload=device([block.upload_s for block in phases]),
+        compute=device([block.compute_s for block in phases]),
+        download=device([block.download_s for block in phases]),
+        latency=device([block.latency_s for block in phases]),
         enqueue=enqueue,
         totals=_totals(blocks),
         throughput_per_s=workload.rows / median_s,

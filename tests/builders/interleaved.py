@@ -16,6 +16,7 @@ from pipeline.backends.base import run_session
 from pipeline.benchmark.elimination import Role
 from pipeline.benchmark.interleaved import (
     LONG_BLOCK_S,
+    SLOW_RUN_S,
     MeasureGpuCost,
     RaceEntry,
     Ready,
@@ -181,8 +182,9 @@ class LocalPeer:
         if isinstance(message, WarmUpOptions):
             return warm_up(partial(run_session, self.session, WORKLOAD.feeds), message, host.clock)
         if isinstance(message, Take):
-            feeds, enough = WORKLOAD.feeds, message.enough_runs
-            return take_block(self.session, feeds, message.seconds, host.clock, self.cpu, enough)
+            is_slow = self.session.run_s >= SLOW_RUN_S
+            feeds = WORKLOAD.feeds
+            return take_block(self.session, feeds, message, host.clock, self.cpu, is_slow)
         return self.gpu_cost if isinstance(message, MeasureGpuCost) else Ready()
 
     def cpu(self) -> CpuClock:

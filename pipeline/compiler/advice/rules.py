@@ -105,6 +105,12 @@ def one_shape(subject: Subject) -> Iterator[Change]:
         yield Change("one_shape", reason, (f"profiles={written}",))
 
 
+NARROW_FORMS: dict[str, tuple[dict[str, str], ...]] = {"onnxruntime": ({"activation": "int8"}, {})}
+"""Keys of a candidate with narrow weights. ONNX Runtime's kernel with float activations turns 8-bit
+weights back into floats at each run; OpenVINO quantises the activations by itself.
+"""
+
+
 def narrow_weights(subject: Subject) -> Iterator[Change]:
     """Propose int8 weights where products wait for their weights."""
     recipe = subject.engine.recipe
@@ -118,20 +124,26 @@ def narrow_weights(subject: Subject) -> Iterator[Change]:
     share = share_of(subject.table, {layer.name for layer in bound}, by_name=True)
     if not share or share < MIN_BOUND_SHARE:
         return
-    candidate = CandidateConfig(backend=recipe.backend, precision=Precision.INT8, weight_only=True)
-    context = subject.context
-    target = context.target(recipe.backend)
-    try:
-        narrow = recipe_from_candidate(candidate, target, context.plan, False, context.given)
-        backend(recipe.backend).check_recipe(narrow, target)
-    except UnsupportedError:
-        return
-    if narrow.label in subject.labels:
-        return  # the compile has measured it
-    written = json.dumps([{"backend": recipe.backend, "precision": "int8", "weight_only": True}])
     nodes = tuple(node for layer in bound for node in layer.nodes)
     reason = f"{len(bound)} products wait for the memory to read their weights"
-    yield Change("narrow_weights", reason, (f"candidates={written}",), narrow, nodes)
+    for form in NARROW_FORMS.get(recipe.backend, ({},)):
+        written = {"backend": recipe.backend, "precision": "int8", "weight_only": True, **form}
+        narrow = _recipe(subject, CandidateConfig.model_validate(written))
+        if narrow is not None and narrow.label not in subject.labels:
+            how = (f"candidates={json.dumps([written])}",)
+            yield Change("narrow_weights", reason, how, narrow, nodes)
+
+
+def _recipe(subject: Subject, candidate: CandidateConfig) -> Recipe | None:
+    """Return the recipe of a candidate, or None if this host cannot run it."""
+    context = subject.context
+    target = context.target(candidate.backend)
+    try:
+        recipe = recipe_from_candidate(candidate, target, context.plan, False, context.given)
+        backend(candidate.backend).check_recipe(recipe, target)
+    except UnsupportedError:
+        return None
+    return recipe
 
 
 def _waits_for_weights(work: LayerWork) -> bool:

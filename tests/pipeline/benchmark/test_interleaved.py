@@ -248,26 +248,39 @@ def test_the_slowest_to_load_starts_first_next_time_and_delays_nobody() -> None:
 
 def test_the_times_of_the_plan_are_shared_by_the_usual_processes() -> None:
     peers, _ = run_race(Host(), [0.01, 0.01], options=BenchmarkConfig(duration_s=18.0))
-    takes = [message for message in peers[0].received if isinstance(message, Take)]
-    assert takes == [Take(0.5)] * 6 * 6, "six blocks of half a second in each of six processes"
+    assert seconds_of(peers[0]) == [0.5] * 6 * 6, "six blocks in each of six processes"
     assert isinstance(peers[0].received[-1], NextShape)
     warmups = [message for message in peers[0].received if isinstance(message, WarmUpOptions)]
     assert warmups == [WarmUpOptions(min_runs=2, min_s=0.2 / 6, max_s=0.5)] * 6
     short, _ = run_race(Host(), [0.01, 0.01], options=BenchmarkConfig(duration_s=3.0))
-    assert [message for message in short[0].received if isinstance(message, Take)] == [
-        Take(3.0 / 18)
-    ] * 18
+    assert seconds_of(short[0]) == [3.0 / 18] * 18
+
+
+def seconds_of(peer: LocalPeer) -> list[float]:
+    """The lengths of all blocks that an engine was asked for."""
+    return [message.seconds for message in peer.received if isinstance(message, Take)]
 
 
 def test_blocks_are_short_unless_a_run_is_longer() -> None:
     options = BenchmarkConfig(duration_s=3.0)
     peers, _ = run_race(Host(), [0.001, 0.001], options=options, block_s=BLOCK_S)
-    takes = [message for message in peers[0].received if isinstance(message, Take)]
-    assert takes == [Take(3.0 / (6 * 17))] * 6 * 17, "17 blocks of some 30 ms in each process"
-    peers, (_, slow) = run_race(Host(), [0.001, 0.1], options=options, block_s=BLOCK_S)
-    takes = [message for message in peers[0].received if isinstance(message, Take)]
-    assert takes == [Take(0.1)] * 6 * 5, "a run of the slow one fills its block"
-    assert set(slow.rows[0].end_to_end.processes) == {5}
+    assert seconds_of(peers[0]) == [3.0 / (6 * 17)] * 6 * 17, "17 of some 30 ms in each process"
+    peers, (_, slow) = run_race(Host(), [0.001, 0.09], options=options, block_s=BLOCK_S)
+    assert set(seconds_of(peers[0])) == {3.0 / (6 * 6)}, "a run of the other one fills its block"
+    assert set(slow.rows[0].end_to_end.processes) == {6}
+
+
+def test_a_slow_run_is_a_block_and_phases_are_timed_in_the_first_rounds() -> None:
+    options = BenchmarkConfig(duration_s=3.0)
+    peers, (fast, slow) = run_race(Host(), [0.01, 0.11], options=options, block_s=BLOCK_S)
+    takes = [message.with_phases for message in peers[0].received if isinstance(message, Take)]
+    assert takes[:9] == [True] * 3 + [False] * 6, "the nine rounds of the first process"
+    row = slow.rows[0]
+    assert set(row.end_to_end.blocks) == {1}
+    assert set(row.end_to_end.processes) == {9}
+    assert set(row.compute.processes) == {3}
+    assert row.compute.median_s == pytest.approx(0.088, rel=0.1)
+    assert fast.rows[0].end_to_end.processes == row.end_to_end.processes
 
 
 @pytest.mark.parametrize(("block_s", "narrow"), [(BLOCK_S, True), (LONG_BLOCK_S, False)])
@@ -300,8 +313,8 @@ def test_blocks_may_end_once_they_hold_enough_runs(
     runs_s = [0.0005, 0.0005]
     peers, (_, report) = run_race(host, runs_s, options=options, enough_runs=enough_runs)
     blocks = report.rows[0].end_to_end.blocks
-    takes = {message for message in peers[0].received if isinstance(message, Take)}
-    assert takes == {Take(0.5, enough_runs)}
+    takes = [message for message in peers[0].received if isinstance(message, Take)]
+    assert {(take.seconds, take.enough_runs) for take in takes} == {(0.5, enough_runs)}
     assert fewest <= min(blocks) <= max(blocks) <= most
     assert report.rows[0].end_to_end.median_s == pytest.approx(0.0005, rel=0.1)
 
@@ -482,7 +495,7 @@ def test_a_race_that_nobody_survives_has_no_baseline() -> None:
 def test_drift_and_thinning_are_said() -> None:
     host = Host()
     session = TimedSession(host, 1e-6)
-    block = take_block(session, WORKLOAD.feeds, 0.01, host.clock)
+    block = take_block(session, WORKLOAD.feeds, Take(0.01), host.clock)
     assert block.runs > 9000
     assert 200 <= len(block.end_to_end_s) <= 400
     assert block.run_s > 4 * sum(block.end_to_end_s), "the sum is of all runs"
@@ -507,7 +520,7 @@ def test_a_block_says_how_long_it_waited_for_a_cpu() -> None:
     host = Host()
     counts = iter([CpuClock(), CpuClock(ran_s=1.0, waited_s=1.0, interruptions=1_000)])
     block = take_block(
-        TimedSession(host, 0.001), WORKLOAD.feeds, 0.1, host.clock, lambda: next(counts)
+        TimedSession(host, 0.001), WORKLOAD.feeds, Take(0.1), host.clock, lambda: next(counts)
     )
     assert block.waiting == pytest.approx(0.5)
 

@@ -16,6 +16,7 @@ import torch
 
 from pipeline.errors import HostError
 from pipeline.llm.engine import LanguageEngine
+from pipeline.llm.hf import use_cores
 from pipeline.llm.torch_engine.decoder import Mark, mark
 from pipeline.llm.torch_engine.files import read_network
 from pipeline.llm.torch_engine.slots import Slots
@@ -34,6 +35,7 @@ def open_slots(engine: LanguageEngine, load: Load) -> Slots:
 
     HostError if the memory of the GPU is too small.
     """
+    use_cores()
     try:
         network = read_network(engine.root, "cuda" if engine.is_on_gpu else "cpu")
         return Slots(network, load.together, load.context)

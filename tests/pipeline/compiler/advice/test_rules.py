@@ -124,18 +124,15 @@ def test_products_that_wait_for_their_weights_get_narrow_ones(
     tmp_path: Path, work: LayerWork, is_bound: bool
 ) -> None:
     changes = [*narrow_weights(subject(tmp_path, layer("fp32", nodes=("m",)), works=(work,)))]
-    assert len(changes) == is_bound
-    for found in changes:
-        assert found.recipe is not None
-        assert found.recipe.weight_only
-        assert "int8" in found.how
-        again = subject(
-            tmp_path / "again",
-            layer("fp32", nodes=("m",)),
-            works=(work,),
-            labels=frozenset({found.recipe.label}),
-        )
-        assert list(narrow_weights(again)) == [], "the compile has measured it"
+    recipes = [found.recipe for found in changes if found.recipe]
+    assert [recipe.activation for recipe in recipes] == ["int8", "float"] * is_bound
+    assert all(recipe.weight_only for recipe in recipes)
+    assert ['"activation": "int8"' in found.how for found in changes] == [True, False] * is_bound
+    measured = frozenset(recipe.label for recipe in recipes)
+    layers = layer("fp32", nodes=("m",))
+    again = subject(tmp_path / "again", layers, works=(work,), labels=measured)
+    assert is_bound == bool(measured)
+    assert list(narrow_weights(again)) == [], "the compile has measured them"
 
 
 def test_a_small_layer_is_not_worth_narrow_weights(tmp_path: Path) -> None:
