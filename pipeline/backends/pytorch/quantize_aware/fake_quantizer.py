@@ -30,29 +30,33 @@ class FakeQuantizer(nn.Module):  # type: ignore[misc]  # torch is not looked int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`, rounded; as it is before the first batch."""
-        if self.axis is None:
-            if self.training:
-                self._observe(x)
-            if not self.has_range:
-                return x
-            scale, zero = self.scale(), torch.zeros((), dtype=torch.int32, device=x.device)
-            return torch.fake_quantize_per_tensor_affine(x, scale, zero, LOW, HIGH)
+        if self.axis is None and self.training:
+            self._observe(x)
+        if not self.has_range:
+            return x
         scale = self.scale(x)
         zero = torch.zeros_like(scale, dtype=torch.int32)
-        return torch.fake_quantize_per_channel_affine(x, scale, zero, self.axis, LOW, HIGH)
+        floats = x.float()  # 16 bits under autocast
+        if self.axis is None:
+            rounded = torch.fake_quantize_per_tensor_affine(floats, scale, zero, LOW, HIGH)
+        else:
+            rounded = torch.fake_quantize_per_channel_affine(
+                floats, scale, zero, self.axis, LOW, HIGH
+            )
+        return rounded.to(x.dtype)
 
     @property
     def has_range(self) -> bool:
         """Return False for an activation that no batch has passed."""
         return self.axis is not None or bool(self.bound > 0)
 
-    def scale(self, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the scale: [] of an activation, [channels] of a weight."""
-        if weight is None:
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scale: [] of an activation, as learnt; [channels] of a weight `x`."""
+        if self.axis is None:
             bound = self.bound
         else:
-            assert self.axis is not None
-            bound = weight.detach().abs().amax([d for d in range(weight.ndim) if d != self.axis])
+            others = [axis for axis in range(x.ndim) if axis != self.axis]
+            bound = x.detach().float().abs().amax(others)
         return bound.clamp(min=SMALLEST) / HIGH
 
     def _observe(self, x: torch.Tensor) -> None:

@@ -65,8 +65,8 @@ def freeze_fake_quantizers(module: torch.nn.Module) -> torch.nn.Module:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, FakeQuantizer):
-                weight = None if child.axis is None else parent.original
-                setattr(parent, name, _frozen(child.scale(weight), (LOW, HIGH), child.axis))
+                of = child.bound if child.axis is None else parent.original
+                setattr(parent, name, _frozen(child.scale(of), (LOW, HIGH), child.axis))
             elif _is_known(child):
                 is_enabled = bool(child.fake_quant_enabled[0])
                 setattr(parent, name, _frozen_ao(child) if is_enabled else torch.nn.Identity())

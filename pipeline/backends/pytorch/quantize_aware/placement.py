@@ -171,11 +171,13 @@ def _fold_norms(traced: fx.GraphModule) -> None:
             continue
         layer, norm = modules[before.target], modules[node.target]
         if isinstance(layer, CONVOLUTIONS):
-            folded: nn.Module = fuse_conv_bn_eval(layer, norm)
+            folded = fuse_conv_bn_eval(layer, norm)
         elif isinstance(layer, nn.Linear):
             folded = fuse_linear_bn_eval(layer, norm)
         else:
             continue
+        assert isinstance(folded.bias, nn.Parameter)
+        folded.bias.requires_grad_(folded.weight.requires_grad)  # a new bias is not trained yet
         traced.set_submodule(before.target, folded)
         node.replace_all_uses_with(before)
         traced.graph.erase_node(node)

@@ -149,6 +149,15 @@ def test_a_fake_quantiser_learns_its_range_and_lets_gradients_through() -> None:
     assert y.grad.tolist() == [1.0, 0.0]
 
 
+def test_it_trains_in_mixed_precision() -> None:
+    made = pipeline.quantize_aware(residual()).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        answer = made(torch.randn(4, 3, 8, 8))
+    answer.float().sum().backward()
+    assert answer.dtype is torch.bfloat16
+    assert all(parameter.grad is not None for parameter in made.parameters())
+
+
 def train(net: nn.Module, steps: int = 5) -> nn.Module:
     optimizer = torch.optim.SGD(net.train().parameters(), 0.01)
     for _ in range(steps):
