@@ -96,6 +96,9 @@ PHASES_SHARE = 0.2
 VALUES_PER_BLOCK = 400
 """Maximum number of stored times: of more, every k-th is stored, to limit the report's size."""
 
+REWARM_VALUES = 20
+"""The same for the warm-up of a block."""
+
 POLL_S = 0.02
 """Wait for one loading child before the next one is polled."""
 
@@ -583,7 +586,7 @@ def take_block(
         run_s=sum(end_to_end),
         timed_runs=len(phases.compute_s),
         timed_compute_s=sum(phases.compute_s),
-        rewarm_s=thinned(rewarm, VALUES_PER_BLOCK),
+        rewarm_s=thinned(rewarm, REWARM_VALUES),
         end_to_end_s=thinned(end_to_end, VALUES_PER_BLOCK),
         latency_s=thinned(phases.latency_s, VALUES_PER_BLOCK),
         upload_s=thinned(phases.upload_s, VALUES_PER_BLOCK),
