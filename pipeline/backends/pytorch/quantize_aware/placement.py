@@ -134,7 +134,7 @@ def quantize_aware(
     sites = place(
         skeleton.graph,
         placement,
-        frozenset(skeleton.arguments),
+        frozenset(skeleton.activations),
         _kept(traced, keep_fp32),
         KERNELS.get(backend, Kernels()),
     )
@@ -190,8 +190,7 @@ class _Skeleton:
     """The traced graph in ONNX's words, without data: what the rules of placement read."""
 
     graph: onnx.GraphProto
-    # Of each node, its inputs as fx has them; None for a constant.
-    arguments: dict[str, list[fx.Node | None]] = field(default_factory=dict)
+    activations: set[str] = field(default_factory=set)
 
     def constant(self, name: str, dims: Iterable[int]) -> str:
         self.graph.initializer.append(onnx.TensorProto(name=name, dims=list(dims)))
@@ -204,7 +203,7 @@ def _skeleton(traced: fx.GraphModule) -> _Skeleton:
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             skeleton.graph.input.append(onnx.ValueInfoProto(name=node.name))
-            skeleton.arguments[node.name] = []
+            skeleton.activations.add(node.name)
         elif node.op == "output":
             names = [each.name for each in node.all_input_nodes]
             skeleton.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
@@ -218,33 +217,27 @@ def _skeleton(traced: fx.GraphModule) -> _Skeleton:
 def _add_call(skeleton: _Skeleton, node: fx.Node, modules: dict[str, nn.Module]) -> None:
     layer = modules[node.target] if node.op == "call_module" else None
     kind = _kind(node, layer)
-    if kind in ("Add", "Mul", "MatMul"):  # a number has a place among the inputs too
-        given: list[Any] = list(node.args[:2])
-    else:
-        given = list(node.all_input_nodes)
-    arguments: list[fx.Node | None] = [
-        each if isinstance(each, fx.Node) else None for each in given
+    has_two = kind in ("Add", "Mul", "MatMul") and len(node.args) > 1
+    given: Sequence[Any] = node.args[:2] if has_two else node.all_input_nodes
+    names = [  # a number has a place among the two inputs
+        each.name if isinstance(each, fx.Node) else skeleton.constant(f"{node.name}.{index}", ())
+        for index, each in enumerate(given)
     ]
-    names = [
-        skeleton.constant(f"{node.name}.{index}", ()) if each is None else each.name
-        for index, each in enumerate(arguments)
-    ]
-    if isinstance(layer, (*CONVOLUTIONS, nn.Linear)):
+    if kind in ("Conv", "Gemm"):
         for parameter in ("weight", "bias"):
             values = getattr(layer, parameter)
             if values is not None:
                 names.append(skeleton.constant(f"{node.name}.{parameter}", values.shape))
-                arguments.append(None)
     call = onnx.helper.make_node(kind, names, [node.name], name=node.name)
-    if isinstance(layer, nn.Linear):
+    if kind == "Gemm":
         call.attribute.append(onnx.helper.make_attribute("transB", 1))
     skeleton.graph.node.append(call)
-    skeleton.arguments[node.name] = arguments
+    skeleton.activations.add(node.name)
 
 
 def _kind(node: fx.Node, layer: nn.Module | None) -> str:
     if layer is not None:
-        return next((kind for each, kind in MODULES.items() if type(layer) is each), "Module")
+        return MODULES.get(type(layer), "Module")
     if node.op == "call_method":
         return METHODS.get(str(node.target), f"method_{node.target}")
     return FUNCTIONS.get(node.target, getattr(node.target, "__name__", "function"))
