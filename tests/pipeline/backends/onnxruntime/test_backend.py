@@ -274,11 +274,11 @@ def test_threads_of_engines_that_serve_soon_sleep(
         assert isinstance(loaded, onnxruntime_.OrtLoaded)
         assert loaded._session is not None
         options = loaded._session.get_session_options()
+        spin_us = onnxruntime_.SERVING_SPIN_US if stops else onnxruntime_.SPIN_US
+        spins = options.get_session_config_entry("session.intra_op.spin_duration_us")
+        assert spins == str(spin_us)
         if not stops:
             with pytest.raises(RuntimeError):  # never set
                 options.get_session_config_entry("session.force_spinning_stop")
             return
         assert options.get_session_config_entry("session.force_spinning_stop") == "1"
-        assert options.get_session_config_entry("session.intra_op.spin_duration_us") == str(
-            onnxruntime_.SPIN_US
-        )
