@@ -213,6 +213,7 @@ def test_what_the_package_exports_is_documented() -> None:
         "compile",
         "open_engine",
         "OpenEngine",
+        "quantize_aware",
         "read_plan",
         "read_report",
         "CrucibleError",
