@@ -169,8 +169,11 @@ def quantize_aware(
     its weights.
 
     Raises ModelError if torch.fx cannot trace the module, if nothing can be quantised, and for a
-    name that no module has; PlanError for an unknown backend.
+    name that no module has; PlanError for an unknown backend; BackendUnavailable without torch.
     """
+    from pipeline.backends.pytorch.module import torch_version
+
+    torch_version()
     from pipeline.backends.pytorch.quantize_aware.placement import quantize_aware as quantize
 
     return quantize(module, backend, keep_fp32, first_layer, last_layer)

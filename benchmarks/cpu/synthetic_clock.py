@@ -27,8 +27,10 @@ from numpy.typing import NDArray
 
 from benchmarks.common import Row, publish, takes_no_arguments
 from pipeline.benchmark.elimination import MAX_PAIRS, Role, Runner, is_decided
+from pipeline.benchmark.interleaved import BLOCK_S, USUAL_PROCESSES
 from pipeline.measurement.comparison import NotMeasurable, Processes, compare_processes, pairs_of
 from pipeline.measurement.statistics import Interval, student_quantile
+from pipeline.plan.schema import BenchmarkConfig
 
 Floats = NDArray[np.float64]
 
@@ -40,7 +42,7 @@ BLOCK, GENERATION = (
     0.01,
 )  # std of the noise of a process, and of a level that both engines share
 QUIET_WAITING = 0.03  # the largest share of its time that an undisturbed process waits for a CPU
-ROUNDS = 17  # of a generation, with the defaults of a plan
+ROUNDS = round(BenchmarkConfig().duration_s / USUAL_PROCESSES / BLOCK_S)  # of a generation
 SEEN = 0.5  # share of the stalls that the kernel's counts show; the hypervisor hides the others
 RATIOS = (1.0, 1.05, 1.2, 9.0)
 

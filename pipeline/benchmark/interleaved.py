@@ -371,7 +371,8 @@ class Race(Generic[R]):
     def rounds(self, slowest_s: float) -> int:
         """Return the number of rounds in a generation, if the slowest engine's run takes so long.
 
-        The usual processes of an engine share its time for measuring in the plan.
+        The usual processes of an engine share its time for measuring in the plan. Where blocks are
+        longer than a slow run, as of whole answers, it needs no more of them.
         """
         share_s = self.options.duration_s / USUAL_PROCESSES
         is_slow = slowest_s >= SLOW_RUN_S > self.block_s

@@ -23,7 +23,7 @@ from pipeline.stages.benchmark import ENOUGH_RUNS, benchmark, figures_of
 
 BENCHMARK = Stage(
     "benchmark",
-    8,
+    9,
     writes_files=False,
     needs_quiet_device=True,
     is_cacheable=lambda found: not found.provisional,

@@ -35,8 +35,8 @@ QUANTISE_MORE = (
     " and on onnxruntime `activation: uint8`"
 )
 FIX_PAIRS = (
-    "run `crucible lint MODEL --backend {backend} --fix OUT.onnx`: it lists the Q/DQ that prevent 8"
-    " bits and fixes those with an exact fix; then compile OUT.onnx"
+    "run `crucible lint MODEL --backend {backend}`: it lists the Q/DQ that prevent 8 bits; the"
+    " compile has repaired those with an exact fix, so change the others in the model"
 )
 SEVEN_BITS = (
     "use a CPU with VNNI or AMX, or train with weights limited to 7 bits (-64 to 63, with twice the"

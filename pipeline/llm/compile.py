@@ -66,7 +66,7 @@ EXPORT = Stage("export_language_model", 3, TOOLS)
 REFER = Stage("reference", 2, ("torch", "transformers", "tokenizers", "gguf"))
 BUILD = Stage("weights", 3, TOOLS)
 SCORE = Stage("score", 4, ("openvino", "openvino-genai", "torch", "triton"), writes_files=False)
-RACE = Stage("race", 1, writes_files=False, needs_quiet_device=True)
+RACE = Stage("race", 2, writes_files=False, needs_quiet_device=True)
 STAGES = (DESCRIBE, COUNT, EXPORT, REFER, BUILD, SCORE, RACE)
 
 

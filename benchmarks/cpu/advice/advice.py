@@ -92,8 +92,8 @@ def main(words: Sequence[str]) -> None:
     attempts: list[Row] = []
     for case in CASES:
         if not arguments.names or case.name in arguments.names:
-            measuring = {"budget_s": arguments.budget_s or case.budget_s}
-            found = measured(case, candidate, {**measuring, "threads": arguments.threads})
+            own = {} if arguments.budget_s is not None else {"budget_s": case.budget_s}
+            found = measured(case, candidate, {**run, **own})
             rows += found[0]
             attempts += found[1]
             print(*found[0], *found[1], sep="\n", flush=True)

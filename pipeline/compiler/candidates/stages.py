@@ -37,7 +37,7 @@ from pipeline.stages.validate import ReferenceOutputs, run_reference, validate
 
 CALIBRATE = Stage("calibrate", 2, ("onnx", "onnxruntime"))
 COVER = Stage("cover", 2, ("onnx", "onnxruntime"), writes_files=False)
-CONVERT = Stage("convert", 6, ("onnx", "onnxruntime"))
+CONVERT = Stage("convert", 7, ("onnx", "onnxruntime"))
 QUANTIZERS: dict[str, tuple[Stage, Callable[..., OnnxModel]]] = {
     "nncf": (Stage("convert", 2, ("onnx", "nncf")), quantize_with_nncf),
     "modelopt": (

@@ -307,8 +307,8 @@ def test_where_a_models_own_pairs_are_not_run_the_next_step_is_to_mend_them() ->
     first, *mend = decide(candidates, None, None).next_steps
     assert "call the candidate by" not in first  # another name is refused
     assert [step.partition(":")[0] for step in mend] == [
-        "run `crucible lint MODEL --backend onnxruntime --fix OUT.onnx`",
-        "run `crucible lint MODEL --backend openvino --fix OUT.onnx`",
+        "run `crucible lint MODEL --backend onnxruntime`",
+        "run `crucible lint MODEL --backend openvino`",
     ]
 
 

@@ -127,6 +127,10 @@ def quantize_aware(
         raise PlanError(
             f"no rules for the backend '{backend}'", f"expected one of {', '.join(EVERYWHERE)}"
         )
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"expected a torch.nn.Module, got {type(module).__name__}", "give a trained module"
+        )
     traced = _traced(module)
     _fold_norms(traced)
     skeleton = _skeleton(traced)
@@ -208,7 +212,8 @@ def _skeleton(traced: fx.GraphModule) -> _Skeleton:
             names = [each.name for each in node.all_input_nodes]
             skeleton.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
         elif node.op == "get_attr":
-            skeleton.constant(node.name, operator.attrgetter(node.target)(traced).shape)
+            value = operator.attrgetter(node.target)(traced)
+            skeleton.constant(node.name, value.shape if isinstance(value, torch.Tensor) else ())
         else:
             _add_call(skeleton, node, modules)
     return skeleton
@@ -246,7 +251,7 @@ def _kind(node: fx.Node, layer: nn.Module | None) -> str:
 def _kept(traced: fx.GraphModule, patterns: Sequence[str]) -> frozenset[str]:
     """Return the calls that stay in floats. ModelError for a pattern that no module matches."""
     kept: set[str] = set()
-    for pattern in patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         found = {
             node.name
             for node in traced.graph.nodes

@@ -99,8 +99,9 @@ def test_quantisers_are_where_the_rules_for_pairs_put_them() -> None:
     )
     whole = pipeline.quantize_aware(net, "openvino", first_layer=False, last_layer=True)
     assert weights(whole) == ["conv2", "fc1", "fc2"]
-    kept = pipeline.quantize_aware(net, "openvino", keep_fp32=["conv*"])
-    assert weights(kept) == ["fc1"]
+    for patterns in (["conv*"], "conv*"):
+        kept = pipeline.quantize_aware(net, "openvino", keep_fp32=patterns)
+        assert weights(kept) == ["fc1"]
 
 
 def test_the_module_given_stays_as_it_was() -> None:
@@ -225,6 +226,7 @@ def test_what_has_seen_no_data_is_refused() -> None:
     ("net", "arguments", "error", "text"),
     [
         (Branching(), {}, ModelError, "torch.fx cannot trace the model: TraceError"),
+        (5, {}, ModelError, "expected a torch.nn.Module, got int"),
         (nn.ReLU(), {}, ModelError, "nothing can be quantised"),
         (nn.Linear(3, 3), {}, ModelError, "nothing can be quantised"),
         (residual(), {"keep_fp32": ["cnv*"]}, ModelError, "no module matches 'cnv\\*'"),
